@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +27,6 @@ import torch.distributed as dist
 from torch import nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
-from second_order.kfac import threads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -104,13 +102,6 @@ class Scene:
         for _ in range(STEPS):
             self.step()
             time.sleep(0.02)
-        if "hang" in self.told:
-            solve = threads.solve
-            hang(self.told["hang"], solve)
-            if self.told.get("waits"):
-                say("ready")
-            for _ in range(STEPS):
-                self.step()
         if self.told.get("stops"):
             while not self.arrived("stopped", len(self.told["stops"])):
                 self.step()
@@ -128,24 +119,6 @@ class Scene:
         seen = torch.tensor(float(sum(what in file.read_text() for file in files) == count))
         dist.all_reduce(seen, dist.ReduceOp.MIN, group=self.optimizer.worker_group)
         return bool(seen)
-
-
-def hang(how: str, solve: Any) -> None:
-    """From now on, a solve on a thread takes for ever, or a while."""
-
-    def hanging(*args: Any) -> Any:
-        if how == "sleep":
-            time.sleep(3600.0)
-        elif how == "event":
-            threading.Event().wait()
-        elif how == "compute":
-            x = torch.randn(300, 300)
-            end = time.monotonic() + 3600.0
-            while time.monotonic() < end:
-                torch.linalg.eigh(x @ x.T)
-        return solve(*args)
-
-    threads.solve = hanging
 
 
 def say(what: str) -> None:

@@ -8,7 +8,7 @@
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
     files                                  of what is saved
-    report  errors  farewell  patterns  stages  sharded   know nothing at all
+    report  errors  patterns  stages  sharded   know nothing at all
 
 `python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.command`.
 
@@ -37,15 +37,14 @@ FILES = sorted(ROOT.rglob("*.py"))
 BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
-    "farewell": set(),
     "files": {"errors"},
     "sharded": set(),
     "patterns": {"sharded"},
     "stages": set(),
     "budget": {"contract", "distributed", "options"},
-    "kronecker": {"errors", "farewell", "patterns", "sharded", "stages"},
+    "kronecker": {"errors", "patterns", "sharded", "stages"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
-    "distributed": {"errors", "farewell", "sharded", "stages"},
+    "distributed": {"errors", "sharded", "stages"},
     "options": {"errors"},
     "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
     "kfac": {

@@ -110,7 +110,7 @@ def test_a_script_gets_its_picture(tmp_path: Path, capsys: pytest.CaptureFixture
     assert (found["optimizer"], found["rank"], found["skipped"]) == ("KAISA", 0, 2)
     assert len(found["steps"]) == 3
     for step in found["steps"]:
-        assert {"statistics", "solve", "precondition", "base", "backward", "elsewhere"} <= set(step)
+        assert {"statistics", "precondition", "base", "backward", "elsewhere"} <= set(step)
         assert all(ms > 0 for name, ms in step.items() if "exchange" not in name)
         assert sum(step.values()) < 1000
     assert found["papers"]["statistics"] == "FactorComp"

@@ -22,7 +22,7 @@ from ranks import replaced
 from reference import ReferenceKFAC
 
 from second_order import DistKFAC
-from second_order.kfac import threads
+from second_order.kfac import solve_async
 from second_order.kronecker.background import Ticket
 
 if TYPE_CHECKING:
@@ -48,8 +48,8 @@ def distkfac(params_or_model: Any, **options: Any) -> DistKFAC:
 @contextmanager
 def solving(work: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """What is submitted to the threads from now on goes through `work`, which gets the solve."""
-    solve = threads.solve
-    with replaced(threads, {"solve": lambda *args: work(partial(solve, *args))}):
+    solve = solve_async.solve
+    with replaced(solve_async, {"solve": lambda *args: work(partial(solve, *args))}):
         yield
 
 
@@ -109,7 +109,7 @@ def eventually(holds: Callable[[], Any], seconds: float = LONG) -> None:
 def landed(optimizer: Any) -> bool:
     """Whether all that is under way has been solved."""
     solves = optimizer._curvature.solves
-    tickets = map(solves.tickets.get, solves.flights.values())
+    tickets = map(solves.tickets.get, solves.under_way.values())
     return all(ticket is None or ticket.done for ticket in tickets)
 
 

@@ -34,19 +34,19 @@ from torch.optim import SGD, Adam, Optimizer
 import digits
 import pinn
 from second_order.lanczos.hvp import Hessian
-from second_order.lanczos.lanczos import LocalSpace
+from second_order.lanczos.lanczos import Space
 from second_order.lanczos.spectrum import extreme_pairs
 
 PAIRS = 10
 EXACT = {"iterations": 110, "tol": 1e-5}
 
 Found: TypeAlias = tuple[Tensor, Tensor, int]  # eigenvalues, eigenvectors in rows, products
-Method: TypeAlias = Callable[[LocalSpace, Tensor, int], Found]
+Method: TypeAlias = Callable[[Space, Tensor, int], Found]
 LossFn: TypeAlias = Callable[[], Tensor]
 
 
 def recurrence(
-    space: LocalSpace, old: Tensor, seed: int, *, products: int, tol: float = 0.0, warm: bool = True
+    space: Space, old: Tensor, seed: int, *, products: int, tol: float = 0.0, warm: bool = True
 ) -> Found:
     """Lanczos from a random vector, or from the sum of the old ones and a tenth of that."""
     fresh = space.random(seed, 1 / math.sqrt(space.size))
@@ -58,7 +58,7 @@ def recurrence(
 class Projection:
     """A basis and its products, for Rayleigh-Ritz."""
 
-    def __init__(self, space: LocalSpace, basis: Tensor) -> None:
+    def __init__(self, space: Space, basis: Tensor) -> None:
         self._space = space
         self.basis = basis
         self.images = torch.stack([space.apply(v) for v in basis])
@@ -84,9 +84,7 @@ class Projection:
         return found[found.norm(dim=1).argsort(descending=True)]
 
 
-def restart(
-    space: LocalSpace, old: Tensor, seed: int, *, products: int, block: bool = False
-) -> Found:
+def restart(space: Space, old: Tensor, seed: int, *, products: int, block: bool = False) -> Found:
     """Rayleigh-Ritz from all old vectors; the worst residual each time, or all at once."""
     projection = Projection(space, old)
     known = projection.residuals()
@@ -165,7 +163,7 @@ def measure(case: Case) -> dict[str, list[list[float]]]:
     for step in range(case.refreshes[-1] + 1):
         if step in case.refreshes:
             with Hessian(curved, params, mode="retained", model=model) as hessian:
-                space = LocalSpace(hessian.product, size, torch.float64)
+                space = Space(hessian.product, size, torch.float64)
                 exact = extreme_pairs(space, space.random(7, 1.0), PAIRS, 0, **EXACT)  # type: ignore[arg-type]
                 vectors = exact.vectors()
                 for name, method in METHODS.items() if last else ():

@@ -33,7 +33,7 @@ from torch.optim import SGD, Optimizer
 
 from instruments import store_rows
 from second_order import KAISA
-from second_order.kfac.curvature import KFACCurvature
+from second_order.kfac.curvature import KFAC
 from workloads import WORKLOADS, Workload
 
 ASKED = 0.03  # by which what is measured may differ
@@ -60,11 +60,11 @@ class Runner:
         self.times: list[float] = []
 
     @property
-    def curvature(self) -> KFACCurvature:
+    def curvature(self) -> KFAC:
         """That of KAISA."""
         assert isinstance(self.optimizer, KAISA)
         found = self.optimizer._curvature
-        assert isinstance(found, KFACCurvature)
+        assert isinstance(found, KFAC)
         return found
 
     def step(self) -> float:

@@ -30,7 +30,8 @@ import digits
 from second_order import DHO2
 from second_order.distributed.collectives import World
 from second_order.lanczos import Hessian
-from second_order.lanczos.spectrum import Measured, default_iterations, extreme_pairs
+from second_order.lanczos.spectrum import default_iterations, extreme_pairs
+from second_order.lanczos.vector_space import RowSpace
 from workloads import WORKLOADS
 
 LARGEST, SMALLEST = 10, 3
@@ -210,7 +211,7 @@ def basis_elements(widths: Sequence[int] = (64, 100, 32, 10)) -> Record:
         return cross_entropy(model(data.train_images[:64]), data.train_labels[:64])
 
     params = list(model.parameters())
-    with Measured(loss, params, World(), torch.float32, "auto", model) as space:
+    with RowSpace(Hessian(loss, params, model=model), World(), torch.float32) as space:
         start = space.random(0, 1.0)
         pairs = extreme_pairs(space, start, LARGEST, SMALLEST, tol=0.0)
         size, D = space.size, pairs.basis

@@ -74,7 +74,7 @@ _INPUT_NAMES = ("input", "input_tensor", "input_list", "input_tensor_list", "sca
 _BY_FUNCTION = (
     ("averaging", re.compile("averag")),
     ("factors", re.compile("statistic|factor")),
-    ("inverses", re.compile("decompos|invers|solv|agreement")),
+    ("inverses", re.compile("decompos|invers|solv|refresh")),
     ("gradients", re.compile("gradient|precondition")),
 )
 _BY_RANGE = {

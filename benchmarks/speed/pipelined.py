@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 from instruments import store_rows
 from second_order import KAISA
-from second_order.kfac import pipeline
+from second_order.kfac import pipelined as pipeline
 from second_order.kronecker.solvers import SOLVERS
 from slow_network import SlowNetwork
 

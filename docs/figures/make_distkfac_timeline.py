@@ -29,8 +29,8 @@ from torch.nn.functional import cross_entropy
 
 from digits import batches, load_split
 from second_order import DistKFAC
-from second_order.kfac import threads
-from second_order.kfac.solves import Solves
+from second_order.kfac import solve_async
+from second_order.kfac.solve import Solves
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
 
 HERE = Path(__file__).parent
@@ -72,7 +72,7 @@ class Record:
 
 def watch(record: Record) -> None:
     """Note what the package does from here on."""
-    launched, solve = Solves._launched, threads.solve
+    launched, solve = Solves._launched, solve_async.solve
     deliver, statistics = StatsWorker._deliver, StatsWorkers.statistics
 
     def noted_launch(me: Any, block: Any) -> Any:
@@ -97,7 +97,7 @@ def watch(record: Record) -> None:
             yield sums
 
     Solves._launched = noted_launch  # type: ignore[method-assign]
-    threads.solve = noted_solve
+    solve_async.solve = noted_solve
     StatsWorker._deliver = noted_deliver  # type: ignore[method-assign]
     StatsWorkers.statistics = noted_statistics  # type: ignore[method-assign]
 

@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from PIL import Image
 
-from second_order.kfac.drift import ADAPTIVE, LONGEST
+from second_order.kfac.schedule import ADAPTIVE, LONGEST
 from tasks import TASKS, Job, build
 
 HERE = Path(__file__).parent
@@ -64,7 +64,7 @@ def train() -> Drifts:
         optimizer.zero_grad()
         task.loss_of(model, batch).backward()
         optimizer.step()
-        found.refreshed.append(list(curvature.solves.landed_at.values()).count(step))
+        found.refreshed.append(list(curvature.solves.installed_at.values()).count(step))
         changes = list(curvature.drift.changes.values())
         if found.refreshed[-1] and changes:
             found.at.append(step)

@@ -32,7 +32,7 @@ from second_order.distributed.assignment import (
     assign_owners,
     gradient_worker_count,
 )
-from second_order.kfac.drift import LONGEST
+from second_order.kfac.schedule import LONGEST
 
 HERE = Path(__file__).parent
 

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
         SecondOrderWarning,
     )
     from second_order.files import load_checkpoint, save_checkpoint
-    from second_order.kfac.distkfac_options import DecayingClip
-    from second_order.kfac.options import PerStep
+    from second_order.kfac.options import DecayingClip, PerStep
     from second_order.kronecker.kinds import register_layer
     from second_order.kronecker.layer_curvature import LayerCurvature
     from second_order.kronecker.model_curvature import KroneckerCurvature
@@ -92,8 +91,7 @@ _NAMES_IN = {
         "SecondOrderWarning"
     ),
     "files": "load_checkpoint save_checkpoint",
-    "kfac.distkfac_options": "DecayingClip",
-    "kfac.options": "PerStep",
+    "kfac.options": "DecayingClip PerStep",
     "kronecker.layer_curvature": "LayerCurvature",
     "kronecker.model_curvature": "KroneckerCurvature",
     "kronecker.kinds": "register_layer",

@@ -170,7 +170,7 @@ def picked(kind: type[T], values: Mapping[str, Any]) -> T:
 
 def check_keywords(options: Any) -> None:
     """Check the keywords of an options dataclass, each by its own check."""
-    for each in fields(options):
+    for each in reversed(fields(options)):  # a subclass's own first
         check, exempt = each.metadata.get("check"), each.metadata.get("exempt", ())
         value = getattr(options, each.name)
         taken = (value is None or isinstance(value, str)) and value in exempt

@@ -49,8 +49,6 @@ class Summary:
         age: A line on the age of inverses, where they are computed beside training.
         intervals: A line on the intervals that are chosen by their cost.
         settings: A line on damping, clip and memory, as they follow from what was given.
-        refused: Number of malformed messages, and of connections without the key, that this
-            process refused.
     """
 
     title: str
@@ -61,7 +59,6 @@ class Summary:
     age: str = ""
     intervals: str = ""
     settings: str = ""
-    refused: int = 0
 
     @property
     def factor_bytes(self) -> int:
@@ -116,13 +113,11 @@ class Summary:
         )
 
     def _closing(self) -> list[str]:
-        refused = [f"messages refused: {self.refused}"] if self.refused else []
         if self.notes is not None:
-            return [*self.notes, *refused]
+            return list(self.notes)
         return [
             f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
             *filter(None, [self.settings, self.intervals, self.age]),
-            *refused,
         ]
 
 

@@ -16,8 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
 from ranks import agreed, counted, shard, vector
-from shards import batches as rows_batches
-from shards import fsdp, mesh_of, narrow
 from torch import nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
@@ -286,33 +284,6 @@ def test_intervals_must_be_the_same(world: World) -> None:
         assert "rank 0 has [debug: every 1 steps], rank 1 has [debug: every 2 steps]" in message
 
 
-def rows(rank: int, world_size: int, replicas: int, changed: str) -> str:
-    model = fsdp(narrow(), "blocks", mesh=mesh_of(replicas, world_size // replicas))
-    optimizer = KAISA(model, base=torch.optim.Adam, lr=0.01, debug=1)
-    for i, (x, y) in enumerate(rows_batches(3)):
-        if i == 2 and rank == 1 and changed:
-            p = model.middle[0].weight
-            target = p if changed == "parameter" else optimizer.state[p]["base"]["exp_avg"]
-            flip(target.to_local())
-        optimizer.zero_grad()
-        (model(x) - y).square().mean().backward()
-        try:
-            optimizer.step()
-        except RankMismatchError as error:
-            return str(error)
-    return "trained"
-
-
-def test_rows_are_compared_with_those_of_replicas(world: World) -> None:
-    assert world.run(rows, 2, 1, "") == ["trained"] * 2
-    assert world.run(rows, 2, 1, "parameter") == ["trained"] * 2, "nobody has the same rows"
-    assert world.run(rows, 2, 2, "") == ["trained"] * 2
-    for changed, told in (("parameter", "parameter 'middle"), ("state", "the base's 'exp_avg' of")):
-        for message in world.run(rows, 2, 2, changed):
-            assert told in message
-            assert "from row 0: " in message
-
-
 def accumulated(rank: int, world_size: int) -> Any:
     """With a closure, two passes a step, a scheduler, and a checkpoint on the way."""
     model, optimizer = started(rank, world_size, KAISA, {**ADAM, "debug": 2})
@@ -360,7 +331,7 @@ def test_it_goes_with_closures_accumulation_schedulers_and_checkpoints(world: Wo
 def test_one_process_compares_nothing(System: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = CASE.model(), CASE.model()
     optimizer, without = make(System, model, debug=True), make(System, twin)
-    monkeypatch.setattr(consistency, "_tensors", None)
+    monkeypatch.setattr(consistency, "_checksums", None)
     for batch in BATCHES[:2]:
         take(model, optimizer, batch)
         take(twin, without, batch)

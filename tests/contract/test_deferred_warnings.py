@@ -19,8 +19,8 @@ from ranks import agreed, replaced, shard, vector
 from torch import Tensor, nn
 
 from second_order import DHO2, KAISA, SecondOrderWarning
-from second_order.contract.warnings import DeferredWarnings, warns_at_its_end
-from second_order.kfac import threads
+from second_order.contract.training import DeferredWarnings, warns_at_its_end
+from second_order.kfac import solve_async
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -132,7 +132,7 @@ def nothing_decomposes(now: bool) -> Iterator[None]:
             stack.enter_context(replaced(torch.linalg, dict.fromkeys(names, no_routine)))
             # On the threads of DistKFAC a failure is no decomposition, an exception an error.
             solve = {"solve": lambda *_: {}}
-            stack.enter_context(replaced(threads, solve))
+            stack.enter_context(replaced(solve_async, solve))
         yield
 
 

@@ -22,31 +22,27 @@ HELPED = {MRDHO2: {"accelerators": 1}, DistKFAC: {"stats_workers": 1}}
 each_with_helpers = pytest.mark.parametrize("System", list(HELPED))
 
 
-def passes(rank: int, world_size: int, System: Any) -> list[Any]:
-    """What a DDP over all ranks meets, one over its kind alone, and what copies meet."""
+def passes(rank: int, world_size: int, System: Any) -> float:
+    """What a DDP over all ranks meets, one over its kind alone, copies, and a closed one."""
     model = CASE.model()
     optimizer = optimizer_of(System, model, gradient_averaging=False, **HELPED[System])
     own = DistributedDataParallel(model, process_group=optimizer.worker_group)
     whole = DistributedDataParallel(model)
-    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    assert pickle.loads(pickle.dumps(copy.deepcopy(model)))
     with torch.no_grad():  # a look at the model before training decides nothing
         whole(BATCHES[0][0])
-    with pytest.raises(ValueError, match=r"over ranks \[0, 1, 2\], of which \[2\] have role"):
+    with pytest.raises(ValueError, match=r"over ranks \[0, 1, 2\], of which \[2\] help"):
         loss_of(whole, BATCHES[0])
-    for each in copies:
-        DistributedDataParallel(each)(BATCHES[0][0])
-    before = len(model._forward_pre_hooks)
     loss_of(own, BATCHES[0])
-    return [before - len(model._forward_pre_hooks), float(loss_of(whole, BATCHES[0]))]
+    optimizer.close()
+    return float(loss_of(whole, BATCHES[0]))
 
 
 @each_with_helpers
 def test_a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains(
     world: World, System: Any
 ) -> None:
-    for gone, loss in world.run(passes, 3, System):
-        assert gone == 1  # the hook, once it has seen who runs the model
-        assert loss > 0
+    assert min(world.run(passes, 3, System)) > 0
 
 
 def dropped(rank: int, world_size: int, System: Any) -> list[int]:

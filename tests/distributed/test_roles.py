@@ -10,7 +10,6 @@ import queue
 import threading
 import time
 from contextlib import closing, contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -20,11 +19,9 @@ from hypothesis import strategies as st
 from ranks import replaced
 from torch import Tensor
 
-from second_order.distributed import collectives, mailbox, messages
-from second_order.distributed import store as stores
-from second_order.distributed.mailbox import Mailbox, Patience
+from second_order.distributed import collectives, mailbox
+from second_order.distributed.mailbox import PART_BYTES, Mailbox, Patience, open_store
 from second_order.distributed.roles import Roles, assign_roles
-from second_order.distributed.store import PART_BYTES, Address, open_store
 from second_order.errors import SecondOrderError
 
 if TYPE_CHECKING:
@@ -86,7 +83,7 @@ def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float, boo
         value = torch.tensor([float(rank)])
         team.all_reduce([value]).wait()
         store, address = open_store(world, world_size - 1)
-        assert address.host == "127.0.0.1"
+        assert address[0] == "127.0.0.1"
         assert len(set(world.all_gather_object(address))) == 1
         found[helpers] = (team.rank, team.size, float(value), store is not None)
         world.all_gather_object(None)
@@ -103,37 +100,31 @@ def test_teams_work_apart(world: World) -> None:
             assert result[helpers] == expected
 
 
-class Opened:
-    """What stands for a store."""
-
-    port, key = 7, b"key"
-
-
 def opened_badly(rank: int, world_size: int) -> tuple[str, Any]:
     """What all ranks raise where the host cannot open it; and the address, by machines."""
 
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError("no port is free")
 
-    world, places = collectives.World(), []
-    with replaced(stores, {"Store": fails}), pytest.raises(SecondOrderError) as caught:
+    world = collectives.World()
+    with replaced(mailbox, {"TCPStore": fails}), pytest.raises(SecondOrderError) as caught:
         open_store(world, 1)
-    for kernel in "here", f"kernel {rank}":  # all of the same name
-        stand_ins = {
-            "Store": lambda *_, **__: Opened,
-            "_machine": lambda k=kernel: ("twin", k, ""),
-            "interface": lambda name: f"address of {name}",
-        }
-        with replaced(stores, stand_ins):
-            address = open_store(world, 1)[1]
-        places.append((address.host, address.port, address.key))
-    return str(caught.value), places
+    names = replaced(mailbox.socket, {"gethostname": lambda: f"machine {rank}"})
+    with names, replaced(mailbox, {"_own_address": lambda: "127.0.0.2"}):
+        address = open_store(world, 1)[1]
+    return str(caught.value), address[0]
 
 
 def test_a_store_is_opened_where_all_can_reach_it_or_all_raise(world: World) -> None:
-    for text, places in world.run(opened_badly, 2):
-        assert text == "rank 1 cannot open a store at '127.0.0.1': OSError: no port is free"
-        assert places == [("127.0.0.1", 7, b"key"), ("address of twin", 7, b"key")]
+    for text, place in world.run(opened_badly, 2):
+        assert text == "rank 1 cannot open a store for messages: OSError: no port is free"
+        assert place == "127.0.0.2"
+
+
+def test_the_own_address_is_on_the_network_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with pytest.raises(OSError, match=r"'127\.0\.0\.1' leads to loopback.*set MASTER_ADDR"):
+        mailbox._own_address()
 
 
 # The mailbox.
@@ -209,35 +200,37 @@ def test_tensors_of_any_dtype_and_shape_arrive_as_they_were() -> None:
 
 
 class Slow:
-    """A store that takes a twentieth of a second for each part of a message."""
+    """A store that takes its time for each part, and knows what it has been told in order."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._store = native(*args, **kwargs)
+        self.said: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def add(self, name: str, part: bytes) -> None:
-        time.sleep(0.05)
-        self._store.add(name, part)
+    def set(self, name: str, value: Any) -> None:
+        if name.rpartition("/")[2].isdigit():
+            time.sleep(0.05)
+        self._store.set(name, value)
+        self.said.append(name)
+
+
+native = mailbox.TCPStore
 
 
 def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
-    def slow(*args: Any, **kwargs: Any) -> Any:
-        return Slow(store(*args, **kwargs))
-
-    store, silences = mailbox.StoreClient, []
-    with replaced(messages, {"PART_BYTES": 8}):
-        opened, address = open_store(collectives.World.alone(), 0)
-        with replaced(mailbox, {"StoreClient": slow}):
-            a, b = (Mailbox(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
-            b.expect("large")
-            a.post("large", [torch.zeros(20)])
-            while not b.holds("large"):
-                silences.append(b._shared.silence._waited)
-                assert not b.lost, silences[-10:]
-        for one in a, b:
-            one.close(PATIENCE)
+    opened, address = open_store(collectives.World.alone(), 0)
+    silences = []
+    with replaced(mailbox, {"TCPStore": Slow, "PART_BYTES": 64}):
+        a, b = (Mailbox(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
+        b.expect("large")
+        a.post("large", [torch.zeros(20)])
+        while not b.holds("large"):
+            silences.append(b._silence._waited)
+            assert not b.lost, silences[-10:]
+    for one in a, b:
+        one.close(PATIENCE)
     assert opened is not None
     assert len(silences) > 0
 
@@ -249,10 +242,8 @@ def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
     said = threading.Event()
 
     def as_the_collector(frame: Any, event: str, what: Any) -> None:
-        locked = event == "call" and frame.f_code is threading.Condition.wait.__code__
         got = event == "c_call" and what.__name__ == "get"
-        got = got and isinstance(what.__self__, queue.SimpleQueue)
-        if (locked or got) and kept and kept[0]._shared.connected.is_set() and not said.is_set():
+        if got and isinstance(what.__self__, queue.SimpleQueue) and kept and not said.is_set():
             said.set()
             kept[0].leave()  # what the finalizer does
 
@@ -266,7 +257,7 @@ def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
     one._thread.join(PATIENCE / 4)
     assert not one._thread.is_alive()
     assert opened is not None
-    assert opened.said(["a/closed"])
+    assert opened.check(["a/closed"])
 
 
 def test_a_message_larger_than_a_part_arrives_whole() -> None:
@@ -317,42 +308,20 @@ def test_goodbye_comes_after_all_that_has_been_posted() -> None:
         assert not a.closed_there
 
 
-class Recorder(Slow):
-    """A store that takes its time, and knows what it has been told in which order."""
-
-    def __init__(self, store: Any, said: list[str]) -> None:
-        super().__init__(store)
-        self._said = said
-
-    def add(self, name: str, part: bytes) -> None:
-        super().add(name, part)
-        self._said.append(f"{name}, a part")
-
-    def post(self, name: str, heading: bytes) -> None:
-        self._store.post(name, heading)
-        self._said.append(name)
-
-    def say(self, name: str, number: int) -> None:
-        self._store.say(name, number)
-        self._said.append(name)
-
-
 def test_goodbye_is_the_last_thing_that_is_said() -> None:
     """Whoever hears it looks for no other message."""
-    said: list[str] = []
-    store = mailbox.StoreClient
     opened, address = open_store(collectives.World.alone(), 0)
-    with replaced(
-        mailbox, {"StoreClient": lambda *args, **kwargs: Recorder(store(*args, **kwargs), said)}
-    ):
-        one = Mailbox(address, "a", "b", PATIENCE)
+    with replaced(mailbox, {"TCPStore": Slow}):
+        one: Any = Mailbox(address, "a", "b", PATIENCE)
     for k in range(4):
         one.post(f"message/{k}", [torch.zeros(1)])
+    one.tell("steps", 3)
     one.close(PATIENCE)
     assert opened is not None
-    messages = [key for key in said if key.startswith("message/")]
-    assert len(set(messages)) == 4 * 2
-    assert said.index(f"a/{mailbox.CLOSED}") > max(map(said.index, messages))
+    said = one._store.said
+    assert sum(name.startswith("message/") for name in said) == 4 * 2
+    assert said[-1] == f"a/{mailbox.CLOSED}"
+    assert "a/steps" in said
 
 
 def test_waiting_ends_when_one_has_had_enough() -> None:
@@ -379,7 +348,7 @@ def test_a_store_that_dies_is_noticed_and_nothing_raises() -> None:
         assert one.lost
         assert "Error: " in one.failure
         one.post("in vain", [torch.ones(2)])
-        assert one._shared.outgoing.empty(), "nobody would take it away"
+        assert one._outgoing.empty(), "nobody would take it away"
         one.tell("steps", 1)
         one.close(PATIENCE)
     assert no_thread_is_left()
@@ -411,7 +380,7 @@ def test_a_stop_of_all_processes_is_no_silence() -> None:
     with replaced(mailbox, {"time": clock}), pair(timeout) as (a, b):
         patience = Patience(timeout)
         for one in a, b:
-            assert eventually(lambda one=one: one._shared._beat > 0)
+            assert eventually(lambda one=one: one._heard_beat > 0)
         clock.stopped += 100 * timeout
         assert not a.lost
         assert not b.lost
@@ -430,11 +399,11 @@ def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
     with replaced(mailbox, {"time": clock}), pair(timeout) as (a, b):
         a.expect("what is not to come")
         for _ in range(16):  # quarters of a timeout
-            before = [one._shared._beat for one in (a, b)]
+            before = [one._heard_beat for one in (a, b)]
             clock.stopped += timeout / 4
             assert eventually(
                 lambda b4=before: all(
-                    one._shared._beat > last for one, last in zip((a, b), b4, strict=True)
+                    one._heard_beat > last for one, last in zip((a, b), b4, strict=True)
                 )
             )
             assert not a.lost
@@ -444,17 +413,8 @@ def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
 
 
 def test_an_address_where_nobody_listens() -> None:
-    def refused(*_: Any, **__: Any) -> Any:
-        raise ConnectionError("refused")
-
-    with replaced(mailbox, {"StoreClient": refused}):
-        one = Mailbox(Address("127.0.0.1", 1, b""), "a", "b", PATIENCE)
-        one.expect("what is not to come")
-        assert one.wait("what is not to come") is None
-        one.await_connection()
-    assert one.lost
-    assert one.failure == "ConnectionError: refused"
-    one.close(PATIENCE)
+    with pytest.raises(SecondOrderError, match="does not hear from the others"):
+        Mailbox(("127.0.0.1", 1), "a", "b", 0.1)
     assert no_thread_is_left()
 
 
@@ -466,40 +426,43 @@ def test_close_twice_and_from_both_sides() -> None:
         a.post("too late", [torch.ones(1)])
 
 
-def test_a_mailbox_that_is_dropped_says_goodbye_and_ends_its_thread() -> None:
+class Owner:
+    """An object that can go."""
+
+
+def test_a_mailbox_whose_owner_is_gone_says_goodbye_and_ends_its_thread() -> None:
     store, address = open_store(collectives.World.alone(), 0)
-    a, b = (Mailbox(address, *names, PATIENCE) for names in (("a", "b"), ("b", "a")))
+    owner = Owner()
+    a = Mailbox(address, "a", "b", PATIENCE, owner)
+    b = Mailbox(address, "b", "a", PATIENCE)
     b.expect("last")
     a.post("last", [torch.ones(1)])
-    del a
+    del a, owner
     gc.collect()
     assert eventually(lambda: b.closed_there)
     get(b, "last")
-    assert len(threads()) == 1
+    assert eventually(lambda: len(threads()) == 1)
     b.close(PATIENCE)
     assert no_thread_is_left()
     assert store is not None
 
 
-def test_what_has_been_fetched_is_not_kept_in_the_store() -> None:
+def test_what_has_been_fetched_or_forgotten_is_not_kept() -> None:
     both = Pair()
     with closing(both):
         assert both.store is not None
-        get_one = partial(get, both.b)
-        both.a.post("first", [torch.ones(1)])
-        get_one("first")
-        state = both.store._state
         for k in range(10):
-            both.a.post(f"message/{k}", [torch.ones(PART_BYTES // 4 + 1), torch.ones(2)])
-            get_one(f"message/{k}")
-        both.b.expect("too early")
-        for name in "too early", "too late":
-            both.b.decline(name)
-            both.a.post(name, [torch.ones(2)])
-        both.a.post("last", [])
-        get_one("last")
-        assert eventually(lambda: not state.headings and not state.parts)
-        assert not both.b._shared.received
+            both.a.post(f"message/{k}", [torch.ones(PART_BYTES // 4 + 1), torch.ones(2)[:1]])
+            get(both.b, f"message/{k}")
+        assert not any(both.store.check([f"message/{k}"]) for k in range(10))
+        assert not any(both.store.check([f"message/{k}/0"]) for k in range(10))
+        both.b.expect("early")
+        both.a.post("early", [torch.ones(2)])
+        assert eventually(lambda: both.b.holds("early"))
+        both.b.expect("early")
+        both.b.forget("early")
+        assert not both.b._received
+        assert not both.b._expected
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

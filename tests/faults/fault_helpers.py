@@ -9,16 +9,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from fault_kinds import fault, helped
 from fault_scenes import Injected, Run, killed, stopped
-from second_order.distributed.mailbox import Mailbox
 
 __all__: list[str] = []
 
@@ -114,36 +109,6 @@ def _(run: Run) -> None:
         run.helper_loss = lambda batch: usual(batch) * float("nan")  # type: ignore[method-assign]
 
 
-ANSWERS: dict[str, Callable[[list[Tensor], dict[str, Any]], tuple[list[Tensor], dict[str, Any]]]]
-ANSWERS = {
-    "NaN": lambda ts, note: ([t * float("nan") for t in ts], note),
-    "tensors that are too short": lambda ts, note: ([t.reshape(-1)[:-1] for t in ts], note),
-    "tensors that are too long": lambda ts, note: (
-        [torch.cat([t.reshape(-1), t.new_ones(7)]) for t in ts],
-        note,
-    ),
-    "integers": lambda ts, note: ([t.long() for t in ts], note),
-    "no tensors": lambda ts, note: ([], note),
-    "one tensor too many": lambda ts, note: ([*ts, torch.ones(3)], note),
-    "an empty note": lambda ts, note: (ts, {}),
-    "another note": lambda ts, note: (ts, dict.fromkeys(note, "?")),
-    "a note of numbers": lambda ts, note: (ts, dict.fromkeys(note, -1)),
-}
-for _name, _change in ANSWERS.items():
-
-    def _answer(run: Run, change: Any = _change) -> None:
-        native = Mailbox.post
-
-        def post(self: Any, name: str, tensors: Sequence[Tensor], **note: Any) -> None:
-            ts, other = change(list(tensors), note)
-            native(self, name, ts, **other)
-
-        if run.helps:
-            run.on("serving", lambda: setattr(Mailbox, "post", post))
-
-    fault(f"answers {_name}", HELPERS, suits=helped, moments=("whole",), expect="any")(_answer)
-
-
 # --------------------------------------------------------------------------------- strangers
 
 STRANGERS = "strangers"
@@ -207,78 +172,5 @@ def _(run: Run) -> None:
         time.sleep(1.5)
         for line in lines:
             line.close()
-
-    visited(run, visit)
-
-
-NAMES = (
-    "point/0",
-    "point/1",
-    "point/2",
-    "pairs/0/0/0",
-    "pairs/1/0/0",
-    "verdict/0/0",
-    "try/0",
-    "order/0/1",
-    "stats/0/0",
-    "stats/1/0",
-    "stats/2/1",
-    "worker 0/want",
-    "worker 0/steps",
-    "worker 0/closed",
-    "worker 0/beat",
-    "worker 1/closed",
-    "accelerator 1/closed",
-    "accelerator 1/beat",
-    "accelerator 2/closed",
-    "accelerator 2/beat",
-    "accelerator 1/steps",
-    "stats worker 2/closed",
-    "stats worker 2/beat",
-    "stats worker 2/want",
-    "point/0/0/0",
-    "pairs/0/0/0/0/0",
-    "stats/0/0/0/0",
-)
-HEADING = '{"tensors": [["float32", [4]]], "note": {}}'
-VALUES: dict[str, bytes] = {
-    "text that is no number": b"noise",
-    "a heading of nothing": b"{}",
-    "a heading of tensors that are not there": HEADING.encode(),
-    "a heading of a huge tensor": HEADING.replace("[4]", "[1000000000000]").encode(),
-    "a heading of a negative size": HEADING.replace("[4]", "[-4]").encode(),
-    "a heading of no dtype": HEADING.replace("float32", "load").encode(),
-    "many bytes": b"9" * 5000,
-    "a pickle": b"\x80\x04\x95\x0b\x00\x00\x00\x00\x00\x00\x00\x8c\x07builtins\x94.",
-}
-for _name, _value in VALUES.items():
-
-    def _visit(run: Run, value: bytes = _value) -> None:
-        def visit(port: int) -> None:
-            store = TCPStore(
-                "127.0.0.1",
-                port,
-                is_master=False,
-                wait_for_workers=False,
-            )
-            end = time.monotonic() + 1.0
-            while time.monotonic() < end:
-                for name in NAMES:
-                    store.set(name, value)  # type: ignore[arg-type]
-
-        visited(run, visit)
-
-    fault(f"set what they can guess to {_name}", STRANGERS, suits=helped, moments=("whole",))(
-        _visit
-    )
-
-
-@fault("say goodbye for everybody", STRANGERS, suits=helped, moments=("whole",))
-def _(run: Run) -> None:
-    def visit(port: int) -> None:
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-        for name in NAMES:
-            if name.endswith("closed"):
-                store.set(name, "1")
 
     visited(run, visit)

@@ -539,16 +539,15 @@ def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> 
     assert held == [[], both, both, both, [], []]
 
 
-def test_pairs_under_way_are_declined_when_a_checkpoint_is_loaded() -> None:
-    declined: list[str] = []
-    mailbox: Any = SimpleNamespace(decline=declined.append)
-    training = SimpleNamespace(world=Everybody.alone(), warn=print)
-    subject: Any = SimpleNamespace(training=training)
+def test_pairs_under_way_are_forgotten_when_a_checkpoint_is_loaded() -> None:
+    forgotten: list[str] = []
+    mailbox: Any = SimpleNamespace(forget=forgotten.append)
+    training: Any = SimpleNamespace(world=Everybody.alone())
     options: Any = SimpleNamespace(helper_timeout=1.0, epoch_steps=4, accelerators=2)
-    epochs = module.Epochs(subject, options)
+    epochs = module.Epochs(training, None, options)
     epochs.connect(mailbox)
     epochs.resume(3, 1)
-    assert declined == [], "none have been asked for"
+    assert forgotten == [], "none have been asked for"
     epochs._asked, epochs._request = 3, 5
     epochs.resume(0, 0)
-    assert declined == ["pairs/5/0/0", "pairs/5/0/1"]
+    assert forgotten == ["pairs/5/0/0", "pairs/5/0/1"]

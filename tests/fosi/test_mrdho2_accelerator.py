@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from second_order import MRDHO2, SecondOrderError
 from second_order.distributed.collectives import World
+from second_order.distributed.parcels import pack_by_dtype, take_model
 from second_order.fosi.accelerator import Accelerator, Batches
-from second_order.fosi.subject import Subject
 
 if TYPE_CHECKING:
     from pool import World as Pool
@@ -54,13 +54,16 @@ LEAVE = {"do": "leave", "lost": "W"}
 )
 def test_the_other_accelerators_leave_with_the_first(mailbox: Any, who: str) -> None:
     """When it tells them to, and when it is lost; not when a wait ends and neither is so."""
-    team: Any = SimpleNamespace(training=SimpleNamespace(world=World.alone(1, 2)))
-    options: Any = None
-    other: Any = Accelerator(team, options, mailbox, workers=1)
+    warned: list[str] = []
+    training: Any = SimpleNamespace(
+        world=World.alone(1, 2), first_time=lambda _: not warned, warn=warned.append
+    )
+    nothing: Any = None
+    other = Accelerator(training, nothing, nothing, mailbox, workers=1)
     for _ in range(2):
-        other.help(None)
+        other.help(nothing)
         assert other.lost == who
-    assert other.answered == 0
+    assert warned == [f"{who}: this accelerator has nothing more to do"]
 
 
 class Unsized:
@@ -159,13 +162,21 @@ def test_accelerators_compute_with_the_workers_whole_model(world: Pool) -> None:
 def test_another_model_than_the_workers_is_refused() -> None:
     model = Counting()
     optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, largest=0)
-    subject = Subject(optimizer._training, optimizer._curvature.vector)
-    with pytest.raises(SecondOrderError, match="have 3 parameters and buffers, this accelerator 6"):
-        subject.follow([True] * 3)
-    subject.follow([False] * 2 + [True] * 2 + [False] * 2)
-    assert subject.vector.params == list(model.layers[1].parameters())
+    tensors = optimizer._training.whole_model()
+    with pytest.raises(SecondOrderError, match="has 3 parameters and buffers of 27 numbers, this"):
+        take_model([torch.zeros(27)], [True] * 3, tensors)
+    train = [True] * 2 + [False] * 4
+    taken = pack_by_dtype([torch.ones_like(t) for t in tensors])
+    curvature: Any = optimizer._curvature
+    nobody: Any = None
+    accelerator = Accelerator(
+        optimizer._training, curvature.vector, curvature.options, nobody, workers=1
+    )
+    accelerator._take(taken, {"train": train, "size": 12, "model": 2})
+    assert curvature.vector.params == list(model.layers[0].parameters())
+    assert all(bool((t == 1).all()) for t in tensors)
     with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
-        subject.write([torch.zeros(24)], {})
+        accelerator._take(taken, {"train": train, "size": 24, "model": 2})
 
 
 def test_an_optimizer_without_a_model_knows_its_groups() -> None:

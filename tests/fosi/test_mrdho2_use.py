@@ -64,7 +64,7 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
     until(optimizer, 6)
     optimizer.close()
     optimizer.close()
-    with replaced(optimizer._curvature.line.mailbox, {"wait": None}):  # waits for nobody
+    with replaced(optimizer._curvature.mailbox, {"wait": None}):  # waits for nobody
         until(optimizer, 3)
         assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
 
@@ -88,10 +88,10 @@ def closes_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
     with optimizer:
         found = worker(model, optimizer, rank, 2, before=close)
-    kept = optimizer._curvature.line.mailbox._shared
+    kept = optimizer._curvature.mailbox
     assert optimizer._curvature.epochs.start is optimizer._curvature.epochs.total is None
-    assert not kept.received
-    assert not kept.expected
+    assert not kept._received
+    assert not kept._expected
     return found
 
 
@@ -166,8 +166,8 @@ def one_fails_accelerator(
     def fails(*_: Any, **__: Any) -> None:
         raise KeyError("in the delivery")
 
-    wrong = {"_deliver": fails} if where == "delivery" and rank == failing else {}
-    wrongly = replaced(optimizer._curvature.accelerator, wrong)
+    wrong = {"post": fails} if where == "delivery" and rank == failing else {}
+    wrongly = replaced(optimizer._curvature.mailbox, wrong)
     with pytest.raises((KeyError, SecondOrderError)) as caught, optimizer, wrongly:
         optimizer.serve(batches(), lambda batch: loss_of(model, batch))
     return repr(caught.value)
@@ -256,7 +256,7 @@ def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
 def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tuple[bool, int]]:
     """For each message of pairs, whether it says that they are finite, and how many tensors."""
-    vectors, mailbox, sent = Pairs.vectors, optimizer._curvature.line.mailbox, []
+    vectors, mailbox, sent = Pairs.vectors, optimizer._curvature.mailbox, []
     posts = mailbox.post
 
     def post(name: str, tensors: Sequence[Tensor], **note: Any) -> None:
@@ -277,33 +277,6 @@ def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     for result in results[:2]:
         assert result["reports"] == [(False, UNSOUND)] * 3
-
-
-def disagrees_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
-    """The second has got pairs of the second epoch that it cannot use."""
-    mailbox = optimizer._curvature.line.mailbox
-    waits = mailbox.wait
-
-    def wait(name: str, *args: Any) -> Any:
-        message = waits(name, *args)
-        if name.startswith("pairs/1/1/"):
-            message[1]["finite"] = False
-        return message
-
-    with replaced(mailbox, {"wait": wait}):
-        return worker_part(model, optimizer, rank)
-
-
-def disagrees_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    return serve(model, optimizer)
-
-
-def test_pairs_that_one_worker_cannot_use_are_used_by_none(world: World) -> None:
-    results = world.run(play, 3, (disagrees_worker, disagrees_accelerator), timeout=30.0)
-    expected, _ = reference("paper", with_update=lambda epoch: epoch != 1, **MOMENTUM)
-    assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
-    for result in results[:2]:
-        assert result["reports"] == [(True, ""), (False, UNSOUND), (True, "")]
 
 
 def judged_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:

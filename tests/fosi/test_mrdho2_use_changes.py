@@ -169,7 +169,7 @@ def frequent(rank: int, world_size: int) -> int:
     model = CASE.model()
     optimizer = mrdho2(model, final_update="guarded", epoch_steps=1)
     half = optimizer._curvature
-    listened_for = half.line.mailbox._shared.expected
+    listened_for = half.mailbox._expected
     with optimizer:
         if optimizer.role == "accelerator":
             optimizer.serve(CURVED, lambda batch: loss_of(model, batch))

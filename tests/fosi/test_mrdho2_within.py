@@ -29,7 +29,7 @@ from accelerated import (
     worker,
     write,
 )
-from ranks import agreed, assert_same_trajectory, replaced, vector
+from ranks import agreed, assert_same_trajectory, vector
 from scripted import MOMENTUM, play, serve, told_once, worker_part
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -38,7 +38,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import SecondOrderWarning
-from second_order.distributed.mailbox import Mailbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -218,46 +217,6 @@ def test_without_accelerators_their_last_pairs_are_let_go(world: World) -> None:
     expected = by_the_book(sound=lambda epoch: epoch == 0, **MOMENTUM)
     assert_same_trajectory(found, expected, rtol=1e-7)
     told_once(results, "SGD goes on alone")
-
-
-def _other_numbers(tensors: list[Tensor], note: dict[str, Any]) -> Any:
-    values, residuals, vectors = tensors
-    return [values * 3.0, residuals, vectors], note | {"loss": 1e6}
-
-
-# Which message, what becomes of it, and whether its epoch's pairs are used.
-LIES: dict[str, tuple[str, Any, bool]] = {
-    "other numbers for one": ("pairs/1/1/0", _other_numbers, True),
-    "no loss": ("pairs/1/0/0", lambda t, n: (t, {k: n[k] for k in n if k != "loss"}), False),
-    "a loss in text": ("pairs/1/1/0", lambda t, n: (t, n | {"loss": "low"}), False),
-    "an endless loss": ("pairs/1/1/0", lambda t, n: (t, n | {"loss": math.inf}), False),
-    "long vectors": ("pairs/1/0/0", lambda t, n: ([*t[:2], 10.0 * t[2]], n), False),
-}
-
-
-def lying_accelerator(model: nn.Module, optimizer: Any, rank: int, case: str) -> int:
-    name, change, _ = LIES[case]
-    post = Mailbox.post
-
-    def other(me: Mailbox, called: str, tensors: Any, **note: Any) -> None:
-        if called == name:
-            tensors, note = change(list(tensors), note)
-        post(me, called, tensors, **note)
-
-    with replaced(Mailbox, {"post": other}):
-        return serve(model, optimizer)
-
-
-@pytest.mark.parametrize("case", LIES)
-def test_an_accelerator_that_lies_does_not_part_workers(world: World, case: str) -> None:
-    """What cannot be is refused on all; where only numbers differ, those of worker 0 count."""
-    results = world.run(play, 3, (plain_worker, lying_accelerator), case, options=WITHIN)
-    found = agreed([result["found"][0] for result in results[:2]])
-    used = LIES[case][2]
-    expected = by_the_book(sound=lambda epoch: used or epoch != 1, **MOMENTUM)
-    assert_same_trajectory(found, expected, rtol=1e-7)
-    for result in results[:2]:
-        assert [applied for applied, _ in result["reports"]] == [True, used, True]
 
 
 def frozen_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:

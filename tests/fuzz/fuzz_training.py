@@ -14,6 +14,7 @@ its processes does; `judge(example, results)` says what has become of it:
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import math
 import re
@@ -515,7 +516,7 @@ def base_alone(example: Example) -> dict[str, Any]:
     spec = replace(example.spec)
     alone = replace(example, spec=spec)
     training = Training(alone, 0, 1)
-    own = set(SYSTEMS[example.system].__init__.__kwdefaults__ or ())
+    own = set(inspect.signature(SYSTEMS[example.system]).parameters)
     keywords = {k: v for k, v in example.options.items() if k not in own or k == "lr"}
     base = example.options.get("base", torch.optim.SGD)
     params: Any = training.model.parameters()

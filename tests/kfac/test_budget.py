@@ -119,7 +119,7 @@ def test_solves_on_threads_are_waited_for_while_they_are_measured() -> None:
     for _ in range(MEASURED):
         run.go(1)
         assert set(run.optimizer.delays.values()) == {0}
-        assert not run.curvature.solves.flights
+        assert not run.curvature.solves.under_way
     assert run.budget.chosen == CHOSEN
 
 

@@ -26,7 +26,7 @@ from torch.optim import (
 
 import second_order
 from second_order import KAISA, DistKFAC, PerStep
-from second_order.kfac.clip import bound_for
+from second_order.kfac.precondition import bound_for
 from second_order.options import is_adaptive
 
 if TYPE_CHECKING:

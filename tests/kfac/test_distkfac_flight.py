@@ -46,7 +46,7 @@ def in_flight(model: nn.Module, gate: Gate, **options: Any) -> DistKFAC:
     go(model, optimizer, CASE, BATCHES[:1])
     with solving(gate):
         go(model, optimizer, CASE, BATCHES[1:3])
-    assert len(optimizer._curvature.solves.flights) == 3
+    assert len(optimizer._curvature.solves.under_way) == 3
     return optimizer
 
 
@@ -235,7 +235,7 @@ optimizer = distkfac(model)
 go(model, optimizer, CASE, BATCHES[:1])
 with solving(slow):
     go(model, optimizer, CASE, BATCHES[1:2])
-assert len(optimizer._curvature.solves.flights) == 16
+assert len(optimizer._curvature.solves.under_way) == 16
 print("end", flush=True)
 """
 

@@ -70,7 +70,7 @@ def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
             trajectory += train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
         for helper in optimizer._curvature.helpers.active:
-            assert len(helper.mailbox._shared.expected) <= 1, "what is listened for grows"
+            assert len(helper.mailbox._expected) <= 1, "what is listened for grows"
         rank = optimizer._training.world.rank
         owned = [block.name for block, owner in owned_by(optimizer) if owner == rank]
         found = factors_here(optimizer)

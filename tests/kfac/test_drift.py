@@ -24,7 +24,7 @@ from threaded import Gate, solving
 from torch import Tensor, nn
 
 from second_order import KAISA, DistKFAC, SecondOrderWarning
-from second_order.kfac.drift import (
+from second_order.kfac.schedule import (
     ADAPTIVE,
     LONGEST,
     PLAIN,
@@ -34,7 +34,7 @@ from second_order.kfac.drift import (
     Drift,
     least_intervals,
 )
-from second_order.kfac.solves import Solves
+from second_order.kfac.solve import Solves
 
 if TYPE_CHECKING:
     from pool import World
@@ -147,14 +147,6 @@ def test_a_layer_without_an_inverse_is_due_whenever_any_could_be() -> None:
     alone, (layer,) = drift_of([32])
     layer.solved = False
     assert alone.due([layer], 5) == [layer]
-
-
-def test_an_inverse_is_waited_for_at_the_step_before_the_next() -> None:
-    drift, (layer,) = drift_of([8])
-    assert [drift.late(layer, age) for age in (0, 6, 7, 8)] == [False, False, True, True]
-    drift.least = 16
-    assert not drift.late(layer, 14)
-    assert drift.late(layer, 15)
 
 
 def test_a_gradient_that_vanishes_tells_nothing() -> None:
@@ -277,7 +269,7 @@ def trained(
     for step in range(steps):
         batch = (x, y) if step < changed_at else (-30 * x.flip(1), y.flip(0))
         take(model, optimizer, shard(batch, rank, world_size))
-        landed = curvature.solves.landed_at
+        landed = curvature.solves.installed_at
         solved.append([b.name for b in curvature.layers.blocks if landed.get(b) == step])
         intervals.append([curvature.drift.interval(b) for b in curvature.layers.blocks])
     optimizer.consolidate(to=None)
@@ -333,7 +325,7 @@ def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
     optimizer = make(System, model, inv_update_steps=10, factor_update_steps=None)
     for step in range(22):
         take(model, optimizer, BATCHES[step % 2])
-        landed = optimizer._curvature.solves.landed_at.values()
+        landed = optimizer._curvature.solves.installed_at.values()
         found += [step] * (step in landed)
         assert optimizer.statistics()["factor_update_steps"] == 10
     assert found == [0, 10, 20]
@@ -416,15 +408,15 @@ def test_solves_on_threads_are_waited_for_by_the_step_before_the_next() -> None:
             take(model, optimizer, BATCHES[0])
         while not curvature._cadence.due():
             take(model, optimizer, BATCHES[0])
-        before = dict(curvature.solves.landed_at)
+        before = dict(curvature.solves.installed_at)
         launched, due = optimizer._training.steps, curvature._cadence.due()
         with solving(gate), gate.open_when_waited_for():
             next_due = launched + 1
             take(model, optimizer, BATCHES[0])
             while not curvature._cadence.due():
-                assert all(curvature.solves.landed_at[b] == before[b] for b in due)
+                assert all(curvature.solves.installed_at[b] == before[b] for b in due)
                 take(model, optimizer, BATCHES[0])
                 next_due += 1
         assert next_due >= launched + 8
-        assert {curvature.solves.landed_at[b] for b in due} == {next_due - 1}
+        assert {curvature.solves.installed_at[b] for b in due} == {next_due - 1}
         assert {curvature.solves.taken_at[b] for b in due} == {launched}

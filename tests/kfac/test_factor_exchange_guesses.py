@@ -5,7 +5,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -90,9 +89,9 @@ def test_a_batch_of_another_kind_is_decomposed_anew() -> None:
         calls["eigh"] += len(matrix)
         return native(matrix)
 
-    twin, exact = copy.deepcopy((model, optimizer))
-    exact._curvature.solves.options = copy.copy(exact._curvature.solves.options)
-    object.__setattr__(exact._curvature.solves.options, "eigen_refresh", "full")
+    twin = MLP.model()
+    exact = kaisa(twin, factor_decay=0.0, **{**WARM, "eigen_refresh": "full"})
+    take(twin, exact, MLP.batch(48))
     batch = (other, torch.zeros(48, dtype=torch.int64))
     with replaced(torch.linalg, {"eigh": counting}):
         take(model, optimizer, batch)

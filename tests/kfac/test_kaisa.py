@@ -6,7 +6,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -27,7 +26,7 @@ from ranks import (
 from reference import ReferenceKFAC, cross_entropy, empirical_factors, weighted_mean
 from torch import Tensor, nn
 
-from second_order.kfac import solves
+from second_order.kfac import solve as solves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,12 +56,8 @@ def test_the_clip_of_the_tests_is_active_at_some_steps_and_not_at_others() -> No
     model, clipped = MLP.model(), []
     optimizer = kaisa(model)
     for batch in BATCHES:
-        twin = copy.deepcopy((model, optimizer))
-        clip = twin[1]._curvature.clip
-        clip._options = dataclasses.replace(clip._options, kl_clip=None)
-        for one, its in ((model, optimizer), twin):
-            take(one, its, batch)
-        clipped.append(not torch.allclose(vector(model), vector(twin[0]), rtol=1e-9))
+        take(model, optimizer, batch)
+        clipped.append(optimizer.statistics()["clip"] < 1)
     assert set(clipped) == {True, False}
 
 

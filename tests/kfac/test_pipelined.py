@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import KAISA, RankMismatchError
-from second_order.kfac import pipeline
+from second_order.kfac import pipelined as pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

@@ -13,11 +13,7 @@ from threaded import BATCHES, CASE, LAYERS, distkfac
 from torch import Tensor, nn
 
 from second_order import DecompositionError
-from second_order.distributed.collectives import World
-from second_order.distributed.mailbox import Mailbox
-from second_order.distributed.messages import MalformedError, as_refused
-from second_order.distributed.store import open_store
-from second_order.kfac.distkfac_options import FORGETFUL
+from second_order.kfac.options import FORGETFUL
 from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
 
 if TYPE_CHECKING:
@@ -41,7 +37,6 @@ class Post:
     lost = closed_there = False
 
     def __init__(self) -> None:
-        self.refused, self.complaint = 0, ""
         self.sent: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
         self.came: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
         self.numbers: dict[str, int] = {}
@@ -65,28 +60,20 @@ class Post:
     def wait(self, name: str) -> Any:
         return self.came.pop(name, None)
 
-    def wait_all(self, names: list[str]) -> Any:
-        return [self.came.pop(name) for name in names]
-
-    def refuse(self, name: str, why: MalformedError) -> None:
-        self.refused += 1
-        self.complaint = self.complaint or f"{name}: {why}"
-
     def close(self, patience: float) -> None:
         pass
 
 
 def noted_point(tensors: int) -> dict[str, Any]:
     """The note of a point of so many tensors, all of which train."""
-    every = {key: [key != "sharded"] * tensors for key in ("train", "optimized", "sharded")}
-    return {**every, "edition": 0}
+    return {"train": [True] * tensors, "optimized": [True] * tensors, "edition": 0}
 
 
 def helped(optimizer: Any) -> Post:
     """Make an optimizer of one process a worker with a stats worker."""
     post: Any = Post()
     helpers = StatsWorkers(1, 1.0)
-    helpers.active, helpers.mailboxes = [Helper("stats worker 1", post)], [post]
+    helpers.active = [Helper("stats worker 1", post)]
     helpers.shapes = [t.shape for t in optimizer._training.whole_model()]
     optimizer._curvature.helpers = helpers
     return post
@@ -140,7 +127,8 @@ def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
     model = CASE.model()
     worker = distkfac(model)
     helped(worker).came[TO_WORKER.format(0)] = sent
-    worker._curvature.take_statistics()
+    worker._curvature.prepare()
+    worker._curvature.take_statistics(False)
     for block in worker._curvature.layers.blocks:
         for ours, theirs in zip(
             block.factors.matrices(torch.float64), expected[block.name], strict=True
@@ -241,7 +229,8 @@ def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
     numbers[0] = math.inf  # of the first layer's A
     post.came[TO_WORKER.format(0)] = [heads, numbers], note
     with noted() as warned:
-        worker._curvature.take_statistics()
+        worker._curvature.prepare()
+        worker._curvature.take_statistics(False)
     assert len(warned) == 1
     weights = [
         float(block.factors.weight) for block in worker._curvature.layers.blocks if block.factors
@@ -318,27 +307,9 @@ def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
     for wanted, heard, expected in ((0, 0, 1), (0, 0, 1), (1, 0, 2), (2, 0, 2), (2, 1, 3)):
         post.numbers["want"] = wanted
         helpers.active[0].heard = heard
-        helpers.hear(helpers.news(), TWO)
         helpers.offer(TWO, send)
         assert len(sent) == expected
     assert list(post.sent) == ["point/0", "point/1", "point/2"]
-
-
-def test_a_message_that_is_here_is_not_expected_any_more() -> None:
-    store, address = open_store(World(), 0)
-    here, there = (Mailbox(address, *names, 5.0) for names in (("a", "b"), ("b", "a")))
-    try:
-        there.post("news", [torch.ones(2)])
-        here.expect("news")
-        while not here.holds("news"):
-            pass
-        here.expect("news")
-        assert here.arrived("news") is not None
-        assert not here._shared.expected
-    finally:
-        for mailbox in (here, there):
-            mailbox.close(1.0)
-        del store
 
 
 def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
@@ -354,7 +325,7 @@ def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
                 optimizer.step()
 
         train(1)
-        submit = optimizer._curvature.solves.threads.pool.submit
+        submit = optimizer._curvature.solves.pool.submit
         calls: list[int] = []
 
         def failing(work: Any) -> Any:
@@ -363,7 +334,7 @@ def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
                 raise torch.OutOfMemoryError("no memory")
             return submit(work)
 
-        monkeypatch.setattr(optimizer._curvature.solves.threads.pool, "submit", failing)
+        monkeypatch.setattr(optimizer._curvature.solves.pool, "submit", failing)
         with pytest.raises(DecompositionError, match="no memory"):
             train(3)
         train(6)
@@ -386,22 +357,6 @@ def hear(worker: Any, post: Post, number: int, sent: Any, edition: int) -> None:
     tensors, note = sent
     post.came[TO_WORKER.format(number)] = tensors, note | {"edition": edition}
     worker.step()
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_layers_of_others_are_told_but_not_while_messages_from_before_a_change_come(
-    stale: bool,
-) -> None:
-    """However many were on their way when layers were frozen."""
-    model, worker, post, sent = beside_a_stats_worker()
-    model[2].requires_grad_(False)
-    with noted() as warned:
-        for i in range(3 * ENOUGH_MESSAGES):
-            loss_on(model).backward()
-            hear(worker, post, i, sent, 0 if stale else 1)
-    assert len(warned) == (0 if stale else 1)
-    assert stale or "layers that this rank does not own" in warned[0]
-    assert worker._curvature.helpers.active[0].heard == 3 * ENOUGH_MESSAGES
 
 
 def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
@@ -432,7 +387,6 @@ def test_points_and_statistics_say_of_which_layers_they_are() -> None:
     helpers.active = [Helper("stats worker 1", Post())]  # type: ignore[arg-type]
     helpers.begin_anew()
     helpers.active[0].mailbox.tell("want", 0)
-    helpers.hear(helpers.news(), TWO)
     helpers.offer(TWO, lambda copies, deliver: deliver(copies))
     sent = helpers.active[0].mailbox.sent["point/0"]  # type: ignore[attr-defined]
     assert sent[1]["edition"] == 1
@@ -492,87 +446,3 @@ def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
         optimizer.step()
         assert (optimizer._curvature.layers.capture is before) == (number == 0)
     assert [block.name for block in optimizer._curvature.layers.blocks] == list(LAYERS[:2])
-
-
-# Messages that are not as they have to be.
-
-SPOILT: dict[str, Callable[[list[Tensor], dict[str, Any]], Any]] = {
-    "could not be read": lambda tensors, note: as_refused("its heading cannot be read"),
-    "no note": lambda tensors, note: (tensors, {}),
-    "no edition": lambda tensors, note: (tensors, {"layers": note["layers"]}),
-    "edition in text": lambda tensors, note: (tensors, note | {"edition": "0"}),
-    "layers in text": lambda tensors, note: (tensors, note | {"layers": "0"}),
-    "layers of numbers": lambda tensors, note: (tensors, note | {"layers": [0, 2, 4]}),
-    "a layer twice": lambda tensors, note: (tensors, note | {"layers": ["0", "0", "4"]}),
-    "no tensors": lambda tensors, note: ([], note),
-    "one tensor": lambda tensors, note: (tensors[:1], note),
-    "three tensors": lambda tensors, note: ([*tensors, tensors[0]], note),
-    "tensors of nothing": lambda tensors, note: (tensors, note | {"layers": []}),
-    "whole numbers": lambda tensors, note: ([t.long() for t in tensors], note),
-    "a matrix": lambda tensors, note: ([t[None] for t in tensors], note),
-    "a scalar": lambda tensors, note: ([tensors[0], tensors[1].sum()], note),
-}
-
-
-def test_malformed_statistics_are_refused_and_training_goes_on() -> None:
-    """Of each kind, one after the other: with what comes too seldom then, own passes go on."""
-    model, worker, post, sent = beside_a_stats_worker()
-    loss_on(model).backward()
-    hear(worker, post, 0, sent, 0)
-    assert not worker._curvature.helpers.own_passes
-    with noted() as warned:
-        for i, (what, spoil) in enumerate(SPOILT.items()):
-            post.came[TO_WORKER.format(1 + i)] = spoil(*sent)
-            worker.step()
-            assert post.refused == worker.refused_messages == 1 + i, what
-            assert worker._curvature.helpers.own_passes == (i + 1 >= ENOUGH_MESSAGES)
-    (line,) = warned
-    assert line.startswith("refused: stats/1/0: its heading cannot be read; training goes on")
-    assert f"messages refused: {len(SPOILT)}" in str(worker.summary())
-    hear(worker, post, 1 + len(SPOILT), sent, 0)
-    assert not worker._curvature.helpers.own_passes, "sound ones are taken as ever"
-
-
-@pytest.mark.filterwarnings("ignore:no layer gave statistics")
-@pytest.mark.parametrize("short", [True, False])
-def test_statistics_of_other_lengths_are_dropped(short: bool) -> None:
-    _, worker, post, (tensors, note) = beside_a_stats_worker()
-    other = [t[:-1] if short else torch.cat([t, t[:1]]) for t in tensors]
-    hear(worker, post, 0, (other, note), 0)
-    assert worker._curvature.helpers.foreign == 1
-    assert not worker._curvature.helpers.last
-
-
-def test_malformed_points_are_refused_and_answered_by_nothing() -> None:
-    """So that worker 0 goes on sending others, and no worker waits for their statistics."""
-    model = CASE.model()
-    optimizer = distkfac(model)
-    post = helping(optimizer)
-    before = [p.clone() for p in model.parameters()]
-    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-    note = noted_point(6)
-    spoilt: list[Any] = [
-        as_refused("part 0 of 1 has 3 bytes, not 4"),
-        ([flat], {}),
-        ([flat], note | {"train": "yes"}),
-        ([flat], note | {"train": [1] * 6}),
-        ([flat], note | {"optimized": [True] * 5}),
-        ([flat], note | {"sharded": [False] * 7}),
-        ([flat], note | {"sharded": None}),
-        ([flat], note | {"edition": None}),
-        ([flat.double() if flat.dtype == torch.float32 else flat.float()], note),
-        ([flat[None]], note),
-        ([flat[:10], flat[10:]], note),
-    ]
-    for k, content in enumerate([*spoilt, ([flat + 1], note)]):
-        post.came[f"point/{k}"] = content
-    with noted() as warned:
-        assert optimizer.serve([None] * 99, lambda _: loss_on(model)) == 1
-    assert optimizer.refused_messages == len(spoilt)
-    assert [line.partition(";")[0] for line in warned] == [
-        "refused: point/0: part 0 of 1 has 3 bytes, not 4"
-    ]
-    answers = [post.sent[TO_WORKER.format(k)] for k in range(len(spoilt) + 1)]
-    assert [note["layers"] for _, note in answers] == [[]] * len(spoilt) + [[*LAYERS]]
-    for p, old in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(p, old + 1)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from second_order import KAISA
 from second_order.contract.saved import SavedPart
-from second_order.kfac import step_length as rule
-from second_order.kfac.clip import bound_for
+from second_order.kfac import feedback as rule
+from second_order.kfac.feedback import ADAPTIVE, PLAIN, STEP_LENGTH, Lengths, StepLength
 from second_order.kfac.options import ADAPTIVE_FLOOR, FLOOR
-from second_order.kfac.step_length import ADAPTIVE, PLAIN, STEP_LENGTH, Lengths, StepLength
+from second_order.kfac.precondition import bound_for
 
 if TYPE_CHECKING:
     from pool import World

@@ -23,8 +23,8 @@ from torch import nn
 from workers import SYNCHRONOUS, ends_stats, play, roles_of, train_on, until_fed
 
 from second_order import DPKFAC, KAISA, DistKFAC
-from second_order.kfac.flights import Verdict
-from second_order.kfac.trace_refresh import Mark, TraceRefresh, judge, moved
+from second_order.kfac.solve import Verdict
+from second_order.kfac.trace_rule import Mark, TraceRefresh, judge, moved
 
 if TYPE_CHECKING:
     from pool import World

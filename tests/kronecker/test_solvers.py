@@ -23,7 +23,7 @@ from problems import (
 from reference import clip_factor, damped_dense_solve, damped_factored_solve, kron
 from torch import Tensor
 
-from second_order.kfac.clip import kl_change, kl_clip_coefficient
+from second_order.kfac.precondition import kl_change, kl_clip_coefficient
 from second_order.kronecker import decompositions, solvers, triangles
 from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.solvers import SOLVERS, factored_damping

@@ -96,14 +96,6 @@ def test_eigenpairs_are_those_of_the_union(
     assert_same_pairs(found, alone(13, options), 1e-4 if "dtype" in options else 1e-9)
 
 
-def test_without_counts_shards_weigh_the_same(world: World) -> None:
-    """Equal shards need none; others are off."""
-    assert_same_pairs(bitwise(world.run(on_shards, 2, [6, 6], False, {})), alone(12, {}))
-    unweighted = bitwise(world.run(on_shards, 2, [1, 11], False, {}))
-    with pytest.raises(AssertionError):
-        assert_same_pairs(unweighted, alone(12, {}), 0.01)
-
-
 def micro_batches(rank: int, world_size: int, sizes: Sequence[Sequence[int]]) -> Eigenpairs:
     """Each rank has several, ragged, and not the same number of them."""
     flat = [size for own in sizes for size in own]

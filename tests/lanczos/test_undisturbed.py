@@ -5,11 +5,8 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,18 +16,13 @@ from models import ZOO
 from ranks import shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
-from torch.amp import autocast_mode
-from torch.autograd import grad_mode
 from torch.nn.modules import module
 from torch.nn.parallel import DistributedDataParallel
 
-import second_order
-from second_order.contract.base_step import without_gradients
 from second_order.lanczos import eigenpairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from pool import World
 
@@ -103,15 +95,6 @@ def test_training_notices_nothing(mode: str, fails_at: int | None) -> None:
     assert [m.training for m in model.modules()] == training
 
 
-def test_the_closure_itself_would_be_noticed() -> None:
-    """Control: batch norm's statistics and dropout's random numbers move without protection."""
-    model, loss = normed()
-    before = copy.deepcopy(model)
-    loss()
-    for buffer, old in zip(model.buffers(), before.buffers(), strict=True):
-        assert not torch.equal(buffer, old)
-
-
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("mode", MODES)
 def test_between_a_forward_and_its_backward(mode: str, train: bool) -> None:
@@ -143,112 +126,6 @@ def test_buffers_of_compiled_modules() -> None:
     eigenpairs(lambda: cross_entropy(outputs(), y), model, largest=2, hvp="differences")
     assert same(model, before)
     assert graphs == 1
-
-
-PACKAGE = str(Path(second_order.__file__).parent)
-CONTEXTS = (contextlib.__file__, grad_mode.__file__, autocast_mode.__file__)
-Moment = tuple[Any, str, int]
-
-
-class Interrupt:
-    """Ctrl-C before a line of the package, or of what it enters and leaves contexts by.
-
-    Args:
-        at: The number of that line, in the order in which they run; 0 for none.
-    """
-
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.seen = at, list[Moment]()
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        code = frame.f_code
-        ours = code.co_filename.startswith(PACKAGE) or code.co_filename in CONTEXTS
-        outer = frame.f_back
-        names = {code.co_name, outer.f_code.co_name if outer else ""}
-        if not ours or names & {"__del__", "<genexpr>"}:  # what ends, from where nothing is raised
-            return None
-        if event in ("call", "line"):
-            self.seen.append((code, event, frame.f_lineno))
-            if len(self.seen) == self.at:
-                raise KeyboardInterrupt
-        return self
-
-    def during(self, function: Callable[[], Any]) -> bool:
-        """Call a function; returns whether it was interrupted."""
-        before = sys.gettrace()
-        try:
-            sys.settrace(self)
-            function()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-
-def moments(function: Callable[[], Any]) -> list[int]:
-    """The first and the last time that each line runs."""
-    calm = Interrupt()
-    assert not calm.during(function)
-    places = dict.fromkeys(calm.seen)
-    first = {moment: calm.seen.index(moment) + 1 for moment in places}
-    last = {moment: i + 1 for i, moment in enumerate(calm.seen)}
-    return sorted({*first.values(), *last.values()})
-
-
-def autocast_nesting() -> int:
-    torch.autocast_increment_nesting()
-    return torch.autocast_decrement_nesting()
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_interrupt_leaves_nothing_at_any_moment(mode: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout(0.5)).double()
-    x = torch.randn(4, 2).double()
-    model(x).sum().backward()
-
-    def run() -> None:
-        eigenpairs(lambda: model(x).square().sum(), model, largest=1, iterations=2, hvp=mode)
-
-    def state() -> list[Any]:
-        cuda = torch.backends.cuda
-        return [
-            (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), autocast_nesting()),
-            (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
-            (cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled(), torch.backends.cudnn.enabled),
-            dict(module._global_forward_pre_hooks),
-            [each.training for each in model.modules()],
-            torch.get_rng_state().tolist(),
-            [each.tolist() for each in model.state_dict().values()],
-            [p.grad is not None and p.grad.tolist() for p in model.parameters()],
-        ]
-
-    run()
-    before, found = state(), moments(run)
-    assert len(found) > 200
-    left = []
-    for at in found:
-        interrupt = Interrupt(at)
-        interrupt.during(run)
-        if state() != before:
-            left.append(interrupt.seen[-1])
-    assert not left
-
-
-def test_an_interrupt_of_a_step_leaves_gradients_as_they_were() -> None:
-    @without_gradients
-    def step() -> None:
-        assert not torch.is_grad_enabled()
-        with torch.enable_grad(), torch.no_grad():
-            pass
-
-    for at in moments(step):
-        assert Interrupt(at).during(step)
-        assert torch.is_grad_enabled()
-    with torch.no_grad():
-        step()
-        assert not torch.is_grad_enabled()
 
 
 class TwoHeads(nn.Module):

@@ -360,7 +360,7 @@ def test_factors_of_wrong_shape_are_refused_before_anything_changes(
 @pytest.mark.parametrize(
     ("rows", "shape", "message"),
     [
-        (4, (2, 2), r"eigenvectors of shape \(2, 2\) for a parameter of shape \(3, 6\)"),
+        (4, (2, 2), r"eigenvectors of shape \(2, 2\), .* a parameter of shape \(3, 6\)"),
         (2, (3, 6), "has 2 eigenvectors .* where there are 4 eigenvalues"),
     ],
 )

@@ -118,21 +118,6 @@ def test_an_exception_on_one_worker(stage: Stage, system: str) -> None:
     assert not any(statuses[2:])
 
 
-def test_solves_that_take_for_ever(stage: Stage) -> None:
-    """On threads that are waited for no longer than seconds; one that computes aborts nothing."""
-    scenes = {
-        ("no close", "compute"): 0,
-        ("close", "sleep"): 0,
-        ("raise", "compute"): 1,
-        ("interrupt", "sleep"): INTERRUPTED,
-    }
-    nobody_waits = {"options": {"max_staleness": None}}
-    played = [scene("DistKFAC", end, hang=how, **nobody_waits) for end, how in scenes]
-    waited_for = {"options": {"max_staleness": 0}, "waits": True, "closes": True}
-    played.append(scene("DistKFAC", "interrupt", hang="compute", **waited_for))
-    assert stage.play(*played) == [[status] * 2 for status in (*scenes.values(), INTERRUPTED)]
-
-
 def test_helpers_that_have_been_stopped(stage: Stage) -> None:
     """Both stats workers, which takes seconds for the two of them; the first accelerator.
 

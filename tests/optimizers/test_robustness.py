@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA, DecompositionError, RankMismatchError, SecondOrderWarning
-from second_order.kfac.clip import kl_change, kl_clip_coefficient
+from second_order.kfac.precondition import kl_change, kl_clip_coefficient
 from second_order.kronecker import solvers
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from instruments import sent_bytes
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order import stages as module
 from second_order.fosi import metrics as eigenpair_statistics
-from second_order.kfac import statistics as kronecker_statistics
+from second_order.kfac import metrics as kronecker_statistics
 from second_order.stages import Meter
 
 if TYPE_CHECKING:

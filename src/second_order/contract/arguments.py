@@ -1,38 +1,33 @@
-"""Checks of an optimizer's arguments: parameters or a model, what wraps it, a GradScaler."""
+"""Checks of an optimizer's arguments: parameters or a model, what wraps or shards it, a scaler."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.contract.groups import (
-    check_ownership,
-    loose,
-    materialised,
-    members_of,
-    refuse_meta,
-    trainable,
-)
-from second_order.contract.sharding import check_sharding
+from second_order.contract.groups import members_of, trainable, whole_group
 from second_order.contract.training import Training
 from second_order.distributed.collectives import World
 from second_order.distributed.roles import Roles, option_of
+from second_order.distributed.rows import rows_of
 from second_order.options import check_params
-from second_order.sharded import ddp_under_way, reshard
+from second_order.sharded import ddp_under_way, is_dtensor, mesh_ranks, reshard, sharded_params
 
 __all__ = [
-    "Arguments",
-    "LateDDP",
+    "check_mesh",
     "check_scaler",
+    "check_sharding",
     "look_through",
+    "read_arguments",
     "refuse_ddp_over_helpers",
-    "what_is_given",
+    "refuse_meta",
 ]
 
 
@@ -48,7 +43,7 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
         if isinstance(model, DistributedDataParallel):
             model, under_ddp = model.module, True
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
-            model = model._orig_mod  # type: ignore[assignment]
+            model = cast(nn.Module, model._orig_mod)
         else:
             break
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
@@ -68,45 +63,23 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     return model, under_ddp
 
 
-class Arguments(NamedTuple):
-    """The model and the parameters that are to be optimized.
+def read_arguments(
+    name: str, params_or_model: Any, model: Any, needs_model: bool
+) -> tuple[nn.Module, bool, bool, list[Any]]:
+    """Find model and parameters in the first argument of the optimizer ``name`` and ``model``.
 
-    Attributes:
-        model: The user's module, without wrappers; an empty one that has the parameters if there is
-            none.
-        known: Whether the user gave a module.
-        under_ddp: Whether the module was wrapped in DistributedDataParallel.
-        groups: The parameter groups, or parameters.
-        params: The parameters of all groups.
-        named: Whether the groups have pairs of names and parameters, as of a model.
-        strange: The shapes of parameters that are not the model's.
-    """
-
-    model: nn.Module
-    known: bool
-    under_ddp: bool
-    groups: list[Any]
-    params: list[Tensor]
-    named: bool
-    strange: list[str]
-
-
-def what_is_given(
-    name: str, base: str, params_or_model: Any, model: Any, needs_model: bool
-) -> Arguments:
-    """Find model and parameters in an optimizer's first argument and ``model``.
-
-    ``name`` and ``base`` are those of the optimizer and its base, for messages.
+    Returns:
+        The user's module, without wrappers, or an empty one that has the parameters; whether the
+        user gave it; whether it was wrapped in DistributedDataParallel; and the parameter groups,
+        or parameters.
 
     Raises:
         TypeError: For two models, a missing model, an argument of another type, or parameters that
             are sharded otherwise than by FSDP2.
-        ValueError: If none of the parameters is the model's, or one that trains is on the meta
-            device.
+        ValueError: If a parameter that trains is on the meta device.
     """
-    named = isinstance(params_or_model, nn.Module)
-    known = model is not None or named
-    if named:
+    known = model is not None or isinstance(params_or_model, nn.Module)
+    if isinstance(params_or_model, nn.Module):
         if model is not None and model is not params_or_model:
             raise TypeError(f"{name} got two models; pass the model once")
         model = params_or_model
@@ -119,71 +92,114 @@ def what_is_given(
         )
     else:
         check_params(name, params_or_model)
-        groups = [materialised(g) for g in params_or_model]
-        model = loose(groups) if model is None else model
+        groups = [whole_group(g) for g in params_or_model]
+        if model is None:
+            model = nn.Module()
+            members: dict[str, Any] = {str(i): p for i, p in enumerate(members_of(groups))}
+            model._parameters.update(members)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={model!r} is not a torch.nn.Module")
     inner, under_ddp = look_through(model)
-    params = members_of(groups)
-    refuse_meta(name, params, inner)
+    refuse_meta(name, members_of(groups), inner)
     if known:
         check_sharding(inner)
-    strange = check_ownership(name, base, params, inner)
-    return Arguments(inner, known, under_ddp, groups, params, named, strange)
+    return inner, known, under_ddp, groups
+
+
+def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
+    """Raise ValueError if a parameter that trains is on the meta device.
+
+    Materialising puts other tensors in the place of a model's parameters: an optimizer that has
+    been made before would go on with those that have no numbers.
+    """
+    unmade = next((p for p in params if p.device.type == "meta" and p.requires_grad), None)
+    if unmade is not None:
+        names = {id(p): known for known, p in model.named_parameters()}
+        which = f"parameter {names.get(id(unmade), '(not in the model)')!r}"
+        raise ValueError(
+            f"{which} is on the meta device, and has no numbers: materialise first, by "
+            f"model.to_empty(device=...) and what fills it, then make {name}; with FSDP2: "
+            f"fully_shard(model), model.to_empty(device=...), then {name}"
+        )
+
+
+def check_sharding(model: nn.Module) -> None:
+    """Raise TypeError unless FSDP2 has sharded what is sharded of a model, by rows.
+
+    A root that has its whole parameters since a forward without a backward shards them again.
+    """
+    reshard(model)
+    found = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
+    managed = {id(p) for p in sharded_params(model)} if found else set()
+    for name, p in found.items():
+        placements, mesh = cast(Any, p).placements, cast(Any, p).device_mesh
+        shards = [place for place in placements if not place.is_replicate()]
+        layer, _, leaf = name.rpartition(".")
+        if id(p) not in managed or len(shards) != 1 or type(shards[0]).__name__ != "Shard":
+            raise TypeError(
+                f"layer {layer or '(model)'!r} is parallelised over tensors: its parameter "
+                f"{leaf!r} is a DTensor with placements {placements} that no fully_shard alone "
+                f"made, and each rank sees a part of its activations; leave the layer out of "
+                f"parallelize_module (ColwiseParallel, RowwiseParallel) and shard it by "
+                f"torch.distributed.fsdp.fully_shard"
+            )
+        if p.device.type != mesh.device_type:
+            raise TypeError(
+                f"parameter {name!r} is kept on the {p.device.type} (CPUOffloadPolicy), and its "
+                f"layer's activations are on {mesh.device_type}, where factors are made; shard the "
+                f"model without offload_policy"
+            )
+        if shards[0].dim != 0:
+            raise TypeError(
+                f"parameter {name!r} is sharded along dimension {shards[0].dim}; rows are sent to "
+                f"who preconditions them, so shard dimension 0, as fully_shard does without "
+                f"shard_placement_fn"
+            )
+
+
+def check_mesh(model: nn.Module, world: World) -> None:
+    """Raise ValueError unless parameters are sharded over the ranks that train, all of them."""
+    ranks = sorted(world.global_ranks)
+    for name, p in model.named_parameters():
+        if is_dtensor(p):
+            mesh = sorted(mesh_ranks(p))
+            if mesh != ranks:
+                raise ValueError(
+                    f"parameter {name!r} is sharded over the ranks {mesh}, and the optimizer works "
+                    f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
+                    f"process_group= a group of the mesh's"
+                )
+            rows_of(p, world)
 
 
 def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) -> None:
-    """Make the model's first pass with gradients raise, if it is in a DDP over helpers' ranks.
+    """Make the model's passes with gradients raise in a DDP over workers and helpers.
 
-    A model that is wrapped before its optimizer is made is refused then. Frameworks wrap it
-    afterwards, over all ranks, and a helper's gradients would be averaged into the workers'. The
-    hook on the model goes by itself with the first such pass, which a helper need not have, or with
-    the training.
+    A model that is wrapped before its optimizer is made is refused then; frameworks wrap it later.
     """
     places, role = everybody.global_ranks, roles.helper_role
-    training.late_ddp = hook = LateDDP(
-        {places[r] for r in roles.workers},
-        {places[r] for r in roles.helpers},
-        f"role {role!r} ({option_of(role)}={len(roles.helpers)})",
-    )
-    hook.handle = training.model.register_forward_pre_hook(hook)
-    weakref.finalize(training, hook.remove).atexit = False
+    workers, helpers = ([places[r] for r in ranks] for ranks in (roles.workers, roles.helpers))
+    hook = partial(_look_who_runs, workers, helpers, f"{option_of(role)}={len(helpers)}")
+    training.late_ddp = training.model.register_forward_pre_hook(hook)
+    weakref.finalize(training, training.late_ddp.remove).atexit = False
 
 
-class LateDDP:
-    """A hook that looks once who runs the model; copies, pickled ones too, never look."""
-
-    def __init__(
-        self, workers: Collection[int] = (), helpers: Collection[int] = (), said: str = ""
-    ) -> None:
-        self._workers, self._helpers, self._said = set(workers), set(helpers), said
-        self.handle: Any = None
-
-    def __call__(self, module: nn.Module, _: Any) -> None:
-        """Raise ValueError if helpers' gradients would be averaged in; of no use afterwards."""
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return
-        ddp = ddp_under_way()
-        ranks = [] if ddp is None else dist.get_process_group_ranks(ddp.process_group)
-        helpers = sorted(self._helpers.intersection(ranks))
-        if helpers and self._workers.intersection(ranks):
-            raise ValueError(
-                f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of "
-                f"which {helpers} have {self._said}: their gradients would be averaged into those "
-                f"of the workers. Wrap it with DistributedDataParallel(model, "
-                f"process_group=optimizer.worker_group); under a framework that wraps models "
-                f"itself, leave helpers out, or take another optimizer"
-            )
-        self.remove()
-
-    def remove(self) -> None:
-        """Look no more."""
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
-
-    def __reduce__(self) -> Any:
-        return LateDDP, ()
+def _look_who_runs(
+    workers: Sequence[int], helpers: Sequence[int], said: str, module: nn.Module, _: Any
+) -> None:
+    ddp = None if torch.compiler.is_compiling() else ddp_under_way()
+    if ddp is None or not torch.is_grad_enabled():
+        return
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    strange = sorted(set(ranks).intersection(helpers))
+    if strange and set(ranks).intersection(workers):
+        raise ValueError(
+            f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of which "
+            f"{strange} help the others ({said}): their gradients would be averaged into those of "
+            f"the workers. Wrap it with DistributedDataParallel(model, "
+            f"process_group=optimizer.worker_group); under a framework that wraps models itself, "
+            f"leave helpers out, or take another optimizer"
+        )
 
 
 def check_scaler(scaler: Any, averages: bool, processes: int) -> None:

@@ -6,28 +6,22 @@
     param_groups            as torch's; with two bases each says in "rest" which of them trains it
 
 Version 0 has neither a version nor the base's name; it is read as version 1, and its base is told
-by the groups' settings. The state of a base alone has no version.
-
-What other processes keep is collected before it is saved.
+by the groups' settings, as that of the state of a base alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+from torch import Tensor, optim
 
-from second_order.contract.base_checks import check_base_part, check_group
-from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import NAMES, members_of
-from second_order.contract.partition import REST
-from second_order.contract.saved import SavedPart
+from second_order.contract.saved import BASE, CURVATURE, SavedPart, check_base_part
 from second_order.contract.training import Training
-from second_order.contract.two_bases import TwoBases, base_of, name_of
+from second_order.contract.two_bases import REST, TwoBases, base_of, name_of
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.errors import SecondOrderError
 from second_order.options import PEAK_LR
@@ -37,14 +31,16 @@ __all__ = [
     "HEADER",
     "VERSION",
     "Checkpoint",
-    "Collected",
-    "check_is_state",
+    "add_collected",
     "export_base_state",
     "header",
     "read_checkpoint",
+    "require_whole",
 ]
 
-Parts: TypeAlias = Mapping[Tensor, Mapping[str, Mapping[str, Any]]]
+LEAST_RATE = -1e-8  # schedulers round learning rates to a little below zero
+SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
+SWITCHES |= {"decoupled_weight_decay"}  # settings that versions of torch add and take away
 
 VERSION = 1
 """Of the checkpoints that are written."""
@@ -53,7 +49,7 @@ HEADER = ("steps", "version", "base_class")
 """The entries of every ``"curvature"`` part."""
 
 
-def header(steps: int, base: torch.optim.Optimizer) -> dict[str, Any]:
+def header(steps: int, base: optim.Optimizer) -> dict[str, Any]:
     """The entries saved with every parameter that identify a checkpoint.
 
     The base's name is a key, since torch.distributed.checkpoint flattens numbers and tensors only.
@@ -61,8 +57,7 @@ def header(steps: int, base: torch.optim.Optimizer) -> dict[str, Any]:
     return {"steps": steps, "version": VERSION, "base_class": {type(base).__name__: 1}}
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """A checkpoint as it has been read and checked.
 
     Attributes:
@@ -82,7 +77,7 @@ class Checkpoint:
 
 def read_checkpoint(
     state_dict: Mapping[str, Any],
-    base: torch.optim.Optimizer,
+    base: optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
 ) -> Checkpoint:
@@ -97,44 +92,43 @@ def read_checkpoint(
     Raises:
         ValueError: If an entry does not fit, or the state is another base's; named in the error.
     """
-    check_is_state(state_dict)
+    _check_is_state(state_dict)
     saved, state = state_dict["param_groups"], state_dict["state"]
     _check_groups(saved, groups, base)
-    base_parts: dict[Any, dict[str, Any]] = {}
+    loaded: dict[Any, dict[str, Any]] = {}
     curvature: dict[Tensor, SavedPart] = {}
     named = any("base_class" in entry.get(CURVATURE, ()) for entry in state.values())
     absent = []
     for i, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
         mine = base_of(base, ours)
-        entries = [state.get(key, {}).get(CURVATURE, {}) for key in theirs["params"]]
-        # The name of a class is a key, since torch.distributed.checkpoint flattens no texts.
-        written_by = {name for entry in entries for name in entry.get("base_class", ())}
+        headers = [state.get(key, {}).get(CURVATURE, {}) for key in theirs["params"]]
+        written_by = sorted({name for each in headers for name in each.get("base_class", ())})
         if written_by or not named:
-            told = " and ".join(sorted(written_by)) or None
-            check_group(f"param_groups[{i}]", theirs, ours, mine, told)
+            _check_settings(i, theirs, mine, " and ".join(written_by))
         for key, p in zip(theirs["params"], ours["params"], strict=True):
             name = names.get(id(p), f"number {key}")
             parts = _parts(state.get(key, {}))
             if BASE in parts:
-                whole = parts[BASE].items()
-                base_parts[key] = {k: like(p, v) if isinstance(v, Tensor) else v for k, v in whole}
+                part = parts[BASE].items()
+                loaded[key] = {
+                    BASE: {k: like(p, v) if isinstance(v, Tensor) else v for k, v in part}
+                }
                 here = {
                     k: local(v) if is_dtensor(v) and v.shape == p.shape else v
-                    for k, v in base_parts[key].items()
+                    for k, v in loaded[key][BASE].items()
                 }
                 check_base_part(SavedPart(key, BASE, name, here), mine, local(p))
             if CURVATURE in parts:
                 curvature[p] = SavedPart(key, CURVATURE, name, dict(parts[CURVATURE]))
             if p.requires_grad and not parts.get(CURVATURE):
                 absent.append(name)
-    loaded = {key: {BASE: part} for key, part in base_parts.items()}
     if isinstance(base, TwoBases):
         saved = [{**g, REST: ours[REST]} for g, ours in zip(saved, groups, strict=True)]
     steps = _check_headers(curvature.values())
     return Checkpoint(loaded, saved, curvature, steps, absent if any(curvature.values()) else [])
 
 
-def check_is_state(value: Any) -> None:
+def _check_is_state(value: Any) -> None:
     """Raise ValueError unless a value has the parts that every optimizer's state has."""
     parts = value if isinstance(value, Mapping) else {}
     state, groups = parts.get("state"), parts.get("param_groups")
@@ -151,13 +145,11 @@ def check_is_state(value: Any) -> None:
 
 
 def _check_groups(
-    saved: Sequence[Mapping[str, Any]],
-    groups: Sequence[Mapping[str, Any]],
-    base: torch.optim.Optimizer,
+    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], base: optim.Optimizer
 ) -> None:
     """Raise ValueError unless groups have the same sizes, bases and order of names."""
-    marks = [group.get(REST) for group in saved]
-    if not isinstance(base, TwoBases) and True in marks:
+    marks, two = [group.get(REST) for group in saved], isinstance(base, TwoBases)
+    if not two and True in marks:
         raise ValueError(
             f"the checkpoint is of an optimizer with two bases, and here is {name_of(base)} alone: "
             f"make it with rest=, or take one base's part by export_base_state(checkpoint, "
@@ -171,7 +163,7 @@ def _check_groups(
             f"make the same groups before loading"
         )
     for i, (mark, group) in enumerate(zip(marks, groups, strict=True)):
-        if isinstance(base, TwoBases) and mark not in (None, group[REST]):
+        if two and mark not in (None, group[REST]):
             raise ValueError(
                 f"the checkpoint's param_groups[{i}][{REST!r}] is {mark}, and here it is "
                 f"{group[REST]}: other weights went to each base; make the optimizer with the same "
@@ -187,6 +179,27 @@ def _check_groups(
         )
 
 
+def _check_settings(
+    i: int, theirs: Mapping[str, Any], base: optim.Optimizer, written_by: str
+) -> None:
+    """Raise ValueError if group i is of another base, or its learning rate no number."""
+    mine, lacking = type(base).__name__, base.defaults.keys() - theirs.keys() - SWITCHES
+    if not written_by and lacking:
+        written_by = f"an optimizer without {sorted(lacking)}"
+    if written_by not in ("", mine):
+        raise ValueError(
+            f"the checkpoint was saved by {written_by}, and the base here is {mine}: their states "
+            f"mean different things; make the optimizer with the base that saved it, or start "
+            f"{mine} without it. Nothing has been loaded"
+        )
+    rate = theirs.get("lr")
+    if not isinstance(rate, (int, float, Tensor)) or not LEAST_RATE <= float(rate) < math.inf:
+        raise ValueError(
+            f"the checkpoint's param_groups[{i}]['lr'] is {rate!r}, and no finite number of at "
+            f"least 0; nothing has been loaded"
+        )
+
+
 def _parts(entry: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
     """The two parts of a parameter's entry; a base's own state has one."""
     return entry if not entry or entry.keys() & {BASE, CURVATURE} else {BASE: entry}
@@ -195,9 +208,7 @@ def _parts(entry: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
 def _check_headers(parts: Iterable[SavedPart]) -> int:
     """Check the versions and the numbers of steps; returns the latter."""
     steps: int | None = None
-    for part in parts:
-        if not part:
-            continue
+    for part in filter(None, parts):
         part.require(["steps"])
         if part.get("version", VERSION) not in range(1, VERSION + 1):
             raise part.wrong(
@@ -230,7 +241,7 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     Raises:
         ValueError: If ``state_dict`` is no such state, or has no part of ``rest``.
     """
-    check_is_state(state_dict)
+    _check_is_state(state_dict)
     state = {key: _parts(entry).get(BASE) for key, entry in state_dict["state"].items()}
     groups = state_dict["param_groups"]
     if all(isinstance(group.get(REST), bool) for group in groups):
@@ -243,61 +254,47 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     return {"state": {key: part for key, part in state.items() if part}, "param_groups": groups}
 
 
-class Collected:
-    """Parts of the state that other processes keep, once they have been collected here."""
+def require_whole(training: Training, curvature: Curvature) -> None:
+    """Warn, or raise, where a ``state_dict`` of this process would lack entries.
 
-    def __init__(self) -> None:
-        self._parts: Parts | None = None
-        self._to: int | None = None
+    Raises:
+        SecondOrderError: If nothing has been collected, and it is not
+            ``torch.distributed.checkpoint`` that asks for this process's part.
+    """
+    lacking, rank, collected = curvature.kept_elsewhere, training.world.rank, training.collected
+    rows = any(map(is_dtensor, members_of(training.groups))) and not is_checkpointing()
+    if rows and training.world.size > 1 and training.first_time("rows of a state"):
+        training.warn(
+            "state_dict() of a sharded model has this process's rows of the base's state; save "
+            "what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
+        )
+    if not lacking:
+        return
+    if collected is None and not (curvature.parts_suffice and is_sharded_checkpoint()):
+        sharded = (
+            "save with torch.distributed.checkpoint"
+            if curvature.parts_suffice
+            else "consolidate(to=None) for torch.distributed.checkpoint"
+        )
+        raise SecondOrderError(
+            f"{training.name}.state_dict() would lack {lacking}; call "
+            f"optimizer.consolidate(to=0) on every process first, or {sharded}"
+        )
+    to = None if collected is None else collected[1]
+    if to not in (None, rank) and training.first_time("partial"):
+        training.warn(
+            f"state_dict() on rank {rank} lacks some of the state: consolidate(to={to}) collected "
+            f"it elsewhere; save it there, or use to=None"
+        )
 
-    def take(self, parts: Parts, to: int | None) -> None:
-        """Keep parts for the next ``state_dict``; ``to``: the rank that has all; None: each."""
-        self._parts, self._to = parts, to
 
-    def drop(self) -> bool:
-        """Drop the collected parts; returns whether there were any."""
-        parts, self._parts = self._parts, None
-        return bool(parts)
-
-    def require(self, training: Training, curvature: Curvature) -> None:
-        """Warn, or raise, where a ``state_dict`` of this process would lack entries.
-
-        Raises:
-            SecondOrderError: If nothing has been collected, and it is not
-                ``torch.distributed.checkpoint`` that asks for this process's part.
-        """
-        lacking, rank = curvature.kept_elsewhere, training.world.rank
-        rows = any(map(is_dtensor, members_of(training.groups))) and not is_checkpointing()
-        if rows and training.world.size > 1 and training.first_time("rows of a state"):
-            training.warn(
-                "state_dict() of a sharded model has this process's rows of the base's state; save "
-                "what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
-            )
-        if not lacking:
-            return
-        if self._parts is None and not (curvature.parts_suffice and is_sharded_checkpoint()):
-            sharded = (
-                "save with torch.distributed.checkpoint"
-                if curvature.parts_suffice
-                else "consolidate(to=None) for torch.distributed.checkpoint"
-            )
-            raise SecondOrderError(
-                f"{training.name}.state_dict() would lack {lacking}; call "
-                f"optimizer.consolidate(to=0) on every process first, or {sharded}"
-            )
-        elsewhere = self._parts is not None and self._to not in (None, rank)
-        if elsewhere and training.first_time("partial"):
-            training.warn(
-                f"state_dict() on rank {rank} lacks some of the state: "
-                f"consolidate(to={self._to}) collected it elsewhere; save it there, or use to=None"
-            )
-
-    def add_to(self, state: dict[Any, dict[str, Any]], params: Sequence[Tensor]) -> None:
-        """Add the collected parts to a state whose keys are the parameters' numbers."""
-        for index, p in enumerate(params):
-            if self._parts and p in self._parts and index in state:
-                parts, entry = self._parts[p], state[index]
-                state[index] = {
-                    BASE: parts.get(BASE, entry.get(BASE, {})),
-                    CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})},
-                }
+def add_collected(training: Training, state: dict[Any, dict[str, Any]]) -> None:
+    """Add what has been collected of other processes to a state by the parameters' numbers."""
+    collected = {} if training.collected is None else training.collected[0]
+    for index, p in enumerate(members_of(training.groups)):
+        if p in collected and index in state:
+            parts, entry = collected[p], state[index]
+            state[index] = {
+                BASE: parts.get(BASE, entry.get(BASE, {})),
+                CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})},
+            }

@@ -26,11 +26,7 @@ __all__ = ["Curvature"]
 
 
 class Curvature:
-    """A curvature that leaves a base optimizer as it is; base class of the real ones.
-
-    Args:
-        training: The training to serve.
-    """
+    """A curvature that leaves a base optimizer as it is; base class of the real ones."""
 
     scaler_matters = ""
     """Why a GradScaler has to be announced; "" if it need not be."""
@@ -38,8 +34,8 @@ class Curvature:
     parts_suffice = False
     """Whether ``torch.distributed.checkpoint`` may save each rank's part by itself."""
 
-    read_by_all: tuple[str, ...] = ()
-    """Entries of a checkpoint that every rank reads, whoever keeps what."""
+    accounts: tuple[str, ...] = ()
+    """The accounts of seconds and bytes that :meth:`statistics` goes with."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -50,15 +46,27 @@ class Curvature:
         """Options in lines, which must be equal on all ranks, as model and groups must."""
         return []
 
-    def averaging_processes(self) -> int:
-        """Number of processes that average gradients, where the optimizer does."""
-        return self.training.world.size
-
     def check_processes(self) -> None:
         """Raise if processes or devices cannot do what is asked, before anything has changed."""
 
     def begin(self) -> None:
         """Begin, once all ranks agree: give them their roles, plan, and watch the model."""
+
+    def replan(self) -> None:
+        """Look at the model again, after parameters or groups have changed."""
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Go on with the shards of parameters that FSDP2 has taken meanwhile, or raise."""
+
+    def replaced(self) -> None:
+        """Work on the shards, which are in the groups now."""
+
+    def close(self) -> None:
+        """End threads, hooks and messages; from now on the base steps alone."""
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return nullcontext()
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -83,12 +91,7 @@ class Curvature:
         return None
 
     def precondition(self, pending: PendingAverage) -> None:
-        """Replace ``p.grad`` in place by the gradient that the base is to see.
-
-        Args:
-            pending: The gradients on their way to their mean; to be waited for before they are
-                read.
-        """
+        """Replace ``p.grad``, once its mean has arrived, by the gradient that the base sees."""
         pending.wait()
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -103,15 +106,6 @@ class Curvature:
 
     def drop_pending(self) -> None:
         """Drop statistics of the backward passes since the last step."""
-
-    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
-
-    def replaced(self) -> None:
-        """Work on the shards, which are in the groups now."""
-
-    def replan(self) -> None:
-        """Look at the model again, after parameters or groups have changed."""
 
     # ------------------------------------------------------------------------------------ state
 
@@ -146,24 +140,16 @@ class Curvature:
         """
         return {}
 
+    # ------------------------------------------------------------------------------- what is told
+
     def preconditioned(self) -> list[Tensor]:
         """The parameters whose gradients are preconditioned, or whose steps are corrected."""
         return []
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes all hooks off the model and puts them back."""
-        return nullcontext()
 
     def summary(self) -> Summary:
         """A table of the parameters and layers that are preconditioned."""
         return Summary(self.training.titled(), [])
 
-    accounts: tuple[str, ...] = ()
-    """The accounts of seconds and bytes that :meth:`statistics` goes with."""
-
     def statistics(self) -> dict[str, float]:
         """Numbers to log, by names that are the same on every rank; nothing is sent."""
         return {}
-
-    def close(self) -> None:
-        """End threads, hooks and messages; from now on the base steps alone."""

@@ -1,15 +1,43 @@
-"""Entries of a checkpoint, checked before anything is loaded; an error names the entry."""
+"""The two parts of ``state[p]``; their entries in a checkpoint, checked before they are loaded."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["SavedPart", "unusual"]
+__all__ = ["BASE", "CURVATURE", "BaseState", "SavedPart", "check_base_part"]
+
+BASE, CURVATURE = "base", "curvature"
+
+
+class BaseState(MutableMapping[Tensor, dict[str, Any]]):
+    """A view of ``state[p]["base"]`` by parameter: the state that the base optimizer sees."""
+
+    def __init__(self, state: MutableMapping[Tensor, dict[str, Any]]) -> None:
+        self._state = state
+
+    def __getitem__(self, p: Tensor) -> dict[str, Any]:
+        part: dict[str, Any] = self._state[p].setdefault(BASE, {})
+        return part
+
+    def __setitem__(self, p: Tensor, value: dict[str, Any]) -> None:
+        self._state[p][BASE] = value
+
+    def __delitem__(self, p: Tensor) -> None:
+        del self._state[p][BASE]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (p for p, parts in self._state.items() if BASE in parts)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, p: object) -> bool:
+        return p in self._state and BASE in self._state[p]  # type: ignore[index]
 
 
 class SavedPart(dict[str, Any]):
@@ -71,8 +99,8 @@ class SavedPart(dict[str, Any]):
         value = self[key]
         if not isinstance(value, Tensor):
             raise self.wrong(key, f"is of type {type(value).__name__}, not a tensor")
-        if problem := unusual(value):
-            raise self.wrong(key, problem)
+        if value.layout != torch.strided or value.is_meta or type(value).__name__ == "DTensor":
+            raise self.wrong(key, "is no dense tensor with numbers here; collect it before")
         if shape is not None and tuple(value.shape) != shape:
             raise self.wrong(key, f"has the shape {tuple(value.shape)}, where {shape} is needed")
         if not bool(torch.isfinite(value).all()):
@@ -80,10 +108,24 @@ class SavedPart(dict[str, Any]):
         return value
 
 
-def unusual(value: Tensor) -> str:
-    """Why the numbers of a tensor cannot be read; "" if they can."""
-    if value.is_nested or value.layout != torch.strided:
-        return "is a sparse or nested tensor, not a dense one"
-    if type(value).__name__ == "DTensor":
-        return "is a DTensor; collect it by full_tensor()"
-    return "is on the meta device, and has no numbers" if value.is_meta else ""
+def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> None:
+    """Raise ValueError unless the base's tensors for a parameter are finite, and of its shape.
+
+    What torch's optimizers keep has the parameter's shape, or 1 in the place of some dimensions, as
+    Adafactor's factors, or is one number. Other bases keep what they like.
+    """
+    torchs = getattr(torch.optim, type(base).__name__, None) is type(base)
+    for key, value in part.items():
+        if isinstance(value, Tensor):
+            fits = len(value.shape) == len(p.shape) and all(
+                n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)
+            )
+            if torchs and value.dim() and not fits:
+                shape = tuple(p.shape)
+                raise part.wrong(
+                    key, f"has the shape {tuple(value.shape)}, where {shape} is needed"
+                )
+            if torchs or (value.shape == p.shape and value.is_floating_point()):
+                part.tensor(key)
+        elif torchs and isinstance(value, float):
+            part.number(key)

@@ -1,25 +1,84 @@
-"""The facts of a training that an optimizer and its curvature share."""
+"""The facts of a training that an optimizer and its curvature share, and its warnings.
+
+Warnings wait while the ranks may wait for each other. Whoever turns them into errors
+(``python -W error``) would otherwise end one rank's step between two collectives, and leave the
+other ranks in the second.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from second_order.contract.groups import members_of
-from second_order.contract.warnings import DeferredWarnings
 from second_order.distributed.collectives import World
+from second_order.errors import SecondOrderWarning
 from second_order.sharded import is_dtensor, reshard
 from second_order.stages import Meter
 
-__all__ = ["Training"]
+__all__ = ["DeferredWarnings", "Training", "warns_at_its_end"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def _nowhere() -> None:
-    pass
+class DeferredWarnings:
+    """Warnings of an optimizer; within methods that :func:`warns_at_its_end` they wait.
+
+    One that is an error is raised at that end, and the remaining ones at the end of the next.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+        self._waiting: list[str] = []
+        self.held = 0
+
+    def first_time(self, key: str) -> bool:
+        """True once for each key, so that a warning is given once."""
+        new = key not in self._known
+        self._known.add(key)
+        return new
+
+    def keep(self, message: str) -> None:
+        """Warn at the end of the next method: for hooks, which run while others may wait."""
+        self._waiting.append(message)
+
+    def warn(self, message: str) -> None:
+        """Warn, now or at the end of the outermost method that runs."""
+        self.keep(message)
+        self.tell()
+
+    def tell(self) -> None:
+        """Warn of all that waits, at the first frame outside of this package and torch."""
+        while self._waiting and not self.held:
+            frame, level = sys._getframe(), 1
+            ours = ("second_order.", "torch.")
+            while frame.f_back and frame.f_globals.get("__name__", "").startswith(ours):
+                frame, level = frame.f_back, level + 1
+            warnings.warn(self._waiting.pop(0), SecondOrderWarning, stacklevel=level)
+
+
+def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Decorate an optimizer's method: warnings wait until it has returned."""
+
+    @functools.wraps(method)
+    def told(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        deferred = self._training.warnings
+        deferred.held += 1
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            deferred.held -= 1
+            deferred.tell()
+
+    return told
 
 
 @dataclass
@@ -41,7 +100,10 @@ class Training:
         base_name: Name of the base, in messages.
         publish: Shows counters and curvature in the optimizer's ``state``.
         meter: Seconds and bytes of the steps, by stage.
-        late_ddp: The hook that looks once who runs the model, where there are helpers.
+        late_ddp: The handle of the hook that looks who runs the model, where there are helpers.
+        places: The modules' entries that parameters had when they were last looked for.
+        collected: Parts of the state that other processes keep, once they have been collected here,
+            and the rank that has all of them; None for each.
     """
 
     name: str
@@ -56,9 +118,11 @@ class Training:
     trained: set[Tensor] = field(default_factory=set)
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
     base_name: str = ""
-    publish: Callable[[], None] = _nowhere
+    publish: Callable[[], None] = lambda: None
     meter: Meter = field(default_factory=Meter)
     late_ddp: Any = None
+    places: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    collected: tuple[dict[Tensor, dict[str, dict[str, Any]]], int | None] | None = None
 
     @property
     def groups(self) -> list[dict[str, Any]]:

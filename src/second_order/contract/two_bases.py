@@ -1,5 +1,10 @@
 """Two first-order optimizers that step as one: one for hidden weights, one for the rest.
 
+hidden    weights of at least two dimensions; of two exactly, where the base takes no others
+rest      embeddings, and whatever is tied to one; the output head, which is the last Linear in
+          the model's order; gains, biases, other vectors; parameters that are no module's
+          weight, as position embeddings; and modules that are named
+
 Both work on the very groups and state of the whole: a group's mark tells which of the two trains
 it, and each sees its own groups and their state alone. So schedulers and checkpoints see one
 optimizer.
@@ -8,23 +13,20 @@ optimizer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from second_order.contract.base_step import unhooked_step
-from second_order.contract.groups import NAMES, members_of
-from second_order.contract.partition import REST
+from second_order.contract.groups import members_of, nameless, settings_of, unhooked_step
+from second_order.options import check_flag
+from second_order.patterns import first_match, unmatched_patterns
 
-__all__ = [
-    "TwoBases",
-    "base_of",
-    "name_of",
-    "parts_of",
-    "switch_of",
-]
+__all__ = ["REST", "TwoBases", "base_of", "name_of", "switch_of"]
+
+REST = "rest"
+"""The entry of a group that says whether ``rest`` trains it; absent where there is one base."""
 
 
 class TwoBases(torch.optim.Optimizer):
@@ -34,38 +36,118 @@ class TwoBases(torch.optim.Optimizer):
     cycles momentum finds it there if it can cycle that of both.
 
     Args:
-        groups: Parameter groups with marks; at least one parameter in all.
-        base: Class of the optimizer for the groups whose mark is False.
-        base_keywords: Arguments of ``base``.
-        rest: Class of the optimizer for the other groups.
-        rest_keywords: Arguments of ``rest``.
+        groups: All that the user gives: parameter groups, or parameters.
+        model: The model whose modules tell which weights are hidden.
+        kinds: The class that trains hidden weights, and the class that trains the others.
+        keywords: The arguments of each.
+        layers: Patterns of modules that go to ``rest`` besides, with all that is inside them.
 
     Attributes:
         parts: The two optimizers.
+        unmatched: The patterns that match no module.
+
+    Raises:
+        TypeError: If an element of ``groups`` is neither group nor parameter.
+        ValueError: If all parameters are for ``rest``, or nothing was given.
     """
 
     def __init__(
         self,
-        groups: Sequence[dict[str, Any]],
-        base: type[torch.optim.Optimizer],
-        base_keywords: Mapping[str, Any],
-        rest: type[torch.optim.Optimizer],
-        rest_keywords: Mapping[str, Any],
+        groups: Sequence[Any],
+        model: nn.Module,
+        kinds: tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]],
+        keywords: Sequence[Mapping[str, Any]],
+        layers: Sequence[str],
     ) -> None:
+        self._kinds, self._layers = kinds, layers
+        self.unmatched = unmatched_patterns(model, layers)
+        given = groups if groups and isinstance(groups[0], dict) else [{"params": list(groups)}]
+        whole = [part for group in given for part in self.divided(group, model)]
+        for part in whole:
+            if not isinstance(part, dict) or REST not in part:
+                raise TypeError(f"{part!r} is no parameter group; give dictionaries with 'params'")
+        if not members_of(part for part in whole if not part[REST]):
+            base, rest, count = kinds[0].__name__, kinds[1].__name__, len(members_of(whole))
+            raise ValueError(
+                f"base={base} with rest={rest}: none of the {count} parameters is a hidden weight, "
+                f"so {base} would train nothing; use base={rest} without rest, or name fewer "
+                f"modules in rest_layers={list(layers)}"
+            )
         parts: list[torch.optim.Optimizer] = []
-        whole = [dict(group) for group in groups]
-        for mark, kind, keywords in ((False, base, base_keywords), (True, rest, rest_keywords)):
+        for mark in (False, True):
             mine = [group for group in whole if group[REST] is mark]
-            plain = [{**group, "params": members_of([group])} for group in mine]
-            for group in plain:
-                group.pop(NAMES, None)  # a base may not know of names
-            parts.append(kind(plain or [{"params": []}], **keywords))  # none takes an empty list
+            # None takes an empty list.
+            parts.append(kinds[mark](nameless(mine) or [{"params": []}], **keywords[mark]))
             for group, filled in zip(mine, parts[-1].param_groups, strict=False):
                 group.update({k: v for k, v in filled.items() if k != "params"})
         self.parts = (parts[0], parts[1])
-        super().__init__(whole, _common(*self.parts))
+        first, second = (part.defaults for part in parts)
+        super().__init__(whole, {k: v for k, v in first.items() if k in second})
         for part in self.parts:
             self.state.update(part.state)
+
+    def divided(self, group: Any, model: nn.Module) -> list[Any]:
+        """Divide a group into one or two, each with its mark and all other entries.
+
+        A group that has a mark stays whole. Other values stay as they are, for torch to refuse.
+
+        Raises:
+            TypeError: If the group's mark is neither True nor False.
+            ValueError: If the group is marked for a base that does not take its parameters.
+        """
+        if not isinstance(group, dict) or not isinstance(group.get("params"), list):
+            return [group]
+        if REST in group:
+            self._check_mark(group)
+            return [group]
+        params, hidden = group["params"], self._hidden(model)
+        parts = []
+        for mark in (False, True):
+            plain = ((p, p[1] if isinstance(p, tuple) else p) for p in params)
+            mine = [p for p, tensor in plain if (id(tensor) in hidden) is not mark]
+            if mine or not (params or mark):
+                parts.append({**group, "params": mine, REST: mark})
+        return parts
+
+    def _check_mark(self, group: Mapping[str, Any]) -> None:
+        if check_flag(f"group[{REST!r}]", group[REST]) or not self._matrices:
+            return
+        for p in members_of([group]):
+            if p.ndim != 2:
+                raise ValueError(
+                    f"a group with {REST!r}: False has a parameter of shape {tuple(p.shape)}, and "
+                    f"{self._kinds[0].__name__} takes matrices alone; leave {REST!r} out, or set "
+                    f"it True"
+                )
+
+    @property
+    def _matrices(self) -> bool:
+        """Whether the base takes matrices alone, as Muon does."""
+        muon = getattr(torch.optim, "Muon", None)
+        return muon is not None and issubclass(self._kinds[0], muon)
+
+    def _hidden(self, model: nn.Module) -> set[int]:
+        """The hidden weights of a model, by id."""
+        everything = dict(model.named_modules(remove_duplicate=False))
+        head = [m for m in model.modules() if isinstance(m, nn.Linear)][-1:]
+        weights: set[int] = set()
+        apart: set[int] = set()
+        for name, module in everything.items():
+            kind, own = type(module).__name__, dict(module.named_parameters(recurse=False))
+            embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Embedding" in kind
+            normalises = "norm" in kind.lower()  # its gain may have two dimensions
+            named = first_match(self._layers, everything, name)
+            if module in head or embeds or normalises or named:
+                apart.update(map(id, own.values()))
+            for key, p in own.items():
+                if "weight" in key and (p.ndim == 2 if self._matrices else p.ndim >= 2):
+                    weights.add(id(p))
+        return weights - apart
+
+    def description(self) -> list[str]:
+        """Both bases, with their defaults, and the patterns, in lines that ranks compare."""
+        begins = [f"{type(p).__name__} begins with {settings_of(p.defaults)}" for p in self.parts]
+        return [f"rest_layers: {list(self._layers)}", *begins]
 
     def step(self, closure: Any = None) -> Any:
         """Let both step, each on its own groups; the closure is not called."""
@@ -73,10 +155,6 @@ class TwoBases(torch.optim.Optimizer):
             if part.param_groups:
                 unhooked_step(part)
                 self.state.update(part.state)
-
-    def of(self, group: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """The optimizer that trains a group."""
-        return self.parts[bool(group[REST])]
 
     def following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         """Both optimizers, with their groups as they are now, and the state of these."""
@@ -90,37 +168,25 @@ class TwoBases(torch.optim.Optimizer):
         super().__setstate__(state)
         for part in self.following():
             if len(part.state):
-                own = {"state": part.state, "param_groups": part.param_groups}
-                part.__setstate__(own)
+                part.__setstate__({"state": part.state, "param_groups": part.param_groups})
                 self.state.update(part.state)
-
-
-def parts_of(base: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
-    """The two optimizers that a base is made of, or the one that it is."""
-    return base.parts if isinstance(base, TwoBases) else (base,)
 
 
 def name_of(base: torch.optim.Optimizer) -> str:
     """The name of a base, or of two, in messages."""
-    return " and ".join(type(part).__name__ for part in parts_of(base))
+    parts = base.parts if isinstance(base, TwoBases) else (base,)
+    return " and ".join(type(part).__name__ for part in parts)
 
 
 def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The base that trains a group: one of two, or the only one."""
-    return base.of(group) if isinstance(base, TwoBases) else base
+    return base.parts[bool(group[REST])] if isinstance(base, TwoBases) else base
 
 
 def switch_of(
-    base: torch.optim.Optimizer, method: str, owner: str, state: MutableMapping[Tensor, Any]
+    base: torch.optim.Optimizer, method: str, owner: str, state: dict[Tensor, Any]
 ) -> Callable[[], None]:
-    """A base's method, or those of two bases, as one function.
-
-    Args:
-        base: The base, one or two.
-        method: "train" or "eval".
-        owner: Name of the optimizer that has the base, for messages.
-        state: The optimizer's state. Entries that the method makes and leaves empty are taken out:
-            state that is empty counts as none.
+    """A base's "train" or "eval", or those of two bases, as one function.
 
     Raises:
         AttributeError: If no base has such a method.
@@ -137,10 +203,6 @@ def switch_of(
         for each in methods:
             each()
         for p in [p for p, parts in state.items() if not any(parts.values())]:
-            del state[p]
+            del state[p]  # what the method has made and left empty: empty state counts as none
 
     return switch
-
-
-def _common(first: torch.optim.Optimizer, second: torch.optim.Optimizer) -> dict[str, Any]:
-    return {k: v for k, v in first.defaults.items() if k in second.defaults}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -87,7 +88,7 @@ class World:
     wire: torch.dtype | None = None
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self._subgroups: dict[tuple[int | str, ...], World] = {}
+        self._subgroups: dict[tuple[Any, ...], World] = {}
         check_group(group)
         if not (dist.is_available() and dist.is_initialized()):
             self.group: dist.ProcessGroup | None = None
@@ -120,7 +121,9 @@ class World:
         return "none" if self.group is None else str(dist.get_backend(self.group))
 
     @explained()
-    def subgroup(self, ranks: Sequence[int], *, grouped: bool = False) -> World:
+    def subgroup(
+        self, ranks: Sequence[int], *, grouped: bool = False, timeout: timedelta | None = None
+    ) -> World:
         """The world of some of these ranks, made once; every member must ask in the same order.
 
         Call :meth:`level` before, where the user may have made groups meanwhile.
@@ -128,17 +131,18 @@ class World:
         Args:
             ranks: Ranks in this world.
             grouped: Whether to make a process group even for one rank.
+            timeout: Timeout of its collectives; None for that of this world.
         """
-        key: tuple[int, ...] = tuple(ranks)
-        if len(key) == self.size:
+        key = (*ranks, timeout)
+        if len(ranks) == self.size:
             return self
         if key not in self._subgroups:
-            world = World.alone(key.index(self.rank), len(key))
-            if len(key) > 1 or grouped:
+            world = World.alone(ranks.index(self.rank), len(ranks))
+            if len(ranks) > 1 or grouped:
                 assert self.group is not None
                 everybody = self.global_ranks  # torch would look for each rank among all
-                members = tuple(everybody[rank] for rank in key)
-                world.group = shared_group_like(self.group, members)
+                members = tuple(everybody[rank] for rank in ranks)
+                world.group = shared_group_like(self.group, members, timeout=timeout)
             self._subgroups[key] = world
         return self._subgroups[key]
 

@@ -15,7 +15,7 @@ __all__ = ["check_group", "group_like", "shared_group_like", "timeout_of"]
 
 # One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
 _shared: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup | None]
+    dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup | None]
 ] = weakref.WeakKeyDictionary()
 
 
@@ -66,10 +66,13 @@ def group_like(
 
 
 def shared_group_like(
-    group: dist.ProcessGroup, members: tuple[int, ...], backend: str | None = None
+    group: dist.ProcessGroup,
+    members: tuple[int, ...],
+    backend: str | None = None,
+    timeout: timedelta | None = None,
 ) -> dist.ProcessGroup | None:
     """The group that :func:`group_like` makes, made on first demand and kept for the next."""
-    made, key = _shared.setdefault(group, {}), (members, backend)
+    made, key = _shared.setdefault(group, {}), (members, backend, timeout)
     if key not in made:
-        made[key] = group_like(group, members, backend=backend)
+        made[key] = group_like(group, members, backend=backend, timeout=timeout)
     return made[key]

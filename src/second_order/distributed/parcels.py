@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.collectives import Delivery, World
+from second_order.errors import SecondOrderError
 
-__all__ = ["Parts", "Shapes", "deliver_parts", "pack_by_dtype", "unpack_by_dtype"]
+__all__ = ["Parts", "Shapes", "deliver_parts", "pack_by_dtype", "take_model"]
 
 Parts: TypeAlias = tuple[Tensor, ...]
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -68,12 +69,30 @@ def pack_by_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def unpack_by_dtype(flats: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-    """Undo :func:`pack_by_dtype`, in place."""
+def take_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Tensor]) -> None:
+    """Set a helper's parameters and buffers to the workers', and freeze those frozen there.
+
+    Args:
+        flats: The workers' parameters and buffers, by :func:`pack_by_dtype`.
+        train: Which of them train.
+        into: The parameters and buffers here.
+
+    Raises:
+        SecondOrderError: If the workers have others.
+    """
+    theirs, ours = (sum(t.numel() for t in each) for each in (flats, into))
+    if (len(train), theirs) != (len(into), ours):
+        raise SecondOrderError(
+            f"the workers' model has {len(train)} parameters and buffers of {theirs} numbers, this "
+            f"helper's {len(into)} of {ours}: build and change the same model on every rank"
+        )
     for flat, alike in zip(flats, _by_dtype(into), strict=True):
         parts = flat.split([t.numel() for t in alike])
         for target, part in zip(alike, parts, strict=True):
             target.copy_(part.view(target.shape))
+    for tensor, trains in zip(into, train, strict=True):
+        if tensor.requires_grad != trains:
+            tensor.requires_grad_(trains)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

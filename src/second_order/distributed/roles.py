@@ -6,18 +6,16 @@ are the last ranks, so that rank 0, which saves and prints, is a worker.
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeAlias
-
-import torch.distributed as dist
+from typing import Any, Literal, TypeAlias
 
 from second_order.distributed.collectives import World
-from second_order.distributed.groups import group_like, timeout_of
+from second_order.distributed.groups import timeout_of
 from second_order.distributed.lost import explained
 
-__all__ = ["Role", "Roles", "assign_roles", "option_of", "ranks_alike"]
+__all__ = ["Role", "Roles", "assign_roles", "endless", "option_of", "whole_models"]
 
 Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
@@ -47,42 +45,22 @@ class Roles:
 
     @explained()
     def team(self, world: World, helper_timeout: float | None = None) -> World:
-        """The world of this process's own kind. Every process calls it, the first time.
+        """The world of this process's own kind; every process calls it.
 
         Args:
             world: The world of all processes.
             helper_timeout: Seconds after which a helper that waits for others of its kind in a
                 collective raises, if that is sooner than in ``world``; None for as in ``world``.
         """
-        if world.group is not None:
-            mine = self.helpers if world.rank in self.helpers else self.workers
-            made = _teams.get(world.group, {}).get((mine, helper_timeout))
-            if made is not None:
-                return made
         world.level()
-        team = self._team(world, helper_timeout)
+        helps, limit = world.rank in self.helpers, None
+        if helps and helper_timeout is not None and world.group is not None:
+            limit = timedelta(seconds=helper_timeout)
+            limit = min(limit, timeout_of(world.group) or limit)
+        team = world.subgroup(self.helpers if helps else self.workers, grouped=True, timeout=limit)
         team.whole = world.rank, world.size
         team.aside()  # made now, while every rank calls
         return team
-
-    def _team(self, world: World, helper_timeout: float | None) -> World:
-        helps = world.rank in self.helpers
-        mine = self.helpers if helps else self.workers
-        if helper_timeout is None or world.group is None:
-            return world.subgroup(mine, grouped=True)
-        made, key = _teams.setdefault(world.group, {}), (mine, helper_timeout)
-        if key not in made:
-            limits = [timeout_of(world.group), timedelta(seconds=helper_timeout) if helps else None]
-            members = [dist.get_global_rank(world.group, r) for r in mine]
-            least = min((limit for limit in limits if limit is not None), default=None)
-            made[key] = World(group_like(world.group, members, timeout=least))
-        return made[key]
-
-
-_Key: TypeAlias = tuple[tuple[int, ...], float | None]
-_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, World]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def assign_roles(
@@ -118,19 +96,31 @@ def assign_roles(
     return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)
 
 
-def ranks_alike(world: World, helpers: int) -> list[int]:
-    """The ranks, as torch numbers them, that do what this one does.
-
-    Args:
-        world: The world of all ranks.
-        helpers: Number of ranks that help; where they would be all, :func:`assign_roles` says so.
-    """
-    everybody, workers = world.global_ranks, world.size - helpers
-    if world.size == 1 or workers < 1:
-        return everybody
-    return everybody[workers:] if world.rank >= workers else everybody[:workers]
+def whole_models(name: str, role: Role) -> str:
+    """Why a model that FSDP2 has sharded is refused where there are helpers, and what to do."""
+    option = option_of(role)
+    return (
+        f"{name}: fully_shard (FSDP2) has sharded the model, and helpers and their workers hold "
+        f"whole models; use {option}=0, or DistributedDataParallel(model, "
+        f"process_group=optimizer.worker_group)"
+    )
 
 
 def option_of(role: Role) -> str:
     """The option that says how many ranks have a helper's role."""
     return "accelerators" if role == "accelerator" else "stats_workers"
+
+
+def endless(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches that a helper serves with, over and over.
+
+    Raises:
+        ValueError: If there is no batch.
+    """
+    while True:
+        empty = True
+        for batch in batches:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError("batches is empty, or an iterator that has ended; give a loader")

@@ -24,7 +24,6 @@ from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
     "OTHERS_TRAINED",
-    "READ_BY_ALL",
     "START",
     "SUM",
     "UNIT",
@@ -45,8 +44,6 @@ EPOCH = ("epoch", "epoch_step", "epoch_sums")
 COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *BUDGET, *PRICES, *EPOCH)
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
 TRUST = ("trust_region", "last_step")  # not in checkpoints of versions before they were
-READ_BY_ALL = (*COUNTS, *HEADS, *TRUST)
-"""What each process reads of a checkpoint, whatever the layout."""
 KNOWN = (*HEADER, *COUNTS, *HEADS, *TRUST, VECTORS, CARRIED, SUM, START)
 OTHERS_TRAINED = (
     "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "
@@ -55,60 +52,40 @@ OTHERS_TRAINED = (
 UNIT = 0.1  # tolerance of squared lengths around 1; rounding makes far less
 
 
-@dataclass
-class Loaded:
-    """The eigenpairs of a checkpoint, whole."""
-
-    values: Tensor
-    vectors: Tensor  # (r, n)
-    residuals: Tensor
-    largest: int
-    momentum: Tensor  # (r,)
-    carried: Tensor | None  # (n,)
-    decayed: float
-    last: Tensor | None  # (r,)
-    trust: Tensor | None  # (6,)
-
-
 def eigenpair_parts(
     subspace: Subspace | None, trust: Tensor, layout: FlatLayout, dtype: torch.dtype, room: int
 ) -> dict[Tensor, dict[str, Any]]:
     """Each parameter's part of eigenpairs that are whole on this process, as views.
 
-    Args:
-        subspace: The eigenpairs, or None.
-        trust: The numbers of the trust region.
-        layout: The layout of the parameters.
-        dtype: Dtype of the vectors.
-        room: Number of pairs to give zeros for if ``subspace`` is None.
+    Without a subspace, of zeros in the place of ``room`` pairs.
     """
     if not layout.params or (subspace is None and not room):
         return {}
     if subspace is not None:
-        of = subspace
-        here = _whole(of, trust, of.basis.vectors, of.momentum, of.last, of.carried)
+        head, vectors = _head(subspace, trust), subspace.basis.vectors
+        carried = subspace.carried
     else:
         r, device = min(room, layout.size), layout.params[0].device
-        none = torch.zeros(r, dtype=torch.float64)
-        vectors = torch.zeros((r, layout.size), dtype=dtype, device=device)
-        momentum, last = vectors.new_zeros((2, r)).unbind()
-        here = Loaded(none, vectors, none.clone(), -1, momentum, None, 1.0, last, trust)
-    if here.carried is None and room:
-        here.carried = here.vectors.new_zeros(layout.size)
-    return _cut(here, layout.params)
+        vectors, carried = torch.zeros((r, layout.size), dtype=dtype, device=device), None
+        none, momentum = torch.zeros(r, dtype=torch.float64), vectors.new_zeros((2, r))
+        entries = none, none.clone(), momentum[0], -1, 1.0, trust, momentum[1]
+        head = dict(zip((*HEADS, *TRUST), entries, strict=True))
+    if carried is None and room:
+        carried = vectors.new_zeros(layout.size)
+    return _cut(head, vectors, carried, layout.params)
 
 
 def gather_eigenpairs(
     subspace: Subspace, trust: Tensor, layout: FlatLayout, world: World, to: Sequence[int]
 ) -> dict[Tensor, dict[str, Any]]:
     """Collect each parameter's part of the eigenpairs on the ranks ``to``; a collective."""
-    momentum, last, carried = subspace.momentum, subspace.last, subspace.carried
-    mine, by_vectors = subspace.basis.vectors, isinstance(subspace.basis, ColumnBasis)
+    head, carried, mine = _head(subspace, trust), subspace.carried, subspace.basis.vectors
+    by_vectors = isinstance(subspace.basis, ColumnBasis)
     bounds = row_bounds(len(subspace.values), world.size) if by_vectors else layout.bounds
     vectors = gather_parts(world, mine, bounds, 0 if by_vectors else 1, to)
     if by_vectors:
-        momentum = gather_parts(world, momentum, bounds, 0, to)
-        last = gather_parts(world, last, bounds, 0, to)
+        for name in ("subspace_momentum", "last_step"):
+            head[name] = gather_parts(world, head[name], bounds, 0, to)
     elif carried is not None:
         carried = gather_parts(world, carried, bounds, 0, to)
     if world.rank not in to:
@@ -118,40 +95,23 @@ def gather_eigenpairs(
         carried = None if carried is None else layout.in_order(carried)
     if carried is None and len(to) == world.size:  # zeros, as for a checkpoint read in place
         carried = vectors.new_zeros(layout.size)
-    return _cut(_whole(subspace, trust, vectors, momentum, last, carried), layout.params)
+    return _cut(head, vectors, carried, layout.params)
 
 
-def _whole(
-    subspace: Subspace,
-    trust: Tensor,
-    vectors: Tensor,
-    momentum: Tensor,
-    last: Tensor,
-    carried: Tensor | None,
-) -> Loaded:
-    of = subspace
-    rest = momentum, carried, of.decayed, last, trust
-    return Loaded(of.values, vectors, of.residuals, of.largest, *rest)
+def _head(of: Subspace, trust: Tensor) -> dict[str, Any]:
+    """The entries that the first parameter has."""
+    entries = of.values, of.residuals, of.momentum, of.largest, of.decayed, trust, of.last
+    return dict(zip((*HEADS, *TRUST), entries, strict=True))
 
 
-def _cut(whole: Loaded, params: Sequence[Tensor]) -> dict[Tensor, dict[str, Any]]:
-    sizes = [p.numel() for p in params]
-    parts: dict[Tensor, dict[str, Any]] = {}
-    for p, vectors in zip(params, whole.vectors.split(sizes, dim=1), strict=True):
-        parts[p] = {VECTORS: vectors.view(len(vectors), *p.shape)}
-    if whole.carried is not None:
-        for p, part in vector_parts({CARRIED: whole.carried}, params).items():
-            parts[p] |= part
-    device = whole.vectors.device  # torch loads whole states whose tensors are on one device alone
-    parts[params[0]] |= {
-        "eigenvalues": whole.values.to(device),
-        "residuals": whole.residuals.to(device),
-        "subspace_momentum": whole.momentum,
-        "largest": whole.largest,
-        "carried_decay": whole.decayed,
-        "trust_region": None if whole.trust is None else whole.trust.to(device),
-        "last_step": whole.last,
-    }
+def _cut(
+    head: Mapping[str, Any], vectors: Tensor, carried: Tensor | None, params: Sequence[Tensor]
+) -> dict[Tensor, dict[str, Any]]:
+    parts = vector_parts({} if carried is None else {CARRIED: carried}, params)
+    for p, part in zip(params, vectors.split([p.numel() for p in params], dim=1), strict=True):
+        parts[p][VECTORS] = part.view(len(part), *p.shape)
+    for name, value in head.items():  # torch loads whole states only if tensors share a device
+        parts[params[0]][name] = value.to(vectors.device) if isinstance(value, Tensor) else value
     return parts
 
 
@@ -243,33 +203,29 @@ def _check_pairs(parts: Mapping[Tensor, SavedPart], head: SavedPart) -> None:
         raise head.wrong(VECTORS, f"has eigenvectors of lengths [{lengths}], where 1 is needed")
 
 
+@dataclass
+class Loaded:
+    """The eigenpairs of a checkpoint, whole: its entries, and the vectors in R^n."""
+
+    head: dict[str, Any]
+    vectors: Tensor  # (r, n)
+    carried: Tensor | None  # (n,)
+
+
 def load_eigenpairs(
     saved: Mapping[Tensor, Mapping[str, Any]], params: Sequence[Tensor], dtype: torch.dtype
 ) -> Loaded | None:
     """The eigenpairs of a checkpoint; None if it has none, or none for some parameter."""
     parts = [saved.get(p, {}) for p in params]
-    heads = [part for part in parts if "eigenvalues" in part]
-    if not heads or not all(VECTORS in part for part in parts):
-        return None
-    head = heads[0]
-    if int(head["largest"]) < 0:  # room for pairs that were not found
+    head: dict[str, Any] = next((dict(part) for part in parts if "eigenvalues" in part), {})
+    # Below 0, there is but room for pairs that were not found.
+    if int(head.get("largest", -1)) < 0 or not all(VECTORS in part for part in parts):
         return None
     device = params[0].device
-    vectors = torch.cat(
-        [
-            part[VECTORS].to(device, dtype).reshape(len(part[VECTORS]), p.numel())
-            for p, part in zip(params, parts, strict=True)
-        ],
-        dim=1,
-    )
-    return Loaded(
-        head["eigenvalues"].to("cpu", torch.float64),
-        vectors,
-        head["residuals"].to("cpu", torch.float64),
-        int(head["largest"]),
-        head["subspace_momentum"].to(device, dtype),
-        load_vector(saved, CARRIED, params, dtype),
-        float(head["carried_decay"]),
-        head["last_step"].to(device, dtype) if "last_step" in head else None,
-        head.get("trust_region"),
-    )
+    for name in ("eigenvalues", "residuals"):
+        head[name] = head[name].to("cpu", torch.float64)
+    for name in {"subspace_momentum", "last_step"} & head.keys():
+        head[name] = head[name].to(device, dtype)
+    vectors = [part[VECTORS].to(device, dtype) for part in parts]
+    flat = [each.reshape(len(each), p.numel()) for each, p in zip(vectors, params, strict=True)]
+    return Loaded(head, torch.cat(flat, dim=1), load_vector(saved, CARRIED, params, dtype))

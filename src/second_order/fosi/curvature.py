@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.base_state import BASE, CURVATURE
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import members_of
-from second_order.contract.saved import SavedPart
+from second_order.contract.saved import BASE, CURVATURE, SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.fosi.checkpoint import (
-    READ_BY_ALL,
     check_saved_pairs,
     eigenpair_parts,
     gather_eigenpairs,
@@ -51,7 +49,7 @@ from second_order.fosi.pieces import Room
 from second_order.fosi.subspace import Subspace, share_inside
 from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
-from second_order.lanczos.hvp import check_closure
+from second_order.lanczos.closure import check_closure
 from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
 
@@ -68,7 +66,6 @@ class FOSICurvature(Curvature):
         settings: A line for the summary, on where the options come from.
 
     Attributes:
-        options: The options of the step.
         vector: The parameters that train, as one vector.
         closure: The function that evaluates the loss on the curvature batch.
         pairs: The eigenpairs in use, and their refreshes.
@@ -79,13 +76,8 @@ class FOSICurvature(Curvature):
         TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
     """
 
-    read_by_all = READ_BY_ALL
-
     computes_pairs = True
     """Whether eigenpairs are this process's to renew."""
-
-    refused = 0
-    """How many messages and connections of other processes this one has refused."""
 
     def __init__(
         self,
@@ -96,7 +88,12 @@ class FOSICurvature(Curvature):
     ) -> None:
         super().__init__(training)
         check_one_vector(training.groups)
-        _check_uncorrected(training)
+        if all(callable(getattr(training.base, name, None)) for name in ("train", "eval")):
+            raise TypeError(
+                f"{training.name} corrects the parameters after its base's step, and "
+                f"{training.base_name}, which has train() and eval(), keeps averages of them that "
+                f"the correction does not reach; use another base, or KAISA, DPKFAC or DistKFAC"
+            )
         self.options, self._settings = options, settings
         self.vector = ParameterVector(
             training, spread=options.layout == "row", dtype=options.lanczos_dtype
@@ -233,7 +230,9 @@ class FOSICurvature(Curvature):
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
         gradients, basis = self.vector.gradients(), subspace.basis
         witness = subspace.momentum * subspace.rates
-        health = self._health(gradients, witness)
+        health: Tensor | None = None  # a sum that is finite where the gradients here are
+        if self.options.trust_region and witness.device.type != "cpu":  # where nobody is to wait
+            health = sum((0.0 * each.sum() for each in gradients), witness.new_zeros(()))
         c = basis.coefficients(gradients, witness=witness, along=health)
         if self.pairs.first_used == self.training.steps:
             rows = self.vector.spread
@@ -248,10 +247,19 @@ class FOSICurvature(Curvature):
             sound = basis.add(gradients, [-c], along=terms)
             alpha, trust = largest_scale(scales), self.pairs.trust
             back = trust.way_back(alpha)
-            finite = health.isfinite() if health is not None else self._finite(gradients, sound)
+            finite: Flag = True
+            if health is not None:
+                finite = health.isfinite()
+            elif not sound:
+                here = all(bool(gradient.isfinite().all()) for gradient in gradients)
+                finite = self.training.world.all_agree(here, self.vector.device)
             verdict = trust.judge(terms, alpha, stability_limit(*rule), sound, finite)
             step, momentum, sound = subspace.bounded(step, momentum, sound, verdict, back)
-            self._silence(gradients, verdict.undo)
+            for gradient in gradients if verdict.undo is not False else ():
+                # They are of where the step has led to that is undone.
+                gradient.masked_fill_(torch.as_tensor(verdict.undo), 0.0)
+            if verdict.undo is True:
+                self.pairs.tell_undone()
         for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
             chunk.put_gradients(gradient)
         subspace.accumulate(momentum, rule[0], sound)
@@ -261,29 +269,6 @@ class FOSICurvature(Curvature):
             step = torch.full_like(step, torch.nan)
         self._newton = step, scales
         self._before = self.vector.keep(self._rooms)
-
-    def _health(self, gradients: Sequence[Tensor], like: Tensor) -> Tensor | None:
-        """A sum over the rows here that is finite where they are; None where one can look later."""
-        if not self.options.trust_region or like.device.type == "cpu":
-            return None
-        return sum((0.0 * each.sum() for each in gradients), like.new_zeros(()))
-
-    def _finite(self, gradients: Sequence[Tensor], sound: Flag) -> bool:
-        """Whether all processes' gradients are finite; a collective where V̂ᵀg is not ``sound``."""
-        if sound:
-            return True
-        here = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        return self.training.world.all_agree(here, self.vector.device)
-
-    def _silence(self, gradients: Sequence[Tensor], undo: bool | Tensor) -> None:
-        """Set the gradients to zero where the last step is undone: they are of where it led to."""
-        if isinstance(undo, Tensor):
-            for gradient in gradients:
-                gradient.masked_fill_(undo, 0.0)
-        elif undo:
-            for gradient in gradients:
-                gradient.zero_()
-            self.pairs.tell_undone()
 
     def _correct(self, subspace: Subspace, step: Tensor, scales: list[float | Tensor]) -> None:
         """Set w to w + d₁ + s (d₂ − V̂V̂ᵀd₂); the base has moved it by d₂."""
@@ -426,15 +411,4 @@ class FOSICurvature(Curvature):
                 *notes,
                 *self.pairs.budget.said(tally.step),
             ],
-            refused=self.refused,
-        )
-
-
-def _check_uncorrected(training: Training) -> None:
-    """Raise TypeError if the base sets the parameters to averages that no correction reaches."""
-    if all(callable(getattr(training.base, name, None)) for name in ("train", "eval")):
-        raise TypeError(
-            f"{training.name} corrects the parameters after its base's step, and "
-            f"{training.base_name}, which has train() and eval(), keeps averages of them that the "
-            f"correction does not reach; use another base, or KAISA, DPKFAC or DistKFAC"
         )

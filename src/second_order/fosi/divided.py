@@ -10,37 +10,34 @@ All of them keep the counts of a checkpoint about the epoch under way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.averaging import PendingAverage
-from second_order.contract.base_state import CURVATURE
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.collectives import World
-from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
-from second_order.distributed.messages import refused_line
-from second_order.distributed.roles import Role, Roles, assign_roles, ranks_alike
-from second_order.distributed.store import Store, open_store
+from second_order.distributed.mailbox import Mailbox, await_goodbyes, open_store
+from second_order.distributed.roles import (
+    Role,
+    assign_roles,
+    whole_models,
+)
 from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, vector_parts
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures, publish
 from second_order.fosi.metrics import epoch_metrics
 from second_order.fosi.options import EpochOptions, check_differences, check_shards
-from second_order.fosi.sharded_base import gather_parts
-from second_order.fosi.subject import Subject
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
-from second_order.sharded import is_dtensor, mesh_ranks
+from second_order.sharded import is_dtensor
 
-__all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature", "team_of"]
-
-FAREWELL_SECONDS = 5.0  # seconds for which the store outlives its host's own goodbye at most
+__all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
 
 
 def divided_curvature(
@@ -54,49 +51,9 @@ def divided_curvature(
     return (Helper if helps else Worker)(training, options, closure)
 
 
-def team_of(options: EpochOptions, world: World) -> list[int]:
-    """The ranks, as torch numbers them, that do what this one does."""
-    return ranks_alike(world, options.accelerators if _divides(options, world) else 0)
-
-
 def _divides(options: EpochOptions, world: World) -> bool:
     """Whether some of the processes help the others."""
     return bool(options.wanted and options.accelerators and world.size > 1)
-
-
-@dataclass
-class Line:
-    """The messages between this process and those of the other kind.
-
-    Attributes:
-        mailbox: Sends and receives the messages.
-        store: The store of messages on the process that hosts it; None elsewhere.
-        everybody: Names of the processes, by rank.
-    """
-
-    mailbox: Mailbox
-    store: Store | None
-    everybody: Sequence[str]
-
-    @classmethod
-    def of(cls, everybody: World, roles: Roles, patience: float) -> Line:
-        """Connect workers and accelerators; a collective of all processes."""
-        first = roles.helpers[0]
-        store, address = open_store(everybody, first)
-        names = [f"{roles.of(rank)} {rank}" for rank in range(everybody.size)]
-        peer = names[0 if everybody.rank == first else first]
-        mailbox = Mailbox(address, names[everybody.rank], peer, patience)
-        return cls(mailbox, store, names)
-
-    @property
-    def refused(self) -> int:
-        """Number of malformed messages, and of connections without the key."""
-        return self.mailbox.refused + (0 if self.store is None else self.store.refused)
-
-    def tell(self, training: Training) -> None:
-        """Warn once that a message or a connection has been refused."""
-        if self.refused and training.first_time("refused"):
-            training.warn(refused_line(self.mailbox.complaint))
 
 
 class Divided(FOSICurvature):
@@ -108,48 +65,24 @@ class Divided(FOSICurvature):
 
     options: EpochOptions
     role: Role = "worker"
-    multiplies = True  # by the Hessian of a loss
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self.epochs = Epochs(Subject(training, self.vector), options)
+        self.epochs = Epochs(training, self.vector, options)
 
     def check_processes(self) -> None:
         """Raise ValueError if no process would be left to train, TypeError for others' shards."""
         world, under_ddp = self.training.world, self.training.under_ddp
         self._roles = assign_roles(world.size, self.options.accelerators, "accelerator", under_ddp)
-        trouble = ""
-        try:
-            super().check_processes()
-        except TypeError as error:
-            trouble = str(error)
-        # Workers and accelerators may be sharded differently, and all raise or none.
-        troubles = list(filter(None, world.all_gather_object(trouble)))
-        if troubles:
-            raise TypeError(troubles[0])
+        super().check_processes()
 
     def check_shards(self, params: Sequence[Tensor]) -> None:
-        """Raise TypeError unless the rows that are here of parameters are known elsewhere.
+        """Raise TypeError unless parameters that FSDP2 has sharded can be worked with.
 
         Rows of a chosen layout are no matter: they are as FSDP2 leaves them.
         """
         check_shards(self.training.name, params)
-        if any(map(is_dtensor, params)) and not self.training.known:
-            raise TypeError(
-                f"{self.training.name}: the parameters are sharded, and FSDP2 shows whole ones "
-                f"after an evaluation until the model is resharded; give model="
-            )
-        if self.multiplies:
-            check_differences(self.training.name, params, self.options)
-        places = {rank: i for i, rank in enumerate(self.training.world.global_ranks)}
-        for p in filter(is_dtensor, params):
-            order = [places[rank] for rank in mesh_ranks(p)]
-            if order != sorted(order):
-                raise TypeError(
-                    f"{self.training.name}: the parameters are sharded over a mesh whose ranks "
-                    f"{mesh_ranks(p)} are not in the order of the process group; shard over "
-                    f"DeviceMesh.from_group(optimizer.worker_group, device_type)"
-                )
+        check_differences(self.training.name, params, self.options)
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
@@ -195,77 +128,49 @@ class _Team(Divided):
     """One of two kinds of processes, which talk to each other."""
 
     computes_pairs = False
-    line: Line | None = None
+    mailbox: Mailbox | None = None
+    _store: TCPStore | None = None
+    _names: Sequence[str] = ()  # of all processes
+
+    def check_shards(self, params: Sequence[Tensor]) -> None:
+        """Raise ValueError if FSDP2 has sharded parameters."""
+        if any(map(is_dtensor, params)):
+            raise ValueError(whole_models(self.training.name, "accelerator"))
 
     def begin(self) -> None:
         """Give every process its role, and workers and accelerators a way to talk."""
         training, patience = self.training, self.options.helper_timeout
-        everybody = training.world
-        line = Line.of(everybody, self._roles, patience)
+        everybody, first = training.world, self._roles.helpers[0]
+        self._store, address = open_store(everybody, first)
+        names = [f"{self._roles.of(rank)} {rank}" for rank in range(everybody.size)]
+        peer = names[0 if everybody.rank == first else first]
+        self._names = names
+        self.mailbox = Mailbox(address, names[everybody.rank], peer, patience, training)
         training.world = self._roles.team(everybody, patience)
         training.averages = training.averages and training.world.size > 1
-        if self.vector.sharded:
-            self.vector.restart()  # whose rows are those of this kind of processes
         if training.known:
             refuse_ddp_over_helpers(training, self._roles, everybody)
-        await_connections(everybody, [line.mailbox], [line.store])
-        self.line = line
-        line.tell(training)
-        self.join(line.mailbox)
+        everybody.all_gather_object(None)  # all are connected
+        self.join(self.mailbox)
 
     def join(self, mailbox: Mailbox) -> None:
         """Take up the role of this process, with the mailbox to the other kind."""
         raise NotImplementedError
 
-    @property
-    def refused(self) -> int:  # type: ignore[override]
-        """Number of messages and connections that this process has refused."""
-        return 0 if self.line is None else self.line.refused
-
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts, and its part of c and p, or zeros in their place."""
         parts, here = super().state(), {START: self.epochs.start, SUM: self.epochs.total}
-        whole = not self.vector.spread
-        kept = {name: vector for name, vector in here.items() if vector is not None and whole}
+        kept = {name: vector for name, vector in here.items() if vector is not None}
         if parts and len(kept) < len(here) and is_sharded_checkpoint():  # read in place
-            kept = {name: self._room() for name in here} | kept
+            size, dtype, device = self.vector.layout.size, self.vector.dtype, self.vector.device
+            room = {name: torch.zeros(size, dtype=dtype, device=device) for name in here}
+            kept = room | kept
         vectors = vector_parts(kept, self.vector.params)
         return {p: {**part, **vectors[p]} for p, part in parts.items()}
-
-    def _room(self) -> Tensor:
-        """Zeros in the place of a vector, to be read into."""
-        vector = self.vector
-        return torch.zeros(vector.layout.size, dtype=vector.dtype, device=vector.device)
-
-    @property
-    def kept_elsewhere(self) -> str:
-        """A name for state that only other processes keep; "" if there is none."""
-        sums = self.vector.spread and self.epochs.start is not None
-        what = "what other processes keep of the epoch's gradients"
-        return super().kept_elsewhere or what * sums
-
-    def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """The state that is in parts, whole, on the ranks that want it; a collective."""
-        found, layout = super().gather(ranks), self.vector.layout
-        if not self.vector.spread:
-            return found
-        kept: dict[str, Tensor] = {}
-        for name, part in ((START, self.epochs.start), (SUM, self.epochs.total)):
-            if part is not None:
-                parts = gather_parts(self.training.world, part, layout.bounds, 0, ranks)
-                kept[name] = layout.in_order(parts) if len(parts) else parts
-            elif len(ranks) == self.training.world.size:  # read in place
-                kept[name] = self._room()
-        if self.training.world.rank in ranks:
-            for p, entries in vector_parts(kept, layout.params).items():
-                found[p][CURVATURE] = {**found[p][CURVATURE], **entries}
-        return found
 
 
 class Worker(_Team):
     """Trains by the base, and updates by others' eigenpairs at the end of each epoch."""
-
-    multiplies = False
 
     def join(self, mailbox: Mailbox) -> None:
         """Begin the first epoch."""
@@ -307,8 +212,6 @@ class Worker(_Team):
         elif self.subspace is not None:
             self.pairs.drop()  # those before are two epochs old by now
         publish(self.training)  # frees c and p
-        if self.line is not None:
-            self.line.tell(self.training)
 
     def found(self) -> tuple[Tensor, Tensor]:
         """û and the residuals of the last eigenpairs that came."""
@@ -329,8 +232,8 @@ class Helper(_Team):
 
     def join(self, mailbox: Mailbox) -> None:
         """Listen to the workers."""
-        subject, workers = Subject(self.training, self.vector), len(self._roles.workers)
-        self.accelerator = Accelerator(subject, self.options, mailbox, workers)
+        workers = len(self._roles.workers)
+        self.accelerator = Accelerator(self.training, self.vector, self.options, mailbox, workers)
 
     @property
     def instead(self) -> Callable[[], None]:
@@ -340,7 +243,8 @@ class Helper(_Team):
     def _help_for_a_step(self) -> None:
         self.training.steps += 1
         chosen = self.closure.chosen(self.training)
-        self._help(lambda accelerator: accelerator.help_for_a_step(lambda epoch: chosen))
+        if self.accelerator is not None:
+            self.accelerator.help_for_a_step(lambda epoch: chosen)
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute eigenpairs until the workers close; returns the number of epochs served.
@@ -352,23 +256,15 @@ class Helper(_Team):
         if self.accelerator is None:
             return 0
         before, closure_at = self.accelerator.answered, Batches(batches, loss_fn).closure
-        self._help(lambda accelerator: accelerator.help(closure_at))
+        self.accelerator.help(closure_at)
         return self.accelerator.answered - before
-
-    def _help(self, how: Callable[[Accelerator], None]) -> None:
-        if self.accelerator is None or self.line is None:
-            return
-        with torch.no_grad():
-            how(self.accelerator)
-        self.line.tell(self.training)
-        if self.accelerator.lost and self.training.first_time("lost"):
-            self.training.warn(f"{self.accelerator.lost}: this accelerator has nothing more to do")
 
     def close(self) -> None:
         """Say goodbye, and keep the store until the others have said theirs."""
-        patience, line = self.options.helper_timeout, self.line
-        if self.accelerator is not None and line is not None:
+        patience = self.options.helper_timeout
+        if self.accelerator is not None:
             self.accelerator.close(patience)
-            if line.store is not None and self.accelerator.dismissed:
-                await_goodbyes(line.store, line.everybody, min(patience, FAREWELL_SECONDS))
+            if self._store is not None and self.mailbox is not None and self.mailbox.closed_there:
+                await_goodbyes(self._store, self._names, patience)
+                self._store = None
         super().close()

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -21,14 +20,14 @@ from torch import Tensor
 from second_order.budget import RefreshBudget
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
+from second_order.errors import CurvatureError
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, has_pairs, load_eigenpairs
-from second_order.fosi.options import FOSIOptions, refuse_no_closure
+from second_order.fosi.options import FOSIOptions
 from second_order.fosi.subspace import (
     Basis,
     ColumnBasis,
     RowBasis,
     Subspace,
-    differs_in_momentum,
     momentum_rule,
     newton_rates,
     rest_scale,
@@ -36,9 +35,9 @@ from second_order.fosi.subspace import (
 from second_order.fosi.trust import TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
-from second_order.lanczos.lanczos import tridiagonalise
+from second_order.lanczos.lanczos import ritz_pairs, tridiagonalise
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
-from second_order.lanczos.vector_space import RowSpace
+from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.options import AUTO, check_interval, value_at
 
 __all__ = [
@@ -70,26 +69,14 @@ FRESH = 0.1
 def wanted_pairs(
     space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False
 ) -> Pairs:
-    """The k largest and l smallest eigenpairs.
-
-    Args:
-        space: The product and the sums.
-        start: This process's rows of the start vector.
-        options: The options of the step.
-        warm: Whether the start is of eigenvectors: fewer products will do.
+    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start.
 
     Raises:
         CurvatureError: On every process, if the loss of one cannot be differentiated twice.
     """
-    pairs = extreme_pairs(
-        space,
-        start,
-        options.largest,
-        options.smallest,
-        iterations=options.most_products(space.size, warm=warm),
-        tol=options.lanczos_tol,
-        seed=options.seed,
-    )
+    most, tol = options.most_products(space.size, warm=warm), options.lanczos_tol
+    wanted = options.largest, options.smallest
+    pairs = extreme_pairs(space, start, *wanted, iterations=most, tol=tol, seed=options.seed)
     space.raise_together()
     return pairs
 
@@ -102,21 +89,22 @@ def publish(training: Training) -> None:
 
 @dataclass
 class CurvatureClosure:
-    """The closures that evaluate the loss on the curvature batch; copies start without.
+    """The closures that evaluate the loss on the curvature batch."""
 
-    Attributes:
-        own: The optimizer's own closure, or None.
-        given: The closure that the present step is given in its place, or None.
-    """
-
-    own: Closures | None = None
-    given: Closures | None = None
+    own: Closures | None = None  # the optimizer's
+    given: Closures | None = None  # that the present step is given in its place
 
     def chosen(self, training: Training) -> Closures:
         """The closure to call now; without any, a function that raises CurvatureError."""
 
         def none() -> Any:
-            refuse_no_closure(training.name, training.steps)
+            raise CurvatureError(
+                f"the curvature is due at step {training.steps}, and there is no curvature "
+                f"closure: give {training.name}(..., curvature_closure=f), assign "
+                f"optimizer.curvature_closure = f, or call step(curvature_closure=f), with f a "
+                f"function that evaluates the loss on the curvature batch and returns it without "
+                f"calling backward()"
+            )
 
         chosen = self.own if self.given is None else self.given
         return none if chosen is None else chosen
@@ -141,29 +129,16 @@ class Tally:
 
 @dataclass(frozen=True)
 class Found:
-    """Eigenpairs that other processes have computed.
+    """Eigenpairs that other processes have computed, finite on all."""
 
-    Attributes:
-        values: ``(r,)`` û, the largest first; float64 on the CPU.
-        residuals: ``(r,)`` residuals, float64 on the CPU.
-        vectors: ``(r_p, n)`` this process's share of the eigenvectors, whole; or ``(r, rows)``, its
-            rows of all.
-        loss: The loss of the batch that they were computed on, at the same point.
-    """
-
-    values: Tensor
-    residuals: Tensor
-    vectors: Tensor
-    loss: float
+    values: Tensor  # û, (r,), the largest first; float64 on the CPU
+    residuals: Tensor  # (r,), float64 on the CPU
+    vectors: Tensor  # this process's, whole, (r_p, n); or its rows of all, (r, rows)
+    loss: float  # of the batch that they were computed on, at the same point
 
 
 class Eigenpairs:
     """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``.
-
-    Args:
-        training: The training whose loss has the Hessian.
-        options: The options of the step.
-        vector: The parameters that train, as one vector.
 
     Attributes:
         subspace: The eigenvectors' span; None without eigenpairs.
@@ -205,25 +180,21 @@ class Eigenpairs:
     def probe(self, loss_fn: Closures) -> None:
         """Time a product, for the budget to know about what a refresh costs. A collective.
 
-        Args:
-            loss_fn: Evaluates the loss of the curvature batch.
-
         Raises:
             CurvatureError: As :meth:`renew` does.
         """
         options, budget, size = self._options, self.budget, self._vector.layout.size
         with self._training.meter.stage("lanczos"):
             began = budget.now()
-            measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-            with closing(measured), measured as space:
+            with self._vector.hessian(loss_fn, options.hvp, options.curvature) as space:
                 d = self._fresh(space, options.seed)
                 space.apply(d)
                 start = budget.now()
                 # With what Lanczos does beside it, which on a small model takes longer: vectors are
                 # made orthogonal, and a matrix of about half the largest size is decomposed.
                 entries = torch.ones(HALFWAY, dtype=torch.float64)
-                found = tridiagonalise(space, d, 1)
-                replace(found, diagonal=entries, off_diagonal=entries).ritz()
+                tridiagonalise(space, d, 1)
+                ritz_pairs(entries, entries)
                 product = budget.now() - start
                 space.raise_together()
             most = options.most_products(size, warm=False)
@@ -232,57 +203,58 @@ class Eigenpairs:
     def renew(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
 
-        Args:
-            loss_fn: Evaluates the loss of that batch.
-
         Raises:
             CurvatureError: On every process, if the loss of one cannot be evaluated or
                 differentiated twice.
         """
-        with self._training.meter.stage("lanczos"):
-            self._began = self.budget.now()
-            self._renew(loss_fn)
-            seconds = self.budget.now() - self._began
-        size, warm = self._vector.layout.size, self._options.warm_start
-        most = self._options.most_products(size, warm=warm)
-        self.budget.refreshed(seconds, self.tally.products, most)
+        training, options, tally, budget = self._training, self._options, self.tally, self.budget
+        with training.meter.stage("lanczos"):
+            began = budget.now()
+            self.drop_unsound()
+            self.tell_undone()
+            had = self.subspace is not None
+            with self._vector.hessian(loss_fn, options.hvp, options.curvature) as space:
+                if (start := budget.now()) and not budget.warmed:  # the first product is not timed
+                    budget.warmed = True
+                    space.apply(self._fresh(space, options.seed))
+                    began += budget.now() - start
+                start_vector, warm = self._start(space)
+                pairs = wanted_pairs(space, start_vector, options, warm=warm)
+                loss = space.loss()
+            tally.add(training.steps, pairs.iterations)
+            self.first_used = training.steps
+            if not self._use_found(pairs, loss):
+                tally.failures += 1
+                kept = "kept" if self.subspace is not None else "let go"
+                kept = f"the last eigenpairs are {kept}" if had else "no eigenpairs yet"
+                training.warn(
+                    f"the curvature at step {training.steps} is not finite: {kept} (failure "
+                    f"{tally.failures} of {tally.refreshes} refreshes)"
+                )
+            seconds = budget.now() - began
+        most = options.most_products(self._vector.layout.size, warm=options.warm_start)
+        budget.refreshed(seconds, tally.products, most)
 
-    def _renew(self, loss_fn: Closures) -> None:
-        training, options, tally = self._training, self._options, self.tally
-        self.drop_unsound()
-        self.tell_undone()
-        had = self.subspace is not None
-        measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-        with closing(measured), measured as space:
-            self._warm_up(space)
-            start, warm = self._start(space)
-            pairs = wanted_pairs(space, start, options, warm=warm)
-            loss = space.loss()
-        tally.add(training.steps, pairs.iterations)
-        self.first_used = training.steps
-        if pairs.finite and math.isfinite(loss):
-            if self._vanished(pairs.values):
-                return
-            self._guard(loss)
-            with self._vector.plain():
-                if self._adopt(pairs):
-                    return
-        tally.failures += 1
-        kept = "kept" if self.subspace is not None else "let go"
-        kept = f"the last eigenpairs are {kept}" if had else "no eigenpairs yet"
-        training.warn(
-            f"the curvature at step {training.steps} is not finite: {kept} (failure "
-            f"{tally.failures} of {tally.refreshes} refreshes)"
-        )
-
-    def _warm_up(self, space: RowSpace) -> None:
-        """Make a product that does not count, if the first to be measured would be the first."""
-        budget = self.budget
-        start = budget.now()
-        if start and not budget.warmed:
-            budget.warmed = True
-            space.apply(self._fresh(space, self._options.seed))
-            self._began += budget.now() - start
+    def _use_found(self, pairs: Pairs, loss: float) -> bool:
+        """Use new eigenpairs, unless they have vanished; returns whether they are finite."""
+        if pairs.trouble or not math.isfinite(loss):
+            return False
+        if self._vanished(pairs.values):
+            return True
+        self._guard(loss)
+        vector, world = self._vector, self._training.world
+        with vector.plain():
+            momentum = self._momentum()
+            self.drop()  # the old vectors, before there are new ones
+            rows = pairs.vectors()
+            if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
+                return False
+            basis: Basis = RowBasis(rows, vector.chunks, world)
+            if not self._by_rows:
+                basis = ColumnBasis.of_rows(rows, vector.chunks, vector.layout.size, world)
+            self._use(basis, pairs.values, pairs.bounds(), pairs.largest, momentum)
+        publish(self._training)
+        return True
 
     def _vanished(self, values: Tensor) -> bool:
         """Whether next to nothing is left of the curvature; the last pairs are kept then.
@@ -335,42 +307,26 @@ class Eigenpairs:
                 f"first refresh to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
             )
 
-    def _adopt(self, pairs: Pairs) -> bool:
-        """Use new eigenpairs if they are finite on all processes; returns whether they are."""
-        vector, world, momentum = self._vector, self._training.world, self._momentum()
-        self.drop()  # the old vectors, before there are new ones
-        rows = pairs.vectors()
-        if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
-            return False
-        basis: Basis = RowBasis(rows, vector.chunks, world)
-        if not self._by_rows:
-            basis = ColumnBasis.of_rows(rows, vector.chunks, vector.layout.size, world)
-        self._use(basis, pairs.values, pairs.bounds(), pairs.largest, momentum)
-        publish(self._training)
-        return True
-
     def take(self, found: Found) -> None:
-        """Use eigenpairs that other processes have computed. A collective.
-
-        Args:
-            found: The eigenpairs, finite on all processes.
-        """
+        """Use eigenpairs that other processes have computed. A collective."""
         self.drop_unsound()
         self.tell_undone()
         self.first_used = self._training.steps + 1
         self._guard(found.loss)
-        vector, world = self._vector, self._training.world
-        with vector.plain():
+        with self._vector.plain():
             momentum, count = self._momentum(), len(found.values)
             self.drop()
-            basis: Basis = (
-                RowBasis(found.vectors, vector.chunks, world)
-                if self._by_rows
-                else ColumnBasis(found.vectors, vector.chunks, world, count)
-            )
             largest = min(self._options.largest, count)
+            basis = self._basis(found.vectors, count)
             self._use(basis, found.values, found.residuals, largest, momentum)
         publish(self._training)
+
+    def _basis(self, vectors: Tensor, count: int) -> Basis:
+        """The basis of this process's part of so many vectors."""
+        chunks, world = self._vector.chunks, self._training.world
+        if self._by_rows:
+            return RowBasis(vectors, chunks, world)
+        return ColumnBasis(vectors, chunks, world, count)
 
     def _momentum(self) -> Tensor | None:
         """This process's part of the momentum in R^n; None if there is none to carry over."""
@@ -406,8 +362,8 @@ class Eigenpairs:
     def momentum_rule(self) -> tuple[float, float, bool]:
         """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
         training, chosen = self._training, self._options.subspace_momentum
-        unlike = isinstance(chosen, str) and differs_in_momentum(training.groups)
-        if unlike and training.first_time("momentum"):
+        betas = {str(group.get("betas", group.get("momentum"))) for group in training.groups}
+        if isinstance(chosen, str) and len(betas) > 1 and training.first_time("momentum"):
             training.warn(
                 "momentum differs between the groups; in the eigenvectors' span that of the first "
                 "is used: subspace_momentum= sets another"
@@ -449,11 +405,9 @@ class Eigenpairs:
         }
 
     def resume(self, saved: Mapping[Tensor, SavedPart], *, taken: bool) -> None:
-        """Go on from a checkpoint.
+        """Go on from a checkpoint, with its eigenpairs if these are ``taken``.
 
-        Args:
-            saved: Each parameter's part of the checkpoint.
-            taken: Whether eigenpairs are loaded, if the same parameters trained.
+        They are of no use if other parameters trained.
         """
         counts, vector, world = counts_of(saved), self._vector, self._training.world
         self.subspace, self.trust = None, TrustRegion()
@@ -466,16 +420,19 @@ class Eigenpairs:
             if taken and has_pairs(saved):
                 self._training.warn(OTHERS_TRAINED)
             return
-        basis: Basis = (
-            RowBasis(vector.here(loaded.vectors).contiguous(), vector.chunks, world)
-            if self._by_rows
-            else ColumnBasis.of_all(loaded.vectors, vector.chunks, world)
-        )
-        subspace = self._use(basis, loaded.values, loaded.residuals, loaded.largest)
-        subspace.momentum = loaded.momentum[basis.mine].clone()
+        count = len(loaded.vectors)
+        if self._by_rows:
+            mine = vector.here(loaded.vectors).contiguous()
+        else:
+            start, stop = row_bounds(count, world.size)[world.rank : world.rank + 2]
+            mine = loaded.vectors[start:stop].clone()
+        basis = self._basis(mine, count)
+        head, largest = loaded.head, int(loaded.head["largest"])
+        subspace = self._use(basis, head["eigenvalues"], head["residuals"], largest)
+        subspace.momentum = head["subspace_momentum"][basis.mine].clone()
         subspace.carried = None if loaded.carried is None else vector.here(loaded.carried).clone()
-        subspace.decayed = loaded.decayed
-        if loaded.trust is not None and loaded.last is not None:
-            self.trust.numbers = loaded.trust.tolist()
+        subspace.decayed = float(head["carried_decay"])
+        if "trust_region" in head:  # checkpoints of older versions have none
+            self.trust.numbers = head["trust_region"].tolist()
             self.trust.follow(subspace.rates)
-            subspace.last = loaded.last[basis.mine].clone()
+            subspace.last = head["last_step"][basis.mine].clone()

@@ -54,12 +54,7 @@ def metrics_of(
 ) -> dict[str, float]:
     """Numbers on eigenpairs and the refreshes that found them.
 
-    Args:
-        subspace: The span of the eigenpairs in use; None without.
-        values: û of the last eigenpairs that came, on the CPU.
-        tally: The counts of refreshes.
-        step: The number of the last step, from 0; -1 before it.
-        trust: What bounds Newton steps; None without.
+    ``values`` are û of the last ones that came; ``step`` is that of the last step, -1 before it.
     """
     found = dict.fromkeys(NAMES, math.nan)
     found["pairs"] = float(len(values))
@@ -80,8 +75,7 @@ def metrics_of(
 def refresh_share(seconds: Mapping[str, float]) -> float:
     """Seconds of all refreshes, of those of the base alone; NaN before the first step.
 
-    Args:
-        seconds: The numbers of :meth:`~second_order.stages.Meter.read`.
+    Of the numbers of :meth:`~second_order.stages.Meter.read`.
     """
     base = sum(seconds[f"total_seconds/{name}"] for name in BASE_ACCOUNTS)
     return seconds["total_seconds/lanczos"] / base if base > 0.0 else math.nan
@@ -97,12 +91,8 @@ def newton_share(subspace: Subspace, moved: Sequence[Tensor], of: Sequence[int])
     """‖d₁‖² / (‖d₁‖² + ‖s (d₂ − V̂V̂ᵀd₂)‖²) of the last step: the Newton part's share of it.
 
     Of the rows that are here; NaN where whole vectors are spread over processes, and nobody has
-    all of d₁.
-
-    Args:
-        subspace: The span of the eigenpairs of that step.
-        moved: What :meth:`Subspace.correct` left of the base's step d₂, by chunk.
-        of: Index of each chunk's group.
+    all of d₁. ``moved`` is what :meth:`Subspace.correct` left of the base's step d₂, by chunk,
+    ``of`` the index of each chunk's group.
     """
     if subspace.taken is None or not moved or not isinstance(subspace.basis, RowBasis):
         return math.nan
@@ -123,26 +113,15 @@ def newton_share(subspace: Subspace, moved: Sequence[Tensor], of: Sequence[int])
 def parameter_rows(
     training: Training, pieces: Sequence[Piece], vectors: Tensor | None
 ) -> list[LayerRow]:
-    """A line of the summary for each parameter.
-
-    Args:
-        training: The training of the parameters.
-        pieces: This process's pieces of the parameters.
-        vectors: Eigenvectors here, a row each; None before the first refresh.
-    """
+    """A line of the summary for each parameter; ``vectors`` are the eigenvectors here, if any."""
     here, names = {piece.param: piece.size for piece in pieces}, training.names()
     rows = []
     for p in (p for group in training.groups for p in group["params"]):
         spanned = p.requires_grad and vectors is not None
         base = "base" if p.requires_grad else "frozen"
-        rows.append(
-            LayerRow(
-                name=names.get(id(p), "(not in the model)"),
-                kind="x".join(map(str, p.shape)) or "scalar",
-                parameters=p.numel(),
-                status="preconditioned" if spanned else base,
-                detail="spanned by the eigenvectors" if spanned else "",
-                factor_bytes=0 if vectors is None else vectors[:, :1].nbytes * here.get(p, 0),
-            )
-        )
+        name, kind = names.get(id(p), "(not in the model)"), "x".join(map(str, p.shape)) or "scalar"
+        status = "preconditioned" if spanned else base
+        detail = "spanned by the eigenvectors" if spanned else ""
+        size = 0 if vectors is None else vectors[:, :1].nbytes * here.get(p, 0)
+        rows.append(LayerRow(name, kind, p.numel(), status, detail, factor_bytes=size))
     return rows

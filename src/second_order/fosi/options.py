@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NoReturn, TypeAlias, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
 from second_order.contract.training import Training
-from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn, check_curvature
 from second_order.lanczos.hvp import ProductMode
-from second_order.lanczos.spectrum import default_iterations
+from second_order.lanczos.spectrum import check_one_device, default_iterations
 from second_order.options import (
     AUTO,
     PEAK_LR,
@@ -50,7 +49,6 @@ __all__ = [
     "check_shards",
     "frozen_body",
     "newton_scale_at",
-    "refuse_no_closure",
     "suited",
 ]
 
@@ -215,15 +213,11 @@ class FOSIOptions:
         return self.largest + self.smallest
 
     def most_products(self, size: int, *, warm: bool) -> int:
-        """Products of a refresh at most, m.
+        """Products of a refresh at most, m, for n parameters; ``warm`` from the last eigenvectors.
 
         Between refreshes the steep directions turn further than what the second half of the
         products would still correct, so a warm start takes half of them. The smallest eigenvalues,
         among many others, need all.
-
-        Args:
-            size: Number n of parameters.
-            warm: Whether the refresh starts from the last eigenvectors.
         """
         wanted = min(self.wanted, size)
         if self.lanczos_iterations is not None:
@@ -276,13 +270,17 @@ class EpochOptions(FOSIOptions):
     """
 
     accelerators: int = keyword(1, partial(check_whole, low=0, remedy="0 for none"))
-    epoch_steps: int = keyword(100, partial(check_count, meaning="steps"))
+    epoch_steps: int = keyword(100)
     final_update: FinalUpdate = keyword("guarded", one_of(*get_args(FinalUpdate)))
     helper_timeout: float = keyword(60.0, check_timeout)
     warmup_steps: int | None = keyword(
         None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
     )
     layout: Layout = "column"
+
+    def __post_init__(self) -> None:
+        check_count("epoch_steps", self.epoch_steps, meaning="steps")  # before it is an interval
+        super().__post_init__()
 
     @property
     def within(self) -> bool:
@@ -312,16 +310,9 @@ def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> fl
 
 
 def check_shards(name: str, params: Sequence[Tensor]) -> None:
-    """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows.
-
-    Args:
-        name: Name of the optimizer.
-        params: The parameters, sharded or not.
-    """
+    """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows."""
     shards = [p for p in params if is_dtensor(p)]
-    if not shards:
-        return
-    if len(shards) < len(params):
+    if shards and len(shards) < len(params):
         raise TypeError(
             f"{name}: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
             f"vector spans all; shard the rest, too, without ignored_params"
@@ -362,28 +353,9 @@ def check_differences(name: str, params: Sequence[Tensor], options: FOSIOptions)
 def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
     """Raise ValueError unless the groups' parameters can be one vector with a Hessian."""
     groups = list(groups)
-    params = [p for group in groups for p in group["params"]]
-    devices = {p.device for p in params}
-    if len(devices) > 1:
-        raise ValueError(
-            f"the parameters are on {sorted(map(str, devices))}: eigenvectors span all of them; "
-            f"put them on one device"
-        )
-    strange = [p.dtype for p in params if not p.is_floating_point()]
-    if strange:
-        raise ValueError(f"a parameter of {strange[0]} has no real Hessian; use a real dtype")
+    check_one_device([p for group in groups for p in group["params"]])
     if len({bool(group.get("maximize")) for group in groups}) > 1:
         raise ValueError("maximize differs between the groups; eigenvectors span all of them")
-
-
-def refuse_no_closure(name: str, step: int) -> NoReturn:
-    """Raise CurvatureError, as there is no curvature closure."""
-    raise CurvatureError(
-        f"the curvature is due at step {step}, and there is no curvature closure: give "
-        f"{name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or call "
-        f"step(curvature_closure=f), with f a function that evaluates the loss on the curvature "
-        f"batch and returns it without calling backward()"
-    )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -438,24 +410,14 @@ class PairOptions:
 
 
 def check_given(values: Mapping[str, Any]) -> None:
-    """Check options before anything is made of them; those that a preset sets may be None.
-
-    Raises:
-        TypeError: For a value of the wrong type.
-        ValueError: For a value outside its bounds, or an unknown preset.
-    """
+    """Check options before anything is made of them; those that a preset sets may be None."""
     check_choice("preset", values["preset"], (AUTO, *PRESETS))
     given = {name: values[name] for name in PRESETS["general"] if values[name] is not None}
     picked(FOSIOptions, {**values, **PRESETS["general"], **given})
 
 
 def suited(values: Mapping[str, Any], training: Training) -> tuple[FOSIOptions, str]:
-    """The options of a training, and a line that tells where they come from.
-
-    Args:
-        values: As for :func:`check_given`, which has checked them.
-        training: The training; "auto" looks at what of it is frozen.
-    """
+    """The options of a training, by checked values, and a line that tells where they come from."""
     name, why = values["preset"], ""
     if name == "auto":
         share = frozen_body(training)
@@ -470,9 +432,8 @@ def suited(values: Mapping[str, Any], training: Training) -> tuple[FOSIOptions, 
     elif "largest" in given or not fits:
         chosen["lanczos_iterations"] = None
     shown = ", ".join(f"{key}={chosen[key]!r}" for key in PRESETS[name] if key not in given)
-    return picked(
-        FOSIOptions, {**values, **chosen}
-    ), f"settings: {name}{why}: {shown or 'all given'}"
+    said = f"settings: {name}{why}: {shown or 'all given'}"
+    return picked(FOSIOptions, {**values, **chosen}), said
 
 
 def frozen_body(training: Training) -> float:

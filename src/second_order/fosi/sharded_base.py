@@ -7,7 +7,7 @@ whole tensors: pieces are gathered for them and cut again after a load, for any 
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -40,47 +40,41 @@ def works_by_element(base: type[torch.optim.Optimizer]) -> bool:
 
 
 class ShardedBase:
-    """The base optimizer, stepping this process's pieces of the parameters.
+    """A base optimizer made for whole parameters, stepping this process's pieces of them.
 
-    Args:
-        base: The base optimizer, made for whole parameters.
-        state: The base's state of whole parameters; cut to the pieces here.
-        groups: The base's groups.
-        pieces: This process's pieces.
+    Its state is cut to the pieces here.
     """
 
     def __init__(
         self,
         base: torch.optim.Optimizer,
-        state: MutableMapping[Tensor, dict[str, Any]],
         groups: Sequence[dict[str, Any]],
         pieces: Sequence[Piece],
     ) -> None:
-        self._pieces = pieces
-        self._stand_ins = [piece.of(piece.param) for piece in pieces]
-        members: list[list[Tensor]] = [[] for _ in groups]
-        for piece, stand_in in zip(pieces, self._stand_ins, strict=True):
-            members[piece.group].append(stand_in)
+        state: Any = base.state
+        self._both = [(piece, piece.of(piece.param)) for piece in pieces]
         here = {piece.param: piece for piece in pieces}
         for p in list(state):
             if p in here:
                 state[p] = cut_state(state[p], here[p])
             elif p.requires_grad:  # a frozen parameter's state stays whole, until it trains again
                 del state[p]
-        own = [{**group, "params": part} for group, part in zip(groups, members, strict=True)]
-        both = list(zip(self._stand_ins, pieces, strict=True))
-        known = {s: state[piece.param] for s, piece in both if piece.param in state}
+        own = [
+            {**group, "params": [s for piece, s in self._both if piece.group == i]}
+            for i, group in enumerate(groups)
+        ]
+        known = {s: state[piece.param] for piece, s in self._both if piece.param in state}
         self._base = type(base).__new__(type(base))
         self._base.__setstate__({"defaults": base.defaults, "state": known, "param_groups": own})
-        self._base.state = {s: state[piece.param] for s, piece in both}  # type: ignore[assignment]
+        shared = {s: state[piece.param] for piece, s in self._both}
+        self._base.state = shared  # type: ignore[assignment]
 
     def step(self, groups: Sequence[dict[str, Any]]) -> None:
         """Step the pieces, with the hyperparameters of the groups as they are now."""
         for own, group in zip(self._base.param_groups, groups, strict=True):
             own.update({key: value for key, value in group.items() if key != "params"})
-        for piece, stand_in in zip(self._pieces, self._stand_ins, strict=True):
-            gradient = piece.param.grad
-            current = piece.of(piece.param)
+        for piece, stand_in in self._both:
+            gradient, current = piece.param.grad, piece.of(piece.param)
             if stand_in.dtype != current.dtype:  # the user has cast the model
                 stand_in.data = current
             stand_in.grad = None if gradient is None else piece.of(gradient)
@@ -90,7 +84,7 @@ class ShardedBase:
         while getattr(step, "hooked", False):
             step = step.__wrapped__  # type: ignore[attr-defined]
         step(self._base)
-        for piece, stand_in in zip(self._pieces, self._stand_ins, strict=True):
+        for piece, stand_in in self._both:
             stand_in.grad = None
             piece.put(piece.param, stand_in)
 
@@ -108,58 +102,50 @@ def cut_state(part: dict[str, Any], piece: Piece) -> dict[str, Any]:
 def gather_state(
     world: World,
     pieces: Sequence[Piece],
-    state: MutableMapping[Tensor, dict[str, Any]],
+    state: Mapping[Tensor, dict[str, Any]],
     to: Sequence[int],
 ) -> dict[Tensor, dict[str, Any]]:
     """The base's state of whole parameters, from all processes' pieces; a collective.
 
-    Args:
-        world: The processes.
-        pieces: The pieces of all processes.
-        state: The base's state, cut to this process's pieces.
-        to: The ranks that get the state; the others get an empty one.
+    Ranks that are not among ``to`` get an empty one.
     """
-    params = list(dict.fromkeys(piece.param for piece in pieces))
-    numbers = {p: i for i, p in enumerate(params)}
-    here = {piece.param: piece for piece in pieces if piece.rank == world.rank}
+    numbers = {p: i for i, p in enumerate(dict.fromkeys(piece.param for piece in pieces))}
+    params = list(numbers)
+    of = {(numbers[piece.param], piece.rank): piece for piece in pieces}
     cut: dict[torch.dtype, list[tuple[int, str, Tensor]]] = {}
     small: dict[tuple[int, str], Any] = {}
-    for p, piece in here.items():
-        for key, value in state.get(p, {}).items():
+    for (i, rank), piece in of.items():
+        for key, value in state.get(params[i], {}).items() if rank == world.rank else ():
             if isinstance(value, Tensor) and value.shape == (piece.size,) and key != "step":
-                cut.setdefault(value.dtype, []).append((numbers[p], key, value))
+                cut.setdefault(value.dtype, []).append((i, key, value))
             else:  # a count may live on the device, and each process has its own
                 on_device = isinstance(value, Tensor) and value.device.type != "cpu"
-                small[numbers[p], key] = value.cpu() if on_device else value, on_device
+                small[i, key] = value.cpu() if on_device else value, on_device
     listed = {dtype: [(i, key) for i, key, _ in parts] for dtype, parts in cut.items()}
     everybody = world.all_gather_object((listed, small))
     whole: dict[Tensor, dict[str, Any]] = {}
-    if world.rank in to:
-        for _, values in reversed(everybody):  # the first process's count
-            for (i, key), (value, on_device) in values.items():
-                local = value.to(params[i].device) if on_device else value
-                whole.setdefault(params[i], {})[key] = local
-    sizes = {(numbers[piece.param], piece.rank): piece for piece in pieces}
+    for _, values in reversed(everybody):  # the first process's count
+        for (i, key), (value, on_device) in values.items():
+            local = value.to(params[i].device) if on_device else value
+            whole.setdefault(params[i], {})[key] = local
     for dtype in sorted({d for lists, _ in everybody for d in lists}, key=str):
         lists = [lists.get(dtype, []) for lists, _ in everybody]
-        lengths = [[sizes[i, rank].size for i, _ in parts] for rank, parts in enumerate(lists)]
+        lengths = [[of[i, rank].size for i, _ in parts] for rank, parts in enumerate(lists)]
         mine = torch.cat([value for _, _, value in cut[dtype]]) if dtype in cut else None
         items = [
             Delivery(rank, to, sum(each), mine if rank == world.rank else None)
             for rank, each in enumerate(lengths)
         ]
         received = world.all_to_all(items, dtype, params[0].device)
-        if world.rank not in to:
-            continue
-        for rank, (parts, flat) in enumerate(zip(lists, received, strict=True)):
+        for rank, flat in enumerate(received if world.rank in to else ()):
             flats = () if flat is None else flat.split(lengths[rank])
-            for (i, key), values in zip(parts, flats, strict=False):  # of none one that is empty
-                piece = sizes[i, rank]
+            for (i, key), values in zip(lists[rank], flats, strict=False):  # none of an empty one
+                piece = of[i, rank]
                 into = whole.setdefault(piece.param, {})
                 if key not in into:
                     into[key] = values.new_zeros(piece.param.shape)
                 into[key].view(-1)[piece.start : piece.stop] = values
-    return whole
+    return whole if world.rank in to else {}
 
 
 def gather_parts(
@@ -167,12 +153,7 @@ def gather_parts(
 ) -> Tensor:
     """Gather a tensor from all processes' parts on the ranks ``to``; a collective.
 
-    Args:
-        world: The processes.
-        mine: This process's part.
-        bounds: Index at which each part begins in the whole, and the end.
-        dim: Dimension along which the tensor is cut.
-        to: The ranks that want the whole; the others get an empty tensor.
+    The parts are cut along a dimension, at ``bounds``. The other ranks get an empty tensor.
     """
     shapes = [list(mine.shape) for _ in range(world.size)]
     for shape, (start, stop) in zip(shapes, pairwise(bounds), strict=True):

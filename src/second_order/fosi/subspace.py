@@ -32,7 +32,6 @@ __all__ = [
     "ColumnBasis",
     "RowBasis",
     "Subspace",
-    "differs_in_momentum",
     "momentum_rule",
     "newton_rates",
     "rest_scale",
@@ -106,13 +105,7 @@ class Basis:
 
 
 class RowBasis(Basis):
-    """This process's rows of all vectors; with one process, all of V̂.
-
-    Args:
-        vectors: V̂ᵀ, ``(r, rows here)``.
-        chunks: The chunks of the rows here.
-        world: The processes that have the other rows.
-    """
+    """This process's rows of all vectors, ``(r, rows here)``; with one process, all of V̂."""
 
     def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> None:
         super().__init__(vectors, chunks, world, slice(0, len(vectors)))
@@ -149,14 +142,7 @@ class RowBasis(Basis):
 
 
 class ColumnBasis(Basis):
-    """Some of the vectors, whole (DHO2, algorithm 3).
-
-    Args:
-        vectors: This process's vectors, ``(r_p, n)``.
-        chunks: The chunks of all n elements.
-        world: The processes that have the other vectors.
-        count: Number r of all vectors.
-    """
+    """Some of ``count`` vectors, whole, ``(r_p, n)`` (DHO2, algorithm 3)."""
 
     def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World, count: int) -> None:
         bounds = row_bounds(count, world.size)
@@ -177,13 +163,6 @@ class ColumnBasis(Basis):
         )
         return cls(vectors, chunks, world, count)
 
-    @classmethod
-    def of_all(cls, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> ColumnBasis:
-        """Make the basis from all vectors, ``(r, n)``."""
-        cuts = row_bounds(len(vectors), world.size)
-        mine = vectors[cuts[world.rank] : cuts[world.rank + 1]]
-        return cls(mine.clone(), chunks, world, len(vectors))
-
 
 def _finite(tensors: Sequence[Tensor]) -> Flag:
     """Whether tensors of one shape are finite, by their sum; a plain value on the CPU."""
@@ -193,22 +172,15 @@ def _finite(tensors: Sequence[Tensor]) -> Flag:
 
 def _add_where(sound: Flag, x: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
     """Add to x in place, if ``sound``."""
-    if isinstance(sound, Tensor):
-        zero = sums[0].new_zeros(()) if sums else None
-        sums = [torch.where(sound, each, zero) for each in sums if zero is not None]
-    elif not sound:
+    if not sums or sound is False:  # a process may have no rows
         return
-    if sums:  # a process may have no rows
-        torch._foreach_add_(list(x), list(sums))
+    if isinstance(sound, Tensor):
+        sums = [torch.where(sound, each, sums[0].new_zeros(())) for each in sums]
+    torch._foreach_add_(list(x), list(sums))
 
 
 def newton_rates(values: Tensor, floor: float) -> Tensor:
-    """``1 / max(|û|, floor · max|û|)``: the steps that Newton's method takes in a subspace.
-
-    Args:
-        values: Eigenvalues û, ``(r,)``.
-        floor: Share of max|û| that counts at least: eigenvalues near 0 would give endless steps.
-    """
+    """``1 / max(|û|, floor · max|û|)``, ``(r,)``: eigenvalues near 0 would give endless steps."""
     sizes = values.abs()
     largest = sizes.max() if len(sizes) else sizes.new_zeros(())
     rates = 1.0 / torch.maximum(sizes, floor * largest)
@@ -218,20 +190,12 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
 def rest_scale(values: Tensor, largest: int, clip: float) -> float:
     """The stretch of steps outside the subspace: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
 
-    Args:
-        values: Eigenvalues û, ``(r,)``, the largest first, in descending order.
-        largest: Number k of largest eigenvalues.
-        clip: Upper bound on s.
+    Of eigenvalues û, the k ``largest`` first, in descending order.
     """
     if largest < 1:
         return 1.0
     first, last = abs(float(values[0])), abs(float(values[largest - 1]))
     return min(max(first / last, 1.0), clip) if last > 0.0 else 1.0
-
-
-def differs_in_momentum(groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the base's momentum is not the same in all groups."""
-    return len({str(group.get("betas", group.get("momentum"))) for group in groups}) > 1
 
 
 def momentum_rule(group: Mapping[str, Any], chosen: float | str) -> tuple[float, float, bool]:
@@ -247,11 +211,11 @@ def momentum_rule(group: Mapping[str, Any], chosen: float | str) -> tuple[float,
     if "betas" in group:
         beta = float(group["betas"][0])
         return beta, 1.0 - beta, False
-    momentum = float(group.get("momentum") or 0.0)
+    momentum, nesterov = float(group.get("momentum") or 0.0), bool(group.get("nesterov"))
     if chosen == "average":
-        return momentum, 1.0 - momentum, bool(group.get("nesterov"))
+        return momentum, 1.0 - momentum, nesterov
     gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
-    return momentum, gain, bool(group.get("nesterov"))
+    return momentum, gain, nesterov
 
 
 def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: bool) -> Tensor:
@@ -349,8 +313,7 @@ class Subspace:
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
         """This process's part of the momentum in R^n."""
-        size = sum(sum(chunk.sizes) for chunk in chunks)
-        vector = self.momentum.new_zeros(size)
+        vector = self.momentum.new_zeros(self.basis.vectors.shape[1])
         self.basis.add([vector[c.columns] for c in chunks], [self.momentum])
         if self.carried is not None:
             vector.add_(self.carried, alpha=self.decayed)

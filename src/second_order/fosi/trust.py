@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,12 +51,9 @@ RENEWED = 2.0  # times τ with new pairs
 
 
 def stability_limit(decay: float, gain: float, nesterov: bool) -> float:
-    """The bound on α τ κ below which steps with momentum come to rest on a quadratic.
+    """The bound on α τ κ below which steps come to rest on a quadratic.
 
-    Args:
-        decay: β of mom <- β mom + gain · V̂ᵀg.
-        gain: The factor of what is added.
-        nesterov: Whether a step looks ahead by one more decay.
+    With mom <- decay · mom + gain · V̂ᵀg, which a step looks ahead by once more if ``nesterov``.
     """
     ahead = 1.0 + 2.0 * decay if nesterov else 1.0
     return 2.0 * (1.0 + decay) / (gain * ahead)
@@ -68,18 +64,13 @@ def largest_scale(scales: Sequence[Number]) -> Number:
     tensors = [scale for scale in scales if isinstance(scale, Tensor)]
     if not tensors:
         return max(abs(float(scale)) for scale in scales)
-    like = tensors[0]
-    return torch.stack([torch.as_tensor(s).to(like).abs() for s in scales]).max()
+    return torch.stack([torch.as_tensor(s).to(tensors[0]).abs() for s in scales]).max()
 
 
 def newton_terms(newton: Tensor, step: Tensor, c: Tensor, last: Tensor) -> Tensor:
     """The sums over vectors that :meth:`TrustRegion.judge` needs, ``(3,)``.
 
-    Args:
-        newton: n, the coefficients with momentum.
-        step: |û|⁻¹ n.
-        c: V̂ᵀg.
-        last: |û|⁻¹ n of the last step.
+    Of n, |û|⁻¹ n, V̂ᵀg, and |û|⁻¹ n of the last step.
     """
     return torch.stack([step @ newton, step @ c, last @ c])
 
@@ -120,17 +111,11 @@ def _ratio(a: Number, b: Number) -> Number:
     return a / (b + (b == 0.0))
 
 
-@dataclass
-class Verdict:
-    """What is to be done at a step; plain values on the CPU, tensors elsewhere.
+class Verdict(NamedTuple):
+    """What is to be done at a step; plain values on the CPU, tensors elsewhere."""
 
-    Attributes:
-        share: τ, the share of the Newton step to take.
-        undo: Whether to take the last Newton step back instead.
-    """
-
-    share: Number
-    undo: Flag
+    share: Number  # τ, the share of the Newton step to take
+    undo: Flag  # whether to take the last Newton step back instead
 
 
 def judged(
@@ -141,11 +126,7 @@ def judged(
     sound: Flag,
     finite: Flag,
 ) -> tuple[list[Number], Verdict]:
-    """The rule of :meth:`TrustRegion.judge`, on plain numbers or on tensors.
-
-    Returns:
-        The region's numbers after the step, and what to do.
-    """
+    """The rule of :meth:`TrustRegion.judge`: the numbers after the step, and what to do."""
     promise, descent, last = terms
     usual, scale, change, model, before, length = numbers
     change = change - before * last
@@ -203,8 +184,7 @@ class TrustRegion:
     @property
     def radius(self) -> float:
         """Δ, in units of the root of the loss; infinite before the first step."""
-        usual = float(self.numbers[0])
-        return math.sqrt(RADIUS * usual) if usual > 0.0 else math.inf
+        return math.sqrt(RADIUS * float(self.numbers[0])) or math.inf
 
     @property
     def scale(self) -> float:
@@ -224,15 +204,12 @@ class TrustRegion:
             terms: The result of :func:`newton_terms`, over all vectors.
             alpha: α, not negative.
             limit: The bound on α τ κ, of :func:`stability_limit`.
-            sound: Whether c is finite.
+            sound: Whether V̂ᵀg is finite.
             finite: Whether the gradient is.
         """
-        found: list[Number]
+        found: list[Number] = list(terms.unbind())
         if terms.device.type == "cpu":
-            found, alpha = terms.tolist(), float(alpha)
-            sound, finite = bool(sound), bool(finite)
-        else:
-            found = list(terms.unbind())
+            found, alpha, sound, finite = terms.tolist(), float(alpha), bool(sound), bool(finite)
         self.numbers, verdict = judged(self.numbers, found, alpha, limit, sound, finite)
         self.undone = self.undone + verdict.undo
         return verdict
@@ -240,9 +217,8 @@ class TrustRegion:
     def renewed(self, *, risen: bool) -> None:
         """Go on with new pairs, which get twice the trust that the last ones had at the end.
 
-        Args:
-            risen: Whether the loss of the curvature batch has risen since the last refresh, where
-                every step promised that it would fall. The new pairs get no more trust then.
+        But no more where the loss of the curvature batch has ``risen`` since the last refresh:
+        every step promised that it would fall.
         """
         usual, scale, *others = self.numbers
         scale = scale if risen else _at_most(RENEWED * scale, 1.0)

@@ -22,8 +22,8 @@ from second_order.contract.training import Training
 from second_order.fosi.pieces import Chunk, FlatLayout, Piece, Room, ShardedLayout, chunks_of
 from second_order.fosi.sharded_base import ShardedBase, gather_state, works_by_element
 from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.hvp import ProductMode
-from second_order.lanczos.spectrum import Measured, MeasuredShards
+from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
+from second_order.lanczos.vector_space import RowSpace, ShardSpace
 from second_order.sharded import is_dtensor, reshard
 
 __all__ = ["ParameterVector"]
@@ -85,12 +85,9 @@ class ParameterVector:
         return [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
 
     def follow(self) -> bool:
-        """Cut the vector anew where parameters were added, frozen or unfrozen.
+        """Cut the vector anew where parameters were added, frozen or unfrozen; returns whether.
 
         A collective then, where the base's state is in parts.
-
-        Returns:
-            Whether the vector was cut anew.
         """
         now = [[id(p) for p in g["params"] if p.requires_grad] for g in self._training.groups]
         if now == self.layout.ids:
@@ -140,16 +137,16 @@ class ParameterVector:
 
     def hessian(
         self, loss_fn: LossFn | Sequence[LossFn], hvp: ProductMode, curvature: CurvatureKind
-    ) -> Measured:
-        """The curvature of a loss at the parameters, over all processes' batches."""
-        world, rank = self._training.world, self._training.world.rank
+    ) -> RowSpace:
+        """The curvature of a loss at the parameters, over all processes' batches: a context."""
+        world, params = self._training.world, self.params
         if self.sharded:
             reshard(self._training.model)
-            mine = partial(self.layout.part, rank=rank)
-            of_shards = self.params, world, self.dtype, self.model, self.sign
-            return MeasuredShards(loss_fn, *of_shards, mine)
-        shared = self.params, world, self.dtype, hvp, self.model, self.sign
-        return Measured(loss_fn, *shared, curvature)
+            sharded = ShardedHessian(loss_fn, params, world, self.model)
+            mine = partial(self.layout.part, rank=world.rank)
+            return ShardSpace(sharded, world, self.dtype, self.sign, mine)
+        hessian = Hessian(loss_fn, params, mode=hvp, model=self.model, curvature=curvature)
+        return RowSpace(hessian, world, self.dtype, self.sign)
 
     def here(self, whole: Tensor) -> Tensor:
         """The elements that are here of whole vectors, ``(..., n)``."""
@@ -230,8 +227,7 @@ class ParameterVector:
             return
         training = self._training
         if self._stepper is None:
-            base, groups = training.base, training.groups
-            self._stepper = ShardedBase(base, base.state, groups, self.pieces)
+            self._stepper = ShardedBase(training.base, training.groups, self.pieces)
             self.in_parts = True
         self._stepper.step(training.groups)
 

@@ -7,8 +7,7 @@ end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w 
 With "within" there is no p, and no update at the end: the next epoch's steps use û and V̂, those of
 :class:`~second_order.fosi.curvature.FOSICurvature`. The first `warmup_steps` are of no epoch.
 
-The workers agree on each of these, so that their weights stay equal. Where FSDP2 has sharded the
-parameters a worker has its rows of c, p and V̂, and sends its rows of c.
+The workers agree on each of these, so that their weights stay equal.
 """
 
 from __future__ import annotations
@@ -22,19 +21,18 @@ import torch
 from torch import Tensor
 
 from second_order.contract.saved import SavedPart
+from second_order.contract.training import Training
 from second_order.distributed.collectives import World
-from second_order.distributed.mailbox import Mailbox, Patience
-from second_order.distributed.messages import MalformedError, Message, require_form
-from second_order.fosi.checkpoint import START, SUM, UNIT, counts_of, load_vector
+from second_order.distributed.mailbox import Mailbox, Message, Patience
+from second_order.distributed.parcels import pack_by_dtype
+from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector
 from second_order.fosi.eigenpairs import Found
 from second_order.fosi.options import EpochOptions
-from second_order.fosi.pair_routes import PairRoutes
 from second_order.fosi.pieces import Chunk
-from second_order.fosi.subject import Subject
-from second_order.fosi.subspace import Basis, ColumnBasis, RowBasis, newton_rates
+from second_order.fosi.subspace import Basis, ColumnBasis, newton_rates
 from second_order.fosi.trust import Flag
+from second_order.fosi.vector import ParameterVector
 from second_order.report import EpochReport
-from second_order.sharded import local
 
 __all__ = ["LEAST_FALL", "Epochs", "correction", "refusal"]
 
@@ -44,21 +42,20 @@ ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
 LEAST_FALL = 0.5
 REMEMBERED = 1000  # number of reports kept
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
-REFUSED = "what the accelerators have sent was refused"
 
 
 class Epochs:
     """The epochs of one worker.
 
     Args:
-        subject: The model and the parameters that train, among the workers.
+        training: The training of the workers.
+        vector: The parameters that train.
         options: The options of eigenpairs and epochs.
 
     Attributes:
         number: Number of the epoch under way.
         step: Number of the epoch's steps that have been taken.
-        start: c, the epoch's first point, flat, the rows that are here; None if there is to be no
-            final update.
+        start: c, the epoch's first point, flat; None if there is to be no final update.
         total: p, the sum of gradients, as ``start``; None if there is to be no final update.
         helped: Whether accelerators are at work for this worker.
         found: û and the residuals of the last eigenpairs that came.
@@ -68,15 +65,15 @@ class Epochs:
             ``waited`` is long on all where one waits.
     """
 
-    def __init__(self, subject: Subject, options: EpochOptions) -> None:
-        self._subject, self._options = subject, options
+    def __init__(self, training: Training, vector: ParameterVector, options: EpochOptions) -> None:
+        self._training, self._vector, self._options = training, vector, options
         self._mailbox: Mailbox | None = None
-        self._warn, self._patience = subject.training.warn, options.helper_timeout
+        self._patience = options.helper_timeout
         self._added = min(ADDED_STEPS, options.epoch_steps)
         self.number = self.step = 0
         self.start: Tensor | None = None
         self.total: Tensor | None = None
-        self._parts: list[Tensor] = []  # views of p with the shapes of what is here of parameters
+        self._parts: list[Tensor] = []  # views of p with the shapes of parameters
         self.helped = False
         self.found: tuple[Tensor, Tensor] | None = None
         self.fresh: Found | None = None
@@ -92,13 +89,13 @@ class Epochs:
 
     @property
     def _team(self) -> World:
-        return self._subject.training.world
+        return self._training.world
 
     @property
     def _warming_up(self) -> bool:
         """Whether the base steps alone, before the first epoch."""
         begun = self.number or self.step
-        return not begun and self._subject.training.steps < self._options.first_epoch
+        return not begun and self._training.steps < self._options.first_epoch
 
     def add(self) -> None:
         """Take in a step's gradients, and begin an epoch with its first."""
@@ -110,37 +107,37 @@ class Epochs:
         last = self._options.epoch_steps - self._added
         if self.total is None or (adds and self.step < last):
             return
-        params = self._subject.vector.params
+        params = self._vector.params
         if not self._parts:  # views: packing small gradients first would cost more than adding them
-            shapes = [local(p).shape for p in params]
-            pieces = self.total.split([shape.numel() for shape in shapes])
-            self._parts = [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+            pieces = self.total.split([p.numel() for p in params])
+            self._parts = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
         pairs = zip(self._parts, params, strict=True)
-        here = [(total, local(p.grad)) for total, p in pairs if p.grad is not None]
+        here = [(total, p.grad) for total, p in pairs if p.grad is not None]
         if here:  # a step may have been without backward
             torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
 
     def _begin(self) -> None:
         """Send c to the accelerators; an epoch from a checkpoint has c and p already."""
         assert self._mailbox is not None
-        vector = self._subject.vector
+        vector, elsewhere = self._vector, []
         if self.start is None or self.step == 0:
             self.start, self._parts = vector.flat(), []
             if not self._options.within:
                 self.total = torch.zeros_like(self.start, dtype=vector.dtype)
+        else:
+            elsewhere = [self.start]
         self._asked, self._request = self.number, self._request + 1
-        self._post(self._mailbox, f"point/{self._request}", [self.start], epoch=self.number)
+        self._post(self._mailbox, f"point/{self._request}", elsewhere, epoch=self.number)
         for name in self._expected():
             self._mailbox.expect(name)
 
-    def _post(self, mailbox: Mailbox, name: str, vectors: Sequence[Tensor], **note: int) -> None:
-        """Send vectors and the rest of the model: the first worker, or each what it has."""
-        rank, subject = self._team.rank, self._subject
-        if rank == 0:
-            mailbox.post(name, [*vectors, *subject.rest()], **note, **subject.forms)
-        elif subject.in_parts:  # frozen parameters alone may be
-            mine = vectors if subject.vector.sharded else [vector[:0] for vector in vectors]
-            mailbox.post(f"{name}/{rank}", [*mine, *subject.rest()])
+    def _post(self, mailbox: Mailbox, name: str, elsewhere: Sequence[Tensor], **note: int) -> None:
+        """Send the model, as worker 0, and another point than where it is."""
+        if self._team.rank == 0:
+            whole = self._training.whole_model()
+            model, train = pack_by_dtype(whole), [t.requires_grad for t in whole]
+            said = {"train": train, "size": self._vector.layout.size, "model": len(model), **note}
+            mailbox.post(name, [*model, *elsewhere], **said)
 
     def _expected(self) -> list[str]:
         helpers = range(self._options.accelerators)
@@ -158,7 +155,7 @@ class Epochs:
         self.fresh = None
         self.step, self._taken, report = self.step + (not self._warming_up), self._taken + 1, None
         if self.step >= self._options.epoch_steps:
-            with self._subject.training.meter.stage("final_update"), self._subject.vector.plain():
+            with self._training.meter.stage("final_update"), self._vector.plain():
                 report = self._end(self._mailbox, scales())
             self.reports.append(report)
             self.let_go()
@@ -179,63 +176,47 @@ class Epochs:
             return EpochReport(self.number, waited, False, GONE)
         if self.start is None or (self.total is None and not self._options.within):
             return EpochReport(self.number, waited, False, "other parameters train now")
-        refused = mailbox.refused
-        if not self._agreed(self._sound(mailbox, found)):
-            return self._unusable(waited, UNSOUND if mailbox.refused == refused else REFUSED)
+        sound = all(note["finite"] for _, note in found)  # all workers are told the same
+        if not sound or (self._options.within and not math.isfinite(found[0][1]["loss"])):
+            if not self._unsound:
+                self._training.warn(
+                    f"the accelerators' eigenpairs of epoch {self.number} are not finite; the base "
+                    f"goes on alone until sound ones come"
+                )
+            self._unsound = True
+            return EpochReport(self.number, waited, False, UNSOUND)
         (values, residuals, _), note = found[0]
         self.found, products = (values, residuals), int(note["products"])
-        vector, adds = self._subject.vector, self._options.final_update == "additive"
-        parts = [tensors[2].to(self.start.device, vector.dtype) for tensors, _ in found]
-        rows = self._routes(sharded=found[0][1]["sharded"]).joined(parts, self._team.rank)
+        vector, adds = self._vector, self._options.final_update == "additive"
+        rows = torch.cat([tensors[2].to(vector.device, vector.dtype) for tensors, _ in found], -1)
         if self.total is None:
-            if not self._agreed(self._have_unit_length(rows)):
-                return self._unusable(waited, REFUSED)
-            self.fresh = self._alike(values, residuals, rows, note["loss"])
+            self.fresh = Found(values.double(), residuals.double(), rows, note["loss"])
             return EpochReport(self.number, waited, True, products=products)
         before = vector.flat()
         change, sound_step = correction(
             None if adds else before - self.start,
             self.total / self._added if adds else self.total,
-            self._basis(rows, len(values)),
+            ColumnBasis(rows, vector.chunks, self._team, len(values)),
             newton_rates(values, self._options.eigenvalue_floor),
             vector.chunks,
             scales,
         )
         if not bool(sound_step):  # the same on all workers, as its sums are
-            self._warn(f"the final update of epoch {self.number} is not finite: it is left out")
+            what = f"the final update of epoch {self.number}"
+            self._training.warn(f"{what} is not finite: it is left out")
             return EpochReport(self.number, waited, False, UNSOUND, products=products)
         after = before + change
         if self._options.final_update != "guarded":
             vector.overwrite(after)
             return EpochReport(self.number, waited, True, products=products)
-        return self._ask(mailbox, before, after, waited, products)
+        return self._ask(mailbox, after, waited, products)
 
-    def _unusable(self, waited: float, reason: str) -> EpochReport:
-        """Use no eigenpairs at the end of this epoch; the first time with a warning."""
-        if not self._unsound:
-            self._warn(
-                f"the accelerators' eigenpairs of epoch {self.number} are not finite, or were "
-                f"refused; the base goes on alone until sound ones come"
-            )
-        self._unsound = True
-        return EpochReport(self.number, waited, False, reason)
-
-    def _alike(self, values: Tensor, residuals: Tensor, rows: Tensor, loss: float) -> Found:
-        """Eigenpairs for the next steps, whose numbers are worker 0's: all step by the same."""
-        last = torch.tensor([loss], dtype=torch.float64)
-        numbers = torch.cat([values.double(), residuals.double(), last]).to(rows.device)
-        self._team.broadcast_from_first([numbers])
-        count, numbers = len(values), numbers.cpu()
-        return Found(numbers[:count], numbers[count:-1], rows, float(numbers[-1]))
-
-    def _ask(
-        self, mailbox: Mailbox, before: Tensor, after: Tensor, waited: float, products: int
-    ) -> EpochReport:
+    def _ask(self, mailbox: Mailbox, after: Tensor, waited: float, products: int) -> EpochReport:
         """Make the update if the loss of the accelerators' batches halves with it."""
         begun = time.monotonic()
         name = f"verdict/{self._request}/{self._team.rank}"
         mailbox.expect(name)
-        self._post(mailbox, f"try/{self._request}", [before, after])
+        self._post(mailbox, f"try/{self._request}", [after])
         message = self._await(mailbox, name, Patience(self._patience))
         agreed = self._agreed(message is not None)
         waited += time.monotonic() - begun
@@ -243,69 +224,25 @@ class Epochs:
             self._give_up(mailbox)
             return EpochReport(self.number, waited, False, GONE)
         assert message is not None
-        try:
-            old, new = _losses_in(message)
-            reason = refusal(old, new)
-        except MalformedError as why:
-            mailbox.refuse(name, why)
-            old, new, reason = math.nan, math.nan, REFUSED
-        if not self._agreed(not reason):  # all write, or none does
-            reason = reason or REFUSED
-        else:
-            self._subject.vector.overwrite(after)
+        old, new = message[1]["losses"]
+        reason = refusal(old, new)
+        if not reason:
+            self._vector.overwrite(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
 
-    def _routes(self, *, sharded: bool) -> PairRoutes:
-        """Which rows of which eigenvectors come from whom, if accelerators are ``sharded``."""
-        vector, options = self._subject.vector, self._options
-        wanted = min(options.wanted, vector.layout.size)
-        shapes, teams = [p.shape for p in vector.params], (self._team.size, options.accelerators)
-        return PairRoutes(shapes, wanted, *teams, vector.sharded, sharded)
-
-    def _basis(self, rows: Tensor, count: int) -> Basis:
-        """V̂ from this worker's part of it."""
-        chunks = self._subject.vector.chunks
-        if self._subject.vector.sharded:
-            return RowBasis(rows, chunks, self._team)
-        return ColumnBasis(rows, chunks, self._team, count)
-
-    def _have_unit_length(self, rows: Tensor) -> bool:
-        """Whether vectors are of length 1, up to a rounding of narrow numbers; a row each."""
-        squares = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64).square()
-        if self._subject.vector.sharded:
-            self._team.all_reduce([squares]).wait()
-        return bool(((squares - 1.0).abs() <= UNIT).all())
-
-    def _sound(self, mailbox: Mailbox, found: Sequence[Message]) -> bool:
-        """Whether all eigenpairs that came are finite; malformed ones are refused."""
-        sound, rank, kinds = True, self._team.rank, set[bool]()
-        for a, (name, message) in enumerate(zip(self._expected(), found, strict=True)):
-            try:
-                require_form(message[1], sharded=bool)
-                kinds.add(message[1]["sharded"])
-                routes = self._routes(sharded=message[1]["sharded"])
-                finite = _pairs_in(message, routes.pairs, routes.shape(a, rank))
-                if self._options.within and not math.isfinite(_loss_in(message)):
-                    finite = False
-            except MalformedError as why:
-                mailbox.refuse(name, why)
-                finite = False
-            sound = sound and finite and all(bool(t.isfinite().all()) for t in message[0])
-        return sound and len(kinds) == 1
-
     def _await(self, mailbox: Mailbox, name: str, patience: Patience) -> Message | None:
-        with self._subject.training.meter.stage("wait"):
+        with self._training.meter.stage("wait"):
             return mailbox.wait(name, patience.ended)
 
     def _agreed(self, mine: bool) -> bool:
-        return self._team.all_agree(mine, self._subject.vector.device)
+        return self._team.all_agree(mine, self._vector.device)
 
     def _give_up(self, mailbox: Mailbox) -> None:
         """Give up lost accelerators, and go on as the base alone."""
         why = f" ({mailbox.failure})" if mailbox.failure else ""
-        self._warn(
+        self._training.warn(
             f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
-            f"{self._subject.training.base_name} goes on alone"
+            f"{self._training.base_name} goes on alone"
         )
         self._patience = 0.1  # no accelerator is left to say goodbye to
         self.close()
@@ -330,7 +267,7 @@ class Epochs:
         self.let_go()
         if under_way and self.helped and self._mailbox is not None:
             for name in self._expected():
-                self._mailbox.decline(name)
+                self._mailbox.forget(name)
 
     def counts(self) -> dict[str, float]:
         """The counts for a checkpoint: epoch, its steps taken, whether c and p are saved."""
@@ -339,7 +276,7 @@ class Epochs:
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Go on where a checkpoint was made, with its c and p if it has them."""
-        counts, vector = counts_of(saved), self._subject.vector
+        counts, vector = counts_of(saved), self._vector
         self.resume(counts.get("epoch", 0), counts.get("epoch_step", 0))
         if self.step and counts.get("epoch_sums", 1.0) and self.helped:
             self.start = self._loaded(saved, START, vector.layout.dtype)
@@ -350,50 +287,7 @@ class Epochs:
     def _loaded(
         self, saved: Mapping[Tensor, SavedPart], name: str, dtype: torch.dtype
     ) -> Tensor | None:
-        """The rows that are here of a saved vector."""
-        vector = self._subject.vector
-        whole = load_vector(saved, name, vector.params, dtype)
-        return None if whole is None else vector.here(whole)
-
-
-def _pairs_in(message: Message, wanted: int, rows: tuple[int, int]) -> bool:
-    """Check a message of eigenpairs; returns whether it has any.
-
-    Raises:
-        MalformedError: If the message is not of eigenpairs, or of others than wanted.
-    """
-    tensors, note = message
-    require_form(note, finite=bool, products=int)
-    shapes = [tuple(t.shape) for t in tensors]
-    if note["finite"] and shapes != [(wanted,), (wanted,), rows]:
-        raise MalformedError(f"its tensors are {shapes}, not {[(wanted,), (wanted,), rows]}")
-    if not all(t.is_floating_point() for t in tensors):
-        raise MalformedError("its tensors are no real numbers")
-    return bool(note["finite"])
-
-
-def _loss_in(message: Message) -> float:
-    """The loss that comes with eigenpairs; NaN where there is none.
-
-    Raises:
-        MalformedError: If the message has no such entry.
-    """
-    require_form(message[1], loss=float | int | None)
-    loss = message[1]["loss"]
-    return math.nan if loss is None else float(loss)
-
-
-def _losses_in(message: Message) -> tuple[float, float]:
-    """The losses of a verdict; NaN where none could be evaluated.
-
-    Raises:
-        MalformedError: If the message is no verdict.
-    """
-    require_form(message[1], losses=[float | int | None])
-    losses = [math.nan if x is None else float(x) for x in message[1]["losses"]]
-    if len(losses) != 2:
-        raise MalformedError(f"it has {len(losses)} losses, not 2")
-    return losses[0], losses[1]
+        return load_vector(saved, name, self._vector.params, dtype)
 
 
 def refusal(before: float, after: float) -> str:
@@ -425,11 +319,11 @@ def correction(
     """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2: the final update.
 
     Args:
-        moved: w_E − c, ``(n,)``, or the rows that are here; None to leave out the last term.
+        moved: w_E − c, ``(n,)``; None to leave out the last term.
         gradient: p, as ``moved``.
-        basis: V̂, this worker's vectors, or its rows of all.
+        basis: V̂, this worker's vectors.
         rates: |û|⁻¹, ``(r,)``.
-        chunks: The chunks of these elements.
+        chunks: The chunks of the elements.
         scales: α of each group.
 
     Returns:

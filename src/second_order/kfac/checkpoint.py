@@ -1,31 +1,41 @@
-"""Factors in checkpoints: how they are saved, checked and loaded."""
+"""Factors on their way: into checkpoints and out of them, and from one process to another.
+
+Moving and gathering are collectives: every rank calls them with the same layers, and what is sent
+depends on nothing that a rank alone knows.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from second_order.budget import OVERHEAD
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.drift import DRIFT
+from second_order.distributed.collectives import World
+from second_order.distributed.parcels import Parts, Shapes, deliver_parts
+from second_order.kfac.feedback import STEP_LENGTH, STEP_SIGN
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import BUDGETED
-from second_order.kfac.step_length import STEP_LENGTH, STEP_SIGN
-from second_order.kfac.trace_refresh import SETTLED
+from second_order.kfac.plan import Item, LayerPlan
+from second_order.kfac.schedule import DRIFT
+from second_order.kfac.trace_rule import SETTLED
 from second_order.kronecker.block import KroneckerBlock
 
 __all__ = [
     "MEAN_CURVATURE",
     "READ_BY_ALL",
     "check_saved_factors",
+    "gather_factors",
     "load_factors",
     "loaded_mean_curvature",
     "loaded_workers",
+    "move_factors",
     "saved_factors",
     "saved_workers",
 ]
@@ -34,18 +44,11 @@ LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
+_Arrived: TypeAlias = tuple[Tensor | None, Tensor, Tensor, Tensor]
 ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED)
 """Entries that are the same in the parts of all layers."""
 
-READ_BY_ALL = (
-    WEIGHT,
-    MEANS,
-    EXAMPLES,
-    SETTLED,
-    *DRIFT,
-    *ALIKE,
-    *CHOSEN,
-)
+READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, *ALIKE, *CHOSEN)
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
 
@@ -53,7 +56,7 @@ def saved_factors(
     layers: Layers,
     taken: Callable[[KroneckerBlock], bool],
     common: Mapping[str, Any],
-    of_layer: Callable[[KroneckerBlock], Mapping[str, Any]],
+    of_layers: Sequence[Any],
 ) -> dict[Tensor, dict[str, Any]]:
     """The factors that this process keeps, by the layers' weights; shared, not copied.
 
@@ -61,27 +64,23 @@ def saved_factors(
         layers: The layers of the model.
         taken: Tells whether this process has any statistics of a layer.
         common: Entries that are saved with every layer.
-        of_layer: Makes further entries of a layer, which every process has.
+        of_layers: What has further entries of each layer, the same on every process.
     """
     active = set(layers.active)
-    return {
-        block.weight: {
-            **(block.saved_factors() if taken(block) else {}),
-            **common,
-            **of_layer(block),
-        }
-        for block in layers.blocks
-        if block in active or block.factors is not None
-    }
+    found: dict[Tensor, dict[str, Any]] = {}
+    for block in layers.blocks:
+        if block in active or block.factors is not None:
+            part = found[block.weight] = {
+                **(block.saved_factors() if taken(block) else {}),
+                **common,
+            }
+            for each in of_layers:
+                part |= each.saved(block)
+    return found
 
 
 def saved_workers(workers: int, ranks: int) -> dict[str, int]:
-    """The chosen number of gradient workers as a checkpoint has it.
-
-    Args:
-        workers: The number that was chosen, or 0 where FSDP2 leaves no choice.
-        ranks: The number of ranks that it was chosen for.
-    """
+    """The number of gradient workers that was chosen for so many ranks; 0 where FSDP2 chooses."""
     return dict(zip(CHOSEN, (workers, ranks), strict=True))
 
 
@@ -149,3 +148,106 @@ def check_saved_factors(
             block.check_factors(part)
             if MEANS in part:
                 part.tensor(MEANS, (len(block.shape.letters), block.shape.groups))
+
+
+def move_factors(
+    world: World,
+    plan: Mapping[KroneckerBlock, LayerPlan],
+    before: Mapping[KroneckerBlock, LayerPlan],
+) -> None:
+    """Send the factors of layers whose keepers have changed to the new keepers.
+
+    Args:
+        world: The processes.
+        plan: The plan of the layers, in the same order on every rank.
+        before: The plan before this one, of the layers that had one.
+    """
+    routes: dict[Item, tuple[int, Sequence[int]]] = {}
+    for block, layer in plan.items():
+        for letter in block.shape.letters:
+            old = before[block].keeper(letter) if block in before else None
+            new = layer.keeper(letter)
+            if old is not None and new is not None and old != new:
+                routes[block, letter] = old, [new]
+    received = _deliver_factors(world, routes)
+    for block, layer in plan.items():
+        block.keep(layer.keeps(world.rank))
+        for which in block.shape.letters:
+            if (block, which) in received:
+                factors = block.ensure_factors()
+                factor, weight, means, examples = received[block, which]
+                factors.stored[which] = factor
+                factors.weight.copy_(weight)
+                factors.means.copy_(means)
+                factors.examples.copy_(examples)
+
+
+def gather_factors(
+    world: World, plan: Mapping[KroneckerBlock, LayerPlan], ranks: Sequence[int]
+) -> dict[KroneckerBlock, dict[str, Tensor]]:
+    """Collect copies of the factors that other ranks keep.
+
+    Args:
+        world: The processes.
+        plan: The plan of every layer, in the same order on every rank.
+        ranks: The ranks that want the factors.
+
+    Returns:
+        By layer, the factors that this rank does not keep, under "A" and "G"; empty on ranks not
+        in ``ranks``. A factor that its keeper has lost is missing.
+    """
+    routes = {
+        (block, letter): (keeper, ranks)
+        for block, layer in plan.items()
+        for letter in block.shape.letters
+        if (keeper := layer.keeper(letter)) is not None
+    }
+    found: dict[KroneckerBlock, dict[str, Tensor]] = {}
+    arrived = _deliver_factors(world, routes)
+    for (block, letter), (factor, weight, means, examples) in arrived.items():
+        heads = {WEIGHT: weight, MEANS: means, EXAMPLES: examples}
+        parts = found.setdefault(block, heads)
+        if factor is not None:
+            parts[letter] = factor
+    return found
+
+
+def _deliver_factors(
+    world: World, routes: Mapping[Item, tuple[int, Sequence[int]]]
+) -> dict[Item, _Arrived]:
+    """Send factors along routes; returns those arrived here, None if lost, each with three heads.
+
+    Weights, means and numbers of examples travel in float32 at least, and so not with the factors.
+    """
+    places = sorted({(b.factor_dtype, b.weight.device) for b, _ in routes}, key=str)
+    received: dict[Item, _Arrived] = {}
+    for dtype, device in places:
+        chosen = {
+            (block, which): route
+            for (block, which), route in routes.items()
+            if (block.factor_dtype, block.weight.device) == (dtype, device)
+        }
+        wide = torch.promote_types(dtype, torch.float32)
+        head_shapes: dict[Item, Shapes] = {}
+        shapes: dict[Item, Shapes] = {}
+        my_heads: dict[Item, Parts] = {}
+        mine: dict[Item, Parts] = {}
+        for (block, which), (source, _) in chosen.items():
+            head_shapes[block, which] = (), (), (len(block.shape.letters), block.shape.groups), ()
+            shapes[block, which] = (block.stored_shape(which),)
+            if source != world.rank:
+                continue
+            factors, stored = block.ensure_factors(), block.stored(which)
+            kept = torch.tensor(float(stored is not None), dtype=wide, device=device)
+            my_heads[block, which] = kept, factors.weight, factors.means, factors.examples
+            if stored is not None:  # otherwise zeros are sent
+                mine[block, which] = (stored,)
+        heads = deliver_parts(world, head_shapes, chosen, my_heads, wide, device)
+        arrived = deliver_parts(world, shapes, chosen, mine, dtype, device)
+        for key, (source, destinations) in chosen.items():
+            if source != world.rank and world.rank in destinations:
+                kept, *others = heads[key]
+                factor = arrived[key][0].clone() if bool(kept) else None
+                weight, means, examples = (head.clone() for head in others)
+                received[key] = factor, weight, means, examples
+    return received

@@ -1,6 +1,6 @@
 """The K-FAC step, whoever does which part of it.
 
-plan          who does what, anew where layers were frozen, unfrozen or added
+plan          who does what, compiled anew where layers were frozen, unfrozen or added
 statistics    A, G of the step's passes, summed over the ranks that contribute
 averages      A, G <- running averages, every factor_update_steps
 solve         damped inverse of A ⊗ G, layer by layer, every inv_update_steps
@@ -25,53 +25,57 @@ from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
+from second_order.distributed.collectives import World
+from second_order.distributed.roles import whole_models
 from second_order.kfac.checkpoint import (
     MEAN_CURVATURE,
-    READ_BY_ALL,
     check_saved_factors,
+    gather_factors,
     load_factors,
     loaded_mean_curvature,
     loaded_workers,
+    move_factors,
     saved_factors,
     saved_workers,
 )
-from second_order.kfac.clip import Clip
-from second_order.kfac.factor_moves import gather_factors, move_factors
-from second_order.kfac.feedback import Feedback
-from second_order.kfac.fitted import fitted_curvature
+from second_order.kfac.feedback import ADAPTIVE, PLAIN, Feedback, StepLength
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
+from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
 from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
-from second_order.kfac.owner_hook import OwnerHook
-from second_order.kfac.pipeline import Coming, Pipeline, Sums
+from second_order.kfac.pipelined import Coming, Pipeline
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
+    StepPlan,
+    System,
+    compile_step,
     dims_of,
     with_one_worker,
 )
 from second_order.kfac.precondition import (
+    Clip,
+    OwnerHook,
     owners_of,
     precondition_by_owners,
     precondition_by_workers,
 )
 from second_order.kfac.schedule import Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
-from second_order.kfac.statistics import ACCOUNTS, statistics_of
+from second_order.kfac.solve import Solves
 from second_order.kfac.stats_workers import StatsWorkers
-from second_order.kfac.step_length import ADAPTIVE, PLAIN, StepLength
-from second_order.kfac.step_plan import StepPlan, compile_step, sum_statistics
-from second_order.kfac.system import System, described
+from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.report import Summary
 from second_order.stages import Meter
 
-__all__ = ["KFACCurvature"]
+__all__ = ["KFAC", "sum_statistics"]
 
 EXACT = 20  # first steps whose statistics travel unrounded
 
 
-class KFACCurvature(Curvature):
+class KFAC(Curvature):
     """The layers of a training, their factors and inverses.
 
     Args:
@@ -95,6 +99,7 @@ class KFACCurvature(Curvature):
 
     scaler_matters = "the gradients it has captured carry the scale"
     parts_suffice = True
+    accounts = ACCOUNTS
 
     def __init__(
         self,
@@ -104,19 +109,18 @@ class KFACCurvature(Curvature):
         helpers: StatsWorkers | None = None,
     ) -> None:
         super().__init__(training)
-        self._options, self._system = options, system
-        # Of a distributed checkpoint an owner may read its own layers alone.
-        self.read_by_all = READ_BY_ALL if system.owners is None else ()
-        self.helpers = helpers
+        self._options, self._system, self.helpers = options, system, helpers
         timed = partial(_in_hooks, training.meter)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
-        self.plan: dict[KroneckerBlock, LayerPlan] = {}
+        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self._cadence = Cadence(training, options, self.layers, helpers is not None, system.waits)
         self.budget, self.drift = self._cadence.budget, self._cadence.drift
-        self.solves = system.solves(training, options, self.layers, self.budget, self.drift)
-        self._step: StepPlan | None = None
+        traces = TraceRefresh(options.trace_bounds) if options.refresh == "trace" else None
+        parts = (training, options, self.layers, self.budget, self.drift, traces)
+        self.solves: Any = (system.solves or Solves)(*parts)
+        self._step = StepPlan({}, World.alone(), World.alone())
         self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
         self._owners: tuple[Any, dict[Tensor, int]] = (None, {})
         self.hook: OwnerHook | None = None
@@ -126,15 +130,13 @@ class KFACCurvature(Curvature):
             self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
-        self._measured: Tensor | None = None
-        self._closed = False
-        self.workers = 0
+        self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
+        self._closed, self.workers = False, 0
+        self.coefficient: Tensor | None = None
+        counted: Literal["all", "one"] = "all" if system.owners is None else "one"
+        self.clip = Clip(training, options, self.layers, counted if helpers is None else "helpers")
         self.layers.find()
         self._look_at_shards()
-        counted: Literal["all", "one"] = "all" if system.owners is None else "one"
-        self.clip = Clip(training, options, counted if helpers is None else "helpers")
-        self.coefficient: Tensor | None = None
-        self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
 
     def _look_at_shards(self) -> None:
         self.sharded = self.layers.sharded
@@ -145,7 +147,9 @@ class KFACCurvature(Curvature):
             )
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Go on with the shards of parameters that FSDP2 has taken meanwhile."""
+        """Go on with FSDP2's shards of parameters; beside stats workers raise ValueError."""
+        if self.helpers is not None:
+            raise ValueError(whole_models(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._look_at_shards()
 
@@ -156,7 +160,7 @@ class KFACCurvature(Curvature):
 
     def description(self) -> list[str]:
         """The options, and the layers."""
-        return described(self.training, self._options, self._system, self.layers)
+        return self.layers.description(self._system.said)
 
     def require_no_growth(self) -> None:
         """Raise SecondOrderError if the model has grown, and stats workers lack what is new."""
@@ -183,7 +187,6 @@ class KFACCurvature(Curvature):
     def _take_workers(self, workers: int) -> None:
         """Plan with so many gradient workers, at the next look at the layers."""
         chooser, ranks = self._system.chooser, self.training.world.size
-        assert chooser is not None
         self.workers = workers
         self._system = replace(self._system, plan=chooser.planner(workers, ranks))
         self.layers.forget_plan()
@@ -210,38 +213,21 @@ class KFACCurvature(Curvature):
         if self.hook is not None:
             self.hook.share_moved(self.owners())
 
-    def owners(self) -> dict[Tensor, int]:
-        """The rank that owns each gradient that is averaged, in a layer or not."""
-        params = self.training.averaged_params()
-        if self._owners[0] != (key := list(map(id, params))):
-            found = owners_of(self.plan, params, self.training.world.size)
-            self._owners = key, dict(zip(params, found, strict=True))
-        return self._owners[1]
-
-    @property
-    def only_to_owners(self) -> bool:
-        """Whether each mean gradient goes to its owner alone."""
-        return self._system.owners == "owner" and not self.sharded
-
-    def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """The rank that each mean gradient goes to."""
-        return (gradients, list(self.owners().values())) if self.only_to_owners else None
-
     def precondition(self, pending: PendingAverage) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
-        meter, cadence = self.training.meter, self._cadence
-        helpers, solves = self.helpers, self.solves
-        with meter.stage("statistics"):
-            age, takes = self.training.steps - cadence.updated_at, cadence.takes_statistics()
-            coming = None
-            if takes or helpers is not None or self._pipeline is not None:
-                coming = self.take_statistics(takes)
-            if takes:
-                self._take_gradients(pending, age)
+        meter, cadence, step = self.training.meter, self._cadence, self._step
+        helpers, solves, coming = self.helpers, self.solves, None
+        takes = cadence.takes_statistics()
+        if takes or helpers is not None or self._pipeline is not None:
+            with meter.stage("statistics"):
+                age = self.training.steps - cadence.updated_at
+                coming = self._take_statistics(takes)
+                if takes and step.of_gradients:
+                    self._take_gradients(pending, age)
         due = cadence.due()
         if due and cadence.judges_cost:  # what the passes have queued is not the refresh's
             settle(self.training.device)
-        if due or coming or solves.wanted or solves.flights or helpers is not None:
+        if due or coming or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()
                 try:
@@ -253,12 +239,37 @@ class KFACCurvature(Curvature):
                     helpers.hear(heard, self.training)
         with meter.stage("average_gradients"):
             pending.wait()
-        self._measured = self._feedback.measured(self.plan, self.sharded)
+        self._feedback.measure(step, self.sharded)
         with meter.stage("precondition"):
             self.coefficient = self._preconditioned()
-        self._feedback.keep(self.plan, coming=bool(solves.flights) or cadence.may_come)
+        self.step_length.keep(step.layers, solves.refreshed or self._may_refresh)
 
-    def take_statistics(self, due: bool) -> Coming | None:
+    def correct(self) -> None:
+        """Scale the step, and offer the parameters to stats workers; the step is over."""
+        self._feedback.follow(self._step)
+        if self.step_length.kept:
+            self.step_length.scale(asked=self._may_refresh)
+        if self.helpers is not None:
+            self.helpers.offer(self.training, self.solves.post)
+        self._cadence.tell()
+        self.budget.lap(working=bool(self.plan))
+
+    @property
+    def _may_refresh(self) -> bool:
+        """Whether inverses may be put to use at the next step."""
+        return bool(self.solves.under_way) or self._cadence.may_come
+
+    def watch(self) -> None:
+        """Capture during the coming passes only if the coming step wants statistics."""
+        own = self.helpers is None or self.helpers.own_passes
+        due = own and self._cadence.takes_statistics()
+        self.layers.expect(due)
+        if self.layers.collector.counted is not self._counted:  # a refresh has found it silent
+            self.layers.watch(self._takes, self._counted)
+        if self._pipeline is not None and due:
+            self._pipeline.expect(self._wire)
+
+    def _take_statistics(self, due: bool) -> Coming | None:
         """Update the running averages by the statistics of the step's passes and of helpers.
 
         Args:
@@ -269,41 +280,34 @@ class KFACCurvature(Curvature):
             averages are those of this step.
         """
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
-        assert step is not None
-        coming = None
+        world, steps, coming = self.training.world, self.training.steps, None
         if helpers is not None:
             due = due and helpers.own_passes and layers.capture.enabled  # during the passes
         more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
         if due:
             layers.look(step.taken)
-            for block in self.plan:
+            for block in step.layers:
                 block.expect()
         fed = [] if helpers is None else [b.name for b in step.taken if not b.staged.empty]
         if due:
-            decay, world = cadence.decay(), self.training.world
-            exchange = partial(sum_statistics, world, self.plan)
+            decay = cadence.decay()
+            exchange = partial(sum_statistics, world, step.layers)
             if self._pipeline is not None:
                 self._pipeline.expect(self._wire)
-
-                def take_in(sums: Sums) -> None:
-                    with self.training.meter.stage("statistics"):
-                        layers.take_in(layers.whole_steps(sums, world.size), decay)
-
-                coming = Coming(self._pipeline.sums(layers, exchange), take_in)
+                coming = self._pipeline.coming(layers, exchange, decay)
             else:
                 sums = layers.sums(step.taken)
                 with self.training.meter.stage("exchange"):
                     exchange(sums, self._wire)
                 layers.take_in(layers.whole_steps(sums, world.size, more), decay)
-            cadence.updated()
+            cadence.updated_at = steps
         elif self._pipeline is not None:
             self._pipeline.drain()
         if helpers is not None:
-            rank = self.training.world.rank
-            mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == rank}
+            mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == world.rank}
             for found in helpers.statistics(mine, fed):
                 decay = cadence.decay(exactly=True)
-                cadence.updated()
+                cadence.updated_at = steps
                 for block in found:
                     block.expect()
                 layers.take_in(found, decay)
@@ -318,11 +322,10 @@ class KFACCurvature(Curvature):
         counted = self._counted
         if counted is None or self.layers.reduction != "step_mean":
             return 1.0
-        here = counted.staged.terms
+        here, ranks = counted.staged.terms, self.training.world.size
         everywhere = here.clone()
         with self.training.meter.stage("exchange"):
             self.training.world.all_reduce([everywhere]).wait()
-        ranks = self.training.world.size
         known = (everywhere[1] == ranks) & (here[0] > 0)
         return torch.where(known, everywhere[0] / here[0].clamp_min(1.0), ranks)
 
@@ -338,16 +341,12 @@ class KFACCurvature(Curvature):
 
     def _take_gradients(self, pending: PendingAverage, age: int) -> None:
         """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
-        blocks = () if self._step is None else self._step.of_gradients
-        if not blocks:
-            return
+        blocks = self._step.of_gradients
         with self.training.meter.stage("average_gradients"):
             pending.wait()
-        # Stats workers' batches are not the training's.
-        counting = self.layers.blocks if self.helpers is None else []
         sums = gradient_statistics(
             self.training,
-            counting,
+            self.layers.blocks if self.helpers is None else [],  # whose batches are others
             [block for block in blocks if self._takes(block)],
             counts_own=self._system.owners is not None,
             mean_loss=self._options.loss_reduction != "sum",
@@ -356,91 +355,10 @@ class KFACCurvature(Curvature):
             block.expect()
         self.layers.take_in(sums, self._cadence.decay(age))
 
-    def correct(self) -> None:
-        """Scale the step, and offer the parameters to stats workers; the step is over."""
-        self._feedback.follow(self.plan, self.layers.active, self._measured)
-        self.step_length.scale(asked=bool(self.solves.flights) or self._cadence.may_come)
-        if self.helpers is not None:
-            self.helpers.offer(self.training, self.solves.post)
-        self._cadence.tell()
-        self.budget.lap(working=bool(self.plan))
-
-    def averaging_processes(self) -> int:
-        """The processes that train, whose gradients are averaged."""
-        count = 0 if self.helpers is None else self.helpers.count
-        return self.training.world.size - count
-
-    def watch(self) -> None:
-        """Capture during the coming passes only if the coming step wants statistics."""
-        own = self.helpers is None or self.helpers.own_passes
-        due = own and self._cadence.takes_statistics()
-        self.layers.expect(due)
-        if self.layers.collector.counted is not self._counted:  # a refresh has found it silent
-            self.layers.watch(self._takes, self._counted)
-        if self._pipeline is not None and due:
-            self._pipeline.expect(self._wire)
-
-    # ------------------------------------------------------------------------------ who and when
-
-    def _takes(self, block: KroneckerBlock) -> bool:
-        """Whether this rank's batches go into a layer's factors."""
-        # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
-        layer = self.known.get(block)
-        return layer is None or layer.source in (None, self.training.world.rank)
-
-    @property
-    def _counted(self) -> KroneckerBlock | None:
-        """The layer whose terms all ranks count; None where statistics are of all ranks' terms."""
-        alone = self._system.owners is None or self.training.world.size == 1
-        return None if alone else self.layers.counting
-
-    def _follow(self) -> None:
-        """Plan anew if layers were frozen or unfrozen since the last step."""
-        layers, steps, world = self.layers, self.training.steps, self.training.world
-        if not layers.follow():
-            return
-        shapes = {block: block.shape for block in layers.active}
-        changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
-        self._shapes |= shapes
-        plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
-        if self.sharded:
-            plan = with_one_worker(plan)
-        before = self.known
-        self.plan = dict(zip(layers.active, plan.layers, strict=True))
-        pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
-        if (steps > 0 and changed) or any(old.source != new.source for old, new in pairs):
-            layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
-        self._grid = plan.grid
-        known = before | self.plan
-        self.known = {block: known[block] for block in layers.blocks if block in known}
-        self._connect()
-        move_factors(world, self.plan, before)
-        layers.watch(self._takes, self._counted)
-        for block in layers.blocks:
-            block.drop_inverse()
-        self.solves.restart(self.plan)
-        if self.drift is not None:
-            self.drift.follow(layers.blocks)
-        if self.helpers is not None:
-            self.helpers.begin_anew()
-        if steps > 0:
-            self.training.publish()  # frees factors that other ranks keep now
-
-    def _connect(self) -> None:
-        """Compile the step, and make the groups of processes by which it is carried out."""
-        world, wire = self.training.world, self._system.exchange_dtype
-        self._step = compile_step(world, self._grid, self.plan, wire, self._takes)
-        self.solves.step = self._step
-        self._buckets, self._owners = (None, []), (None, {})
-        if self._pipeline is not None:
-            self._pipeline.connect()
-            self._pipeline.follow([block for block in self.plan if block.watched])
-
     def _preconditioned(self) -> Tensor | None:
         """Compute P as gradient worker, get the other ranks' P, and write ν P; returns ν."""
         training, owners, step = self.training, self._system.owners, self._step
         dtype = self._options.inv_dtype
-        assert step is not None
         if self.sharded:
             solved = (b for b in self.plan if b.solved)
             key = [id(p) for b in solved for p in (b, *b.params)]
@@ -455,6 +373,70 @@ class KFACCurvature(Curvature):
         sent = self.owners() if back else None
         return precondition_by_owners(step, training, self.clip, dtype, sent)
 
+    # ------------------------------------------------------------------------------ who does what
+
+    def owners(self) -> dict[Tensor, int]:
+        """The rank that owns each gradient that is averaged, in a layer or not."""
+        params = self.training.averaged_params()
+        if self._owners[0] != (key := list(map(id, params))):
+            self._owners = key, owners_of(self.plan, params, self.training.world.size)
+        return self._owners[1]
+
+    @property
+    def only_to_owners(self) -> bool:
+        """Whether each mean gradient goes to its owner alone."""
+        return self._system.owners == "owner" and not self.sharded
+
+    def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
+        """The rank that each mean gradient goes to."""
+        return (gradients, list(self.owners().values())) if self.only_to_owners else None
+
+    def _takes(self, block: KroneckerBlock) -> bool:
+        """Whether this rank's batches go into a layer's factors."""
+        # A layer that was frozen from the start is watched by all: whoever gets it has its passes.
+        layer = self.known.get(block)
+        return layer is None or layer.source in (None, self.training.world.rank)
+
+    @property
+    def _counted(self) -> KroneckerBlock | None:
+        """The layer whose terms all ranks count; None where statistics are of all ranks' terms."""
+        alone = self._system.owners is None or self.training.world.size == 1
+        return None if alone else self.layers.counting
+
+    def _follow(self) -> None:
+        """Compile the step anew if layers were frozen or unfrozen since the last one."""
+        layers, steps, world = self.layers, self.training.steps, self.training.world
+        if not layers.follow():
+            return
+        shapes = {block: block.shape for block in layers.active}
+        changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
+        self._shapes |= shapes
+        plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
+        plan = with_one_worker(plan) if self.sharded else plan
+        before, wire = self.known, self._system.exchange_dtype
+        self.plan = dict(zip(layers.active, plan.layers, strict=True))
+        pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
+        if (steps > 0 and changed) or any(old.source != new.source for old, new in pairs):
+            layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
+        known = {**before, **self.plan}
+        self.known = {block: known[block] for block in layers.blocks if block in known}
+        self._step = compile_step(world, plan.grid, self.plan, wire, self._takes)
+        self._buckets, self._owners = (None, []), (None, {})
+        if self._pipeline is not None:
+            self._pipeline.follow(self._step.taken)
+        move_factors(world, self.plan, before)
+        layers.watch(self._takes, self._counted)
+        for block in layers.blocks:
+            block.drop_inverse()
+        self.solves.restart(self._step)
+        self.clip.follow()
+        if self.drift is not None:
+            self.drift.follow(layers.blocks)
+        if self.helpers is not None:
+            self.helpers.begin_anew()
+        if steps > 0:
+            self.training.publish()  # frees factors that other ranks keep now
+
     def nothing_captured(self) -> bool:
         """Whether no statistic has arrived since the last step."""
         return self.layers.nothing_captured
@@ -465,16 +447,14 @@ class KFACCurvature(Curvature):
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
-        wanted = ("inverses wanted at once", self.solves.wanted)
-        newcomers = ("anew at", self.layers.newcomers_at)
-        scheduled = self._options.scheduled(self.training.steps)
-        sharded = ("sharded by FSDP2", self.sharded)
         return [
-            *(("closed", self._closed), sharded, wanted, newcomers),
-            *scheduled,
+            *(("closed", self._closed), ("sharded by FSDP2", self.sharded)),
+            ("inverses wanted at once", self.solves.wanted),
+            ("anew at", self.layers.newcomers_at),
+            *self._options.scheduled(self.training.steps),
             ("losses", self.layers.reduction),
             ("length of steps", self.step_length.factor),
-            *([("intervals", self.drift.facts(self.layers.active))] if self.drift else []),
+            *([("intervals", self.drift.intervals(self.layers.active))] if self.drift else []),
             *([("gradient workers", self.workers)] if self.workers else []),
             ("intervals by budget", self.budget.state),
         ]
@@ -487,12 +467,8 @@ class KFACCurvature(Curvature):
         kept[MEAN_CURVATURE] = self.solves.mean_curvature
         if self._system.chooser is not None:
             kept |= saved_workers(self.workers, self.training.world.size)
-        return saved_factors(self.layers, self._takes, kept, self._saved_of_layer)
-
-    def _saved_of_layer(self, block: KroneckerBlock) -> dict[str, Any]:
-        drift = {} if self.drift is None else self.drift.saved(block)
-        traces = self.solves.traces
-        return drift if traces is None else traces.saved(block) | drift
+        of_layers = [each for each in (self.solves.traces, self.drift) if each is not None]
+        return saved_factors(self.layers, self._takes, kept, of_layers)
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if saved factors do not fit the layers."""
@@ -507,18 +483,18 @@ class KFACCurvature(Curvature):
                 factors = block.ensure_factors()
                 if self.training.steps > 0 and self._takes(block):
                     factors.stored.update(A=None, G=None)  # lost: the next refresh tells
-        self.solves.restart(self.plan)
+        self.solves.restart(self._step)
         workers = loaded_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
             self._take_workers(workers)
-        if self.solves.traces is not None:
-            self.solves.traces.load(saved, self.layers.blocks)
-        if self.drift is not None:
-            self.drift.load(saved, self.layers.blocks)
+        for of_layers in (self.solves.traces, self.drift):
+            if of_layers is not None:
+                of_layers.load(saved, self.layers.blocks)
         self.budget.load(saved)
         self.step_length.load(saved)
         self.solves.mean_curvature = loaded_mean_curvature(saved)
-        self._cadence.updated()
+        self._cadence.updated_at = self.training.steps
+        self.layers.updates += 1
         self.watch()
 
     @property
@@ -563,7 +539,7 @@ class KFACCurvature(Curvature):
         self._closed = True
         self.plan, self.known, self._shapes = {}, {}, {}
         if self._step is not None:
-            self._step = StepPlan({}, self._step.row, self._step.column)
+            self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
             self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
@@ -576,9 +552,9 @@ class KFACCurvature(Curvature):
         gather = gather and bool(self.kept_elsewhere)
         if gather:
             self._follow()
-        damping, known = self.solves.damping, self.known
+        damping, layers = self.solves.damping, self.layers
         return fitted_curvature(
-            self.training, self._options, self.layers, known, damping, dtype, gather
+            self.training, self._options, layers, self.known, damping, dtype, gather
         )
 
     def unwatched(self) -> AbstractContextManager[None]:
@@ -589,30 +565,27 @@ class KFACCurvature(Curvature):
         """The parameters of layers that train, and of which statistics come."""
         return self.layers.preconditioned()
 
-    accounts = ACCOUNTS
-
     def statistics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, traces, condition, ages and failures."""
         last, nu = self.training.steps - 1, self.coefficient
-        found = statistics_of(self.layers, self.plan, self.solves, last)
+        found = metrics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)
         found["step_length"] = self.step_length.factor
         if last >= 0 and not self._closed:
             found["age/statistics"] = float(max(last - self._cadence.updated_at, 0))  # 0: loaded
             found |= {} if self.drift is None else self.drift.metrics
             for name in BUDGETED:  # in the middle where layers differ
-                by_drift = self.drift is not None and getattr(self._options, name) is None
-                by_drift |= self.drift is not None and name == "inv_update_steps"
-                every = None if by_drift else self._cadence.interval(name, last)
-                found[name] = found["drift/interval"] if every is None else float(every)
+                by_drift = name == "inv_update_steps" or getattr(self._options, name) is None
+                found[name] = found["drift/interval"]
+                if self.drift is None or not by_drift:
+                    found[name] = float(self._cadence.interval(name, last))
         return found
 
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
-        drift = "" if self.drift is None else self.drift.said
-        traces = "" if self.solves.traces is None else self.solves.traces.said
-        settings = [self._options.said, traces, drift]
+        of_layers = (each.said for each in (self.solves.traces, self.drift) if each is not None)
+        settings = [self._options.said, *of_layers]
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
@@ -628,3 +601,34 @@ def _in_hooks(meter: Meter) -> Iterator[None]:
         yield
     finally:
         meter.switch(before)
+
+
+def sum_statistics(
+    world: World,
+    layers: Mapping[KroneckerBlock, LayerPlan],
+    sums: Mapping[KroneckerBlock, StatisticsSums],
+    wire: torch.dtype | None = None,
+) -> None:
+    """Add statistics over the ranks that contribute, in place.
+
+    Args:
+        world: The ranks.
+        layers: The plan of each layer.
+        sums: Sums of the layers whose statistics this rank takes.
+        wire: Dtype in which factors' sums travel; None for their own.
+    """
+    if world.size == 1:
+        return
+    heads: list[tuple[Tensor, int | None]] = []
+    factors = heads if wire is None else []  # numbers of examples are not rounded
+    for block, each in sums.items():
+        if layers[block].source is None:
+            heads.append((each.head, None))
+            factors += [(t, layers[block].keeper(k)) for k, t in each.factors.items()]
+    pending = []
+    for ranks, pairs in [(world, heads)] + [(world.wired(wire), factors)] * (wire is not None):
+        tensors, keepers = [tensor for tensor, _ in pairs], [keeper for _, keeper in pairs]
+        kept = any(keeper is not None for keeper in keepers)
+        pending.append(ranks.reduce(tensors, keepers) if kept else ranks.all_reduce(tensors))
+    for message in pending:
+        message.wait()

@@ -1,31 +1,207 @@
-"""What all ranks learn from a refresh.
+"""What all ranks learn from a refresh, and the length of steps that follows it.
 
-before preconditioning   s, of the gradient and the last step                (kfac/step_length.py)
+before preconditioning   s, of the gradient and the last step
 after the base's step    one sum over the ranks: s, mean curvatures, what the refresh has changed,
                          and the work of the passes; τ, the mean curvature of all layers, by which
                          γ has its floor, and the intervals follow it
+
+Steps of preconditioned weights are τ times as long as the base's, by what the last step did:
+
+after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ is not preconditioned yet:
+                        the loss still falls along Δ where s > 0, and rises where the step was too
+                        long
+S, Z                    <- running averages of the sign of s and of |s|, debiased
+τ                       <- τ exp(a (S + b)), and at once by exp(s / 2 Z) where -s > 2 Z
+w                       <- w + (τ - 1) Δ                after the base's step, which sees nothing
+
+S is looked at where layers are refreshed, at each step of a young training and seldom later; a
+counts the steps in between, as far as τ grows. Over a base that scales its steps itself τ may be
+up to 2, and is 2 throughout while a schedule moves the learning rate: what falls anyway need not
+be taught to. Nothing is done while τ is 1, but at the step before a look.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.drift import Drift
 from second_order.kfac.options import KFACOptions
-from second_order.kfac.plan import LayerPlan, solve_cost_of
-from second_order.kfac.solves import Solves
-from second_order.kfac.step_length import StepLength
+from second_order.kfac.plan import StepPlan, solve_cost_of
+from second_order.kfac.schedule import Drift
+from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
-from second_order.sharded import is_dtensor
+from second_order.sharded import is_dtensor, local
 
-__all__ = ["Feedback"]
+__all__ = [
+    "ADAPTIVE",
+    "PLAIN",
+    "STEP_LENGTH",
+    "STEP_SIGN",
+    "Feedback",
+    "Lengths",
+    "StepLength",
+]
 
 PRICE = {"inverse": 4.0, "eigen": 15.0}  # operations of a solve over n³ of its factors
+
+STEP_SIGN = "step_sign"
+STEP_LENGTH = (
+    *("step_length", STEP_SIGN, "step_size", "step_weight"),
+    *("step_looked_at", "step_rate", "step_rate_changed"),
+)
+"""The entries of a checkpoint, in the part of every layer: τ, S, Z and the weight of these two;
+when τ was last looked at, the rate at the last refresh, and when that last moved. Of steps one more
+is saved, 0 for never."""
+
+PAST = 0.9  # weight of the past in S and Z
+LONGER, SHORTER = 0.2, 1.0  # a, for each step where τ grows, and where it falls
+COUNTED = 4  # steps between two looks that count where τ grows, at most
+LEVEL = 0.1  # b, the larger, the oftener the loss may rise along a step; -b where τ > 1
+RISES = 2.0  # times Z: a rise that shortens steps at once
+RECENT = 0.1  # of the steps so far, within which a rate that moves follows a schedule
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Bounds of τ.
+
+    Attributes:
+        least: The least τ.
+        most: The largest.
+        scheduled: τ while a schedule moves the rate; None for what it is otherwise.
+    """
+
+    least: float
+    most: float
+    scheduled: float | None = None
+
+
+# Chosen as the bounds of drift are. An adaptive base makes all steps equally long; those along P,
+# which spreads over more directions than the gradient, change predictions less.
+PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
+
+
+class StepLength:
+    """The factor of the steps of preconditioned weights; the same on every rank.
+
+    Args:
+        lengths: Bounds and rates; None for the same τ throughout.
+
+    Attributes:
+        factor: τ.
+    """
+
+    def __init__(self, lengths: Lengths | None = None) -> None:
+        self._lengths = lengths
+        self.factor = 1.0
+        self._sign, self._size, self._weight = 0.0, 0.0, 0.0
+        self._looked_at, self._rate, self._rate_changed = -1, math.nan, -1
+        self._before: dict[Tensor, Tensor] = {}
+        self._step: dict[Tensor, Tensor] = {}  # -Δ
+
+    @property
+    def follows(self) -> bool:
+        """Whether τ follows what steps do."""
+        return self._lengths is not None
+
+    def measured(self, params: Iterable[Tensor]) -> Tensor | None:
+        """S of parameters whose mean gradients are here; None where the last step is not known."""
+        step, self._step = self._step, {}
+        found = [
+            torch.vdot(local(p.grad).flatten(), step[p].flatten().to(p.grad.dtype)).float()
+            for p in params
+            if p.grad is not None and p in step
+        ]
+        return torch.stack([each.to(found[0].device) for each in found]).sum() if found else None
+
+    def keep(self, solved: Iterable[KroneckerBlock], asked: bool) -> None:
+        """Keep what the base's step is scaled from, and looked at by if it is ``asked`` about."""
+        self._step, self._before = {}, {}
+        if (self.follows and asked) or self.factor != 1.0:
+            params = (p for block in solved if block.solved for p in block.params)
+            self._before = {p: local(p).detach().clone() for p in params}
+
+    def follow(self, s: float, rate: float, step: int) -> None:
+        """Change τ at a refresh.
+
+        Args:
+            s: What the last step did; NaN tells nothing.
+            rate: The learning rate.
+            step: The step of the refresh.
+        """
+        bounds = self._lengths
+        if bounds is None:
+            return
+        moves = self._rate_moves(rate, step)
+        if moves and bounds.scheduled is not None:
+            self.factor, self._looked_at = bounds.scheduled, step
+            return
+        if not math.isfinite(s):
+            return
+        rises = -s > RISES * self._size > 0
+        change = max(s / self._size, -4.0) / 2 if rises else 0.0
+        self._weight = PAST * self._weight + 1
+        self._sign += ((s > 0) - (s < 0) - self._sign) / self._weight
+        self._size += (abs(s) - self._size) / self._weight
+        level = self._sign + math.copysign(LEVEL, 1.0 - self.factor)
+        if level < 0:
+            change += SHORTER * level
+        elif not rises:
+            since = 1 if self._looked_at < 0 else step - self._looked_at
+            change += LONGER * level * min(max(since, 1), COUNTED)
+        self._looked_at = step
+        self.factor = min(max(self.factor * math.exp(change), bounds.least), bounds.most)
+
+    def _rate_moves(self, rate: float, step: int) -> bool:
+        """Whether the rate has moved lately."""
+        if rate != self._rate and not math.isnan(self._rate):
+            self._rate_changed = step
+        self._rate = rate
+        return self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
+
+    @property
+    def kept(self) -> bool:
+        """Whether the coming step of the base is to be scaled or looked at."""
+        return bool(self._before)
+
+    def scale(self, asked: bool) -> None:
+        """Scale the base's step by τ, if it is kept; it may be ``asked`` about at the next one."""
+        before, self._before = self._before, {}
+        now = [local(p) for p in before]
+        old = list(before.values())
+        if self.factor != 1.0:
+            torch._foreach_lerp_(now, old, 1.0 - self.factor)
+        if asked and self.follows:
+            torch._foreach_sub_(old, now)
+            self._step = before
+
+    def saved(self) -> dict[str, float]:
+        """What a checkpoint has with every layer."""
+        if not self.follows:
+            return {}
+        rate = 0.0 if math.isnan(self._rate) else self._rate
+        steps = self._looked_at + 1, rate, self._rate_changed + 1
+        numbers = self.factor, self._sign, self._size, self._weight, *steps
+        return dict(zip(STEP_LENGTH, numbers, strict=True))
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Take over what a checkpoint has; the step before is not known."""
+        self._step, self._before = {}, {}
+        wanted = set(STEP_LENGTH)
+        found = next((part for part in saved.values() if part.keys() >= wanted), None)
+        if self._lengths is None or found is None:
+            return
+        factor, *averages, looked_at, rate, changed = (found.number(n) for n in STEP_LENGTH)
+        self.factor = min(max(factor, self._lengths.least), self._lengths.most)
+        self._sign, self._size, self._weight = averages
+        self._rate = rate or math.nan
+        self._looked_at, self._rate_changed = int(looked_at) - 1, int(changed) - 1
 
 
 class Feedback:
@@ -49,86 +225,60 @@ class Feedback:
     ) -> None:
         self._training, self._options = training, options
         self._solves, self._drift, self._step_length = solves, drift, step_length
+        self._follows = options.by_drift or options.follows_steps or options.damping_floor > 0
+        self._measured: Tensor | None = None  # s of the step before, at a step with a refresh
 
-    @property
-    def refreshed(self) -> bool:
-        """Whether layers have been put to use at this step; the same on every rank."""
-        return self._training.steps in self._solves.landed_at.values()
-
-    def measured(self, plan: Mapping[KroneckerBlock, LayerPlan], rows: bool) -> Tensor | None:
-        """Compute s at a step with a refresh, before gradients are preconditioned; None elsewhere.
+    def measure(self, step: StepPlan, rows: bool) -> None:
+        """Look at the last step, at a refresh, before gradients are preconditioned.
 
         Args:
-            plan: The plan of each layer that trains.
+            step: What this rank does.
             rows: Whether every rank has rows of all gradients.
         """
-        mine = self._mine(plan)
-        blocks = [b for b in plan if b in mine or (rows and is_dtensor(b.weight))]
-        stepping = [p for block in blocks if block.solved for p in block.params]
-        return self._step_length.measured(stepping if self.refreshed else ())
+        stepping = []
+        if self._solves.refreshed:
+            told = {*step.told}
+            blocks = [b for b in step.layers if b in told or (rows and is_dtensor(b.weight))]
+            stepping = [p for block in blocks if block.solved for p in block.params]
+        self._measured = self._step_length.measured(stepping)
 
-    def keep(self, plan: Mapping[KroneckerBlock, LayerPlan], coming: bool) -> None:
-        """Keep what the base's step is scaled from, and looked at by.
-
-        Args:
-            plan: The plan of each layer that trains.
-            coming: Whether a refresh is due at the next step.
-        """
-        params = [p for block in plan if block.solved for p in block.params]
-        self._step_length.keep(params, asked=self.refreshed or coming)
-
-    def follow(
-        self,
-        plan: Mapping[KroneckerBlock, LayerPlan],
-        blocks: Sequence[KroneckerBlock],
-        measured: Tensor | None,
-    ) -> None:
-        """Let γ, intervals and the length of steps follow a refresh; a collective.
-
-        Args:
-            plan: The plan of each layer that trains.
-            blocks: These layers, in the same order on every rank.
-            measured: What :meth:`measured` has found at this step.
-        """
-        options, drift, world = self._options, self._drift, self._training.world
-        follows = options.by_drift or options.follows_steps or options.damping_floor
-        if not self.refreshed or not follows:
+    def follow(self, step: StepPlan) -> None:
+        """Let γ, intervals and the length of steps follow a refresh; a collective."""
+        if not self._solves.refreshed or not self._follows:
             return
+        drift, world, blocks = self._drift, self._training.world, [*step.layers]
         with self._training.meter.stage("agree"):
-            mine = self._mine(plan)
-            curvature = [b.ensure_factors().mean_curvature() for b in mine if b.factors is not None]
-            changes = [] if drift is None else drift.changes_of(blocks, set(mine))
-            told = [measured, _total(curvature), *changes]
-            work = float(sum(block.state.work for block in mine))
-            counts = [float(measured is not None), float(len(curvature)), work]
-            numbers = _numbers(told, (1, 1, *(3 for _ in changes)))
-            heard = torch.tensor([*counts, *numbers], dtype=torch.float64)
-            if world.size > 1:
-                world.on_cpu().all_reduce([heard]).wait()
-            known, layers, work, s, total, *changed = heard.tolist()
-            ours = {id(p) for block in blocks for p in block.params}
-            groups = (g for g in self._training.groups if not ours.isdisjoint(map(id, g["params"])))
-            rate = max((float(group["lr"]) for group in groups), default=0.0)
-            self._step_length.follow(s if known else math.nan, rate, self._training.steps)
-            if layers and math.isfinite(total):
-                self._solves.mean_curvature = total / layers
+            told = [block for block in step.told if block.solved]
+            curvature = [b.ensure_factors().mean_curvature() for b in told if b.factors is not None]
+            changes: list[Tensor | None] = []
             if drift is not None:
-                price = PRICE[options.solver] / world.size
-                drift.hear(blocks, changed, work, [price * solve_cost_of(b) for b in blocks])
-
-    def _mine(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> list[KroneckerBlock]:
-        """The solved layers of which this rank tells."""
-        rank = self._training.world.rank
-        return [b for b, layer in plan.items() if b.solved and layer.workers[0] == rank]
-
-
-def _total(scalars: Sequence[Tensor]) -> Tensor | None:
-    """The sum of scalars on one device; None if there are none."""
-    return torch.stack([each.to(scalars[0].device) for each in scalars]).sum() if scalars else None
+                found, mine = [block.take_change() for block in blocks], {*told}
+                changes = [c if b in mine else None for b, c in zip(blocks, found, strict=True)]
+            total = None
+            if curvature:
+                total = torch.stack([each.to(curvature[0].device) for each in curvature]).sum()
+            work = float(sum(block.state.work for block in told))
+            counts = [float(self._measured is not None), float(len(curvature)), work]
+            sizes = (1, 1, *(3 for _ in changes))
+            heard = [*counts, *_numbers([self._measured, total, *changes], sizes)]
+            if world.size > 1:
+                message = torch.tensor(heard, dtype=torch.float64)
+                world.on_cpu().all_reduce([message]).wait()
+                heard = message.tolist()
+        known, layers, work, s, mean, *changed = heard
+        ours = {id(p) for block in blocks for p in block.params}
+        groups = (g for g in self._training.groups if not ours.isdisjoint(map(id, g["params"])))
+        rate = max((float(group["lr"]) for group in groups), default=0.0)
+        self._step_length.follow(s if known else math.nan, rate, self._training.steps)
+        if layers and math.isfinite(mean):
+            self._solves.mean_curvature = mean / layers
+        if drift is not None:
+            price = PRICE[self._options.solver] / world.size
+            drift.hear(blocks, changed, work, [price * solve_cost_of(b) for b in blocks])
 
 
 def _numbers(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> list[float]:
-    """Entries of tensors, zeros for None, in float64; a device is waited for once."""
+    """Entries of tensors, zeros for None; a device is waited for once."""
     known = [t for t in tensors if t is not None]
     flat = [t.reshape(-1).to(known[0].device, torch.float32) for t in known]
     entries = iter(torch.cat(flat).tolist() if flat else [])

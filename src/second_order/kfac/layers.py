@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,37 +14,31 @@ from torch import Tensor, nn
 
 from second_order.contract.groups import members_of
 from second_order.contract.training import Training
-from second_order.kfac.clip import USUAL_BATCH
-from second_order.kfac.options import KFACOptions
-from second_order.kfac.reduction import (
+from second_order.kfac.losses import (
     IGNORED,
     SAID,
-    SAME_FOR_ALL,
     ItemsHook,
-    Shrinkage,
     may_be_step_mean,
     reduction_of,
     watch_items,
 )
-from second_order.kfac.summary import layer_rows
+from second_order.kfac.options import KFACOptions
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.collector import GradientScale, StatisticsCollector
 from second_order.kronecker.factors import Reduction, StatisticsSums, drop_overflow
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock
-from second_order.kronecker.layers import KINDS, Approximation
-from second_order.kronecker.model_blocks import (
-    BlockRules,
-    LeftToBase,
-    find_blocks,
-)
+from second_order.kronecker.layers import Approximation, FactorShape
+from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
-from second_order.report import Summary
+from second_order.report import LayerRow, Summary
 from second_order.sharded import FSDPParams, is_dtensor, plain_type, reshard
 
-__all__ = ["Layers", "gradient_blocks", "gradient_statistics"]
+__all__ = ["SILENT", "USUAL_BATCH", "Layers", "gradient_blocks", "gradient_statistics"]
+
+USUAL_BATCH = 64.0  # examples, where nothing tells their number
 
 UNREACHED = (
     "the forward does not call these modules, or their outputs do not reach the loss; see to it "
@@ -53,6 +46,15 @@ UNREACHED = (
 )
 
 MOST_NAMES = 10  # in a warning
+NONE_AT_ALL = (
+    "train the very model that the optimizer was given, not a copy or an export of it; a model "
+    "that had run under torch.compile before the optimizer was made, or another of its class, has "
+    "left graphs without hooks: call torch.compiler.reset() once"
+)
+REMEDY = (
+    "more are with other_matrices='gradient', exact_blocks=True, a larger max_factor_dim or a "
+    "shorter skip_layers, and where register_layer() tells what a class computes"
+)
 UNEXPLAINED = tuple(
     f"the inputs and output gradients of its calls do not make its weight's gradient, so that its "
     f"factors would not be its curvature: {cause}; tell how its class computes by "
@@ -63,6 +65,8 @@ UNEXPLAINED = tuple(
         "its forward is replaced on the instance",
     )
 )
+NONE_CAME = "no statistics have arrived: "
+SILENT = f"{NONE_CAME}its forward is not called, or does not reach the loss"
 ELSEWHERE = (
     "on another process the inputs and output gradients of its calls do not make its gradient"
 )
@@ -85,6 +89,7 @@ class Layers:
         newcomers_at: The first step whose passes are sure to have been captured for layers that
             began to train in mid-run, or lost their factors.
         heard: Hears, in a backward pass, of each layer whose statistics have grown.
+        updates: Number of changes of the running averages so far.
     """
 
     def __init__(
@@ -107,36 +112,20 @@ class Layers:
         self._overflown: dict[KroneckerBlock, Tensor] = {}
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
-        self._shrinkage = Shrinkage()
+        self.updates = 0
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
-        """Find the layers of the model that have blocks.
-
-        Args:
-            optimized: The parameters whose layers are looked for; those in the groups if None.
-        """
-        params = members_of(self._training.groups) if optimized is None else optimized
+        """Find the layers of the parameters in the groups that have blocks, or of others'."""
+        options, rules = self._options, self._rules
+        params = list(members_of(self._training.groups) if optimized is None else optimized)
         reshard(self._training.model)
-        known = {id(block.weight): block for block in self.blocks}
-        self.blocks, self.left = self._found(params, self._rules, self._options.skip_layers, known)
-
-    def _found(
-        self,
-        params: Iterable[Tensor],
-        rules: BlockRules,
-        skip: Sequence[str],
-        known: Mapping[int, KroneckerBlock],
-    ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
-        """What :func:`find_blocks` finds of some parameters."""
-        options, params = self._options, list(params)
         if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
             rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
-        owned = {id(p): p.numel() for p in params}
-        return find_blocks(
+        self.blocks, self.left = find_blocks(
             self._training.model,
-            owned,
-            skip,
-            known,
+            {id(p): p.numel() for p in params},
+            options.skip_layers,
+            {id(block.weight): block for block in self.blocks},
             options.factor_dtype,
             options.symmetry_aware,
             rules,
@@ -153,12 +142,14 @@ class Layers:
             block.replace_params(others)
         self.forget_plan()
 
-    def description(self) -> list[str]:
-        """The layers as the ranks compare them: equal parameters can belong to unlike layers."""
+    def description(self, said: str) -> list[str]:
+        """What must be equal on all ranks: options, and layers, as equal parameters can differ."""
+        shown = {k: v for k, v in vars(self._options).items() if not callable(v)}
+        options = f"options: {self._training.base_name} {shown} {self._rules} {said}"
+        kinds = [(block, plain_type(block.modules[0]).__name__) for block in self.blocks]
+        layers = [f"layer {block.name}: {kind} {block.shape}" for block, kind in kinds]
         left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self.left]
-        kinds = [plain_type(block.modules[0]).__name__ for block in self.blocks]
-        pairs = zip(self.blocks, kinds, strict=True)
-        return [*(f"layer {b.name}: {kind} {b.shape}" for b, kind in pairs), *left]
+        return [options, *layers, *left]
 
     def name_those_left(self) -> None:
         """Warn, once each, of the modules that are trained without curvature."""
@@ -175,7 +166,7 @@ class Layers:
             training.warn(
                 f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
                 f"alone, without curvature: {_listed({row: left[row] for row in new})}; summary() "
-                f"tells why" + ("" if share >= 0.5 else f"\n{self._remedy(left, share)}")
+                f"tells why" + ("" if share >= 0.5 else f"; {REMEDY}")
             )
 
     def _left_training(self) -> dict[LeftToBase, list[Tensor]]:
@@ -193,33 +184,6 @@ class Layers:
         by_name["(no module)"] = strays
         found = {row: list(by_name.get(row.name, {}).values()) for row in self.left}
         return {row: params for row, params in found.items() if params}
-
-    def _remedy(self, left: Mapping[LeftToBase, Sequence[Tensor]], share: float) -> str:
-        """A line on which option would have most of the parameters preconditioned."""
-        options, rules, training = self._options, self._rules, self._training
-        skip = options.skip_layers
-        ways: dict[str, tuple[BlockRules, Sequence[str]]] = {
-            'other_matrices="gradient"': (replace(rules, other_matrices="gradient"), skip),
-            "exact_blocks=True": (replace(rules, max_exact_dim=options.max_exact_dim), skip),
-            "a shorter skip_layers": (rules, ()),
-            "a larger max_factor_dim": (replace(rules, max_factor_dim=None), skip),
-        }
-        if self.sharded:
-            del ways['other_matrices="gradient"']
-        params, shares = training.training_params(), {}
-        for word, way in ways.items():
-            blocks, _ = self._found(params, *way, {})
-            shares[word] = _share([p for b in blocks if b.trainable for p in b.params], params)
-        best = max(shares, key=lambda word: shares[word])
-        helps = [f"with {best} {shares[best]:.1%} of the parameters would be preconditioned"]
-        if shares[best] < share + 0.1:
-            helps = ["no option would change that"]
-        largest = max(itertools.chain(*left.values()), key=Tensor.numel)
-        owners = (m for m in training.model.modules() if id(largest) in map(id, _own(m)))
-        kind = next((plain_type(m).__name__ for m in owners if _may_be_registered(m)), None)
-        if kind and largest.dim() == 2:
-            helps.append(f"where {kind} computes W x + b, register_layer({kind}, ...) says so")
-        return f"most is trained by {training.base_name} alone; {'; '.join(helps)}"
 
     def follow(self) -> bool:
         """Look at which layers train now; returns whether others than before."""
@@ -312,10 +276,14 @@ class Layers:
     @contextmanager
     def unwatched(self) -> Iterator[None]:
         """Take all hooks off the model for a block, and put them back."""
-        items = self._items
-        aside = nullcontext() if items is None else items.aside(self._training.model)
-        with self.capture.unhooked(), aside:
-            yield
+        if self._items is not None:
+            self._items.remove()
+        try:
+            with self.capture.unhooked():
+                yield
+        finally:
+            if self._items is not None:
+                self._items.hang(self._training.model)
 
     @property
     def nothing_captured(self) -> bool:
@@ -384,12 +352,19 @@ class Layers:
     def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
         """Update the running averages by sums over all processes, weighted by their examples.
 
+        Sums that do not fit their dtype are dropped, and noted; no device is waited for.
+
         Args:
             sums: Sums of some layers; emptied here.
             decay: Weight of the past in the averages.
         """
-        self._drop_overflow(sums)
+        for block, each in sums.items():
+            over = drop_overflow(each, block.shape)
+            if over.device.type != "cpu" or bool(over):
+                block.staged.dropped += over
+                self._overflown[block] = over | self._overflown.get(block, over)
         self.collector.settle()
+        self.updates += 1
         while sums:  # the last layer's sums are freed first
             block, each = sums.popitem()
             block.ensure_factors().update(each, decay)
@@ -405,28 +380,17 @@ class Layers:
             ignored = self._items is not None and self._items.ignored
             said = IGNORED if ignored else SAID[reduction]
             training.warn(f"{found} backward passes in a step: {said}")
-        if found > 1 and reduction == "mean" and options.loss_reduction == "auto":
-            fed = [block for block in blocks if not block.staged.empty]
-            self._shrinkage.add(fed[-1].staged.squares_by_pass())
         return max(found, 1) if reduction == "mean" else 1
 
     # ------------------------------------------------------------------------- what goes wrong
 
-    def _drop_overflow(self, sums: Mapping[KroneckerBlock, StatisticsSums]) -> None:
-        """Drop sums that do not fit their dtype, and note their layers; no device is waited for."""
-        for block, each in sums.items():
-            over = drop_overflow(each, block.shape)
-            if over.device.type != "cpu" or bool(over):
-                block.staged.dropped += over
-                self._overflown[block] = over | self._overflown.get(block, over)
-
     def tell_of_sums(self) -> None:
-        """Warn of what sums since the last refresh tell: overflow, and losses that are no means."""
-        if self._shrinkage.slope > -1 and self._training.first_time("shrinkage"):
-            self._training.warn(SAME_FOR_ALL)
+        """Warn of layers whose sums since the last refresh have overflown."""
+        if not self._overflown:
+            return
         training, noted = self._training, self._overflown
         self._overflown = {}
-        over = torch.stack(list(noted.values())).tolist() if noted else []
+        over = torch.stack(list(noted.values())).tolist()
         names = [block.name for block, dropped in zip(noted, over, strict=True) if dropped]
         for name in names:
             training.first_time(f"no:{name}")  # its statistics did arrive
@@ -442,18 +406,23 @@ class Layers:
 
     def tell_of_silence(self, silent: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of the layers of which no statistic has ever come."""
-        if not silent:
-            return
+        training = self._training
         if len(silent) == len(self.active):
-            self._tell_that_none_came()
+            if training.first_time("no statistics"):
+                cause = next(filter(None, map(self._why_silent, self.active)), NONE_AT_ALL)
+                if self._options.fisher == "sampled":
+                    cause += "; fisher='sampled' also needs the model itself to be called"
+                training.warn(
+                    f"no layer gave statistics: {training.name} now does no more than "
+                    f"{training.base_name}; {cause}"
+                )
             return
-        new = [b for b in silent if self._training.first_time(f"no:{b.name}")]
         names: dict[str, list[str]] = {}
-        for block in new:
+        for block in (b for b in silent if training.first_time(f"no:{b.name}")):
             names.setdefault(self._why_silent(block) or UNREACHED, []).append(repr(block.name))
         for reason, absent in names.items():
             said = "" if reason in (*UNEXPLAINED, ELSEWHERE) else "no statistics arrived for "
-            self._training.warn(
+            training.warn(
                 f"{said}{', '.join(absent)}: {reason}; the base optimizer trains them until then"
             )
 
@@ -469,23 +438,6 @@ class Layers:
         """Note that another process, perhaps, has found a layer's gradient unexplained."""
         self.capture.missed.update(dict.fromkeys(block.modules, ELSEWHERE))
 
-    def _tell_that_none_came(self) -> None:
-        training = self._training
-        if not training.first_time("no statistics"):
-            return
-        cause = next(
-            filter(None, map(self._why_silent, self.active)),
-            "train the very model that the optimizer was given, not a copy or an export of it; a "
-            "model that had run under torch.compile before the optimizer was made, or another of "
-            "its class, has left graphs without hooks: call torch.compiler.reset() once",
-        )
-        if self._options.fisher == "sampled":
-            cause += "; fisher='sampled' also needs the model itself to be called, not its parts"
-        training.warn(
-            f"no layer gave statistics: {training.name} now does no more than "
-            f"{training.base_name}; {cause}"
-        )
-
     # --------------------------------------------------------------------------------- the rest
 
     def preconditioned(self) -> list[Tensor]:
@@ -500,13 +452,35 @@ class Layers:
             said: The ranks that work on a layer, in words, by its name.
         """
         trains = self._left_training()
-        left = {row: row in trains for row in self.left}
+        rows = [
+            LayerRow(
+                name=block.name,
+                kind=plain_type(block.modules[0]).__name__,
+                parameters=block.size,
+                status=_status(block),
+                detail=self._silence(block) if block.state.silent else _factors(block.shape),
+                computed_by=said.get(block.name, ""),
+                factor_bytes=block.factor_bytes,
+                inverse_bytes=block.inverse_bytes,
+            )
+            for block in self.blocks
+        ]
+        rows += [
+            LayerRow(r.name, r.kind, r.parameters, "base" if r in trains else "frozen", r.reason)
+            for r in self.left
+        ]
         return Summary(
             self._training.titled(self._options.solver),
-            layer_rows(self.blocks, left, said, self._why_silent),
+            rows,
             dropped=sum(int(block.staged.dropped) for block in self.blocks),
             failed=sum(block.state.failures > 0 for block in self.blocks),
         )
+
+    def _silence(self, block: KroneckerBlock) -> str:
+        reason, unexplained = self._why_silent(block), block.state.unexplained
+        if unexplained:
+            return f"{unexplained:.0%} of its gradient unexplained: {reason}"
+        return f"{NONE_CAME}{reason}" if reason else SILENT
 
     def close(self) -> None:
         """Remove every hook from the model, and forget its layers."""
@@ -525,20 +499,27 @@ def _share(some: Iterable[Tensor], params: Iterable[Tensor]) -> float:
     return sizes[0] / max(sizes[1], 1)
 
 
-def _own(module: nn.Module) -> list[Tensor]:
-    return list(module.parameters(recurse=False))
+def _factors(shape: FactorShape) -> str:
+    """The sizes of a layer's factors, in words."""
+    if shape.exact:
+        size = shape.groups * shape.out_dim
+        return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
+    groups = "of gradients: " if shape.marginal else ""
+    groups = f"{shape.groups} x " if shape.groups > 1 and not groups else groups
+    squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
+    return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
+
+
+def _status(block: KroneckerBlock) -> str:
+    if not block.trainable:
+        return "frozen"
+    return "base" if block.state.silent else "preconditioned"
 
 
 def _parameters_of(block: KroneckerBlock) -> list[nn.Parameter]:
     """The parameters of a block, frozen ones too."""
     values = (v if isinstance(v, list) else [v] for v in vars(block).values())
     return [p for value in values for p in value if isinstance(p, nn.Parameter)]
-
-
-def _may_be_registered(module: nn.Module) -> bool:
-    """Whether a module may be a layer of a user's own class, of which nothing is known."""
-    alone = len(_own(module)) == len(list(module.parameters()))
-    return alone and not any(k in KINDS or issubclass(k, nn.RNNBase) for k in type(module).__mro__)
 
 
 def _listed(left: Mapping[LeftToBase, Sequence[Tensor]]) -> str:
@@ -589,10 +570,6 @@ def gradient_statistics(
     everywhere = examples * ranks
     # A sum over examples is divided by the processes where gradients are averaged over these.
     scale = everywhere if mean_loss else size**2 / everywhere
-    found = {block: _sums(block, examples, scale) for block in mine}
+    devices = {block: block.weight.device for block in mine}
+    found = {b: b.sums(examples.to(at), scale.to(at)) for b, at in devices.items()}
     return {block: sums for block, sums in found.items() if sums is not None}
-
-
-def _sums(block: GradientBlock, examples: Tensor, scale: Tensor) -> StatisticsSums | None:
-    device = block.weight.device
-    return block.sums(examples.to(device), scale.to(device))

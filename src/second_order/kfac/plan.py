@@ -7,14 +7,19 @@
 | DPKFAC   | the owner       | the owner         | the owner        | the owner                    |
 | DistKFAC | every rank, or  | every rank, or    | one rank, on     | every rank                   |
 |          | stats workers   | its solver        | threads          |                              |
+
+Where layers have changed, the plan is compiled into a :class:`StepPlan`: what this rank does, as
+data, which steps loop over.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
 
 from second_order.distributed.assignment import (
     AssignmentCost,
@@ -26,12 +31,20 @@ from second_order.distributed.assignment import (
     gradient_worker_count,
     spread_costs,
 )
+from second_order.distributed.collectives import World
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.gradient import GradientBlock
+from second_order.kronecker.layers import Approximation
+from second_order.kronecker.model_blocks import BlockRules
 
 __all__ = [
+    "Item",
     "LayerPlan",
     "Plan",
     "Planner",
+    "StepPlan",
+    "System",
+    "compile_step",
     "dims_of",
     "distkfac_plan",
     "dpkfac_plan",
@@ -43,6 +56,9 @@ __all__ = [
 
 Pair: TypeAlias = tuple[int, int]
 """A rank for A, and for G."""
+
+Item: TypeAlias = tuple[KroneckerBlock, str]
+"""A factor of a layer, by its letter."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +90,7 @@ class LayerPlan:
 
     def keeps(self, rank: int) -> tuple[bool, bool]:
         """Whether a rank keeps A and G."""
-        return (
-            (True, True)
-            if self.keepers is None
-            else (
-                self.keepers[0] == rank,
-                self.keepers[1] == rank,
-            )
-        )
+        return self.keeper("A") in (None, rank), self.keeper("G") in (None, rank)
 
 
 @dataclass(frozen=True)
@@ -110,16 +119,7 @@ def kaisa_plan(
     colocate: bool,
     keeps_all: bool,
 ) -> Plan:
-    """Plan as KAISA does: longest processing time first, rows of the grid as gradient workers.
-
-    Args:
-        layers: Sizes of the layers, in an order that all ranks share.
-        ranks: Number of ranks.
-        fraction: The share of the ranks that precondition a layer.
-        cost: The cost that is balanced over the ranks.
-        colocate: Whether one rank decomposes both factors of a layer.
-        keeps_all: Whether every rank keeps every factor.
-    """
+    """Plan as KAISA does: longest processing time first, rows of the grid as gradient workers."""
     columns = gradient_worker_count(ranks, fraction)
     grid = Grid(ranks // columns, columns)
     plans = []
@@ -132,26 +132,14 @@ def kaisa_plan(
 
 
 def dpkfac_plan(layers: Sequence[LayerDims], ranks: int, *, assignment: OwnerAssignment) -> Plan:
-    """Plan as DPKFAC does: a layer's owner does all the work on it.
-
-    Args:
-        layers: Sizes of the layers, in an order that all ranks share.
-        ranks: Number of ranks.
-        assignment: How layers are given to owners.
-    """
+    """Plan as DPKFAC does: a layer's owner does all the work on it."""
     owners = assign_owners(layers, ranks, assignment)
     plans = (LayerPlan(o, (o, o), (o, o), _one(o), f"owner {o}") for o in owners)
     return Plan(Grid(ranks, 1), tuple(plans))
 
 
 def distkfac_plan(layers: Sequence[LayerDims], ranks: int, *, keeps_all: bool) -> Plan:
-    """Plan as DistKFAC does: solves spread over the ranks, all of which precondition everything.
-
-    Args:
-        layers: Sizes of the layers, in an order that all ranks share.
-        ranks: Number of ranks.
-        keeps_all: Whether every rank keeps every factor; only its solver otherwise.
-    """
+    """Plan as DistKFAC does: solves spread over the ranks, all of which precondition everything."""
     everybody = range(ranks)
     plans = (
         LayerPlan(
@@ -202,16 +190,15 @@ def gradient_owners(sizes: Sequence[int], owners: Sequence[int | None], ranks: i
 
 def dims_of(block: KroneckerBlock) -> LayerDims:
     """The sizes of a layer that a plan is made from."""
-    shape = block.shape
-    cost = solve_cost_of(block)
+    shape, cost = block.shape, solve_cost_of(block)
     return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)
 
 
 def solve_cost_of(block: KroneckerBlock) -> float:
-    """The cost of solving a layer: the sum of n³ over its factors."""
+    """The cost of solving a layer: the sum of n³ over its factors, n for a diagonal one."""
     shape = block.shape
-    powers = {letter: 1 if shape.is_diagonal(letter) else 3 for letter in shape.letters}
-    return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers.items()))
+    powers = ((k, 1 if shape.is_diagonal(k) else 3) for k in shape.letters)
+    return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers))
 
 
 def _one(rank: int) -> range:
@@ -222,3 +209,101 @@ def _ranks(ranks: Sequence[int]) -> str:
     if len(ranks) > 2 and ranks == range(ranks[0], ranks[-1] + 1):
         return f"{ranks[0]}-{ranks[-1]}"
     return "+".join(map(str, ranks))
+
+
+@dataclass(frozen=True)
+class System:
+    """The choices in which the systems with Kronecker factors differ.
+
+    Attributes:
+        plan: Makes the plan of the layers: which rank does what.
+        rules: Rules for which modules become blocks.
+        said: The system's own options, for comparison between ranks.
+        owners: Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to
+            all ranks although layers have owners; None without owners.
+        conv_approximation: Approximation for convolutions; None for that of other layers.
+        solves: Makes the inverses of the layers on threads; None: they are solved at once.
+        waits: Whether all solves are waited for: then that is of a refresh's cost.
+        pipelined: Whether statistics leave for the other ranks while backward still runs.
+        exchange_dtype: Dtype in which factors' sums and decompositions travel; None for their own.
+        chooser: Chooses the number of gradient workers of a training, by ``choose``, and makes the
+            plan with so many, by ``planner``; None where it is given.
+    """
+
+    plan: Planner
+    rules: BlockRules
+    said: str = ""
+    owners: str | None = None
+    conv_approximation: Approximation | None = None
+    solves: Callable[..., Any] | None = None
+    waits: bool = True
+    pipelined: bool = False
+    exchange_dtype: torch.dtype | None = None
+    chooser: Any = None
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What this rank does at a step.
+
+    Attributes:
+        layers: The plan of each layer that trains.
+        row: The ranks that precondition the same layers as this one.
+        column: The ranks that this one exchanges preconditioned gradients with, one of each row.
+        wire: Dtype in which decompositions travel; None for their own.
+        taken: The layers into whose factors the passes of this rank go.
+        of_gradients: The layers whose factors are made of gradients.
+        told: The layers of which this rank tells the others after a refresh.
+        to_send: Of the layers that this row preconditions, by factor, the position in the row of
+            the rank that solves it.
+        results: Of all layers, by the dtype of their gradients, the row that preconditions each.
+    """
+
+    layers: Mapping[KroneckerBlock, LayerPlan]
+    row: World
+    column: World
+    wire: torch.dtype | None = None
+    taken: Sequence[KroneckerBlock] = ()
+    of_gradients: Sequence[GradientBlock] = ()
+    told: Sequence[KroneckerBlock] = ()
+    to_send: Mapping[Item, int] = field(default_factory=dict)
+    results: Mapping[torch.dtype, Mapping[KroneckerBlock, int]] = field(default_factory=dict)
+
+
+def compile_step(
+    world: World,
+    grid: Grid,
+    layers: Mapping[KroneckerBlock, LayerPlan],
+    wire: torch.dtype | None,
+    takes: Callable[[KroneckerBlock], bool],
+) -> StepPlan:
+    """List what this rank does; a collective, for the groups of its row and its column.
+
+    Args:
+        world: The ranks.
+        grid: The grid of ranks; a row of it preconditions a layer.
+        layers: The plan of each layer that trains.
+        wire: Dtype in which decompositions travel; None for their own.
+        takes: Tells whether this rank's batches go into a layer's factors.
+    """
+    here = grid.row(grid.row_of(world.rank))
+    results: dict[torch.dtype, dict[KroneckerBlock, int]] = {}
+    for block, layer in layers.items():
+        row = layer.workers[0] // len(layer.workers)
+        results.setdefault(block.work_dtype, {})[block] = row
+    return StepPlan(
+        layers,
+        world.subgroup(here),
+        world.subgroup(grid.column(grid.column_of(world.rank))),
+        wire,
+        [block for block in layers if block.watched and takes(block)],
+        [block for block in layers if isinstance(block, GradientBlock)],
+        [block for block, layer in layers.items() if layer.workers[0] == world.rank],
+        {
+            (block, letter): here.index(layer.solver(letter))
+            for block, layer in layers.items()
+            if layer.workers == here
+            for letter in block.shape.letters
+        },
+        results,
+    )

@@ -1,21 +1,174 @@
-"""Preconditioned gradients: P by each layer's gradient workers, sent to all, clipped, in p.grad."""
+"""Preconditioned gradients: P by each layer's gradient workers, sent to all, clipped, in p.grad.
+
+ν = min(1, sqrt(κ / Σ lr² |P·∇|)) bounds a step, at the learning rates and the bound of that step. A
+bound that follows the batch is made of the number of examples in an update of the factors, on the
+device. What the ranks add up is then the change over the bound, and κ is 1.
+
+Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
+from second_order.distributed.collectives import PendingReduction, World
 from second_order.distributed.parcels import deliver_parts
-from second_order.kfac.clip import Clip, kl_clip_coefficient
-from second_order.kfac.plan import LayerPlan, gradient_owners
-from second_order.kfac.step_plan import StepPlan
+from second_order.kfac.layers import USUAL_BATCH, Layers
+from second_order.kfac.options import AUTO, KFACOptions, check_clip
+from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.block import KroneckerBlock
+from second_order.options import PEAK_LR, value_at
 
-__all__ = ["owners_of", "precondition_by_owners", "precondition_by_workers", "share"]
+__all__ = [
+    "Clip",
+    "OwnerHook",
+    "bound_for",
+    "kl_change",
+    "kl_clip_coefficient",
+    "owners_of",
+    "precondition_by_owners",
+    "precondition_by_workers",
+]
+
+USUAL_BOUND = 1e-4  # what serves the digits best: docs/defaults.md, "The clip"
+USUAL_LR = 0.1  # at a lower rate steps are shorter, by the root of the rate: lowering it helps
+
+
+def kl_change(
+    preconditioned: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    learning_rates: Sequence[float | Tensor],
+) -> Tensor:
+    """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
+
+    lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
+    whose product is not finite does not count, so that it spoils no other.
+
+    Args:
+        preconditioned: P of each layer, any shapes; at least one.
+        gradients: ∇ of each layer, shapes as in ``preconditioned``.
+        learning_rates: lr of each layer's parameter group, at this step.
+
+    Returns:
+        A scalar on the layers' device; nothing waits for it.
+    """
+    terms = [
+        torch.linalg.vecdot(p.flatten(), g.flatten()).abs() * lr**2
+        for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True)
+    ]
+    products = torch.stack([term.to(terms[0].device, terms[0].dtype) for term in terms])
+    return torch.where(torch.isfinite(products), products, 0.0).sum()
+
+
+def kl_clip_coefficient(change: Tensor, kl_clip: float) -> Tensor:
+    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ.
+
+    Args:
+        change: Σ lr² |P·∇|, from :func:`kl_change`.
+        kl_clip: κ, the bound.
+    """
+    return torch.sqrt(kl_clip / change).clamp(max=1.0)
+
+
+def bound_for(examples: Tensor) -> Tensor:
+    """κ for a batch: 1e-4 (N / 64)^1.5, N its examples, 64 where their number is unknown.
+
+    The noise of a mean gradient falls with the batch, and with it the need to be careful. The power
+    is measured: benchmarks/progress/batch_scaling.py.
+    """
+    known = torch.where(examples > 0, examples, USUAL_BATCH)
+    return USUAL_BOUND * (known / USUAL_BATCH) ** 1.5
+
+
+class Clip:
+    """The parts of ν at a step: κ, and the change.
+
+    Args:
+        training: The training whose steps are clipped.
+        options: The options, ``kl_clip`` among them.
+        layers: The layers, whose averages tell the batches.
+        counted: Whose batches go into a layer's statistics: those of "all" processes that train, of
+            "one" of them, or those of "helpers", which say nothing of the training's own.
+    """
+
+    def __init__(
+        self,
+        training: Training,
+        options: KFACOptions,
+        layers: Layers,
+        counted: Literal["all", "one", "helpers"] = "all",
+    ) -> None:
+        self._training, self._options = training, options
+        self._layers, self._counted = layers, counted
+        self._group_of: dict[KroneckerBlock, int] = {}
+        self._batches: tuple[int, list[KroneckerBlock], Tensor] | None = None
+
+    def follow(self) -> None:
+        """Look up the groups of layers anew, as they or the layers have changed."""
+        groups = enumerate(self._training.groups)
+        found = {id(p): i for i, group in groups for p in group["params"]}
+        self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
+        self._batches = None
+
+    def bound(self) -> float | None:
+        """κ, the bound on the change at this step; None for no clip."""
+        if self._options.kl_clip == AUTO:
+            return 1.0
+        kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
+        if callable(self._options.kl_clip) and kl_clip is not None:
+            check_clip(kl_clip)
+        return kl_clip
+
+    def change(
+        self,
+        results: Mapping[KroneckerBlock, Tensor],
+        gradients: Mapping[KroneckerBlock, Tensor],
+        among: Sequence[KroneckerBlock] = (),
+    ) -> Tensor:
+        """Σ lr² |P·∇| over layers, over κ where that follows the batch; 0 for none.
+
+        Args:
+            results: P, the preconditioned gradient, of each layer.
+            gradients: ∇, the mean gradient, of each layer.
+            among: The layers whose batches κ follows; none for those of ``results``.
+        """
+        if not results:
+            return torch.zeros(())
+        # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
+        # ν lr P would otherwise not depend on lr at all while the clip is active.
+        which = "lr" if callable(self._options.kl_clip) else PEAK_LR
+        groups, by_batch = self._training.groups, self._options.kl_clip == AUTO
+        rates = [groups[self._group_of[block]][which] for block in results]
+        rates = [*map(_raised, rates)] if by_batch else rates
+        change = kl_change(list(results.values()), [gradients[b] for b in results], rates)
+        return change / self._bound_for_batch([*(among or results)], change) if by_batch else change
+
+    def _bound_for_batch(self, blocks: list[KroneckerBlock], like: Tensor) -> Tensor:
+        """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
+        if self._counted == "helpers":
+            return torch.tensor(USUAL_BOUND).to(like)
+        known, updates = self._batches, self._layers.updates
+        if known is None or known[0] != updates or known[1] != blocks:
+            counts = [block.ensure_factors().examples for block in blocks]
+            examples = torch.stack([count.to(counts[0].device) for count in counts]).max()
+            ranks = self._training.world.size if self._counted == "one" else 1
+            known = self._batches = updates, blocks, bound_for(examples * ranks)
+        return known[2].to(like)
+
+
+def _raised(lr: float | Tensor) -> float | Tensor:
+    """The rate by which "auto" reckons: below 0.1 the geometric mean of the two."""
+    if isinstance(lr, Tensor):
+        return torch.where(lr < USUAL_LR, (lr * USUAL_LR).sqrt(), lr)
+    return math.sqrt(lr * USUAL_LR) if lr < USUAL_LR else lr
 
 
 def precondition_by_workers(
@@ -34,26 +187,29 @@ def precondition_by_workers(
     Returns:
         ν, a scalar; None where nothing is clipped.
     """
-    found = {block: block.gradient(block.work_dtype) for block in step.layers if block.solved}
-    mine = {  # without a gradient, too: others expect a message
-        block: block.precondition(gradient, dtype)
-        for block, gradient in found.items()
-        if block.inverse is not None
-    }
-    with training.meter.stage("exchange"):
-        if step.column.size > 1:
+    found, mine = {}, {}
+    for block in step.layers:
+        if block.solved:
+            gradient = block.gradient(block.work_dtype)
+            if gradient is not None:
+                found[block] = gradient
+            if block.inverse is not None:  # without a gradient, too: others expect a message
+                mine[block] = block.precondition(gradient, dtype)
+    if step.column.size > 1:
+        with training.meter.stage("exchange"):
             mine = _given_to_all(step, mine, training.device)
-    gradients = {block: gradient for block, gradient in found.items() if gradient is not None}
-    if not gradients:
+    if not found:
         return None
     coefficient = None
     with training.meter.stage("clip"):
-        chosen = {block: mine[block] for block in gradients}
         if (bound := clip.bound()) is not None:
-            coefficient = kl_clip_coefficient(clip.change(chosen, gradients), bound)
-        for block, result in chosen.items():
-            scale = 1.0 if coefficient is None else coefficient.to(result.device, result.dtype)
-            block.write_gradient(result, scale)
+            chosen = {block: mine[block] for block in found}
+            coefficient = kl_clip_coefficient(clip.change(chosen, found), bound)
+        for block in found:
+            result, scale = mine[block], coefficient
+            block.write_gradient(
+                result, 1.0 if scale is None else scale.to(result.device, result.dtype)
+            )
     return coefficient
 
 
@@ -75,11 +231,12 @@ def _given_to_all(
 
 def owners_of(
     layers: Mapping[KroneckerBlock, LayerPlan], params: Sequence[Tensor], ranks: int
-) -> list[int]:
+) -> dict[Tensor, int]:
     """The owner of each parameter's gradient, in a layer or not."""
     owner_of = {id(p): layer.workers[0] for b, layer in layers.items() for p in b.params}
     owners = [owner_of.get(id(p)) for p in params]
-    return gradient_owners([p.numel() for p in params], owners, ranks)
+    found = gradient_owners([p.numel() for p in params], owners, ranks)
+    return dict(zip(params, found, strict=True))
 
 
 def precondition_by_owners(
@@ -104,8 +261,7 @@ def precondition_by_owners(
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
-    mine: dict[KroneckerBlock, Tensor] = {}
-    gradients: dict[KroneckerBlock, Tensor] = {}
+    mine, gradients = {}, {}
     for block in solved:
         gradient = None if block.inverse is None else block.gradient(block.work_dtype)
         if gradient is not None:
@@ -113,12 +269,13 @@ def precondition_by_owners(
     changes: list[Tensor] = []
     with meter.stage("clip"):
         if bound is not None:
-            changes = clip.parts(world.size, training.device)
+            wide = torch.promote_types(dtype, torch.float32)
+            changes = [*torch.zeros(world.size, dtype=wide, device=training.device).unbind()]
             changes[world.rank].copy_(clip.change(mine, gradients))
         for block, result in mine.items():  # not yet clipped: the whole sum comes with it
             block.write_gradient(result, 1.0)
-    with meter.stage("exchange"):
-        if world.size > 1:
+    if world.size > 1:
+        with meter.stage("exchange"):
             if owners is None:  # means already, wherever nobody has preconditioned them
                 ranks = {p: step.layers[block].workers[0] for block in solved for p in block.params}
                 sent = [
@@ -126,7 +283,7 @@ def precondition_by_owners(
                 ]
             else:
                 sent = [(p.grad, rank) for p, rank in owners.items() if p.grad is not None]
-            share(world, [*sent, *zip(changes, range(world.size), strict=False)])
+            _share(world, [*sent, *zip(changes, range(world.size), strict=False)])
     if bound is None:
         return None
     with meter.stage("clip"):
@@ -137,8 +294,62 @@ def precondition_by_owners(
     return coefficient
 
 
-def share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:
+def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:
     """Give all ranks tensors that one has."""
     if owned and world.size > 1:
         tensors, owners = zip(*owned, strict=True)
         world.broadcast(tensors, owners)
+
+
+class OwnerHook:
+    """DPKFAC's hook of DistributedDataParallel: gradients go to their owners during the passes.
+
+    Args:
+        world: The ranks.
+        owners: A bound method that gives the owner of each gradient; not kept alive.
+        ddp: The wrapper of the model.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        owners: Callable[[], Mapping[Tensor, int]],
+        ddp: DistributedDataParallel,
+    ) -> None:
+        self._world, self._owners = world, weakref.WeakMethod(owners)
+        self._summed_to: dict[Tensor, int] = {}  # since the last step
+        self._open: PendingReduction | None = None  # of the last bucket of this backward pass
+
+        def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants true classes, or nothing
+            return self._start(bucket)
+
+        ddp.register_comm_hook(None, hook)
+
+    def _start(self, bucket: Any) -> torch.futures.Future[Any]:
+        """Let the means of a bucket come together on their owners."""
+        owners = self._owners()
+        if owners is None:
+            raise RuntimeError("the DPKFAC optimizer of this model's owner hook is gone")
+        known, gradients = owners(), bucket.gradients()
+        torch._foreach_div_(gradients, float(self._world.size))
+        to = {p: known.get(p, 0) for p in bucket.parameters()}  # 0: frozen since DDP was made
+        self._summed_to |= to
+        # Buckets come in the same order on every rank, and second messages with the next of them.
+        if self._open is not None and bucket.index() > 0:
+            self._open.go_on()
+        summed = self._world.reduce(gradients, list(to.values()))
+        done = torch.futures.Future[Any]()
+        if self._world.size == 1:
+            done.set_result(bucket.buffer())
+            return done
+        done = summed.future().then(lambda _: bucket.buffer())
+        self._open = None if bucket.is_last() else summed
+        if bucket.is_last():
+            summed.go_on()
+        return done
+
+    def share_moved(self, owners: Mapping[Tensor, int]) -> None:
+        """Give all ranks the means that have come to ranks that own them no more."""
+        summed, self._summed_to = self._summed_to, {}
+        moved = [(p.grad, rank) for p, rank in summed.items() if owners.get(p, rank) != rank]
+        _share(self._world, [(grad, rank) for grad, rank in moved if grad is not None])

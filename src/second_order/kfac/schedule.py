@@ -1,21 +1,247 @@
-"""When statistics and refreshes come: as numbers, callables, the budget or drift say."""
+"""When statistics and refreshes come: as numbers, callables, the budget or drift say.
+
+Refreshes by drift come as often as each layer changes by them:
+
+at a refresh    P₀ = old inverse ∇, P = new inverse ∇         of the step's own mean gradient
+                c = cos(P₀, P), r = |P₀| / |P|                all ranks hear them
+interval        halved where c is low, doubled where it is high; 1 at first, 32 steps at most
+due             every interval-th step, and no oftener than three layers of four want to be
+
+Intervals are powers of two and due steps their multiples, so that layers come due together and the
+ranks that solve are busy at the same steps. A layer's solves cost, on average, no more than the
+passes through the model: with cost c of a solve and work W of a step's passes, the least interval
+of a layer is sqrt(c) Σ sqrt(c) / W, by which Σ c / interval is W, and the sum of intervals least.
+"""
 
 from __future__ import annotations
 
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
 from second_order.budget import IntervalBudget
+from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.drift import ADAPTIVE, PLAIN, Drift
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import AUTO, check_interval, value_at
 from second_order.stages import ELSEWHERE
 
-__all__ = ["Cadence"]
+__all__ = [
+    "ADAPTIVE",
+    "DRIFT",
+    "DRIFT_ALIKE",
+    "DRIFT_INTERVAL",
+    "LONGEST",
+    "PLAIN",
+    "Bounds",
+    "Cadence",
+    "Change",
+    "Drift",
+    "least_intervals",
+]
 
+DRIFT_INTERVAL, DRIFT_ALIKE = DRIFT = ("drift_interval", "drift_alike")
+"""The entries of a checkpoint, in the part of every layer."""
+
+LONGEST = 32
+WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
+SMALL = 5e8  # operations that take as long as what a step costs besides its products
 COSTLY, SHORT = 10, 0.5  # a refresh that is told of: in steps of the base, and in seconds
 JUDGED = 100  # steps whose refreshes may be told of
 BY_DRIFT, BY_BUDGET = 5, 20  # number of steps that are measured
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """When an interval changes.
+
+    Attributes:
+        apart: Cosine below which it is halved.
+        alike: Cosine above which it is doubled.
+        patience: Number of refreshes in a row that have to be so much alike.
+    """
+
+    apart: float
+    alike: float
+    patience: int
+
+
+# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. SGD
+# takes steps as they are, and its averages remember longer: they change less from one to the next.
+PLAIN, ADAPTIVE = Bounds(0.95, 0.985, 2), Bounds(0.9, 0.97, 1)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What the last refresh of a layer changed.
+
+    Attributes:
+        interval: Steps from a refresh to the next.
+        cosine: Between the gradient as the old inverse preconditions it, and as the new one does.
+        length: The length of the former over that of the latter.
+        alike: Number of refreshes in a row after which the two were alike.
+    """
+
+    interval: int = 1
+    cosine: float = math.nan
+    length: float = math.nan
+    alike: int = 0
+
+    def then(self, cosine: float, length: float, bounds: Bounds, least: int = 1) -> Change:
+        """What the next refresh makes of it, the interval having been ``least`` at least."""
+        alike = self.alike + 1 if cosine > bounds.alike else 0
+        interval = max(self.interval, least)
+        if cosine < bounds.apart:
+            return Change(max(interval // 2, 1), cosine, length)
+        if alike < bounds.patience:
+            return Change(interval, cosine, length, alike)
+        return Change(min(2 * interval, max(LONGEST, least)), cosine, length)
+
+
+def least_intervals(costs: Sequence[float], work: float) -> list[int]:
+    """Least intervals, powers of two, by which solves cost no more than the passes of a step.
+
+    Args:
+        costs: Operations of the solves of each layer, on the rank that does most.
+        work: Operations of a step's passes on a rank; 0 where they are not known: no bound.
+    """
+    if not work:
+        return [1] * len(costs)
+    total = sum(map(math.sqrt, costs))
+    wanted = [math.sqrt(cost) * total / (work + SMALL) for cost in costs]
+    return [2 ** min(max(round(math.log2(w)), 0), 10) if w > 0 else 1 for w in wanted]
+
+
+class Drift:
+    """The intervals of layers that are refreshed as they drift; the same on every rank.
+
+    Attributes:
+        changes: What the last refresh of each layer changed.
+        held: Number of layers that want to be refreshed oftener than ``least`` allows.
+        least: Steps that the budget leaves between refreshes, at least.
+    """
+
+    def __init__(self, bounds: Bounds = PLAIN) -> None:
+        self._bounds = bounds
+        self.changes: dict[KroneckerBlock, Change] = {}
+        self.least, self.held = 1, 0
+        self._affordable: dict[KroneckerBlock, int] = {}
+        # Made anew once anything changes: what it is for, steps between refreshes, intervals.
+        self._schedule: tuple[int, int, tuple[int, ...]] | None = None
+
+    def interval(self, block: KroneckerBlock) -> int:
+        """Steps from a layer's refresh to the next, as drift, budget and work allow."""
+        wanted = self.changes.get(block, Change()).interval
+        return max(wanted, self._affordable.get(block, 1), self.least)
+
+    def due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
+        """The layers that are due at a step; those without an inverse are whenever any could be."""
+        tick, intervals = self._scheduled(blocks)
+        if step % tick:
+            return []
+        pairs = zip(blocks, intervals, strict=True)
+        return [b for b, every in pairs if not b.solved or step % max(every, tick) == 0]
+
+    def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
+        """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
+        if self._schedule is None or self._schedule[0] != self.least:
+            intervals = tuple(map(self.interval, blocks))
+            known = sorted(i for b, i in zip(blocks, intervals, strict=True) if b.solved)
+            tick = known[int(len(known) * WANTED_BY)] if known else 1
+            self._schedule = self.least, tick, intervals
+        return self._schedule[1:]
+
+    def hear(
+        self,
+        blocks: Sequence[KroneckerBlock],
+        changes: Sequence[float],
+        work: float,
+        costs: Sequence[float],
+    ) -> None:
+        """Follow what a refresh has changed.
+
+        Args:
+            blocks: All layers that train.
+            changes: Of each layer P₀ · P, |P₀|² and |P|², one after the other; zeros for nothing.
+            work: Operations of a step's passes on a rank.
+            costs: Operations of the solves of each layer, on the rank that does most.
+        """
+        parts = (iter(changes),) * 3
+        for block, product, old, new in zip(blocks, *parts, strict=True):
+            apart, length = _change(product, old, new)
+            if length > 0:
+                before, least = self.changes.get(block, Change()), self._affordable.get(block, 1)
+                least = max(least, self.least)
+                self.changes[block] = before.then(1 - apart, length, self._bounds, least)
+        self.held = sum(change.interval < self.least for change in self.changes.values())
+        self._affordable = dict(zip(blocks, least_intervals(costs, work), strict=True))
+        self._schedule = None
+
+    def follow(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Keep what is known of these layers, and of no others."""
+        kept = set(blocks)
+        for known in (self.changes, self._affordable):
+            for block in known.keys() - kept:
+                del known[block]
+        self._schedule = None
+
+    def intervals(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, ...]:
+        """The intervals, which must be equal on all ranks."""
+        return self._scheduled(blocks)[1]
+
+    def saved(self, block: KroneckerBlock) -> dict[str, Any]:
+        """What a checkpoint keeps of a layer."""
+        alike = self.changes.get(block, Change()).alike
+        return {DRIFT_INTERVAL: self.interval(block), DRIFT_ALIKE: alike}
+
+    def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
+        """Take over the intervals of a checkpoint."""
+        self.follow(())
+        self.held = 0
+        for block in blocks:
+            part = saved.get(block.weight)
+            if part is not None and part.keys() >= set(DRIFT):
+                alike = part.whole(DRIFT_ALIKE, 0)
+                self.changes[block] = Change(part.whole(DRIFT_INTERVAL, 1), alike=alike)
+
+    @property
+    def said(self) -> str:
+        """A part of a line of the summary; "" before anything has drifted."""
+        if not self.changes:
+            return ""
+        every = sorted(map(self.interval, self.changes))
+        first, last = ("step" if n == 1 else f"{n:.0f} steps" for n in (every[0], every[-1]))
+        held = f", {self.held} held back by overhead" if self.held else ""
+        return f"refreshes by drift, every {first} to {last}{held}"
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Cosines, lengths and intervals at the layers' last refreshes, to log."""
+        known = [change for change in self.changes.values() if not math.isnan(change.cosine)]
+        return {
+            "drift/interval": _median([*map(self.interval, self.changes)]),
+            "drift/cosine": _median([change.cosine for change in known]),
+            "drift/cosine/min": min((change.cosine for change in known), default=math.nan),
+            "drift/length": _median([change.length for change in known]),
+        }
+
+
+def _change(product: float, before: float, now: float) -> tuple[float, float]:
+    """1 - c and r, of P₀ · P, |P₀|² and |P|²; zeros where one of the two vanishes."""
+    both = math.sqrt(before) * math.sqrt(now)
+    if not 0 < both < math.inf:
+        return 0.0, 0.0
+    return 1 - max(min(product / both, 1.0), -1.0), math.sqrt(before / now)
+
+
+def _median(values: Sequence[float]) -> float:
+    return float(statistics.median(values)) if values else math.nan
 
 
 class Cadence:
@@ -52,22 +278,28 @@ class Cadence:
         steps = BY_DRIFT if options.by_drift else BY_BUDGET
         self.budget = IntervalBudget(training, options.overhead, given, kinds, steps)
 
+    def _is_dense(self, step: int) -> bool:
+        """Whether statistics and refreshes are due whatever the intervals."""
+        return step == self._layers.newcomers_at or self.budget.measuring
+
     def takes_statistics(self) -> bool:
         """Whether statistics are due at this step."""
+        name, step = "factor_update_steps", self._training.steps
         if self._options.factor_update_steps is None:
             return bool(self.due())
-        return self._is_one_of("factor_update_steps", self._training.steps)
+        return self._is_dense(step) or step % self.interval(name, step) == 0
 
     def due(self, coming: int = 0) -> list[KroneckerBlock]:
         """The layers that are to be solved at this step, or as many steps later."""
-        step, layers = self._training.steps + coming, list(self._layers.active)
-        if self.drift is None:
-            return layers if self._is_one_of("inv_update_steps", step) else []
+        step, drift = self._training.steps + coming, self.drift
         if self._is_dense(step):
-            return layers
+            return [*self._layers.active]
+        if drift is None:
+            every = self.interval("inv_update_steps", step)
+            return [*self._layers.active] if step % every == 0 else []
         allowed = self.budget.chosen.get("inv_update_steps", 1)
-        self.drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
-        return self.drift.due(layers, step)
+        drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
+        return drift.due(self._layers.active, step)
 
     @property
     def may_come(self) -> bool:
@@ -77,20 +309,13 @@ class Cadence:
         """
         return callable(self._options.inv_update_steps) or bool(self.due(coming=1))
 
-    def _is_dense(self, step: int) -> bool:
-        """Whether statistics and refreshes are due whatever the intervals."""
-        return self.budget.measuring or step == self._layers.newcomers_at
-
-    def _is_one_of(self, option: str, step: int) -> bool:
-        return self._is_dense(step) or step % self.interval(option, step) == 0
-
     def interval(self, option: str, step: int) -> int:
-        """What an option says of a step, or the budget has chosen for it."""
-        if option in self.budget.chosen:
-            return self.budget.chosen[option]
-        every = value_at(getattr(self._options, option), step)
-        check_interval(f"{option} at step {step}: {option}", every)
-        return int(every)
+        """What an option says of a step, or the budget has chosen for it; 1 while it measures."""
+        every = self.budget.chosen.get(option) or getattr(self._options, option)
+        if callable(every):
+            every = every(step)
+            check_interval(f"{option} at step {step}: {option}", every)
+        return 1 if every == AUTO else int(every)
 
     @property
     def judges_cost(self) -> bool:
@@ -109,12 +334,13 @@ class Cadence:
                 f"{drift.held} layers have drifted so far that they want one oftener; a larger "
                 f"overhead allows it, and skip_layers=[...] spares wide layers"
             )
+        if not self.judges_cost:
+            return
         base = training.meter.spent(ELSEWHERE, "average_gradients", "base")
         refresh = training.meter.spent("solve", "solve_exchange")
         loading = training.steps == 0 and training.device.type != "cpu"  # a device's libraries
-        if not self.judges_cost or loading or refresh < max(SHORT, COSTLY * base):
-            return
-        if not training.first_time("cost of a refresh"):
+        costly = not loading and refresh >= max(SHORT, COSTLY * base)
+        if not costly or not training.first_time("cost of a refresh"):
             return
         every, remedy = options.inv_update_steps, "a larger inv_update_steps makes them rarer"
         when = f"every {every} steps" if isinstance(every, int) else "as inv_update_steps says"
@@ -130,10 +356,6 @@ class Cadence:
             f"alone {base:.2g} s: one comes {when}; {remedy}, {cheaper}skip_layers=[...] spares "
             f"the widest layers"
         )
-
-    def updated(self) -> None:
-        """Take note that the averages have been updated at this step."""
-        self.updated_at = self._training.steps
 
     def decay(self, age: int | None = None, *, exactly: bool = False) -> float:
         """The averages' weight of the past at an update.

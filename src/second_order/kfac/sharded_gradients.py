@@ -14,7 +14,7 @@ Parameters that are whole on every rank go the same way; only their results trav
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,37 +23,24 @@ from second_order.contract.training import Training
 from second_order.distributed.collectives import BUCKET_BYTES, World
 from second_order.distributed.rows import Rows, rows_of
 from second_order.distributed.shares import in_buckets
-from second_order.kfac.clip import Clip, kl_clip_coefficient
-from second_order.kfac.step_plan import StepPlan
+from second_order.kfac.plan import StepPlan
+from second_order.kfac.precondition import Clip, kl_clip_coefficient
 from second_order.kronecker.block import KroneckerBlock
 from second_order.sharded import local
 
 __all__ = ["buckets_of", "precondition_rows"]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A parameter of a layer, and where its rows are.
-
-    Attributes:
-        block: The layer.
-        param: The parameter.
-        rows: The rows, by rank.
-    """
+class Piece(NamedTuple):
+    """A parameter of a layer, and its rows by rank."""
 
     block: KroneckerBlock
     param: Tensor
     rows: Rows
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """Layers whose gradients travel together.
-
-    Attributes:
-        dtype: The dtype in which they travel.
-        pieces: By rank, the parameters of the layers that it preconditions.
-    """
+class Bucket(NamedTuple):
+    """Layers whose gradients travel together: by rank, the parameters that it preconditions."""
 
     dtype: torch.dtype
     pieces: Sequence[Sequence[Piece]]
@@ -89,7 +76,14 @@ def precondition_rows(
     for bucket in buckets:
         with meter.stage("exchange"):
             whole = _gathered(bucket, world, training.device)
-        results, gradients = _preconditioned(bucket.pieces[world.rank], whole, dtype)
+        results: dict[KroneckerBlock, Tensor] = {}
+        gradients: dict[KroneckerBlock, Tensor] = {}
+        for block in dict.fromkeys(piece.block for piece in bucket.pieces[world.rank]):
+            with block.lent(whole):
+                gradient = block.gradient(block.work_dtype)
+                if gradient is not None and block.inverse is not None:
+                    gradients[block] = gradient
+                    results[block] = block.precondition(gradient, dtype)
         change = torch.zeros((), dtype=bucket.dtype)
         if bound is not None:
             change = clip.change(results, gradients, among)
@@ -131,21 +125,6 @@ def buckets_of(step: StepPlan, world: World) -> list[Bucket]:
     return buckets
 
 
-def _preconditioned(
-    pieces: Sequence[Piece], whole: Mapping[Tensor, Tensor], dtype: torch.dtype
-) -> tuple[dict[KroneckerBlock, Tensor], dict[KroneckerBlock, Tensor]]:
-    """P and ∇ of this rank's layers of a bucket."""
-    results: dict[KroneckerBlock, Tensor] = {}
-    gradients: dict[KroneckerBlock, Tensor] = {}
-    for block in dict.fromkeys(piece.block for piece in pieces):
-        with block.lent(whole):
-            gradient = block.gradient(block.work_dtype)
-            if gradient is not None and block.inverse is not None:
-                gradients[block] = gradient
-                results[block] = block.precondition(gradient, dtype)
-    return results, gradients
-
-
 def _gathered(bucket: Bucket, world: World, device: torch.device) -> dict[Tensor, Tensor]:
     """The whole gradients of this rank's layers in a bucket, from the ranks that have rows."""
     here = world.rank
@@ -160,12 +139,11 @@ def _gathered(bucket: Bucket, world: World, device: torch.device) -> dict[Tensor
     ]
     received = world.swap([_joined(part, bucket.dtype, device) for part in sent], map(sum, sizes))
     parts = [iter(flat.split(each)) for flat, each in zip(received, sizes, strict=True)]
-    return {
-        piece.param: torch.cat([next(parts[rank]) for rank in piece.rows.replicas[here]]).view(
-            piece.param.shape
-        )
-        for piece in mine
-    }
+    whole = {}
+    for piece in mine:
+        flat = torch.cat([next(parts[rank]) for rank in piece.rows.replicas[here]])
+        whole[piece.param] = flat.view(piece.param.shape)
+    return whole
 
 
 def _returned(

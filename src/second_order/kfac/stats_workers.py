@@ -1,8 +1,14 @@
 """Gradient workers and stats workers: who of them says what when, and which are alive.
 
-Both ends of the conversation, a class each: :class:`StatsWorkers` sends points and takes in
-statistics, :class:`StatsWorker` answers points by statistics. Each stats worker hosts a store of
-its own, so that none takes another along when it dies.
+    want        k, by a stats worker: the number of the point that it wants next
+    point/k     the newest parameters and buffers, by worker 0,
+                which of them train, and which are optimized        ->  to that stats worker
+    stats/k/r   the statistics at point k of the layers of worker r ->  to worker r
+
+Points are sent on demand: nobody waits, and no more than one message of a kind is under way. Both
+ends are a class each: :class:`StatsWorkers` sends points and takes in statistics,
+:class:`StatsWorker` answers points by statistics. Each stats worker hosts a store of its own, so
+that none takes another along when it dies.
 """
 
 from __future__ import annotations
@@ -15,41 +21,32 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
-from second_order.distributed.mailbox import Mailbox, await_connections, await_goodbyes
-from second_order.distributed.messages import (
-    MalformedError,
-    refused_line,
+from second_order.distributed.mailbox import (
+    Address,
+    Mailbox,
+    Message,
+    await_goodbyes,
+    open_store,
 )
-from second_order.distributed.parcels import unpack_by_dtype
-from second_order.distributed.roles import Roles, assign_roles
-from second_order.distributed.store import Address, Store, open_store
+from second_order.distributed.parcels import pack_by_dtype, take_model
+from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
 from second_order.errors import SecondOrderError
 from second_order.kfac.layers import Layers
-from second_order.kfac.statistics import ACCOUNTS, NAMES
-from second_order.kfac.stats_messages import (
-    in_groups,
-    model_tensors,
-    parts_of,
-    point_in,
-    point_of,
-    statistics_in,
-    statistics_of,
-    unpack_statistics,
-)
-from second_order.kfac.system import no_copies
+from second_order.kfac.metrics import ACCOUNTS, NAMES
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.collector import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
-from second_order.sharded import is_dtensor
 
 __all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers"]
 
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
 Sums: TypeAlias = dict[KroneckerBlock, StatisticsSums]
 
@@ -58,10 +55,9 @@ REMEDY = (
     "layers, and add their groups when they are to train"
 )
 ENOUGH_MESSAGES = 5  # without sound statistics of a layer, after which it is hungry
-FAREWELL_SECONDS = 5.0  # seconds for which a store outlives its host's own goodbye at most
 
 
-def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[Store | None, Address]]]:
+def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[TCPStore | None, Address]]]:
     """Give every process its role, and stores to talk by; a collective.
 
     Raises:
@@ -76,11 +72,55 @@ def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[Store | N
     return roles, stores
 
 
-def _check_processes(training: Training, count: int) -> None:
-    assign_roles(training.world.size, count, "stats", training.under_ddp)
-    sharded = any(map(is_dtensor, training.model.parameters()))
-    if any(training.world.all_gather_object(sharded)):  # all raise, whoever has shards
-        raise ValueError(no_copies(training))
+def _model_tensors(model: nn.Module) -> list[Tensor]:
+    """A model's parameters and buffers, which points hold."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def _in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:
+    """Which of the tensors the groups have."""
+    ours = {id(p) for group in groups for p in group["params"]}
+    return [id(t) in ours for t in tensors]
+
+
+def statistics_of(sums: Mapping[str, StatisticsSums], edition: int) -> Message:
+    """Make a message of statistics: all heads and all factors in a flat tensor each.
+
+    Args:
+        sums: The sums by layer; none where there is nothing to tell.
+        edition: Number of changes of the layers so far.
+    """
+    heads = [each.head for each in sums.values()]
+    factors = [t for each in sums.values() for t in each.factors.values()]
+    flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
+    return flat, {"layers": list(sums), "edition": edition}
+
+
+def unpack_statistics(
+    message: Message, mine: Mapping[str, KroneckerBlock]
+) -> dict[str, StatisticsSums | None]:
+    """The sums of a message by layer; empty if its layers are not this process's.
+
+    Sums are None where they are not finite, or of no example.
+    """
+    tensors, note = message
+    if not note["layers"] or any(layer not in mine for layer in note["layers"]):
+        return {}
+    blocks = [mine[layer] for layer in note["layers"]]
+    head_sizes = [1 + len(b.shape.letters) * b.shape.groups for b in blocks]
+    shapes = [[b.stored_shape(letter) for letter in b.shape.letters] for b in blocks]
+    heads, factors = tensors
+    device = blocks[0].weight.device
+    flat = iter(factors.split([torch.Size(shape).numel() for each in shapes for shape in each]))
+    found: dict[str, StatisticsSums | None] = {}
+    for block, head, each in zip(blocks, heads.split(head_sizes), shapes, strict=True):
+        parts = [next(flat).view(shape).clone() for shape in each]
+        sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts))
+        moved = [part.to(device, non_blocking=True) for part in parts]
+        by_letter = dict(zip(block.shape.letters, moved, strict=True))
+        sums = StatisticsSums(by_letter, head.to(device, non_blocking=True))
+        found[block.name] = sums if sound else None
+    return found
 
 
 @dataclass
@@ -91,17 +131,13 @@ class Helper:
         name: Name of the stats worker.
         mailbox: The mailbox to the stats worker.
         asked: Number of points sent to the stats worker.
-        due: Number of the point that it is to get after this step, plus one; 0 for none.
         heard: Number of statistics that have come from the stats worker.
-        expected: Name of the message that is listened for.
     """
 
     name: str
     mailbox: Mailbox
     asked: int = 0
-    due: int = 0
     heard: int = 0
-    expected: str = ""
 
 
 class StatsWorkers:
@@ -113,106 +149,76 @@ class StatsWorkers:
 
     Attributes:
         active: The stats workers that are alive.
-        mailboxes: The mailboxes to all stats workers, those that are gone included.
         shapes: Shapes of the model's parameters and buffers, as all processes have them.
         own_passes: Whether statistics come from the training passes.
         hungry: Whether there are layers of this process without statistics.
         messages: Number of messages that have come.
         last: By layer of this process, the number of the last message with its sound statistics.
         known: Layers that have ever had statistics, from whatever passes.
-        foreign: Messages in a row that spoke of layers that this process does not own.
         edition: Number of changes of the layers. Messages on their way at a change are dropped.
         nonfinite: Number of statistics that were dropped because they were not finite.
     """
 
     def __init__(self, count: int, patience: float) -> None:
         self.count, self._patience = count, patience
-        self.mailboxes: list[Mailbox] = []
         self._rank = 0
         self.shapes: list[torch.Size] = []
         self.active: list[Helper] = []
         self.own_passes = self.hungry = True
-        self.messages = self.foreign = self.edition = self.nonfinite = 0
+        self.messages = self.edition = self.nonfinite = 0
         self.last: dict[str, int] = {}
         self.known: set[str] = set()
 
     def check_processes(self, training: Training) -> None:
-        """Raise ValueError if no process would be left to train, or the model is in shards."""
-        _check_processes(training, self.count)
+        """Raise ValueError if no process would be left to train."""
+        assign_roles(training.world.size, self.count, "stats", training.under_ddp)
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
         everybody = training.world
         roles, stores = _divide(training, self.count)
         self._rank = training.world.rank
+        me = f"worker {self._rank}"
         for host, (_, address) in zip(roles.helpers, stores, strict=True):
             name = f"stats worker {host}"
-            mailbox = Mailbox(address, f"worker {self._rank}", name, self._patience)
+            mailbox = Mailbox(address, me, name, self._patience, training)
             self.active.append(Helper(name, mailbox))
-        self.mailboxes = [helper.mailbox for helper in self.active]
-        await_connections(everybody, self.mailboxes, [store for store, _ in stores])
-        self.shapes = [t.shape for t in model_tensors(training.model)]
-
-    @property
-    def refused(self) -> int:
-        """Number of malformed messages that were refused."""
-        return sum(mailbox.refused for mailbox in self.mailboxes)
+        everybody.all_gather_object(None)  # all are connected
+        self.shapes = [t.shape for t in _model_tensors(training.model)]
 
     def tell(self, training: Training) -> None:
-        """Warn, once each, of faults in the messages that have come."""
-        found = {}
-        if self.foreign >= ENOUGH_MESSAGES:
-            found["foreign"] = (
-                "a stats worker speaks of layers that this rank does not own: freeze, unfreeze and "
-                "add the same parameters on every rank; its statistics are dropped until then"
-            )
-        if self.nonfinite:
-            found["nonfinite"] = (
+        """Warn once of statistics that are not finite."""
+        if self.nonfinite and training.first_time("nonfinite"):
+            training.warn(
                 "a stats worker has sent statistics that are not finite: they are dropped"
             )
-        if self.refused:
-            complaints = (mailbox.complaint for mailbox in self.mailboxes)
-            found["refused"] = refused_line(next(filter(None, complaints), ""))
-        for key, warning in found.items():
-            if training.first_time(key):
-                training.warn(warning)
 
     def require_no_growth(self, training: Training) -> None:
         """Raise SecondOrderError if the model has changed, and stats workers lack the new one."""
-        if self.active and self.shapes != [t.shape for t in model_tensors(training.model)]:
+        if self.active and self.shapes != [t.shape for t in _model_tensors(training.model)]:
             raise SecondOrderError(f"the model has changed; {REMEDY}")
 
     def offer(self, training: Training, send: Sender) -> None:
-        """Send the newest parameters to the stats workers that want them, as has been agreed on.
+        """Send the newest parameters to the stats workers that want them; worker 0 does.
 
-        Worker 0 does, and the others where FSDP2 has left it some of the rows.
+        Statistics that are still on their way hold the next point back: none queue up.
 
         Args:
             training: The training that has the parameters.
             send: Takes copies of tensors, and a function to call with them on the CPU.
         """
-        first = self._rank == 0
-        for helper in self.active:
-            if helper.due == 0:
-                continue
-            name = f"point/{helper.due - 1}"
-            helper.asked, helper.due = helper.due, 0
-            if first or any(map(is_dtensor, training.model.parameters())):
-                point, note = point_of(training.model, training.groups, self.edition, self._rank)
-                post = helper.mailbox.post
-                mine = partial(post, f"{name}/{self._rank}")
-                send(point, partial(post, name, **note) if first else mine)
-
-    def _wanted(self, helper: Helper) -> float:
-        """The number of the point that a stats worker is to get next, plus one; 0 for none yet.
-
-        Worker 0 tells: the others may not have heard of it. Statistics that are still on their way
-        hold the next point back: none queue up.
-        """
-        wanted = helper.mailbox.heard("want") if self._rank == 0 else None
-        if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
-            return float(wanted + 1)
-        return 0.0
+        for helper in self.active if self._rank == 0 else ():
+            wanted = helper.mailbox.heard("want")
+            if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
+                helper.asked = wanted + 1
+                newest = _model_tensors(training.model)
+                note: dict[str, Any] = {
+                    "edition": self.edition,
+                    "train": [t.requires_grad for t in newest],
+                    "optimized": _in_groups(newest, training.groups),
+                }
+                post = partial(helper.mailbox.post, f"point/{wanted}", **note)
+                send(pack_by_dtype(newest), post)
 
     def statistics(
         self, mine: Mapping[str, KroneckerBlock], fed: Iterable[str] = ()
@@ -225,23 +231,15 @@ class StatsWorkers:
         """
         self.known.update(name for name in fed if name in mine)
         for helper in self.active:
-            name = self._expected_from(helper)
-            message = helper.mailbox.arrived(name)
+            message = helper.mailbox.arrived(f"stats/{helper.heard}/{self._rank}")
+            helper.heard += message is not None
+            helper.mailbox.expect(f"stats/{helper.heard}/{self._rank}")
             if message is None:
                 continue
-            helper.heard += 1
-            self._expected_from(helper)  # now, to keep up with it
-            try:
-                tensors, note = statistics_in(message)
-            except MalformedError as why:
-                helper.mailbox.refuse(name, why)
-                self.messages += 1  # of nothing, so that hunger grows
-                continue
-            if note["edition"] < self.edition:  # statistics from before the layers changed
+            if message[1]["edition"] < self.edition:  # from before the layers changed
                 continue
             self.messages += 1
-            found = unpack_statistics(tensors, note["layers"], mine)
-            self.foreign = self.foreign + 1 if note["layers"] and not found else 0
+            found = unpack_statistics(message, mine)
             self.nonfinite += sum(sums is None for sums in found.values())
             sound = {layer: sums for layer, sums in found.items() if sums is not None}
             self.last |= dict.fromkeys(sound, self.messages)
@@ -256,40 +254,22 @@ class StatsWorkers:
         if self.active:
             self.last, self.messages, self.hungry = {}, 0, True
             self.own_passes = True
-            self.edition, self.foreign = self.edition + 1, 0
-
-    def _expected_from(self, helper: Helper) -> str:
-        """The name of the next statistics for this worker, which is listened for from now on."""
-        name = f"stats/{helper.heard}/{self._rank}"
-        if helper.expected != name:  # listen once to each name
-            helper.expected = name
-            helper.mailbox.expect(name)
-        return name
+            self.edition += 1
 
     def news(self) -> list[float]:
-        """Numbers to agree on with all workers: whether hungry, which helpers are gone, or want."""
-        if not self.active:
-            return []
-        mailboxes = [helper.mailbox for helper in self.active]
-        gone = [float(c.lost or c.closed_there) for c in mailboxes]
-        return [float(self.hungry), *gone, *map(self._wanted, self.active)]
+        """Numbers to agree on with all workers: is one hungry, and which helpers are gone."""
+        gone = [float(h.mailbox.lost or h.mailbox.closed_there) for h in self.active]
+        return [float(self.hungry), *gone] if self.active else []
 
     def hear(self, news: Sequence[float], training: Training) -> None:
         """Act on the numbers agreed on, alike on every worker."""
         if not news:
             return
-        hungry, helpers = news[0], len(self.active)
-        gone, wants = news[1 : 1 + helpers], news[1 + helpers :]
-        for helper, want in zip(self.active, wants, strict=True):
-            helper.due = int(want)
+        hungry, *gone = news
         left = [h for h, g in zip(self.active, gone, strict=True) if g]
         if left:
             names = ", ".join(helper.name for helper in left)
-            for helper in left:
-                helper.mailbox.leave()
-            for helper in left:
-                helper.mailbox.close(0.1)
-            self.active = [helper for helper in self.active if helper not in left]
+            self._part(left, 0.1)
             rest = (
                 "the others go on"
                 if self.active
@@ -300,12 +280,15 @@ class StatsWorkers:
 
     def close(self) -> None:
         """Say goodbye to the stats workers that are alive, and wait for all of them together."""
-        for helper in self.active:
-            helper.mailbox.leave()
-        for helper in self.active:
-            helper.mailbox.close(self._patience)
-        self.active = []
+        self._part(self.active, self._patience)
         self.own_passes = True
+
+    def _part(self, helpers: Sequence[Helper], patience: float) -> None:
+        for helper in helpers:
+            helper.mailbox.leave()
+        for helper in helpers:
+            helper.mailbox.close(patience)
+        self.active = [helper for helper in self.active if helper not in helpers]
 
 
 class StatsWorker(Curvature):
@@ -343,7 +326,7 @@ class StatsWorker(Curvature):
         self._count, self._patience = count, patience
         self._workers = training.world.size - count
         self.mailbox: Mailbox | None = None
-        self._store: Store | None = None
+        self._store: TCPStore | None = None
         self._name = ""
         self._everybody: tuple[str, ...] = ()
         self._asked = self._sent = self._edition = 0
@@ -354,13 +337,9 @@ class StatsWorker(Curvature):
         """The workers' options, and the layers."""
         return self._description(self.layers)
 
-    def averaging_processes(self) -> int:
-        """The processes that train, whose gradients are averaged."""
-        return self._workers
-
     def check_processes(self) -> None:
-        """Raise ValueError if no process would be left to train, or the model is in shards."""
-        _check_processes(self.training, self._count)
+        """Raise ValueError if no process would be left to train."""
+        assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
@@ -370,10 +349,10 @@ class StatsWorker(Curvature):
         self._name = f"stats worker {roles.helpers[me]}"
         self._everybody = (self._name, *(f"worker {rank}" for rank in roles.workers))
         self._store, address = stores[me]
-        self.mailbox = Mailbox(address, self._name, "worker 0", self._patience)
-        await_connections(everybody, [self.mailbox], [store for store, _ in stores])
-        whole = model_tensors(self.training.model)
-        self.optimized = in_groups(whole, self.training.groups)
+        self.mailbox = Mailbox(address, self._name, "worker 0", self._patience, self.training)
+        everybody.all_gather_object(None)  # all are connected
+        whole = _model_tensors(self.training.model)
+        self.optimized = _in_groups(whole, self.training.groups)
         self._look()
         self.layers.name_those_left()
 
@@ -388,7 +367,7 @@ class StatsWorker(Curvature):
         """Look for the layers that the workers optimize: they may have added a group."""
         if self.mailbox is None:
             return
-        whole = model_tensors(self.training.model)
+        whole = _model_tensors(self.training.model)
         theirs = [t for t, optimized in zip(whole, self.optimized, strict=False) if optimized]
         self.layers.find(theirs or None)
         self._look()
@@ -398,7 +377,7 @@ class StatsWorker(Curvature):
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Raise ValueError: a stats worker's model stays whole."""
-        raise ValueError(no_copies(self.training))
+        raise ValueError(whole_models(self.training.name, "stats"))
 
     @property
     def instead(self) -> Callable[[], None]:
@@ -461,44 +440,23 @@ class StatsWorker(Curvature):
     def _fetch(self) -> bool:
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
-        Parameters frozen there are frozen here. A malformed point is refused, and answered by
-        statistics of no layer.
+        Parameters frozen there are frozen here: statistics of their layers would be of no use.
 
         Raises:
             SecondOrderError: If the parameters are of another model.
         """
-        mailbox, into = self.mailbox, model_tensors(self.training.model)
-        message = None
-        while mailbox is not None:
-            name = f"point/{self._asked}"
-            mailbox.expect(name)
-            mailbox.tell("want", self._asked)
-            message = mailbox.wait(name)
-            if message is None:
-                break
-            self._asked += 1
-            try:
-                parts = mailbox.wait_all(parts_of(message, name, self._workers))
-                message = None if parts is None else point_in([message, *parts], into)
-                break
-            except MalformedError as why:
-                mailbox.refuse(name, why)
-                self._post([{}] * self._workers)
-        if self.refused_messages and self.training.first_time("refused"):
-            self.training.warn(refused_line("" if mailbox is None else mailbox.complaint))
+        if self.mailbox is None:
+            return False
+        name = f"point/{self._asked}"
+        self.mailbox.expect(name)
+        self.mailbox.tell("want", self._asked)
+        message = self.mailbox.wait(name)
         if message is None:
             return False
+        self._asked += 1
         flats, note = message
-        theirs, ours = ([t.numel() for t in each] for each in (flats, into))
-        if len(note["train"]) != len(ours) or sum(theirs) != sum(ours):
-            raise SecondOrderError(
-                f"the workers' model has {len(note['train'])} parameters and buffers of "
-                f"{sum(theirs)} numbers, that of {self._name} {len(ours)} of {sum(ours)}; {REMEDY}"
-            )
         self._edition = note["edition"]
-        unpack_by_dtype(flats, into)
-        for tensor, trains in zip(into, note["train"], strict=True):
-            tensor.requires_grad_(trains)  # statistics of other layers would be of no use
+        take_model(flats, note["train"], _model_tensors(self.training.model))
         if self.optimized != note["optimized"]:
             self.optimized = note["optimized"]
             self.replan()
@@ -517,22 +475,11 @@ class StatsWorker(Curvature):
             if block in sums:
                 parts[owner][block.name] = sums[block]
         self.layers.collector.settle()
-        self._post(parts)
-
-    def _post(self, parts: Sequence[Mapping[str, StatisticsSums]]) -> None:
-        """Send statistics to the owners of the layers; ``parts`` are by worker."""
-        if self.mailbox is None:
-            return
-        for rank, sums in enumerate(parts):
-            flat, note = statistics_of(sums, self._edition)
-            self.mailbox.post(f"stats/{self._sent}/{rank}", flat, **note)
-        self._sent += 1
-
-    @property
-    def refused_messages(self) -> int:
-        """Number of malformed messages, and of connections without the key."""
-        strangers = 0 if self._store is None else self._store.refused
-        return strangers + (0 if self.mailbox is None else self.mailbox.refused)
+        if self.mailbox is not None:
+            for rank, each in enumerate(parts):
+                flat, note = statistics_of(each, self._edition)
+                self.mailbox.post(f"stats/{self._sent}/{rank}", flat, **note)
+            self._sent += 1
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters of the layers whose statistics this process takes."""
@@ -562,19 +509,5 @@ class StatsWorker(Curvature):
         mailbox.leave()
         mailbox.close(patience)
         if self._store is not None and mailbox.closed_there:  # other workers still listen
-            await_goodbyes(self._store, self._everybody, min(patience, FAREWELL_SECONDS))
-
-
-def endless(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches, over and over.
-
-    Raises:
-        ValueError: If there is no batch.
-    """
-    while True:
-        empty = True
-        for batch in batches:
-            empty = False
-            yield batch
-        if empty:
-            raise ValueError("batches is empty, or an iterator that has ended; give a loader")
+            await_goodbyes(self._store, self._everybody, patience)
+            self._store = None

@@ -8,12 +8,11 @@ from functools import partial
 
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
-from second_order.kfac.curvature import KFACCurvature
+from second_order.kfac.curvature import KFAC
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions
-from second_order.kfac.plan import dims_of, distkfac_plan
+from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
-from second_order.kfac.system import System, described
 from second_order.kronecker.block import KroneckerBlock
 
 __all__ = ["with_stats_workers"]
@@ -47,13 +46,13 @@ def with_stats_workers(
         )
         count = 0
     if not count:
-        return KFACCurvature(training, options, system)
+        return KFAC(training, options, system)
     system = replace(system, plan=partial(distkfac_plan, keeps_all=False))
     if training.world.rank < training.world.size - count:
-        return KFACCurvature(training, options, system, StatsWorkers(count, patience))
+        return KFAC(training, options, system, StatsWorkers(count, patience))
 
     layers = Layers(training, options, system.rules, system.conv_approximation)
-    description = partial(described, training, options, system)
+    description = partial(Layers.description, said=system.said)
     return StatsWorker(training, layers, description, partial(_owners, system), count, patience)
 
 

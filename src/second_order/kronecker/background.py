@@ -1,13 +1,13 @@
 """Work on threads of its own while training goes on: decompositions release the interpreter lock.
 
 A thread computes with one core, whatever torch is set to for the others. Threads are started by the
-first piece of work, and end with the pool. They are not those of ``concurrent.futures``, which the
-interpreter waits for at its end whatever they are at: one decomposition that hangs would keep the
-process. A child of ``fork`` has none of them, and is refused.
+first piece of work, and end with the pool or the interpreter, after the work that they have begun:
+Python may not cut off a thread in C++ code. A child of ``fork`` has none of them, and is refused.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -15,19 +15,14 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from second_order.farewell import Farewell
-
 __all__ = ["Streams", "Ticket", "WorkerPool", "retrieve", "take_snapshot"]
 
 T = TypeVar("T")
-
-FAREWELL_SECONDS = 3.0  # for which close(), or the interpreter's end, waits for running work
 
 
 class Ticket(Generic[T]):
@@ -104,7 +99,6 @@ class WorkerPool:
         self._pid = os.getpid()
         self._tickets: queue.SimpleQueue[Ticket[object] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._farewell: Farewell | None = None
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
         """Queue a piece of work, and return its ticket.
@@ -144,19 +138,17 @@ class WorkerPool:
                 for i in range(self._size)
             ]
         )
-        tell = partial(_dismiss, self._tickets, len(self._threads))
-        self._farewell = Farewell(tell, self._threads, FAREWELL_SECONDS)
-        weakref.finalize(self, self._farewell.begin).atexit = False
+        for thread in self._threads:
+            _running[thread] = self._tickets
+        weakref.finalize(self, _dismiss, self._tickets).atexit = False
 
     def close(self) -> None:
-        """Drop the work that has not been begun, and end the threads.
-
-        A thread that does not end within seconds, as it hangs or computes for long, stays behind
-        with its work: neither this nor the interpreter's end waits for it any more.
-        """
+        """Drop the work that has not been begun, and end the threads after that which has."""
         self._closed = True
-        if self._pid == os.getpid() and self._farewell is not None:
-            self._farewell.finish()
+        if self._pid == os.getpid():
+            _dismiss(self._tickets)
+            for thread in self._threads:
+                thread.join()
 
 
 def _started(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
@@ -181,6 +173,7 @@ def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> Non
     while (ticket := tickets.get()) is not None:
         ticket._run()
         del ticket  # with the tensors that its work holds
+    tickets.put(None)  # for the next thread
 
 
 def _use_one_core(others: int) -> None:
@@ -194,15 +187,28 @@ def _use_one_core(others: int) -> None:
         restorer.join()
 
 
-def _dismiss(tickets: queue.SimpleQueue[Ticket[object] | None], threads: int) -> None:
+_running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Ticket[object] | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _end_threads() -> None:
+    left = list(_running.items())
+    for _, tickets in left:
+        _dismiss(tickets)
+    for thread, _ in left:
+        thread.join()
+
+
+def _dismiss(tickets: queue.SimpleQueue[Ticket[object] | None]) -> None:
     """Let threads end after their present pieces of work."""
     with suppress(queue.Empty):
         while True:
             dropped = tickets.get_nowait()
             if dropped is not None:
                 dropped.drop()
-    for _ in range(threads):
-        tickets.put(None)
+    tickets.put(None)
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from second_order.errors import CurvatureError
 
@@ -18,6 +20,7 @@ __all__ = [
     "check_closure",
     "check_curvature",
     "evaluated",
+    "losses_over",
 ]
 
 LossFn: TypeAlias = Callable[[], Any]
@@ -66,17 +69,15 @@ class Evaluation:
 
 def check_curvature(value: Any) -> None:
     """Raise ValueError unless ``value`` names a curvature matrix."""
-    if value in get_args(CurvatureKind):
-        return
     if value == "fisher":
         raise ValueError(
             "curvature='fisher' may mean two matrices: the Fisher information of a softmax with "
             "cross-entropy, or of a squared error, is 'gauss-newton'; that of the labels in the "
             "data is 'empirical-fisher'"
         )
-    raise ValueError(
-        f"curvature={value!r} is not one of {', '.join(map(repr, get_args(CurvatureKind)))}"
-    )
+    if value not in get_args(CurvatureKind):
+        known = ", ".join(map(repr, get_args(CurvatureKind)))
+        raise ValueError(f"curvature={value!r} is not one of {known}")
 
 
 def check_closure(given: Any) -> None:
@@ -87,17 +88,15 @@ def check_closure(given: Any) -> None:
         ValueError: If the sequence is empty.
     """
     several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
+    remedy = (
+        "give a function that returns the loss of the curvature batch, or a sequence of such "
+        "functions, one a micro-batch"
+    )
     for each in given if several else [given]:
         if not callable(each):
-            raise TypeError(
-                f"the curvature closure is {each!r}; give a function that returns the loss of the "
-                f"curvature batch, or a sequence of such functions"
-            )
+            raise TypeError(f"the curvature closure is {each!r}; {remedy}")
     if several and not given:
-        raise ValueError(
-            "the curvature closure is an empty sequence; give a function that returns the loss of "
-            "the curvature batch, or one a micro-batch"
-        )
+        raise ValueError(f"the curvature closure is an empty sequence; {remedy}")
 
 
 def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
@@ -112,31 +111,29 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
         if curvature != "hessian":
             raise CurvatureError(_needs_outputs(curvature, value))
         return Evaluation(_scalar(value), _weight(examples), [], [])
-    outputs, leaves = _tensors(value.outputs), []
-    losses: Any
+    roots, leaves, given = _tensors(value.outputs), list[Tensor](), value.outputs
     if curvature == "gauss-newton":
-        roots = [z for z in outputs if z.requires_grad]
+        copies = [z.detach().requires_grad_(z.requires_grad) for z in roots]
+        if isinstance(given, Tensor):
+            given = copies[0]
+        else:
+            given = copies if isinstance(given, list) else tuple(copies)
+        roots, leaves = ([z for z in each if z.requires_grad] for each in (roots, copies))
         if not roots:
             raise CurvatureError(
                 "the curvature closure returned Outputs without a graph; do not detach them, and "
                 "do not evaluate them under torch.no_grad()"
             )
-        copies = [z.detach().requires_grad_(z.requires_grad) for z in outputs]
-        leaves = [z for z in copies if z.requires_grad]
-        losses = value.loss(_like(value.outputs, copies))
-    else:
-        losses = value.loss(value.outputs)
+    losses: Any = value.loss(given)
     each = isinstance(losses, Tensor) and losses.dim() == 1 and len(losses) > 0
-    if curvature == "empirical-fisher":
-        if not each:
-            raise CurvatureError(
-                f"curvature='empirical-fisher' needs a loss an example, and the loss of the "
-                f"curvature closure's Outputs is {_described(losses)}; let it return a vector of "
-                f'them, as with reduction="none"'
-            )
-        roots = [losses]
-    elif curvature == "hessian":
-        roots = []
+    if curvature == "empirical-fisher" and not each:
+        raise CurvatureError(
+            f"curvature='empirical-fisher' needs a loss an example, and the loss of the "
+            f"curvature closure's Outputs is {_described(losses)}; let it return a vector of "
+            f'them, as with reduction="none"'
+        )
+    if curvature != "gauss-newton":
+        roots = [losses] if curvature == "empirical-fisher" else []
     if each and not counted:
         examples = len(losses)
     return Evaluation(_scalar(losses.mean() if each else losses), _weight(examples), roots, leaves)
@@ -146,21 +143,17 @@ def _tensors(outputs: Any) -> list[Tensor]:
     found = [outputs] if isinstance(outputs, Tensor) else outputs
     if not isinstance(found, (tuple, list)) or not all(isinstance(z, Tensor) for z in found):
         raise CurvatureError(
-            f"the curvature closure returned Outputs of {type(outputs).__name__}; give the tensor "
+            f"the curvature closure returned Outputs of {_described(outputs)}; give the tensor "
             f"that the loss is a function of, or a tuple of tensors"
         )
     return list(found)
 
 
-def _like(outputs: Any, copies: list[Tensor]) -> Any:
-    if isinstance(outputs, Tensor):
-        return copies[0]
-    return copies if isinstance(outputs, list) else tuple(copies)
-
-
 def _described(value: Any) -> str:
-    shaped = isinstance(value, Tensor)
-    return f"a tensor of shape {tuple(value.shape)}" if shaped else type(value).__name__
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    kind = type(value).__name__
+    return f"a {kind} of {len(value)}" if isinstance(value, (tuple, list)) else f"a {kind}"
 
 
 def _needs_outputs(curvature: str, value: Any) -> str:
@@ -175,16 +168,13 @@ def _needs_outputs(curvature: str, value: Any) -> str:
 
 def _scalar(value: Any) -> Tensor:
     """The loss as a scalar with a graph."""
+    said = f"the curvature closure returned {_described(value)}"
     if not isinstance(value, Tensor):
         raise CurvatureError(
-            f"the curvature closure returned {type(value).__name__}, not the loss; return the "
-            f"scalar tensor, or (loss, number of examples)"
+            f"{said}, not the loss; return the scalar tensor, or (loss, number of examples)"
         )
     if value.numel() != 1:
-        raise CurvatureError(
-            f"the curvature closure returned a tensor of shape {tuple(value.shape)}, not a scalar; "
-            f"return its mean or its sum"
-        )
+        raise CurvatureError(f"{said}, not a scalar; return its mean or its sum")
     if not value.requires_grad:
         raise CurvatureError(
             "the curvature closure returned a loss without a graph; do not detach it, and do not "
@@ -207,3 +197,87 @@ def _weight(examples: Any) -> float:
             f"examples), at least one"
         )
     return weight
+
+
+# A data loader in place of a closure.
+
+
+def losses_over(
+    model: nn.Module, batches: Iterable[Any], criterion: Callable[[Any, Any], Tensor]
+) -> list[LossFn]:
+    """Make the curvature closures of all batches of a loader, whose loss is the mean over examples.
+
+        losses = losses_over(model, loader, torch.nn.functional.cross_entropy)
+        eigenpairs(losses, model, largest=10)
+
+    Batches weigh by their examples, so that a shorter last one counts for what it is. They are read
+    once, and stay where they are: every product has the same ones, whatever the loader shuffles or
+    augments. One batch at a time is moved to the model's device, and has its graph in memory.
+
+    Args:
+        model: Evaluates the outputs, in the train/eval mode that it is in then.
+        batches: Pairs (inputs, targets), as a ``DataLoader`` gives them. Inputs are a tensor,
+            a tuple or list of positional arguments, or a mapping of keyword arguments.
+        criterion: The loss of (outputs, targets): its mean over the batch's examples, or a loss an
+            example.
+
+    Returns:
+        A function for each batch, which returns (:class:`Outputs`, number of examples).
+
+    Raises:
+        ValueError: If there is no batch, or one is no such pair, or the criterion sums.
+    """
+    if getattr(criterion, "reduction", "mean") == "sum":
+        raise ValueError(
+            f"{type(criterion).__name__} has reduction='sum', and batches are weighted by their "
+            f"examples; use reduction='mean'"
+        )
+    found: list[LossFn] = []
+    for batch in batches:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ValueError(
+                f"batch {len(found)} is {_described(batch)}, not a pair (inputs, targets); give "
+                f"such pairs, or write a closure a batch"
+            )
+        if _count(batch[1]) == 0:
+            raise ValueError(f"batch {len(found)} has no targets; leave it out")
+        found.append(partial(_loss, model, criterion, *batch))
+    if not found:
+        raise ValueError("there is no batch; give a loader, or a list of (inputs, targets)")
+    return found
+
+
+def _loss(
+    model: nn.Module, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Any
+) -> tuple[Outputs, int]:
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    inputs, targets = _moved(inputs, device), _moved(targets, device)
+    if isinstance(inputs, Mapping):
+        outputs = model(**inputs)
+    else:
+        outputs = model(*inputs) if isinstance(inputs, list) else model(inputs)
+    return Outputs(outputs, lambda z: criterion(z, targets)), _count(targets)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: _moved(each, device) for key, each in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_moved(each, device) for each in value]
+    return value
+
+
+def _count(targets: Any) -> int:
+    """Number of examples: the length of the targets, or of the first of several."""
+    if isinstance(targets, Mapping):
+        targets = list(targets.values())
+    if isinstance(targets, (tuple, list)) and targets and isinstance(targets[0], Tensor):
+        targets = targets[0]
+    try:
+        return len(targets)
+    except TypeError:
+        raise ValueError(
+            f"targets are {_described(targets)}; give a tensor, an example a row"
+        ) from None

@@ -1,12 +1,21 @@
-"""Derivatives that can be differentiated again, and errors that say why some cannot."""
+"""The loss of a batch, differentiated so far that its curvature can be multiplied by a vector.
+
+Hessian            H v = ∇(gᵀv), g = ∇L with its graph
+Gauss-Newton       J'HJ v: c -> J'c is linear in c, so that its derivative along v is J v
+                   (a backward through a backward); then H, the loss's with respect to the
+                   outputs; then J' (Schraudolph, 2002)
+empirical Fisher   the same with the examples' losses for outputs and 1/N for H:
+                   J'J/N = (1/N) Σ gᵢgᵢᵀ
+
+What cannot be differentiated twice is told, with the operation and the remedy.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,8 +23,73 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
 from second_order.errors import CurvatureError
+from second_order.lanczos.closure import Evaluation
 
-__all__ = ["derivatives", "explained"]
+__all__ = ["Graph", "Parts", "derivatives", "explained", "outputs_curvature"]
+
+Parts: TypeAlias = Sequence[Tensor | None]
+"""A part for each parameter; None for zeros."""
+
+
+class Graph:
+    """A batch's curvature at parameters: the gradient, or J'c, with its graph.
+
+    Attributes:
+        gradients: The first derivatives; None for a parameter that the loss does not depend on.
+
+    Raises:
+        CurvatureError: If the loss cannot be differentiated twice.
+    """
+
+    def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
+        self._params, self._roots = params, evaluation.roots
+        self._cotangents: list[Tensor] | None = None
+        if self._roots:
+            self._bend = outputs_curvature(evaluation)
+            self._cotangents = [torch.zeros_like(z, requires_grad=True) for z in self._roots]
+        roots = self._roots or [evaluation.loss]
+        self.gradients = derivatives(roots, params, self._cotangents, twice=True)
+
+    def product(self, directions: Sequence[Tensor], *, retain: bool) -> Parts:
+        """Multiply by a vector, a part for each parameter; ``retain`` if another one follows."""
+        if self._cotangents is None:  # a gradient without a graph is constant
+            return _along(self.gradients, self._params, directions, retain=retain)
+        pushed = _along(self.gradients, self._cotangents, directions, retain=True)
+        return _along(self._roots, self._params, self._bend(pushed), retain=retain)
+
+
+def outputs_curvature(evaluation: Evaluation) -> Callable[[Parts], list[Tensor]]:
+    """The product with the curvature of the loss as a function of the roots, u -> H u.
+
+    Raises:
+        CurvatureError: If the loss cannot be differentiated twice with respect to the outputs.
+    """
+    roots, leaves = evaluation.roots, evaluation.leaves
+    if not leaves:
+        return lambda pushed: [u / len(u) for u in _whole(pushed, roots)]
+    slopes = derivatives([evaluation.loss], leaves, twice=True)
+
+    def bend(pushed: Parts) -> list[Tensor]:
+        return _whole(_along(slopes, leaves, _whole(pushed, leaves), retain=True), leaves)
+
+    return bend
+
+
+def _along(
+    of: Parts, inputs: Sequence[Tensor], vectors: Sequence[Tensor], *, retain: bool
+) -> Parts:
+    """The derivatives of Σ ofᵢᵀvᵢ, with v constant, with respect to inputs."""
+    curved = [(y, v) for y, v in zip(of, vectors, strict=True) if y is not None and y.requires_grad]
+    if not curved:
+        return [None] * len(inputs)
+    outputs, along = zip(*curved, strict=True)
+    with explained():
+        return torch.autograd.grad(outputs, inputs, along, retain_graph=retain, allow_unused=True)
+
+
+def _whole(parts: Parts, like: Sequence[Tensor]) -> list[Tensor]:
+    pairs = zip(parts, like, strict=True)
+    return [torch.zeros_like(z) if part is None else part for part, z in pairs]
 
 
 def derivatives(
@@ -38,7 +112,7 @@ def derivatives(
     """
     custom = _custom_functions(roots)
     used: list[Any] = []
-    hooks = [node.register_prehook(partial(_note, used, f)) for node, f in custom]
+    hooks = [node.register_prehook(lambda _, f=f: used.append(f)) for node, f in custom]
     try:
         with explained():
             found = torch.autograd.grad(roots, params, along, create_graph=twice, allow_unused=True)
@@ -61,6 +135,22 @@ _COMPILED = (
     "a torch.compile-d function cannot be differentiated twice; evaluate the module that is not "
     f"compiled in the curvature closure, {_DIFFERENCES}"
 )
+_TOLD = {  # what autograd says, and what is to be done
+    "modified by an inplace operation": (
+        "the loss was evaluated before the parameters were last changed; let the curvature "
+        "closure evaluate it anew each time it is called"
+    ),
+    "a second time": (
+        "the graph of the curvature closure's loss is already freed; let the closure evaluate the "
+        "loss and return it, without calling backward()"
+    ),
+    "cudnn rnn": (
+        "cuDNN's recurrent layers cannot be differentiated twice; set "
+        f"torch.backends.cudnn.enabled = False in the curvature closure, {_DIFFERENCES}"
+    ),
+    "donated buffer": _COMPILED,
+    "use_reentrant=true": _REENTRANT,
+}
 
 
 @contextmanager
@@ -68,29 +158,13 @@ def explained() -> Iterator[None]:
     """Turn autograd's errors on second derivatives into CurvatureErrors with a remedy."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         text = str(error)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        if "modified by an inplace operation" in text:
-            raise CurvatureError(
-                "the loss was evaluated before the parameters were last changed; let the curvature "
-                "closure evaluate it anew each time it is called"
-            ) from error
-        if "a second time" in text:
-            raise CurvatureError(
-                "the graph of the curvature closure's loss is already freed; let the closure "
-                "evaluate the loss and return it, without calling backward()"
-            ) from error
-        if "rnn" in text.lower() and "cudnn" in text.lower():
-            raise CurvatureError(
-                "cuDNN's recurrent layers cannot be differentiated twice; set "
-                f"torch.backends.cudnn.enabled = False in the curvature closure, {_DIFFERENCES}"
-            ) from error
-        if "donated buffer" in text:
-            raise CurvatureError(_COMPILED) from error
-        if "use_reentrant=True" in text:
-            raise CurvatureError(_REENTRANT) from error
+        for said, remedy in _TOLD.items():
+            if said in text.lower():
+                raise CurvatureError(remedy) from error
         missing = re.search(r"derivative for '?([\w:.]+)'? is not implemented", text)
         if missing:
             raise CurvatureError(
@@ -119,10 +193,6 @@ def _custom_functions(roots: Sequence[Tensor]) -> list[tuple[Any, Any]]:
                 seen.add(following)
                 stack.append(following)
     return found
-
-
-def _note(used: list[Any], function: Any, _: Any) -> None:
-    used.append(function)
 
 
 def _require_second_derivatives(functions: Sequence[Any]) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 
 import torch
@@ -24,9 +23,8 @@ from torch import Tensor
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import ProductMode
-from second_order.lanczos.spectrum import ParamsOrModel, measurement
+from second_order.lanczos.spectrum import ParamsOrModel, measurement, seed_of, whole
 from second_order.lanczos.vector_space import RowSpace
-from second_order.options import check_seed, check_whole
 
 __all__ = ["Diagonal", "Trace", "diagonal", "trace"]
 
@@ -75,26 +73,27 @@ def trace(
 
     Args:
         loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
-        params: A module or its parameters, as for :func:`eigenpairs`.
+        params: A module or its parameters, as there.
         products: m, Hessian-vector products at most.
         directions: Steep directions to take out of chance's way, two products each; None for m / 3,
             or fewer, so that four samples are left; 0 for none, which is better only where no
             eigenvalues stand out.
         seed: Seed of the random vectors.
         hvp: How products are made, as for :func:`eigenpairs`.
-        dtype: Dtype of the vectors, as for :func:`eigenpairs`.
-        process_group: Processes that call together, as for :func:`eigenpairs`.
-        curvature: Which matrix, as for :func:`eigenpairs`.
-        layers: A block of it, as for :func:`eigenpairs`.
+        dtype: Dtype of the vectors, as there.
+        process_group: Processes that call together, as there.
+        curvature: Which matrix, as there.
+        layers: A block of it, as there.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
         TypeError: If a count or a seed is no whole number.
         ValueError: For too few products, or a pattern that matches no layer.
     """
-    directions = _checked(products, directions, seed)
+    products, directions = _checked(products, directions)
+    seed = seed_of(seed)
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    with closing(measured), measured as space:
+    with measured as space:
         steep = _steep(space, min(directions, space.size), seed)
         captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
         rest = []
@@ -151,24 +150,25 @@ def diagonal(
 
     Args:
         loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
-        params: A module or its parameters, as for :func:`eigenpairs`.
+        params: A module or its parameters, as there.
         products: m, Hessian-vector products at most.
         directions: Steep directions to take out of chance's way, as for :func:`trace`.
         seed: Seed of the random vectors.
         hvp: How products are made, as for :func:`eigenpairs`.
-        dtype: Dtype of the vectors, as for :func:`eigenpairs`.
-        process_group: Processes that call together, as for :func:`eigenpairs`.
-        curvature: Which matrix, as for :func:`eigenpairs`.
-        layers: A block of it, as for :func:`eigenpairs`.
+        dtype: Dtype of the vectors, as there.
+        process_group: Processes that call together, as there.
+        curvature: Which matrix, as there.
+        layers: A block of it, as there.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
         TypeError: If a count or a seed is no whole number.
         ValueError: For too few products, or a pattern that matches no layer.
     """
-    directions = _checked(products, directions, seed)
+    products, directions = _checked(products, directions)
+    seed = seed_of(seed)
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    with closing(measured), measured as space:
+    with measured as space:
         steep = _steep(space, min(directions, space.size), seed)
         known = steep.diagonal()
         mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0
@@ -186,13 +186,12 @@ def diagonal(
     return Diagonal(values, errors, steep.products + count)
 
 
-def _checked(products: int, directions: int | None, seed: int) -> int:
-    """The number of steep directions to look for."""
-    check_whole("products", products, 1, "48")
-    check_seed("seed", seed)
+def _checked(products: int, directions: int | None) -> tuple[int, int]:
+    """The number of products, and of steep directions to look for."""
+    products = whole("products", products, 1, "48")
     if directions is None:
         directions = max(min(products // 3, (products - FAIR_SAMPLES) // 2), 0)
-    check_whole("directions", directions, 0, "0 for none, or None")
+    directions = whole("directions", directions, 0, "0 for none, or None")
     least = 2 * directions + LEAST_SAMPLES
     if products < least:
         raise ValueError(
@@ -200,26 +199,18 @@ def _checked(products: int, directions: int | None, seed: int) -> int:
             f"and {LEAST_SAMPLES} samples more make a standard error; use "
             f"products={max(least, 6)} or more"
         )
-    return directions
+    return products, directions
 
 
 @dataclass(frozen=True)
 class _Steep:
-    """Directions that are taken exactly.
-
-    Attributes:
-        space: The space of the vectors.
-        Q: ``(k, rows)`` orthonormal.
-        HQ: ``(k, rows)`` their products.
-        seed: Seed of the sign vectors that sample the rest.
-        products: Number of products taken.
-    """
+    """Directions that are taken exactly: orthonormal rows Q ``(k, rows)``, and their products."""
 
     space: RowSpace
     Q: Tensor
     HQ: Tensor
-    seed: int
-    products: int
+    seed: int  # of the sign vectors that sample the rest
+    products: int  # taken so far
 
     def without(self, v: Tensor) -> Tensor:
         """P v, the vector without these directions."""
@@ -227,16 +218,14 @@ class _Steep:
 
     def probes(self, products: int) -> Iterator[Tensor]:
         """Yield sign vectors for the rest of the products; none where no rest is left."""
-        if len(self.Q) < self.space.size:
-            for i in range(products - self.products):
-                yield _signs(self.space, self.seed + i)
+        for i in range(products - self.products if len(self.Q) < self.space.size else 0):
+            normal = self.space.random(self.seed + i, 1.0)
+            yield torch.ones_like(normal).copysign_(normal)
 
     def diagonal(self) -> Tensor:
         """This process's rows of the diagonal of QQᵀH + HQQᵀ − QQᵀHQQᵀ, in float64."""
         Q, HQ = self.Q.double(), self.HQ.double()
-        if not len(Q):
-            return Q.sum(0)
-        inner = self.space.total(Q @ HQ.t())
+        inner = self.space.total(Q @ HQ.t()) if len(Q) else Q @ HQ.t()
         return (Q * (2 * HQ - inner @ Q)).sum(0)
 
 
@@ -246,12 +235,6 @@ def _steep(space: RowSpace, count: int, seed: int) -> _Steep:
     Q = _orthonormal(space, found) if found else none
     HQ = torch.stack([space.apply(q) for q in Q]) if len(Q) else none
     return _Steep(space, Q, HQ, seed + count, count + len(Q))
-
-
-def _signs(space: RowSpace, seed: int) -> Tensor:
-    """This process's rows of a seeded vector of ones with random signs."""
-    normal = space.random(seed, 1.0)
-    return torch.ones_like(normal).copysign_(normal)
 
 
 def _dot(space: RowSpace, a: Tensor, b: Tensor) -> float:

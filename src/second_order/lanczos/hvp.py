@@ -6,7 +6,7 @@
     differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice;
                  Gauss-Newton: J v alike, from outputs, then J'H as it is
 
-What curvature there is beside the Hessian, `linearised.py` tells.
+What curvature there is beside the Hessian, `differentiable.py` tells.
 Vectors are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
 """
 
@@ -29,12 +29,17 @@ from second_order.lanczos.closure import (
     check_curvature,
     evaluated,
 )
-from second_order.lanczos.differentiable import derivatives, explained
-from second_order.lanczos.linearised import Graph, Parts, linearised, outputs_curvature
+from second_order.lanczos.differentiable import (
+    Graph,
+    Parts,
+    derivatives,
+    explained,
+    outputs_curvature,
+)
 from second_order.lanczos.undisturbed import Undisturbed
 from second_order.sharded import dtypes_of_passes, local
 
-__all__ = ["Hessian", "LossFn", "ProductMode", "ShardedHessian", "check_closure"]
+__all__ = ["Hessian", "ProductMode", "ShardedHessian"]
 
 ProductMode: TypeAlias = Literal["auto", "retained", "recomputed", "differences"]
 
@@ -84,34 +89,31 @@ class Hessian:
         curvature: CurvatureKind = "hessian",
     ) -> None:
         check_curvature(curvature)
-        self._curvature = curvature
-        self._loss_fns: list[LossFn] = (
-            list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
-        )
         if mode not in get_args(ProductMode):
             raise ValueError(f"hvp={mode!r} is not one of {', '.join(get_args(ProductMode))}")
+        self._loss_fns = list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
         if mode == "auto":
             mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
-        self._mode = mode
-        self._model = model
+        self._mode, self._model, self._curvature = mode, model, curvature
         self.params = list(params)
-        device = self.params[0].device.type if self.params else "cpu"
-        self._autocast = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        self._dtypes = {p.dtype for p in self.params}  # of parameters and passes
-        self._sizes = [p.numel() for p in self.params]
-        self.size = sum(self._sizes)
+        self._device = self.params[0].device if self.params else torch.device("cpu")
+        kind = self._device.type
+        self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._shapes = [local(p).shape for p in self.params]  # of what is here of each
+        self._sizes = [shape.numel() for shape in self._shapes]
+        self.size = sum(p.numel() for p in self.params)
         self.examples = 0.0
         self.loss: Tensor | float = 0.0
         self.products = 0
         self.constant: bool | None = None
         self._graphs: list[tuple[float, Graph]] = []
-        self._aside: Undisturbed | None = None
+        self._aside = Undisturbed(self.params, model)
 
     def __enter__(self) -> Hessian:
         check_closure(self._loss_fns)  # here, where all processes hear of it
-        self._aside = aside = Undisturbed(self.params, self._model)
+        self._aside = Undisturbed(self.params, self._model)
         try:
-            aside.__enter__()
+            self._aside.__enter__()
             self.examples = self.loss = 0.0
             if self._mode == "retained":
                 self._graphs = [self._linearised(f) for f in self._loss_fns]
@@ -121,13 +123,8 @@ class Hessian:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Find everything as it was, if that is not so yet: ``with closing(H), H`` is sure to."""
         self._graphs = []
-        if self._aside is not None:
-            self._aside.__exit__()
+        self._aside.__exit__()
 
     def product(self, v: Tensor) -> Tensor:
         """H v times :attr:`examples`: sums over batches, micro-batches and processes add up.
@@ -140,35 +137,34 @@ class Hessian:
         """
         self.products += 1
         directions = [
-            part.view(p.shape).to(p.dtype)
-            for part, p in zip(v.split(self._sizes), self.params, strict=True)
+            part.view(shape).to(p.dtype)
+            for part, shape, p in zip(v.split(self._sizes), self._shapes, self.params, strict=True)
         ]
         total: Tensor | None = None
-        with torch.enable_grad(), self._outside_autocast():
-            if self._mode == "differences":
-                whole = self._curvature == "hessian"
-                differences = self._differences if whole else self._output_differences
-                total = differences(directions, v.dtype)
-            elif self._mode == "retained":
-                for examples, graph in self._graphs:
-                    parts = graph.product(directions, retain=True)
-                    total = self._add(total, parts, examples, v.dtype)
+        with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
+            if self._mode == "differences" and self._curvature == "hessian":
+                total = self._differences(directions, v.dtype)
+            elif self._mode == "differences":
+                total = self._output_differences(directions, v.dtype)
             else:
-                self.examples = self.loss = 0.0
-                for loss_fn in self._loss_fns:
-                    self._rewind()
-                    examples, graph = self._linearised(loss_fn)
-                    parts = graph.product(directions, retain=False)
+                retain = self._mode == "retained"
+                graphs = self._graphs if retain else map(self._linearised, self._again())
+                for examples, graph in graphs:
+                    parts = graph.product(directions, retain=retain)
                     total = self._add(total, parts, examples, v.dtype)
         return torch.zeros_like(v) if total is None else total
 
-    def _outside_autocast(self) -> torch.autocast:
-        return torch.autocast(self.params[0].device.type, enabled=False)
+    def _again(self) -> Iterator[LossFn]:
+        """Each function, to be evaluated anew with the random numbers and buffers of before."""
+        self.examples = self.loss = 0.0
+        for loss_fn in self._loss_fns:
+            self._aside.rewind()
+            yield loss_fn
 
     def _add(self, total: Tensor | None, parts: Parts, factor: float, dtype: torch.dtype) -> Tensor:
         """The sum total + factor · parts, as one flat vector."""
         pairs = list(zip(parts, self.params, strict=True))
-        present = [p if part is None else part for part, p in pairs]
+        present = [local(p if part is None else part) for part, p in pairs]
         flat = torch.cat([part.detach().reshape(-1) for part in present]).to(dtype)
         for target, part in zip(flat.split(self._sizes), parts, strict=True):
             if part is None:
@@ -184,13 +180,16 @@ class Hessian:
         with self._movable() as move:
             for sign in (1.0, -1.0) if step else ():
                 move(directions, sign * step)
-                self.examples = self.loss = 0.0
-                for loss_fn in self._loss_fns:
-                    self._rewind()
-                    found = self._evaluate(loss_fn)
-                    gradients = self._reached(derivatives([found.loss], self.params, twice=False))
-                    factor = sign * found.examples / (2 * step)
-                    total = self._add(total, gradients, factor, dtype)
+                total = self._add_gradients(total, sign / (2 * step), dtype)
+        return total
+
+    def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
+        """The sum total + factor · the gradients of all functions, each times its examples."""
+        for loss_fn in self._again():
+            found = self._evaluate(loss_fn)
+            gradients = self._reached(derivatives([found.loss], self.params, twice=False))
+            total = self._add(total, gradients, factor * found.examples, dtype)
+        assert total is not None
         return total
 
     def _output_differences(
@@ -204,15 +203,12 @@ class Hessian:
         with self._movable() as move:
             for sign in (1.0, -1.0):
                 move(directions, sign * step)
-                for terms, loss_fn in zip(pushed, self._loss_fns, strict=True):
-                    self._rewind()
+                for terms, loss_fn in zip(pushed, self._again(), strict=True):
                     outputs = [z.detach() for z in self._called(loss_fn).roots]
                     pairs = zip(terms, outputs, strict=bool(terms))
                     terms[:] = [(a - b) / (2 * step) for a, b in pairs] or outputs
         total: Tensor | None = None
-        self.examples = self.loss = 0.0
-        for terms, loss_fn in zip(pushed, self._loss_fns, strict=True):
-            self._rewind()
+        for terms, loss_fn in zip(pushed, self._again(), strict=True):
             found = self._evaluate(loss_fn)
             bent = outputs_curvature(found)(terms)
             parts = self._reached(derivatives(found.roots, self.params, bent, twice=False))
@@ -222,51 +218,48 @@ class Hessian:
     @contextmanager
     def _movable(self) -> Iterator[Callable[[Sequence[Tensor], float], None]]:
         """Yield a function that sets the parameters w to w + εv; they are w again at the end."""
-        before = [p.detach().clone() for p in self.params]
+        here = [local(p).data for p in self.params]
+        before = [w.clone() for w in here]
 
         def move(directions: Sequence[Tensor], step: float) -> None:
-            for p, w, v in zip(self.params, before, directions, strict=True):
-                p.data.copy_(w).add_(v, alpha=step)
-
-        def put_back() -> None:
-            for p, w in zip(self.params, before, strict=True):
-                p.data.copy_(w)
+            for p, w, v in zip(here, before, directions, strict=True):
+                p.copy_(w).add_(v, alpha=step)
 
         try:
-            try:
-                yield move
-            finally:
-                put_back()
-        finally:  # an interrupt may have cut it short
-            put_back()
+            yield move
+        finally:
+            for p, w in zip(here, before, strict=True):
+                p.copy_(w)
 
     def _step_along(self, directions: Sequence[Tensor]) -> float:
         """ε for a direction; 0 for one of length 0."""
-        norm = float(torch.stack([v.double().norm() for v in directions]).norm())
+        norm = self._length(directions)
+        size = self._length([local(p).detach() for p in self.params])
         if norm == 0.0:
             return 0.0
-        size = float(torch.stack([p.detach().double().norm() for p in self.params]).norm())
-        return self._step(norm, size)
-
-    def _step(self, norm: float, size: float) -> float:
-        """ε for a direction and parameters of these lengths."""
         # Central differences: the cube root balances rounding and curvature's own change. An
         # element of the direction moves by its length over the root of n.
-        eps = max(torch.finfo(dtype).eps for dtype in self._dtypes)
+        eps = max(torch.finfo(dtype).eps for dtype in self._dtypes())
         step: float = 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
         return step
 
+    def _dtypes(self) -> set[torch.dtype]:
+        """The dtypes of parameters and passes."""
+        return {p.dtype for p in self.params}
+
+    def _length(self, parts: Sequence[Tensor]) -> float:
+        """The length of a whole vector, of which these are the parts here."""
+        return float(torch.stack([v.double().norm() for v in parts]).norm())
+
     def evaluate(self) -> None:
         """Evaluate the loss alone, into :attr:`loss` and :attr:`examples`."""
-        self.examples = self.loss = 0.0
-        for loss_fn in self._loss_fns:
-            self._rewind()
+        for loss_fn in self._again():
             self._evaluate(loss_fn)
 
     def _called(self, loss_fn: LossFn) -> Evaluation:
         """The loss, evaluated under the autocast that was on where this object was made."""
-        device, (enabled, dtype) = self.params[0].device.type, self._autocast
-        with torch.autocast(device, dtype=dtype, enabled=enabled):
+        enabled, dtype = self._autocast
+        with torch.autocast(self._device.type, dtype=dtype, enabled=enabled):
             return evaluated(loss_fn(), self._curvature)
 
     def _evaluate(self, loss_fn: LossFn) -> Evaluation:
@@ -277,16 +270,11 @@ class Hessian:
         self.loss += examples * loss.detach().double()
         return found
 
-    def _rewind(self) -> None:
-        """Set random state and buffers back to those of the first evaluation."""
-        assert self._aside is not None
-        self._aside.rewind()
-
     def _linearised(self, loss_fn: LossFn) -> tuple[float, Graph]:
         """The number of examples of a batch, and what multiplies by its curvature."""
         found = self._evaluate(loss_fn)
-        with self._outside_autocast():
-            graph = linearised(found, self.params)
+        with torch.autocast(self._device.type, enabled=False):
+            graph = Graph(found, self.params)
         self._reached(graph.gradients)
         return found.examples, graph
 
@@ -300,13 +288,8 @@ class ShardedHessian(Hessian):
     """The Hessian of all processes' mean loss at parameters that FSDP2 has sharded, by differences.
 
     FSDP2 has first derivatives only, by ``backward``; it averages them, and leaves the rows of this
-    process. So products are of vectors with these rows, and need no further exchange.
-
-    Args:
-        loss_fns: As for :class:`Hessian`; every process evaluates as many.
-        params: The sharded parameters.
-        world: The processes.
-        model: The module whose train/eval mode is kept as it is.
+    process. So products are of the rows here, and of the mean over all processes' examples: they
+    need no further exchange. Every process evaluates as many functions.
     """
 
     def __init__(
@@ -317,69 +300,28 @@ class ShardedHessian(Hessian):
         model: nn.Module | None = None,
     ) -> None:
         super().__init__(loss_fns, params, mode="differences", model=model)
-        self._dtypes |= set() if model is None else dtypes_of_passes(model)
         self._world = world
-        self._shards = [local(p).detach() for p in self.params]
-        self._sizes = [shard.numel() for shard in self._shards]
 
-    def product(self, v: Tensor) -> Tensor:
-        """This process's rows of H v, H being that of the mean over all processes' examples.
+    def _dtypes(self) -> set[torch.dtype]:
+        return super()._dtypes() | (set() if self._model is None else dtypes_of_passes(self._model))
 
-        Args:
-            v: This process's rows of the vector.
-        """
-        self.products += 1
-        directions = [
-            part.view(shard.shape).to(shard.dtype)
-            for part, shard in zip(v.split(self._sizes), self._shards, strict=True)
-        ]
-        norm, size = self._lengths(directions), self._lengths(self._shards)
-        if norm == 0.0:
-            return torch.zeros_like(v)
-        step = self._step(norm, size)
-        before = [shard.clone() for shard in self._shards]
-        total = torch.zeros_like(v)
-        try:
-            try:
-                for sign in (1.0, -1.0):
-                    for shard, w, each in zip(self._shards, before, directions, strict=True):
-                        shard.copy_(w).add_(each, alpha=sign * step)
-                    total.add_(self._mean_gradient(v.dtype), alpha=sign / (2 * step))
-            finally:
-                self._move_to(before)
-        finally:  # an interrupt may have cut it short
-            self._move_to(before)
-        return total
-
-    def _move_to(self, shards: Sequence[Tensor]) -> None:
-        for shard, w in zip(self._shards, shards, strict=True):
-            shard.copy_(w)
-
-    def _lengths(self, parts: Sequence[Tensor]) -> float:
-        """The length of a vector of which this process has some rows."""
-        squares = torch.zeros((), dtype=torch.float64, device=self.params[0].device)
+    def _length(self, parts: Sequence[Tensor]) -> float:
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
         for part in parts:
             squares += torch.linalg.vector_norm(part, dtype=torch.float64).square()
         self._world.all_reduce([squares]).wait()
         return math.sqrt(float(squares))
 
-    def _mean_gradient(self, dtype: torch.dtype) -> Tensor:
-        """This process's rows of the mean gradient over all processes' examples."""
-        self.examples = self.loss = 0.0
-        with torch.enable_grad(), self._outside_autocast():
-            for loss_fn in self._loss_fns:
-                self._rewind()
-                found = self._evaluate(loss_fn)
-                with explained():
-                    (found.loss * found.examples).backward()
-        everyone = torch.tensor(self.examples, dtype=torch.float64, device=self.params[0].device)
+    def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
+        """The sum total + factor · the mean gradient over all processes' examples."""
+        for loss_fn in self._again():
+            found = self._evaluate(loss_fn)
+            with explained():
+                (found.loss * found.examples).backward()
+        everyone = torch.tensor(self.examples, dtype=torch.float64, device=self._device)
         self._world.all_reduce([everyone]).wait()
-        self._reached([p.grad for p in self.params])
-        rows = [
-            torch.zeros_like(shard) if p.grad is None else local(p.grad)
-            for p, shard in zip(self.params, self._shards, strict=True)
-        ]
-        flat = torch.cat([part.reshape(-1) for part in rows]).to(dtype)
+        gradients = self._reached([p.grad for p in self.params])
         for p in self.params:
             p.grad = None
-        return flat.mul_(self._world.size / float(everyone))  # FSDP2 has divided by the processes
+        # FSDP2 has divided by the processes.
+        return self._add(total, gradients, factor * self._world.size / float(everyone), dtype)

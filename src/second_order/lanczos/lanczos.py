@@ -3,7 +3,7 @@
     h = H dᵢ;  Bᵢᵢ = dᵢᵀh;  h <- h − D(Dᵀh), twice;  B_{i,i+1} = ‖h‖;  d_{i+1} = h/‖h‖
 
 so that DᵀHD = B is tridiagonal, and B = U diag(u) Uᵀ gives the Ritz pairs u, DU of H. The rows of
-D may be spread over processes: :class:`Space` says how vectors are multiplied and sums made whole.
+D may be spread over processes: a :class:`Space` multiplies vectors and makes sums whole.
 """
 
 from __future__ import annotations
@@ -11,39 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["LocalSpace", "Ritz", "Space", "Tridiagonal", "tridiagonalise"]
-
+__all__ = ["Ritz", "Space", "Tridiagonal", "normal", "ritz_pairs", "tridiagonalise"]
 
 # Whether a run is finished takes a decomposition of B: a long one is not asked at each iteration.
 ASK_ALWAYS, ASK_EVERY = 32, 4
 
 
-class Space(Protocol):
-    """The space of a recurrence's vectors: this process holds some rows of each."""
-
-    size: int
-    """n, rows of all processes together."""
-
-    def random(self, seed: int, scale: float) -> Tensor:
-        """This process's rows of a normal vector; the vector does not depend on processes."""
-
-    def apply(self, d: Tensor) -> Tensor:
-        """This process's rows of H d, from its rows of d."""
-
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of a small tensor over the processes, equal on all of them bit for bit."""
-
-    def first(self, x: Tensor) -> Tensor:
-        """The first process's values of a small tensor, on all of them."""
-
-
-class LocalSpace:
-    """A space of one process, which holds all rows.
+class Space:
+    """The space of a recurrence's vectors, of which this process holds all rows; or some, below.
 
     Args:
         product: Multiplies by a symmetric matrix, ``(n,) -> (n,)``.
@@ -60,22 +39,22 @@ class LocalSpace:
         device: torch.device | str = "cpu",
     ) -> None:
         self.size = size
-        self._product, self._dtype, self._device = product, dtype, device
+        self._product, self.dtype, self.device = product, dtype, torch.device(device)
 
     def random(self, seed: int, scale: float) -> Tensor:
-        """A seeded normal vector, drawn on the CPU: the same on every device."""
-        return normal(self.size, seed, scale).to(self._device, self._dtype)
+        """The rows here of a seeded normal vector, which depends on no device nor on processes."""
+        return normal(self.size, seed, scale).to(self.device, self.dtype)
 
     def apply(self, d: Tensor) -> Tensor:
-        """The product H d."""
+        """The rows here of H d, from those of d."""
         return self._product(d)
 
     def total(self, x: Tensor) -> Tensor:
-        """The tensor itself: there is one process."""
+        """The sum of a small tensor over the processes, equal on all of them bit for bit."""
         return x
 
     def first(self, x: Tensor) -> Tensor:
-        """The tensor itself: there is one process."""
+        """The first process's values of a small tensor, on all of them."""
         return x
 
 
@@ -120,10 +99,11 @@ class Tridiagonal:
 
     def ritz(self) -> Ritz:
         """The Ritz pairs of B."""
-        return _ritz(self.diagonal, self.off_diagonal)
+        return ritz_pairs(self.diagonal, self.off_diagonal)
 
 
-def _ritz(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
+def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
+    """The eigenpairs of B, as :class:`Tridiagonal` has it."""
     inner = off_diagonal[:-1]
     B = torch.diag(diagonal) + torch.diag(inner, 1) + torch.diag(inner, -1)
     try:
@@ -210,7 +190,7 @@ def _agreed(
     if finished is None:
         return False
     numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
-    verdict = float(finished(_ritz(*numbers)))
+    verdict = float(finished(ritz_pairs(*numbers)))
     return bool(space.first(torch.tensor([verdict], device=device)))
 
 

@@ -7,8 +7,9 @@ m = max(4(k + l), 2 ln n) iterations at most, fewer once every wanted Ritz pair 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+import operator
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,21 +20,26 @@ from torch import Tensor, nn
 from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
+from second_order.lanczos.hvp import Hessian, ProductMode
 from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
-from second_order.lanczos.vector_space import RowSpace, ShardSpace
+from second_order.lanczos.vector_space import RowSpace
 from second_order.options import check_number, check_seed, check_whole
 from second_order.patterns import first_match
 
 __all__ = [
     "Eigenpairs",
     "Pairs",
+    "ParamsOrModel",
+    "check_one_device",
     "default_iterations",
     "eigenpairs",
     "everybodys_ritz",
     "extreme_pairs",
+    "lanczos_dtype",
     "mean_loss",
     "measurement",
+    "seed_of",
+    "whole",
 ]
 
 UNDECOMPOSED = (
@@ -55,19 +61,16 @@ class Pairs:
         residuals: ``(r,)`` ‖Hv − θv‖ by the recurrence, without rounding; float64 on the CPU.
         largest: Number of pairs that are the largest ones.
         iterations: Number of products the run took.
-        finite: False if a number was not finite, or B could not be decomposed; there are no pairs
-            then.
         norm: The largest |θ| of the whole run, which ‖H‖ is at least.
         basis: ``(m, rows)`` D, transposed.
         combination: ``(m, r)`` the columns of U that are wanted.
-        trouble: Why there are no pairs.
+        trouble: Why there are no pairs, if a number was not finite, or B could not be decomposed.
     """
 
     values: Tensor
     residuals: Tensor
     largest: int
     iterations: int
-    finite: bool
     norm: float
     basis: Tensor
     combination: Tensor
@@ -125,35 +128,24 @@ def extreme_pairs(
         picked = chosen(len(ritz.values))
         return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
 
-    run = tridiagonalise(
-        space,
-        start,
-        max(iterations, wanted),
-        at_least=wanted,
-        finished=finished if tol > 0 else None,
-        seed=seed,
+    stop = finished if tol > 0 else None
+    most = max(iterations, wanted)
+    run = tridiagonalise(space, start, most, at_least=wanted, finished=stop, seed=seed)
+    done, trouble = len(run.diagonal), ""
+    if run.finite and done >= wanted:
+        ritz, picked = everybodys_ritz(space, run, start.device), chosen(done)
+        if bool(torch.cat([ritz.values, ritz.vectors.flatten()]).isfinite().all()):
+            S = ritz.vectors[:, picked].to(start.device, start.dtype)
+            norm = float(ritz.values.abs().max())
+            found = ritz.values[picked], ritz.residuals[picked]
+            return Pairs(*found, largest, done, norm, run.basis, S)
+        trouble = UNDECOMPOSED
+    nothing = torch.empty(0, dtype=torch.float64)
+    trouble = trouble or (
+        f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or use a "
+        f"wider dtype"
     )
-    done = len(run.diagonal)
-    if not run.finite or done < wanted:
-        return _no_pairs(
-            run,
-            start,
-            f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or "
-            f"use a wider dtype",
-        )
-    ritz, picked = everybodys_ritz(space, run, start.device), chosen(done)
-    if not bool(torch.cat([ritz.values, ritz.vectors.flatten()]).isfinite().all()):
-        return _no_pairs(run, start, UNDECOMPOSED)
-    values, residuals = ritz.values, ritz.residuals
-    norm = float(values.abs().max())
-    S = ritz.vectors[:, picked].to(start.device, start.dtype)
-    return Pairs(values[picked], residuals[picked], largest, done, True, norm, run.basis, S)
-
-
-def _no_pairs(run: Tridiagonal, start: Tensor, why: str) -> Pairs:
-    done, nothing = len(run.diagonal), torch.empty(0, dtype=torch.float64)
-    none = start.new_empty((done, 0))
-    return Pairs(nothing, nothing, 0, done, False, 0.0, run.basis, none, why)
+    return Pairs(nothing, nothing, 0, done, 0.0, run.basis, start.new_empty((done, 0)), trouble)
 
 
 def everybodys_ritz(space: Space, run: Tridiagonal, device: torch.device) -> Ritz:
@@ -257,14 +249,23 @@ def eigenpairs(
         TypeError: If a count or a seed is no whole number, or ``tol`` is no number.
         ValueError: For numbers outside their bounds, or a pattern that matches no layer.
     """
-    check_seed("seed", seed)
+    seed = seed_of(seed)
     check_number("tol", tol, low=0.0, open_high=True, remedy="1e-3 is the default")
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
     size = measured.size
-    _check_counts(largest, smallest, size, iterations)
+    largest = whole("largest", largest, 0, "a number of pairs, or 0 for none")
+    smallest = whole("smallest", smallest, 0, "a number of pairs, or 0 for none")
+    if not 1 <= largest + smallest <= size:
+        raise ValueError(
+            f"largest={largest}, smallest={smallest}: they are together between 1 and the number "
+            f"of unknowns, {size}"
+        )
+    if iterations is not None:
+        least = f"about four times largest + smallest = {largest + smallest}, or None"
+        iterations = whole("iterations", iterations, largest + smallest, least)
     if start is not None and start.shape != (size,):
         raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {size} unknowns")
-    with closing(measured), measured as space:
+    with measured as space:
         rows = space.random(seed, 1.0)
         if start is not None:
             rows = start.to(rows.device, rows.dtype)[space.rows].clone()
@@ -272,13 +273,11 @@ def eigenpairs(
             space, rows, largest, smallest, iterations=iterations, tol=tol, seed=seed
         )
         space.raise_together()
-        vectors = None
-        if pairs.finite:
-            rows = pairs.vectors()
-            alone = process_group is None
-            vectors = rows if alone else torch.stack([space.gathered(v) for v in rows])
-    if vectors is None:
-        raise CurvatureError(pairs.trouble)
+        if pairs.trouble:
+            raise CurvatureError(pairs.trouble)
+        vectors = pairs.vectors()
+        if process_group is not None:
+            vectors = torch.stack([space.gathered(v) for v in vectors])
     converged = pairs.residuals <= tol * pairs.values.abs()
     return Eigenpairs(
         pairs.values, vectors, pairs.bounds(), converged, pairs.iterations, pairs.largest
@@ -295,7 +294,7 @@ def mean_loss(
     hessian = Hessian(loss_fn, params, mode="differences", model=model)
     sums = torch.full((2,), torch.nan, dtype=torch.float64, device=params[0].device)
     try:
-        with closing(hessian), hessian:
+        with hessian:
             hessian.evaluate()
         sums[0], sums[1] = hessian.loss, hessian.examples
     except Exception:  # the others sum next, and would wait in vain
@@ -305,103 +304,24 @@ def mean_loss(
     return float(loss) / float(examples)
 
 
-class Measured:
-    """A context with the Hessian of all processes' batches as a :class:`RowSpace`.
-
-    Inside, autocast is off for all but the loss. A process whose loss cannot be evaluated raises
-    its error, and so do all the others with it.
-
-    Raises:
-        CurvatureError: On every process, if the loss of one cannot be evaluated.
-    """
-
-    def __init__(
-        self,
-        loss_fn: LossFn | Sequence[LossFn],
-        params: Sequence[Tensor],
-        world: World,
-        dtype: torch.dtype,
-        hvp: ProductMode,
-        model: nn.Module | None,
-        sign: float = 1.0,
-        curvature: CurvatureKind = "hessian",
-    ) -> None:
-        self._world = world
-        self._sign = sign
-        self._hessian = Hessian(loss_fn, params, mode=hvp, model=model, curvature=curvature)
-        self._dtype = dtype
-
-    @property
-    def size(self) -> int:
-        """The number n of unknowns, on all processes together."""
-        return self._hessian.size
-
-    def _space(self) -> RowSpace:
-        return RowSpace(self._hessian, self._world, self._dtype, self._sign)
-
-    def __enter__(self) -> RowSpace:
-        error: Exception | None = None
-        try:
-            self._hessian.__enter__()
-        except Exception as caught:
-            error = caught
-        space = self._space()
-        space.error = error
-        try:
-            space.raise_together()
-            torch.set_autocast_enabled(self._hessian.params[0].device.type, False)
-            self._entered = space
-            return space
-        except BaseException:
-            if error is None:
-                self._hessian.__exit__()
-            raise
-
-    def close(self) -> None:
-        """Find everything as it was, if that is not so yet: after an interrupt (Ctrl-C)."""
-        self._hessian.close()
-
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self.close()
-        failed = self._entered.error
-        if error is not None and failed is not None and error is not failed:
-            raise failed from error  # what has failed here is why others do not answer
-
-
-class MeasuredShards(Measured):
-    """A context as :class:`Measured`, at parameters that FSDP2 has sharded.
-
-    Args:
-        loss_fn: Evaluates the loss of this process's batch; every process calls it as often.
-        params: The sharded parameters.
-        world: The processes.
-        dtype: Dtype of the vectors.
-        model: The module whose train/eval mode is kept.
-        sign: 1, or −1 for the Hessian of the negative loss.
-        mine: Takes this process's rows out of a whole vector.
-    """
-
-    def __init__(
-        self,
-        loss_fn: LossFn | Sequence[LossFn],
-        params: Sequence[Tensor],
-        world: World,
-        dtype: torch.dtype,
-        model: nn.Module | None,
-        sign: float,
-        mine: Callable[[Tensor], Tensor],
-    ) -> None:
-        super().__init__(loss_fn, params, world, dtype, "differences", model, sign)
-        self._mine = mine
-        self._hessian = self._sharded = ShardedHessian(loss_fn, params, world, model)
-
-    def _space(self) -> RowSpace:
-        return ShardSpace(self._sharded, self._world, self._dtype, self._sign, self._mine)
-
-
 def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
     """The dtype of Lanczos vectors: float64 where a parameter is, float32 otherwise."""
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
+
+
+def whole(name: str, value: Any, low: int, remedy: str) -> int:
+    """A whole number, such as numpy's, as Python's; raise unless it is one of at least ``low``."""
+    with suppress(TypeError):  # which the next line tells of
+        value = value if isinstance(value, bool) else operator.index(value)
+    check_whole(name, value, low, remedy)
+    return int(value)
+
+
+def seed_of(seed: Any) -> int:
+    """A seed as Python's number; raise unless torch's generators take it, steps added."""
+    seed = whole("seed", seed, 0, "0")
+    check_seed("seed", seed)
+    return int(seed)
 
 
 def measurement(
@@ -412,7 +332,7 @@ def measurement(
     hvp: ProductMode,
     dtype: torch.dtype | None,
     process_group: dist.ProcessGroup | None,
-) -> Measured:
+) -> RowSpace:
     """Check what :func:`eigenpairs` and its kin are given, and make their context.
 
     Raises:
@@ -420,8 +340,8 @@ def measurement(
     """
     chosen, model = _parameters(params, layers)
     world = World.alone() if process_group is None else World(process_group)
-    dtype = dtype or lanczos_dtype(chosen)
-    return Measured(loss_fn, chosen, world, dtype, hvp, model, curvature=curvature)
+    hessian = Hessian(loss_fn, chosen, mode=hvp, model=model, curvature=curvature)
+    return RowSpace(hessian, world, dtype or lanczos_dtype(chosen))
 
 
 def _parameters(
@@ -429,28 +349,33 @@ def _parameters(
 ) -> tuple[list[Tensor], nn.Module | None]:
     patterns = [layers] if isinstance(layers, str) else list(layers)
     model = given if isinstance(given, nn.Module) else None
-    if patterns and model is None:
+    each: Iterable[Any]
+    if model is not None:
+        each = _parameters_of(model, patterns) if patterns else model.parameters()
+    elif patterns:
         raise ValueError(f"layers={layers!r} are names in a module; give it in place of parameters")
-    each: Iterable[Any] = given.parameters() if isinstance(given, nn.Module) else given
-    if isinstance(given, Tensor):
-        each = [given]
-    if model is not None and patterns:
-        each = _parameters_of(model, patterns)
+    else:
+        each = [given] if isinstance(given, Tensor) else given  # type: ignore[assignment]
     named = (p[1] if isinstance(p, tuple) else p for p in each)
     params = [p for p in dict.fromkeys(named) if p.requires_grad]
     if not params:
         raise ValueError("there is no parameter that requires a gradient")
     if not all(p.is_leaf for p in params):
         raise ValueError("a parameter is the result of a computation; give the leaves themselves")
+    check_one_device(params)
+    return params, model
+
+
+def check_one_device(params: Sequence[Tensor]) -> None:
+    """Raise ValueError unless parameters are real, and on one device: vectors span all of them."""
     strange = [p.dtype for p in params if not p.is_floating_point()]
     if strange:
         raise ValueError(f"a parameter of {strange[0]} has no real Hessian; use a real dtype")
-    if len({p.device for p in params}) > 1:
+    devices = sorted({str(p.device) for p in params})
+    if len(devices) > 1:
         raise ValueError(
-            f"the parameters are on {sorted({str(p.device) for p in params})}; give those of one "
-            f"device"
+            f"the parameters are on {devices}: eigenvectors span all of them; use one device"
         )
-    return params, model
 
 
 def _parameters_of(model: nn.Module, patterns: list[str]) -> list[Tensor]:
@@ -465,21 +390,3 @@ def _parameters_of(model: nn.Module, patterns: list[str]) -> list[Tensor]:
         if first_match(patterns, everything, name) is not None
         for p in module.parameters(recurse=False)
     ]
-
-
-def _check_counts(largest: int, smallest: int, size: int, iterations: int | None) -> None:
-    for name, count in (("largest", largest), ("smallest", smallest)):
-        check_whole(name, count, 0, "a number of pairs, or 0 for none")
-    if not 1 <= largest + smallest <= size:
-        raise ValueError(
-            f"largest={largest}, smallest={smallest}: they are together between 1 and the number "
-            f"of unknowns, {size}"
-        )
-    if iterations is None:
-        return
-    check_whole("iterations", iterations, 1, "None for the default")
-    if iterations < largest + smallest:
-        raise ValueError(
-            f"iterations={iterations} is below largest + smallest = {largest + smallest}; use "
-            f"about four times as many, or None"
-        )

@@ -8,6 +8,7 @@ on the union of the batches.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 
 from second_order.distributed.collectives import World
 from second_order.errors import CurvatureError
-from second_order.lanczos.hvp import Hessian, ShardedHessian
-from second_order.lanczos.lanczos import normal
+from second_order.lanczos.hvp import Hessian
+from second_order.lanczos.lanczos import Space, normal
 
 __all__ = ["RowSpace", "ShardSpace", "row_bounds"]
 
@@ -26,14 +27,15 @@ def row_bounds(size: int, processes: int) -> list[int]:
     return [size * p // processes for p in range(processes + 1)]
 
 
-class RowSpace:
-    """The rows of this process of vectors in R^n; :class:`~second_order.lanczos.lanczos.Space`.
+class RowSpace(Space):
+    """The rows of this process of vectors in R^n, and the Hessian of all processes' batches.
 
-    A product that fails on one process gives NaN on all of them; :attr:`error` tells why where it
-    failed, so that no process is left waiting.
+    A context to multiply in, with autocast off for all but the loss. A process whose loss cannot be
+    evaluated raises its error on entering, and all others with it. A product that fails on one
+    process gives NaN on all of them, so that no process is left waiting.
 
     Args:
-        hessian: The Hessian of this process's batch, entered as a context.
+        hessian: The Hessian of this process's batch.
         world: The processes.
         dtype: Dtype of the vectors.
         sign: 1, or −1 for the Hessian of the negative loss.
@@ -47,17 +49,33 @@ class RowSpace:
     def __init__(
         self, hessian: Hessian, world: World, dtype: torch.dtype, sign: float = 1.0
     ) -> None:
-        self.size = hessian.size
+        super().__init__(hessian.product, hessian.size, dtype, hessian.params[0].device)
         bounds = row_bounds(hessian.size, world.size)
         self.error: Exception | None = None
-        self._hessian, self._world, self._dtype, self._sign = hessian, world, dtype, sign
-        self._device = hessian.params[0].device
+        self._hessian, self._world, self._sign = hessian, world, sign
         self.rows = slice(bounds[world.rank], bounds[world.rank + 1])
         self._sizes = [b - a for a, b in pairwise(bounds)]
+        self._entered = ExitStack()
+
+    def __enter__(self) -> RowSpace:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self._hessian)
+            except Exception as error:
+                self.error = error
+            self.raise_together()
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            self._entered = stack.pop_all()
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self._entered.close()
+        if error is not None and self.error is not None and error is not self.error:
+            raise self.error from error  # what has failed here is why others do not answer
 
     def random(self, seed: int, scale: float) -> Tensor:
         """This process's rows of a seeded normal vector, the same for any number of processes."""
-        return normal(self.size, seed, scale)[self.rows].to(self._device, self._dtype)
+        return normal(self.size, seed, scale)[self.rows].to(self.device, self.dtype)
 
     def gathered(self, rows: Tensor) -> Tensor:
         """The whole vector, gathered from all processes' rows."""
@@ -83,7 +101,7 @@ class RowSpace:
 
     def loss(self) -> float:
         """The mean loss of all processes' batches at the last product."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0] += self._hessian.loss
         sums[1] += self._hessian.examples
         loss, examples = self.total(sums).tolist()
@@ -106,16 +124,15 @@ class RowSpace:
             CurvatureError: The error of the product; elsewhere one that names the process. Or that
                 no process's loss depends on the parameters.
         """
-        said = torch.zeros(self._world.size + 1, device=self._device)
+        said = torch.zeros(self._world.size + 1, device=self.device)
         said[self._world.rank] = float(self.error is not None)
         said[-1] = float(self._hessian.constant is not True)
         *failed, dependent = self.total(said).tolist()
-        ranks = [rank for rank, flag in enumerate(failed) if flag]
         if self.error is not None:
             raise self.error
-        if ranks:
+        if any(failed):
             raise CurvatureError(
-                f"the curvature closure failed on rank {ranks[0]}, whose error says why"
+                f"the curvature closure failed on rank {failed.index(1.0)}, whose error says why"
             )
         if not dependent:
             raise CurvatureError(
@@ -128,7 +145,7 @@ class ShardSpace(RowSpace):
     """Vectors of which this process holds the rows that FSDP2 has left it of the parameters.
 
     Args:
-        hessian: The Hessian of all processes' batches, entered as a context.
+        hessian: The :class:`~second_order.lanczos.hvp.ShardedHessian` of all processes' batches.
         world: The processes.
         dtype: Dtype of the vectors.
         sign: 1, or −1 for the Hessian of the negative loss.
@@ -137,7 +154,7 @@ class ShardSpace(RowSpace):
 
     def __init__(
         self,
-        hessian: ShardedHessian,
+        hessian: Hessian,
         world: World,
         dtype: torch.dtype,
         sign: float,
@@ -148,7 +165,7 @@ class ShardSpace(RowSpace):
 
     def random(self, seed: int, scale: float) -> Tensor:
         """This process's rows of a seeded normal vector, the same however it is sharded."""
-        return self._mine(normal(self.size, seed, scale)).to(self._device, self._dtype)
+        return self._mine(normal(self.size, seed, scale)).to(self.device, self.dtype)
 
     def apply(self, d: Tensor) -> Tensor:
         """This process's rows of the Hessian of all processes' batches times d.

@@ -14,68 +14,48 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the curvatu
 from __future__ import annotations
 
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from second_order.contract.arguments import check_scaler, what_is_given
-from second_order.contract.averaging import start_average
-from second_order.contract.base_state import CURVATURE, BaseState
-from second_order.contract.base_step import (
-    initialises_state,
-    refuse_in_evaluation,
-    refuse_unknown_scaler,
-    refuse_within_backward,
-    runs_between_graphs,
-    set_aside,
-    unhooked_step,
-    without_gradients,
+from second_order.contract.arguments import (
+    check_mesh,
+    check_scaler,
+    check_sharding,
+    read_arguments,
+    refuse_meta,
 )
+from second_order.contract.averaging import start_average
 from second_order.contract.checkpoint import (
     Checkpoint,
-    Collected,
-    check_is_state,
+    add_collected,
     export_base_state,
     header,
     read_checkpoint,
+    require_whole,
 )
 from second_order.contract.consistency import Consistency
 from second_order.contract.curvature import Curvature
 from second_order.contract.groups import (
     NAMES,
-    materialised,
     members_of,
     named_like,
-    outline_of,
-    refuse_meta,
-    shallow,
+    nameless,
+    unhooked_step,
+    whole_group,
 )
-from second_order.contract.partition import REST, Partition
-from second_order.contract.recipe import recipe_of
-from second_order.contract.sharding import (
-    Places,
-    agree_on_shards,
-    check_mesh,
-    check_sharding,
-    moved_state,
-    replaced_in,
-    trouble_with_mesh,
-)
-from second_order.contract.training import Training
-from second_order.contract.two_bases import (
-    TwoBases,
-    base_of,
-    name_of,
-    parts_of,
-    switch_of,
-)
-from second_order.contract.warnings import warns_at_its_end
+from second_order.contract.saved import BASE, CURVATURE, BaseState
+from second_order.contract.training import Training, warns_at_its_end
+from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, switch_of
+from second_order.distributed.checkpointing import is_checkpointing
 from second_order.distributed.collectives import World
+from second_order.distributed.roles import Role, whole_models
 from second_order.options import (
     PEAK_LR,
     check_base,
@@ -86,13 +66,26 @@ from second_order.options import (
     follow_learning_rates,
     split_base_keywords,
 )
-from second_order.report import Recipe, Summary
-from second_order.sharded import is_dtensor
+from second_order.report import Recipe, RecipeRow, Summary
+from second_order.sharded import dtensors_exist, is_dtensor, like, local
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 Self = TypeVar("Self", bound="SecondOrderOptimizer")
+NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
+
+
+def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method: ``torch.compile`` leaves it as it is; ``fullgraph=True`` cannot."""
+    disabled = torch.compiler.disable(
+        method,
+        reason="a second-order step exchanges and decomposes factors in Python, between graphs: "
+        "compile the model, or the function around the step without fullgraph",
+    )
+    return cast(Callable[P, R], disabled)
 
 
 class SecondOrderOptimizer(torch.optim.Optimizer):
@@ -116,8 +109,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             one base.
         rest_layers: Patterns of modules that ``rest`` trains besides.
         rest_kwargs: Keyword arguments of ``rest`` where they differ from those of the base.
-        team: Gives the ranks that do what this one does, as torch numbers them; None for all. Where
-            they are not, shards are checked on all ranks together.
+        helper_role: Role of the ranks that help, if there are several ranks; None where all train.
 
     Raises:
         TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
@@ -142,7 +134,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         rest: type[torch.optim.Optimizer] | None = None,
         rest_layers: Sequence[str] = (),
         rest_kwargs: Mapping[str, Any] | None = None,
-        team: Callable[[World], Sequence[int]] | None = None,
+        helper_role: Role | None = None,
     ) -> None:
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
@@ -152,66 +144,72 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             check_learning_rate(each.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         self._consistency = Consistency(debug)
-        given = what_is_given(name, base.__name__, params_or_model, model, needs_model)
-        world = World(process_group)
-        trouble = trouble_with_mesh(given.model, world, team and team(world))
-        wanted = not given.under_ddp if gradient_averaging == "auto" else gradient_averaging is True
-        if trouble is None and given.params and all(map(is_dtensor, given.params)):
-            wanted = False  # FSDP2 averages
-        self._training = training = Training(
-            name,
-            given.model,
-            given.known,
-            given.under_ddp,
-            world,
-            wanted and world.size > 1,
-            grad_scaler,
-        )
+        given = read_arguments(name, params_or_model, model, needs_model)
+        model, known, under_ddp, groups = given
+        world, params = World(process_group), members_of(groups)
+        helper_role = None if world.size == 1 else helper_role
+        if helper_role is None:
+            check_mesh(model, world)
+        averages = not under_ddp if gradient_averaging == "auto" else gradient_averaging is True
+        if params and all(map(is_dtensor, params)):
+            averages = False  # FSDP2 does
+        averages = averages and world.size > 1
+        training = Training(name, model, known, under_ddp, world, averages, grad_scaler)
+        self._training, self._constructed, self._unwatched = training, False, False
+        self._tell_of_strangers(params, (rest or base).__name__, needs_model)
+        if rest is None:
+            self._base = base(nameless(groups), **base_kwargs)
+        else:
+            self._base = TwoBases(groups, model, (base, rest), keywords, layers)
+            groups = self._base.param_groups
+            for pattern in self._base.unmatched:
+                training.warn(
+                    f"rest_layers: the pattern {pattern!r} matches no module of the model"
+                )
+        super().__init__([*map(whole_group, groups)], {**self._base.defaults, PEAK_LR: 0.0})
+        made = dict(self._base.state)  # Adagrad makes its state at construction
+        self._bind_base()
+        self._base.state.update(made)
+        self._look_for_places()
+        training.trained = set(training.training_params())
+        self._curvature = curvature(training)
+        check_scaler(grad_scaler, training.averages, world.size)
+        self._start_together(helper_role)
+
+    def _tell_of_strangers(self, params: Sequence[Tensor], base: str, needs_model: bool) -> None:
+        """Warn of parameters that are not the model's, and of a launch without a process group."""
+        training = self._training
         launched = os.environ.get("WORLD_SIZE", "1")
-        if launched.isdigit() and int(launched) > 1 and world.group is None:
+        if launched.isdigit() and int(launched) > 1 and training.world.group is None:
             training.warn(
                 f"WORLD_SIZE is {launched}, but no process group is initialised: each process "
                 f"trains alone; call torch.distributed.init_process_group() before making the "
                 f"optimizer"
             )
-        self._constructed, self._unwatched, self._collected = False, False, Collected()
-        if given.strange and needs_model:
+        owned = {id(p) for p in training.model.parameters()}
+        strange = [str(tuple(p.shape)) for p in params if id(p) not in owned]
+        if params and len(strange) == len(params):
+            raise ValueError(
+                f"none of the {len(params)} parameters belongs to "
+                f"model={type(training.model).__name__}, so {training.name} would be no more than "
+                f"{base}; pass the model itself, not a copy of it or another one"
+            )
+        if strange and needs_model:
             training.warn(
-                f"{len(given.strange)} of {len(given.params)} parameters are not the model's, and "
-                f"are trained by {(rest or base).__name__} alone, without curvature: of shapes "
-                f"{', '.join(given.strange[:10])}"
+                f"{len(strange)} of {len(params)} parameters are not the model's, and are trained "
+                f"by {base} alone, without curvature: of shapes {', '.join(strange[:10])}"
             )
-        groups = given.groups
-        self._division = division = None if rest is None else Partition(base, rest, layers)
-        if division is None:
-            # Groups of a model are named, as named_parameters() are; a base may not know of names.
-            self._base = base(
-                given.params if given.named else [shallow(g) for g in groups], **base_kwargs
-            )
-        else:
-            groups = division.divided_all(groups, given.model)
-            self._base = TwoBases(groups, base, keywords[0], division.rest, keywords[1])
-            groups = self._base.param_groups
-        super().__init__([shallow(g) for g in groups], {**self._base.defaults, PEAK_LR: 0.0})
-        made = dict(self._base.state)  # Adagrad makes its state at construction
-        self._bind_base()
-        self._base.state.update(made)
-        self._tell_of_patterns()
-        self._places = Places(training.model, members_of(self.param_groups))
-        training.trained = set(training.training_params())
-        self._curvature = curvature(training)
-        check_scaler(grad_scaler, training.averages, self._curvature.averaging_processes())
-        self._start_together(trouble)
 
-    def _start_together(self, trouble: str | None) -> None:
+    def _start_together(self, helper_role: Role | None) -> None:
         """Agree with the other processes, and start from the same parameters."""
-        training, world = self._training, self._training.world
-        lines = self._curvature.description()
-        if self._division is not None:
-            lines += self._division.description(parts_of(self._base))
+        training, world, lines = self._training, self._training.world, self._curvature.description()
+        if isinstance(self._base, TwoBases):
+            lines += self._base.description()
         self._consistency.check_built(training, lines)
-        if trouble is not None:
-            agree_on_shards(training, trouble)
+        if helper_role is not None:
+            sharded = any(map(is_dtensor, training.model.parameters()))
+            if any(world.all_gather_object(sharded)):  # all raise, whoever has shards
+                raise ValueError(whole_models(training.name, helper_role))
         self._curvature.check_processes()  # of equal options, so that all raise or none
         if training.averages:
             tensors = [*training.model.parameters(), *training.model.buffers()]
@@ -220,17 +218,25 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._constructed = True
         self._curvature.begin()
 
-    def _agree(self, doing: str, coming: Sequence[dict[str, Any]] | None = None) -> None:
+    def _bind_base(self) -> None:
+        """Let the base work on the very groups and state of this optimizer."""
+        self._base.param_groups = self.param_groups
+        self._base.state = BaseState(self.state)  # type: ignore[assignment]
+        self._training.base, self._training.base_name = self._base, name_of(self._base)
+        # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
+        self._training.publish = partial(_share_state_of, weakref.ref(self))
+
+    def _agree(self, doing: str, named: bool = False) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
         if self._curvature.instead is None:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
-            self._consistency.check(self._training, self._curvature, doing, coming)
+            self._consistency.check(self._training, self._curvature, doing, named=named)
 
     # ------------------------------------------------------------------------------- stepping
 
-    @runs_between_graphs
+    @between_graphs
     @warns_at_its_end
-    @without_gradients
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; on a helper, serve the workers until they have taken theirs.
 
@@ -246,36 +252,24 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             RuntimeError: While backward runs, inside :meth:`hooks_removed`, or if a schedule-free
                 base is not in train mode.
         """
-        training, curvature = self._training, self._curvature
-        loss = None
-        refuse_within_backward(training.name)
-        refuse_in_evaluation(training.name, self.param_groups)
-        if self._unwatched:
-            raise RuntimeError(
-                f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
-                f"statistics; train after the block"
-            )
-        if closure is not None and not callable(closure):
-            raise TypeError(f"closure={closure!r} is not a function; use step() without one")
-        if training.steps == 0 and training.scaler is None and curvature.scaler_matters:
-            refuse_unknown_scaler(training.name, curvature.scaler_matters)
+        training, curvature, loss = self._training, self._curvature, None
+        self._check_step(closure)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Such a step must move no counter and start no collective: one rank alone may take it.
-        fresh = not self.state and training.steps == 0 and curvature.nothing_captured()
-        empty = fresh and initialises_state(self.param_groups)
+        empty = self._is_empty_step()
         if self._take_shards() and empty:  # torch has set the gradients of those before
             for p in members_of(self.param_groups):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         if empty:
             self._share_state()
-            self._base_step()
+            unhooked_step(self._base)
             return loss
         if curvature.instead is not None:
             curvature.instead()
             return loss
-        if self._collected.drop():
+        if self._training.collected is not None:
+            self._training.collected = None
             self._share_state()
         with training.meter.stage("compare"):
             doing = f"take a step of {training.name}"
@@ -285,8 +279,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         with training.meter.stage("average_gradients"):
             pending = start_average(training, curvature.route)
         curvature.precondition(pending)
-        with training.meter.stage("base"), set_aside(training):
-            curvature.step_base(self._base_step)
+        with training.meter.stage("base"):
+            self._drop_frozen_gradients()
+            curvature.step_base(partial(unhooked_step, self._base))
         curvature.correct()
         training.trained = set(training.training_params())
         training.steps += 1
@@ -296,24 +291,99 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training.meter.lap()
         return loss
 
+    def _check_step(self, closure: Any) -> None:
+        """Raise unless a step can be taken now: before anything has changed."""
+        training, matters = self._training, self._curvature.scaler_matters
+        if torch._C._current_graph_task_id() != NO_BACKWARD:
+            raise RuntimeError(
+                f"{training.name}.step() is called while backward() runs, from a parameter's hook, "
+                f"perhaps: a layer's curvature is of its weight and bias together, and complete "
+                f"once backward() has returned. Make one optimizer of the model, "
+                f"{training.name}(model, lr=...), and call step() after backward()"
+            )
+        if any(group.get("train_mode") is False for group in self.param_groups):
+            raise RuntimeError(
+                f"{training.name}.step() with a schedule-free base that is not in train mode: call "
+                f"optimizer.train() before training, and optimizer.eval() before evaluation"
+            )
+        if self._unwatched:
+            raise RuntimeError(
+                f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
+                f"statistics; train after the block"
+            )
+        if closure is not None and not callable(closure):
+            raise TypeError(f"closure={closure!r} is not a function; use step() without one")
+        if training.steps == 0 and training.scaler is None and matters and _called_by_scaler():
+            raise ValueError(
+                f"{training.name}.step() is called by a GradScaler that it was not told of: "
+                f"{matters}; write {training.name}(..., grad_scaler=scaler)"
+            )
+
+    def _is_empty_step(self) -> bool:
+        """Whether this is the step of lr 0 and zero gradients by which state is made to exist.
+
+        ``torch.distributed.checkpoint`` takes it. It must move no counter and start no collective:
+        one rank alone may take it. Gradients that are sharded may be zero here and not elsewhere.
+        """
+        params = [p for p in members_of(self.param_groups) if p.requires_grad]
+        if self.state or self._training.steps or not self._curvature.nothing_captured():
+            return False
+        if any(map(is_dtensor, members_of(self.param_groups))) and not is_checkpointing():
+            return False
+        return all(float(group["lr"]) == 0.0 for group in self.param_groups) and all(
+            p.grad is not None and not bool(local(p.grad).count_nonzero()) for p in params
+        )
+
+    def _drop_frozen_gradients(self) -> None:
+        """Drop gradients of frozen parameters: they have not been averaged."""
+        training = self._training
+        params = members_of(self.param_groups) if training.averages else ()
+        frozen = [p for p in params if not p.requires_grad and p not in training.trained]
+        left = [p for p in frozen if p.grad is not None]
+        for p in left:
+            p.grad = None
+        if left and training.first_time("frozen gradients"):
+            names = training.names()
+            listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in left[:20])
+            training.warn(
+                f"frozen parameters had gradients that the processes have not averaged, and that "
+                f"are dropped: {listed}; call zero_grad() after freezing"
+            )
+
+    def _look_for_places(self) -> None:
+        """Find the modules' entries that the parameters have, to see later what replaces them."""
+        ours = {id(p) for p in members_of(self.param_groups) if not is_dtensor(p)}
+        self._training.places = [
+            (module, name, p)
+            for module in self._training.model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+            for name, p in module._parameters.items()
+            if p is not None and id(p) in ours
+        ]
+
     def _take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
-        others = self._places.replaced() if "_places" in self.__dict__ else {}
+        training, others = self._training, dict[Tensor, Tensor]()
+        for module, name, p in training.places if dtensors_exist() else ():
+            new = module._parameters.get(name)
+            if new is not p and new is not None and is_dtensor(new) and new.shape == p.shape:
+                others[p] = new
         if not others:
             return False
-        model, world = self._training.model, self._training.world
-        check_sharding(model)
-        check_mesh(dict(model.named_parameters()), world)
+        check_sharding(training.model)
+        check_mesh(training.model, training.world)
         self._curvature.replace_params(others)
-        replaced_in(self.param_groups, others)
-        moved_state(self.state, others)
-        self._training.trained = {others.get(p, p) for p in self._training.trained}
-        self._places = Places(model, members_of(self.param_groups))
+        for group in self.param_groups:
+            group["params"][:] = [others.get(p, p) for p in group["params"]]
+        for p in others.keys() & self.state.keys():
+            parts = self.state[others[p]] = self.state.pop(p)
+            for key, value in parts.get(BASE, {}).items():
+                if isinstance(value, Tensor):
+                    parts[BASE][key] = like(others[p], value)
+        training.trained = {others.get(p, p) for p in training.trained}
+        self._look_for_places()
         self._curvature.replaced()
         return True
-
-    def _base_step(self) -> None:
-        unhooked_step(self._base)
 
     def _share_state(self) -> None:
         """Show counters and curvature in ``state``, where checkpoints look."""
@@ -324,13 +394,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             for p in group["params"]:
                 self.state[p][CURVATURE] = {**parts.get(p, {}), **header(steps, written_by)}
 
-    @runs_between_graphs
+    @between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop the statistics that the last backward left."""
         self._take_shards()
         super().zero_grad(set_to_none)
-        if hasattr(self, "_curvature"):
-            self._curvature.drop_pending()
+        self._curvature.drop_pending()
 
     @property
     def train(self) -> Callable[[], None]:
@@ -361,16 +430,16 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def _resume(self, groups: Sequence[dict[str, Any]]) -> None:
         """Take over groups of a run before, as Lightning's BaseFinetuning assigns them."""
-        before, both = len(self.param_groups), (self.param_groups, groups)
-        mine, theirs = ([[*map(id, group["params"])] for group in each] for each in both)
+        ours, before = self.param_groups, len(self.param_groups)
+        mine, theirs = ([[*map(id, group["params"])] for group in each] for each in (ours, groups))
         if theirs[:before] != mine:
             raise AttributeError(
                 f"{type(self).__name__}.param_groups is shared with the base, and the list that is "
                 f"assigned does not begin with its {before} groups: change settings in place "
                 f"(group['lr'] = ...), use add_param_group(), or make the optimizer anew"
             )
-        for ours, group in zip(self.param_groups, groups, strict=False):
-            ours.update({k: v for k, v in group.items() if k not in ("params", NAMES, REST)})
+        for group, settings in zip(ours, groups, strict=False):
+            group.update({k: v for k, v in settings.items() if k not in ("params", NAMES, REST)})
         for group in groups[before:]:
             self.add_param_group(group)
 
@@ -384,16 +453,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the default entries that it lacks, those of the base that trains it."""
-        own = {} if self._division is None else base_of(self._base, group).defaults
-        for key, value in {**self.defaults, **own}.items():
+        for key, value in {**self.defaults, **base_of(self._base, group).defaults}.items():
             group.setdefault(key, value)
-
-    def _tell_of_patterns(self) -> None:
-        """Warn of the patterns of ``rest_layers`` that match no module."""
-        training = self._training
-        unmatched = [] if self._division is None else self._division.unmatched(training.model)
-        for pattern in unmatched:
-            training.warn(f"rest_layers: the pattern {pattern!r} matches no module of the model")
 
     @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -403,29 +464,32 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             RankMismatchError: On every process, if the processes do different things.
         """
         if "_training" not in vars(self):  # as in load_state_dict
-            self.optimizer.add_param_group(  # type: ignore[attr-defined]
-                param_group
-            )
+            self.optimizer.add_param_group(param_group)  # type: ignore[attr-defined]
             return
         if not self._constructed:
             super().add_param_group(param_group)
             return
-        division, model, before = self._division, self._training.model, [*self.param_groups]
-        group = materialised(param_group)
-        refuse_meta(type(self).__name__, members_of([group]), model)
-        self._agree("add a parameter group", [*before, outline_of(group, self.defaults)])
+        training, before, group = self._training, [*self.param_groups], whole_group(param_group)
+        refuse_meta(training.name, members_of([group]), training.model)
+        base, doing = self._base, "add a parameter group"
+        divided = base.divided if isinstance(base, TwoBases) else lambda group, _: [group]
         try:
-            for part in [group] if division is None else division.divided(group, model):
-                named = named_like(self.param_groups, part, model)
-                if division is not None:
+            try:
+                for part in divided(group, training.model):
+                    named = named_like(self.param_groups, part, training.names())
                     self._complete(named)
-                super().add_param_group(named)
+                    super().add_param_group(named)
+            except Exception as error:
+                doing = f"refuse a parameter group ({error})"
+                raise
+            finally:
+                self._agree(doing, named=True)
         except Exception:
             self.param_groups[:] = before
             raise
         newcomers = members_of(self.param_groups[len(before) :])
-        self._training.trained |= {p for p in newcomers if p.requires_grad}
-        self._places = Places(self._training.model, members_of(self.param_groups))
+        training.trained |= {p for p in newcomers if p.requires_grad}
+        self._look_for_places()
         self._curvature.replan()
 
     @warns_at_its_end
@@ -446,7 +510,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self._curvature.kept_elsewhere:
             self._agree(f"consolidate(to={to})")
             ranks = range(size) if to is None else [to]
-            self._collected.take(self._curvature.gather(ranks), to)
+            self._training.collected = self._curvature.gather(ranks), to
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Call :meth:`consolidate`: the name that torch's ZeroRedundancyOptimizer has for it.
@@ -464,13 +528,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
         self._take_shards()
-        self._collected.require(self._training, self._curvature)
+        require_whole(self._training, self._curvature)
         if self.state:
             self._share_state()
         found = super().state_dict()
         # Entries of their own: close() takes the curvature out of those of `state`.
         found["state"] = {index: dict(entry) for index, entry in found["state"].items()}
-        self._collected.add_to(found["state"], members_of(self.param_groups))
+        add_collected(self._training, found["state"])
         return found
 
     def export_base_state(self, rest: bool = False) -> dict[str, Any]:
@@ -498,41 +562,34 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 or unknown, or is another base's; nothing has changed then.
         """
         if "_training" not in vars(self):  # a wrapper of Lightning's, whose class is made of ours
-            self.optimizer.load_state_dict(  # type: ignore[attr-defined]
-                state_dict
-            )
+            self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
-        check_is_state(state_dict)
         self._take_shards()
-        names = self._training.names()
-        found = Checkpoint({}, [], {}, 0, [])
+        training, names = self._training, self._training.names()
+        found: list[Checkpoint] = []
 
         def read(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            nonlocal found
-            found = read_checkpoint(state, self._base, self.param_groups, names)
-            self._curvature.check(found.curvature)
+            found.append(read_checkpoint(state, self._base, self.param_groups, names))
+            self._curvature.check(found[0].curvature)
             # Loading casts floating state to the parameter's dtype, so curvature goes around it.
-            return {**state, "state": found.base, "param_groups": found.groups}
+            return {**state, "state": found[0].base, "param_groups": found[0].groups}
 
         last = self.register_load_state_dict_pre_hook(read)  # after what users' hooks make of it
         try:
-            super().load_state_dict(dict(state_dict))
+            super().load_state_dict(state_dict)
         finally:
             last.remove()
-        saved = found.curvature
-        self._consistency.loaded(self._training, self.state, saved, self._curvature.read_by_all)
-        self._collected.drop()
-        self._training.steps = found.steps
-        if found.base and not any(saved.values()):
-            self._training.warn(
-                f"the state loaded is of {self._training.base_name} alone: it is taken over, and "
-                f"the curvature starts anew"
+        base, _, saved, training.steps, absent = found[0]
+        self._consistency.loaded = True
+        training.collected = None
+        if base and not any(saved.values()):
+            training.warn(
+                f"the state loaded is of {training.base_name} alone: it is taken over, and the "
+                f"curvature starts anew"
             )
-        if found.absent:
-            self._training.warn(
-                f"the checkpoint has nothing of {', '.join(found.absent[:20])}: their state begins "
-                f"anew"
-            )
+        if absent:
+            listed = ", ".join(absent[:20])
+            training.warn(f"the checkpoint has nothing of {listed}: their state begins anew")
         for group in self.param_groups:  # a checkpoint of the base alone lacks our entries
             self._complete(group)
         self._bind_base()
@@ -540,14 +597,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._base.__setstate__({"state": self._base.state, "param_groups": self.param_groups})
         self._curvature.load(saved)
         self._share_state()
-
-    def _bind_base(self) -> None:
-        """Let the base work on the very groups and state of this optimizer."""
-        self._base.param_groups = self.param_groups
-        self._base.state = BaseState(self.state)  # type: ignore[assignment]
-        self._training.base, self._training.base_name = self._base, name_of(self._base)
-        # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
-        self._training.publish = partial(_share_state_of, weakref.ref(self))
 
     # ------------------------------------------------------------------------------ odds and ends
 
@@ -565,17 +614,34 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         process does not know is NaN. Nothing is sent and nothing changes. Reading it waits for the
         device.
         """
-        meter, curvature = self._training.meter, self._curvature
+        curvature = self._curvature
         steps = {"step": float(self._training.steps)}
-        return {**steps, **curvature.statistics(), **meter.read(curvature.accounts)}
+        accounts = self._training.meter.read(curvature.accounts)
+        return {**steps, **curvature.statistics(), **accounts}
 
     def recipe(self) -> Recipe:
         """A table of which base trains each parameter, how, and whether it is preconditioned.
 
         Reading it waits for the device where learning rates are tensors there.
         """
-        preconditioned = {id(p) for p in self._curvature.preconditioned()}
-        return recipe_of(self._training, preconditioned)
+        training, rows = self._training, []
+        names, preconditioned = training.names(), {*map(id, self._curvature.preconditioned())}
+        for group in self.param_groups:
+            base, decay = name_of(base_of(self._base, group)), group.get("weight_decay")
+            called = group.get(NAMES) or [""] * len(group["params"])
+            for p, name in zip(group["params"], called, strict=True):
+                status = "preconditioned" if id(p) in preconditioned else "plain gradient"
+                rows.append(
+                    RecipeRow(
+                        name=name or names.get(id(p), "(not in the model)"),
+                        shape=tuple(p.shape),
+                        base=base,
+                        lr=float(group["lr"]),
+                        weight_decay=None if decay is None else float(decay),
+                        status=status if p.requires_grad else "frozen",
+                    )
+                )
+        return Recipe(f"{training.name} over {training.base_name}, step {training.steps}", rows)
 
     @contextmanager
     def hooks_removed(self) -> Iterator[None]:
@@ -601,7 +667,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._curvature.close()
         if self._training.late_ddp is not None:
             self._training.late_ddp.remove()
-        self._collected.drop()
+        self._training.collected = None
         if self.state:
             self._share_state()
 
@@ -616,3 +682,12 @@ def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:
     alive = optimizer()
     if alive is not None and alive.state:
         alive._share_state()
+
+
+def _called_by_scaler() -> bool:
+    """Whether a GradScaler is calling ``step``.
+
+    If it is unknown, captured gradients are not unscaled: the factors would be too large by the
+    square of the scale, and training would stall without a word.
+    """
+    return any(f.f_code.co_name == "_maybe_opt_step" for f, _ in traceback.walk_stack(None))

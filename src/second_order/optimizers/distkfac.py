@@ -18,22 +18,21 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch.optim import Optimizer
 
-from second_order.distributed.roles import Role, ranks_alike
+from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.kfac.curvature import KFACCurvature
-from second_order.kfac.distkfac_options import (
+from second_order.kfac.curvature import KFAC
+from second_order.kfac.options import (
+    AUTO,
     FORGETFUL,
     DistKFACOptions,
     DoublyFactored,
+    KFACOptions,
     checked_doubly_factored,
     half_the_cores,
 )
-from second_order.kfac.options import AUTO, KFACOptions
-from second_order.kfac.plan import distkfac_plan
-from second_order.kfac.solves_async import SolvesOnThreads
+from second_order.kfac.plan import System, distkfac_plan
+from second_order.kfac.solve_async import Background, SolvesOnThreads
 from second_order.kfac.stats_workers import StatsWorker
-from second_order.kfac.system import System
-from second_order.kfac.threads import Background
 from second_order.kfac.with_helpers import with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.keywords import Rate, settled, signed
@@ -104,7 +103,7 @@ class DistKFAC(KroneckerOptimizer):
         delays: By layer, the number of steps for which its last solve was under way.
     """
 
-    _curvature: KFACCurvature | StatsWorker
+    _curvature: KFAC | StatsWorker
 
     @overload
     def __init__(
@@ -152,7 +151,7 @@ class DistKFAC(KroneckerOptimizer):
                 patience=float(own.helper_timeout),
                 on_device=own.inverse_device == "cuda",
             ),
-            team=partial(ranks_alike, helpers=own.stats_workers),
+            helper_role="stats" if own.stats_workers else None,
             **common,
         )
 
@@ -180,16 +179,8 @@ class DistKFAC(KroneckerOptimizer):
         if isinstance(self._curvature, StatsWorker):
             return {}
         solves = self._curvature.solves
-        landed = solves.landed_at.items()
+        landed = solves.installed_at.items()
         return {block.name: step - solves.taken_at[block] for block, step in landed}
-
-    @property
-    def refused_messages(self) -> int:
-        """Number of malformed messages to this process, and of connections without the key."""
-        if isinstance(self._curvature, StatsWorker):
-            return self._curvature.refused_messages
-        helpers = self._curvature.helpers
-        return 0 if helpers is None else helpers.refused
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close; a stats worker calls this, not ``step``.
@@ -231,10 +222,10 @@ class DistKFAC(KroneckerOptimizer):
         """
         ages, delays = sorted(self.staleness.values()), sorted(self.delays.values())
         note = "no inverses yet"
-        if ages and isinstance(self._curvature, KFACCurvature):
+        if ages and isinstance(self._curvature, KFAC):
             note = (
                 f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took "
-                f"{delays[0]} to {delays[-1]} steps; {len(self._curvature.solves.flights)} under "
+                f"{delays[0]} to {delays[-1]} steps; {len(self._curvature.solves.under_way)} under "
                 f"way"
             )
-        return replace(super().summary(), age=note, refused=self.refused_messages)
+        return replace(super().summary(), age=note)

@@ -18,11 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from second_order.distributed.assignment import OwnerAssignment
-from second_order.kfac.curvature import KFACCurvature
+from second_order.kfac.curvature import KFAC
 from second_order.kfac.options import KFACOptions
-from second_order.kfac.owner_hook import OwnerHook
-from second_order.kfac.plan import dpkfac_plan
-from second_order.kfac.system import System
+from second_order.kfac.plan import System, dpkfac_plan
+from second_order.kfac.precondition import OwnerHook
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.keywords import Rate, settled, signed
 from second_order.optimizers.kronecker_optimizer import (
@@ -79,7 +78,7 @@ class DPKFAC(KroneckerOptimizer):
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
 
-    _curvature: KFACCurvature
+    _curvature: KFAC
 
     @overload
     def __init__(
@@ -102,7 +101,7 @@ class DPKFAC(KroneckerOptimizer):
         )
         super().__init__(
             params_or_model,
-            curvature=lambda training: KFACCurvature(training, options, system),
+            curvature=lambda training: KFAC(training, options, system),
             **common,
         )
 

@@ -9,8 +9,8 @@ import torch
 
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
-from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.hvp import ProductMode, check_closure
+from second_order.lanczos.closure import CurvatureKind, LossFn, check_closure
+from second_order.lanczos.hvp import ProductMode
 from second_order.optimizers.base import SecondOrderOptimizer
 from second_order.optimizers.keywords import CommonKeywords
 from second_order.options import Schedule

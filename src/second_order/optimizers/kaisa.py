@@ -18,10 +18,9 @@ import torch
 from torch.optim import Optimizer
 
 from second_order.distributed.assignment import AssignmentCost
-from second_order.kfac.curvature import KFACCurvature
+from second_order.kfac.curvature import KFAC
 from second_order.kfac.options import AUTO, KFACOptions, check_dtype
-from second_order.kfac.plan import kaisa_plan
-from second_order.kfac.system import System
+from second_order.kfac.plan import System, kaisa_plan
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.keywords import Rate, settled, signed
 from second_order.optimizers.kronecker_optimizer import (
@@ -142,6 +141,6 @@ class KAISA(KroneckerOptimizer):
         )
         super().__init__(
             params_or_model,
-            curvature=lambda training: KFACCurvature(training, options, system),
+            curvature=lambda training: KFAC(training, options, system),
             **common,
         )

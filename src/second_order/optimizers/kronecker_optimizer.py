@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from second_order.errors import SecondOrderError
-from second_order.kfac.curvature import KFACCurvature
+from second_order.kfac.curvature import KFAC
 from second_order.kfac.options import AutoSchedule, PerStep, PreconditionerScale
 from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.layers import Approximation
@@ -96,7 +96,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
             SecondOrderError: Before the first statistics, and on a process that does not train.
         """
         curvature = self._curvature
-        if not isinstance(curvature, KFACCurvature):
+        if not isinstance(curvature, KFAC):
             raise SecondOrderError(
                 f"rank {self._training.world.rank} computes statistics for others, and keeps no "
                 f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"

@@ -18,14 +18,13 @@ mean of the last gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 from torch.optim import Optimizer
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.divided import Divided, Helper, divided_curvature, team_of
+from second_order.fosi.divided import Divided, Helper, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer, PairKeywords
@@ -109,7 +108,7 @@ class MRDHO2(EigenpairOptimizer):
             params_or_model,
             curvature=lambda training: divided_curvature(training, options, closure),
             needs_model=False,
-            team=partial(team_of, options),
+            helper_role="accelerator" if options.accelerators and options.wanted else None,
             **common,
         )
 
@@ -127,11 +126,6 @@ class MRDHO2(EigenpairOptimizer):
     def epochs(self) -> Sequence[EpochReport]:
         """Reports of the last 1,000 epochs, on a worker."""
         return self._curvature.epochs.reports
-
-    @property
-    def refused_messages(self) -> int:
-        """Number of malformed messages to this process, and of connections without the key."""
-        return self._curvature.refused
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute eigenpairs until the workers close; an accelerator calls this, not ``step``.
@@ -156,10 +150,3 @@ class MRDHO2(EigenpairOptimizer):
                 f"ranks whose optimizer.role is 'accelerator'"
             )
         return self._curvature.serve(batches, loss_fn)
-
-    def close(self) -> None:
-        """Say goodbye: accelerators return from serve(), workers go on as the base alone.
-
-        This takes 5 seconds at most, or ``helper_timeout``, where an accelerator has been stopped.
-        """
-        super().close()

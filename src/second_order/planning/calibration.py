@@ -20,11 +20,9 @@ from torch import Tensor, nn
 from second_order.contract.averaging import start_average
 from second_order.contract.training import Training
 from second_order.distributed.collectives import World
-from second_order.kfac.curvature import KFACCurvature
-from second_order.kfac.distkfac_options import own_cores
-from second_order.kfac.options import KFACOptions
-from second_order.kfac.plan import distkfac_plan
-from second_order.kfac.system import System
+from second_order.kfac.curvature import KFAC
+from second_order.kfac.options import KFACOptions, own_cores
+from second_order.kfac.plan import System, distkfac_plan
 from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.layers import gram
 from second_order.kronecker.solvers import SOLVERS
@@ -335,7 +333,7 @@ def _stages_of(
         inv_update_steps=1,
     )
     system = System(_alone, options.block_rules)
-    curvature = KFACCurvature(training, options, system)
+    curvature = KFAC(training, options, system)
     curvature.begin()
     x = torch.sin(torch.arange(16.0 * WIDTH, device=device)).view(16, WIDTH)
     fastest: dict[str, float] = {}

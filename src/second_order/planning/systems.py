@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from second_order.distributed.assignment import AssignmentCost, OwnerAssignment
-from second_order.kfac.distkfac_options import DoublyFactored, checked_doubly_factored
-from second_order.kfac.options import KFACOptions
+from second_order.kfac.options import DoublyFactored, KFACOptions, checked_doubly_factored
 from second_order.kfac.plan import Planner, distkfac_plan, dpkfac_plan, kaisa_plan
 from second_order.kronecker.model_blocks import BlockRules
 from second_order.options import check_choice, check_flag, check_number

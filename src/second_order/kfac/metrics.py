@@ -1,9 +1,13 @@
-"""The factors of a training as an object of their own."""
+"""What can be seen of the factors: numbers to log, and a copy of them as an object of its own.
+
+Numbers are of this process and of the inverses and factors that are here; nothing is sent. One that
+is not known here is NaN, so that every process has the same names.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,21 +15,115 @@ from torch import Tensor, nn
 from second_order.contract.groups import members_of
 from second_order.contract.training import Training
 from second_order.errors import SecondOrderError
-from second_order.kfac.factor_moves import gather_factors
-from second_order.kfac.layers import Layers
+from second_order.kfac.checkpoint import gather_factors
+from second_order.kfac.layers import SILENT, Layers
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan
-from second_order.kfac.summary import SILENT
+from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.condition import condition_estimate
 from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.stages import ELSEWHERE
 
-__all__ = ["fitted_curvature"]
+__all__ = ["ACCOUNTS", "NAMES", "fitted_curvature", "metrics_of"]
 
-ELSEWHERE = "another process keeps its factors: call curvature(gather=True) on every process"
+KEPT_ELSEWHERE = "another process keeps its factors: call curvature(gather=True) on every process"
+
+ACCOUNTS = (
+    *("statistics", "statistics_exchange", "solve", "solve_exchange", "wait", "average_gradients"),
+    *("precondition", "precondition_exchange", "base", "compare", ELSEWHERE),
+)
+"""The accounts of seconds and bytes."""
+
+NAMES = (
+    *("clip", "damping", "damping/min", "damping/max"),
+    *("trace_A/min", "trace_A/max", "trace_G/min", "trace_G/max", "condition/min", "condition/max"),
+    *("age/inverses", "age/statistics", "factor_update_steps", "inv_update_steps"),
+    *("drift/cosine", "drift/cosine/min", "drift/interval", "drift/length", "step_length"),
+    *("layers", "layers/solved", "layers/failing", "layers/under_way", "layers/settled"),
+    *("failed", "spared", "dropped"),
+)
+"""The names of the numbers, but those by account."""
+
+
+def metrics_of(
+    layers: Layers, plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, step: int
+) -> dict[str, float]:
+    """Numbers on layers, factors and inverses. Waits for the device.
+
+    Args:
+        layers: The layers of the model.
+        plan: The layers that train.
+        solves: The layers' inverses.
+        step: The number of the last step, from 0; -1 before it.
+    """
+    found = dict.fromkeys(NAMES, math.nan)
+    blocks = list(plan)
+    solved = [block for block in blocks if block.solved]
+    found |= {
+        "damping": solves.damping,
+        "layers": float(len(blocks)),
+        "layers/solved": float(len(solved)),
+        "layers/failing": float(sum(block.state.failures > 0 for block in blocks)),
+        "layers/under_way": float(len(solves.under_way)),
+        "layers/settled": float(len(solves.traces.settled)) if solves.traces else 0.0,
+        "failed": float(solves.failed),
+        "spared": solves.traces.share if solves.traces else math.nan,
+        "dropped": float(sum(_numbers([block.staged.dropped for block in layers.blocks]))),
+    }
+    taken = [solves.taken_at[block] for block in solved if block in solves.taken_at]
+    if taken:
+        found["age/inverses"] = float(step - min(taken))
+    dampings = [solves.dampings[block] for block in solved if block in solves.dampings]
+    found |= _range("damping", _numbers(dampings))
+    found |= _traces(blocks)
+    inverses = [condition_estimate(block) for block in solved if block.inverse is not None]
+    found |= _range("condition", _numbers([c for c in inverses if c is not None]))
+    return found
+
+
+def _traces(blocks: Sequence[KroneckerBlock]) -> dict[str, float]:
+    """The ranges of tr A and tr G over the layers whose averages are known here."""
+    traces: dict[str, list[Tensor]] = {"A": [], "G": []}
+    weights = []
+    for block in blocks:
+        factors, shape = block.factors, block.shape
+        if factors is None:
+            continue
+        weights.append(factors.weight)
+        for letter, of_layers in traces.items():
+            means = factors.means[shape.letters.index(letter)]
+            of_layers.append(means.sum() * shape.dim(letter))
+    known = [weight > 0 for weight in _numbers(weights)]
+    found: dict[str, float] = {}
+    for letter, of_layers in traces.items():
+        pairs = zip(_numbers(of_layers), known, strict=True)
+        found |= _range(f"trace_{letter}", [trace for trace, is_known in pairs if is_known])
+    return found
+
+
+def _numbers(values: Iterable[Tensor | float]) -> list[float]:
+    """Numbers as Python has them; a device is waited for once."""
+    listed = list(values)
+    tensors = [value for value in listed if isinstance(value, Tensor)]
+    if len(tensors) < len(listed):
+        return [float(value) for value in listed]
+    if not tensors:
+        return []
+    device = tensors[0].device
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    found: list[float] = torch.stack([t.detach().to(device, wide) for t in tensors]).tolist()
+    return found
+
+
+def _range(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}/min": min(values), f"{name}/max": max(values)}
 
 
 def fitted_curvature(
@@ -61,7 +159,7 @@ def fitted_curvature(
         averages = _averages_of(block, away.get(block, {}))
         layer = plan.get(block)
         here = layer is None or gather or all(layer.keeps(training.world.rank))
-        why = _why_not(block, params, averages) if here else ELSEWHERE
+        why = _why_not(block, params, averages) if here else KEPT_ELSEWHERE
         if why:
             uncovered.update(dict.fromkeys(names, why))
             continue
@@ -81,7 +179,7 @@ def fitted_curvature(
             updates=float(averages.weight),
             damping=gamma,
         )
-    if not found and ELSEWHERE not in uncovered.values():
+    if not found and KEPT_ELSEWHERE not in uncovered.values():
         raise SecondOrderError(
             f"{training.name} has no factors yet: curvature() is for after the first step, and "
             f"before close()"
@@ -91,23 +189,22 @@ def fitted_curvature(
     return KroneckerCurvature(found, names, uncovered)
 
 
-def _names(training: Training) -> list[str]:
-    """The names of the optimizer's parameters, in the order of its groups."""
-    names = training.names()
-    return [names.get(id(p), "(not in the model)") for p in members_of(training.groups)]
-
-
 def _left_out(training: Training, layers: Layers) -> dict[str, str]:
     """Why the parameters of no layer have no curvature, by their names."""
     reasons = {row.name: row.reason for row in layers.left}
     known = {id(p) for block in layers.blocks for p in _params_of(block)}
-    names, found = training.names(), {}
-    for p in members_of(training.groups):
+    found = {}
+    for p, name in zip(members_of(training.groups), _names(training), strict=True):
         if id(p) not in known:
-            name = names.get(id(p), "(not in the model)")
             reason = reasons.get(name, reasons.get(name.rpartition(".")[0], "it is in no layer"))
             found[name] = f"{training.base_name} alone trains it ({reason})"
     return found
+
+
+def _names(training: Training) -> list[str]:
+    """The names of the optimizer's parameters, in the order of its groups."""
+    names = training.names()
+    return [names.get(id(p), "(not in the model)") for p in members_of(training.groups)]
 
 
 def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from second_order.contract.saved import SavedPart
-from second_order.kfac.flights import Verdict
+from second_order.kfac.solve import Verdict
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Damping
 
@@ -32,8 +31,7 @@ SETTLED = "settled"
 """The entry of a checkpoint, in the part of every layer."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """The scale of what a layer's inverse is made from, by which a later refresh is judged.
 
     Attributes:
@@ -66,21 +64,14 @@ def judge(now: Mark, before: Mark, bounds: tuple[float, float], settled: bool) -
         settled: Whether the layer has settled before.
     """
     upper, lower = bounds
-    if moved(now.damping, before.damping) > upper:
+    distance = 0.0 if settled else moved(now.trace, before.trace)
+    if moved(now.damping, before.damping) > upper or distance > upper:
         return None
-    if settled:
-        return Verdict.SETTLED
-    distance = moved(now.trace, before.trace)
-    if distance > upper:
-        return None
-    return Verdict.SETTLED if distance < lower else Verdict.SPARED
+    return Verdict.SETTLED if settled or distance < lower else Verdict.SPARED
 
 
 class TraceRefresh:
     """The layers' traces at their last solves, and which layers have settled.
-
-    Args:
-        bounds: Upper and lower.
 
     Attributes:
         settled: The layers whose traces are looked at no more; the same on every rank.
@@ -101,40 +92,34 @@ class TraceRefresh:
         self._coming.clear()
         self.settled.clear()
 
-    def verdicts(
-        self, dampings: Mapping[KroneckerBlock, Damping], damping: float, *, judged: bool
+    def keeping(
+        self, dampings: Mapping[KroneckerBlock, Damping], damping: float
     ) -> dict[KroneckerBlock, Verdict]:
         """This rank's verdicts on layers that keep their inverses; a device is waited for once.
+
+        A layer without an inverse is solved, and one whose last solve failed.
 
         Args:
             dampings: γ of the layers that this rank can solve.
             damping: γ as the option has it.
-            judged: Whether any layer may be spared.
         """
-        if not dampings:
-            return {}
         traces: list[Tensor] = [
             block.ensure_factors().mean_curvature() + of for block, of in dampings.items()
         ]
-        wide = torch.float32 if traces[0].device.type == "mps" else torch.float64
+        if not traces:
+            return {}
         device = traces[0].device
+        wide = torch.float32 if device.type == "mps" else torch.float64
         listed = torch.stack([trace.to(device, wide) for trace in traces]).tolist()
-        marks = {b: Mark(t, float(damping)) for b, t in zip(dampings, listed, strict=True)}
-        self._coming |= marks
-        found = {b: self.verdict(b, mark) for b, mark in marks.items()} if judged else {}
+        found: dict[KroneckerBlock, Verdict | None] = {}
+        for block, trace in zip(dampings, listed, strict=True):
+            mark = self._coming[block] = Mark(trace, float(damping))
+            before = self._marks.get(block)
+            if before is not None and block.solved and not block.state.failures:
+                found[block] = judge(mark, before, self._bounds, block in self.settled)
         return {block: verdict for block, verdict in found.items() if verdict is not None}
 
-    def verdict(self, block: KroneckerBlock, mark: Mark) -> Verdict | None:
-        """This rank's verdict on a layer that keeps its inverse; None for one to be solved.
-
-        A layer without an inverse is solved, and one whose last solve failed.
-        """
-        before = self._marks.get(block)
-        if before is None or not block.solved or block.state.failures:
-            return None
-        return judge(mark, before, self._bounds, block in self.settled)
-
-    def land(self, block: KroneckerBlock, verdict: Verdict) -> None:
+    def installed(self, block: KroneckerBlock, verdict: Verdict) -> None:
         """Take note of what all ranks have agreed on for a layer."""
         self.judged += 1
         mark = self._coming.pop(block, None)

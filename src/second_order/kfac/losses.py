@@ -9,12 +9,10 @@ whether autograd's record of its loss divides by it. Models that take no such ke
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +24,12 @@ from second_order.kronecker.factors import Reduction
 __all__ = [
     "IGNORED",
     "SAID",
-    "SAME_FOR_ALL",
     "ItemsHook",
-    "Shrinkage",
     "may_be_step_mean",
     "reduction_of",
     "watch_items",
 ]
 
-LEAST_SPREAD = 16.0  # Σ (log n - its mean)² over passes, before a slope is believed in
-H = TypeVar("H", bound="ItemsHook")
 KEYWORD = "num_items_in_batch"
 NEAR = 100  # nodes of a loss's record, the last ones, among which a division by the number is
 
@@ -57,14 +51,7 @@ IGNORED = (
     "that, or loss_reduction='step_mean' if each is divided by the terms of all passes; until then "
     "each is taken to have been divided by the number of passes"
 )
-SAME_FOR_ALL = (
-    "the gradients of a step's passes do not shrink with the number of their terms, as those of "
-    "means do: all losses seem to be divided by the same number. If that is the number of terms in "
-    "all passes, write loss_reduction='step_mean', as curvature is too large otherwise; if losses "
-    "are added up as they are, such as those of several tasks, accumulation_steps=1; if each is a "
-    "mean over its pass, loss_reduction='mean' ends this warning"
-)
-"""What is said of the passes of a step, and of losses that are not what they are taken to be."""
+"""What is said of the passes of a step."""
 
 
 class ItemsHook:
@@ -101,20 +88,11 @@ class ItemsHook:
             self._handle.remove()
             self._handle = None
 
-    @contextmanager
-    def aside(self, model: nn.Module) -> Iterator[None]:
-        """Be off the model meanwhile."""
-        self.remove()
-        try:
-            yield
-        finally:
-            self.hang(model)
-
-    def __deepcopy__(self: H, _: Any) -> H:
-        return type(self)()
+    def __deepcopy__(self, _: Any) -> ItemsHook:
+        return ItemsHook()
 
     def __reduce__(self) -> Any:
-        return type(self), ()
+        return ItemsHook, ()
 
 
 def _loss_in(output: Any) -> Tensor | None:
@@ -143,37 +121,6 @@ def _divides(loss: Tensor, number: Tensor | float) -> bool:
             return True
         nodes.extend(following for following, _ in node.next_functions)
     return False
-
-
-class Shrinkage:
-    """How gradients shrink with the terms of their passes, fitted over the passes of all steps.
-
-    A term's gradient in a mean over n terms is 1 / n of its own, and its square goes as 1 / n²;
-    where all are divided by the same number it does not depend on n. The slope of log squares over
-    log n tells the two apart: -2 or 0, with the noise of what differs from pass to pass.
-    """
-
-    def __init__(self) -> None:
-        self._sums: Tensor | None = None
-
-    def add(self, passes: Tensor) -> None:
-        """Take in the passes of a step, by numbers of terms and sums of squares, ``(passes, 2)``.
-
-        No device is waited for.
-        """
-        n, squares = passes.unbind(1)
-        live = (n > 0) & (squares > 0)
-        logs = torch.stack([n, squares / n]).where(live, 1.0).log()
-        means = logs.sum(1, keepdim=True) / live.sum().clamp_min(1)
-        apart = (logs - means).where(live, 0.0)
-        found = apart @ apart[0]
-        self._sums = found if self._sums is None else self._sums.to(found.device) + found
-
-    @property
-    def slope(self) -> float:
-        """The slope, NaN where n has differed too little; waits for the device."""
-        spread, along = (0.0, 0.0) if self._sums is None else self._sums.tolist()
-        return along / spread if spread >= LEAST_SPREAD else math.nan
 
 
 def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:

@@ -18,9 +18,10 @@ layer is sent again: the sums are those of an exchange at the step, at twice the
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -41,15 +42,8 @@ FUSED_BYTES = 2**20
 Sums = dict[KroneckerBlock, StatisticsSums]
 
 
-@dataclass(frozen=True)
-class Slot:
-    """What a layer sends: fixed while a plan lasts, whatever becomes of the layer meanwhile.
-
-    Attributes:
-        block: The layer.
-        shape: Sizes of its factors.
-        device: The device of its statistics.
-    """
+class Slot(NamedTuple):
+    """What a layer sends: fixed while a plan lasts, whatever becomes of the layer meanwhile."""
 
     block: KroneckerBlock
     shape: FactorShape
@@ -62,22 +56,9 @@ class Slot:
             return staged
         return StagedStatistics(self.shape, self.device, staged.dtype, staged.triangular)
 
-    def nbytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the factors' sums in a dtype."""
-        triangular = self.block.staged.triangular
-        shapes = (self.shape.stored_shape(k, triangular) for k in self.shape.letters)
-        return dtype.itemsize * sum(torch.Size(shape).numel() for shape in shapes)
 
-
-@dataclass(frozen=True)
-class SentState:
-    """The state of a layer's statistics when they were sent.
-
-    Attributes:
-        staged: The statistics.
-        revision: Their revision.
-        micro_batches: The number of micro-batches that they were taken to be of.
-    """
+class SentState(NamedTuple):
+    """The state of a layer's statistics when they were sent, for so many micro-batches."""
 
     staged: StagedStatistics
     revision: int
@@ -90,37 +71,25 @@ class SentState:
 
 
 class Coming:
-    """Layers whose averages are updated as their sums arrive, all of them once it has finished.
-
-    Args:
-        coming: The sums, as they come.
-        take_in: Updates the averages by some of them.
-    """
+    """Layers whose averages are updated as their sums arrive, all of them once it has finished."""
 
     def __init__(self, coming: Iterator[Sums], take_in: Callable[[Sums], None]) -> None:
         self._coming, self._take_in = coming, take_in
 
-    def _next(self) -> list[KroneckerBlock] | None:
-        sums = next(self._coming, None)
-        if sums is None:
-            return None
-        blocks = list(sums)
-        self._take_in(sums)
-        return blocks
-
     def __call__(self, wanted: list[KroneckerBlock]) -> Iterator[list[KroneckerBlock]]:
         """The layers of a list, each as soon as its averages are those of this step."""
         left = wanted
-        while (blocks := self._next()) is not None:
-            arrived = set(blocks)
+        for sums in self._coming:
+            arrived = set(sums)
+            self._take_in(sums)
             yield [block for block in left if block in arrived]
             left = [block for block in left if block not in arrived]
         yield left
 
     def finish(self) -> None:
         """Take in all that has not been asked for."""
-        while self._next() is not None:
-            pass
+        for sums in self._coming:
+            self._take_in(sums)
 
 
 class Pipeline:
@@ -153,7 +122,7 @@ class Pipeline:
 
     def _rest(self) -> None:
         """Be done with the buckets of a step."""
-        self._flying: list[list[PendingSums]] = []
+        self._sent: list[list[PendingSums]] = []
         self._marks: dict[KroneckerBlock, SentState] = {}
         self._reached: dict[KroneckerBlock, None] = {}
         self._expected = False
@@ -162,25 +131,22 @@ class Pipeline:
 
     def _fused(self, slots: Sequence[Slot]) -> list[list[Slot]]:
         """Runs of layers that travel together, whatever their kind."""
-        return in_buckets(slots, lambda _: None, lambda s: s.nbytes(self._dtype), FUSED_BYTES)
 
-    # --------------------------------------------------------------------------------- the plan
+        def nbytes(slot: Slot) -> int:
+            triangular = slot.block.staged.triangular
+            shapes = (slot.shape.stored_shape(k, triangular) for k in slot.shape.letters)
+            return self._dtype.itemsize * sum(map(math.prod, shapes))
+
+        return in_buckets(slots, lambda _: None, nbytes, FUSED_BYTES)
 
     def follow(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Go on with other layers; a collective.
-
-        Args:
-            blocks: The layers whose statistics come from passes, in the order of the model.
-        """
-        self.drain()
-        self._slots = [Slot(b, b.staged.shape, b.staged.device) for b in blocks]
-        self._forget()
-
-    def connect(self) -> None:
-        """Get a process group, unless there is one; a collective."""
+        """Go on with other layers, in the order of the model; a collective."""
         if self._loan is None:
             self._loan = borrow_group(self._training.world)
             weakref.finalize(self, self._loan.give_back).atexit = False
+        self.drain()
+        self._slots = [Slot(b, b.staged.shape, b.staged.device) for b in blocks]
+        self._forget()
 
     def expect(self, wire: torch.dtype | None) -> None:
         """Send what the coming passes bring, as the coming step wants statistics.
@@ -189,11 +155,9 @@ class Pipeline:
             wire: Dtype in which the factors' sums travel; None for their own. Once a pass has
                 brought anything the one before stays: buckets may have left.
         """
-        if not (self._flying or self._reached):
+        if not (self._sent or self._reached):
             self._wire = wire
         self._expected = True
-
-    # -------------------------------------------------------------------------------- the passes
 
     def heard(self, block: KroneckerBlock) -> None:
         """Hear in a backward pass that a layer's statistics have grown: send what is complete."""
@@ -202,8 +166,8 @@ class Pipeline:
         self._reached.setdefault(block)
         if not self._wanted:  # no step has shown how many pairs there are
             return
-        while len(self._flying) < len(self._buckets):
-            bucket = self._buckets[len(self._flying)]
+        while len(self._sent) < len(self._buckets):
+            bucket = self._buckets[len(self._sent)]
             if not all(s.block.staged.pairs >= self._wanted.get(s.block, 1) for s in bucket):
                 return
             with self._training.meter.stage("exchange"):
@@ -221,50 +185,54 @@ class Pipeline:
         heads = [each.head for each in found]
         factors = [factor for each in found for factor in each.factors.values()]
         if self._wire is None:
-            self._flying.append([world.start_sums([*heads, *factors])])
+            self._sent.append([world.start_sums([*heads, *factors])])
         else:  # numbers of examples are not rounded
             narrow = world.wired(self._wire)
-            self._flying.append([world.start_sums(heads), narrow.start_sums(factors)])
-
-    # ---------------------------------------------------------------------------------- the step
+            self._sent.append([world.start_sums(heads), narrow.start_sums(factors)])
 
     def drain(self) -> None:
         """Let the other ranks have what they expect in this step, and drop it all; a collective."""
         if not self._expected or self._loan is None:
             return
-        for bucket in self._buckets[len(self._flying) :]:
+        for bucket in self._buckets[len(self._sent) :]:
             self._send(bucket, self._micro_batches)
-        for parts in self._flying:
+        for parts in self._sent:
             for pending in parts:
                 pending.wait()
         self._rest()
 
-    def sums(
-        self, layers: Layers, exchange: Callable[[Sums, torch.dtype | None], None]
-    ) -> Iterator[Sums]:
-        """Send what is left, and return an iterator of the sums of all ranks, bucket by bucket.
+    def coming(
+        self, layers: Layers, exchange: Callable[[Sums, torch.dtype | None], None], decay: float
+    ) -> Coming:
+        """Send what is left, and return what updates the layers' averages, bucket by bucket.
 
-        A collective, and so is the iterator, to its end. The layers' statistics are cleared.
+        A collective, and so is what it returns, to its end. The layers' statistics are cleared.
 
         Args:
             layers: The layers of the model.
             exchange: Sums statistics over all ranks at once, in place, by the dtype in which they
                 travel.
+            decay: Weight of the past in the averages.
         """
+        meter, world = self._training.meter, self._training.world
+
+        def take_in(sums: Sums) -> None:
+            with meter.stage("statistics"):
+                layers.take_in(layers.whole_steps(sums, world.size), decay)
+
         blocks = [slot.block for slot in self._slots]
         if not blocks:
             layers.sums([])
-            return iter(())
+            return Coming(iter(()), take_in)
         micro_batches = layers.micro_batches(blocks)
-        meter, world = self._training.meter, self._training.world
         with meter.stage("exchange"):
-            for bucket in self._buckets[len(self._flying) :]:
+            for bucket in self._buckets[len(self._sent) :]:
                 self._send(bucket, micro_batches)
             changed = torch.tensor(
                 [float(not self._marks[b].holds(b, micro_batches)) for b in blocks], device="cpu"
             )
             agreed = world.on_cpu().all_reduce_max([changed])
-        buckets, flying = self._buckets, self._flying
+        buckets, sent = self._buckets, self._sent
         self._learn(blocks, micro_batches)
         with meter.stage("exchange"):
             agreed.wait()
@@ -272,18 +240,18 @@ class Pipeline:
         local = layers.sums(again, micro_batches)
         if self._loan is not None:
             self._loan.settled = False
-        return self._arriving(buckets, flying, local, exchange)
+        return Coming(self._arriving(buckets, sent, local, exchange), take_in)
 
     def _arriving(
         self,
         buckets: Sequence[Sequence[Slot]],
-        flying: Sequence[Sequence[PendingSums]],
+        sent: Sequence[Sequence[PendingSums]],
         local: Sums,
         exchange: Callable[[Sums, torch.dtype | None], None],
     ) -> Iterator[Sums]:
         """The sums of each bucket without those that have changed, and then these."""
         meter = self._training.meter
-        for bucket, parts in zip(buckets, flying, strict=True):
+        for bucket, parts in zip(buckets, sent, strict=True):
             with meter.stage("exchange"):
                 sums = iter([each for pending in parts for each in pending.wait()])
             heads = [next(sums) for _ in bucket]
@@ -323,13 +291,11 @@ class Pipeline:
             self._ordered = True
             self._buckets = self._fused([self._slots[i] for i in indices])
 
-    # ---------------------------------------------------------------------------------- the rest
-
     def close(self) -> None:
         """Send nothing more. Ranks that have begun a step's buckets let the others have theirs."""
         if self._loan is not None:
-            if self._flying:
-                for bucket in self._buckets[len(self._flying) :]:
+            if self._sent:
+                for bucket in self._buckets[len(self._sent) :]:
                     self._send(bucket, self._micro_batches)
             else:
                 self._loan.give_back()

@@ -12,8 +12,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,27 +23,68 @@ from torch import Tensor
 from second_order.budget import IntervalBudget
 from second_order.contract.averaging import PendingAverage
 from second_order.contract.training import Training
-from second_order.distributed.parcels import Shapes
+from second_order.distributed.parcels import Shapes, deliver_parts
 from second_order.errors import DecompositionError
-from second_order.kfac.drift import Drift
-from second_order.kfac.flights import Flight, Solved, Verdict
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
-from second_order.kfac.plan import LayerPlan
-from second_order.kfac.step_plan import Item, StepPlan
-from second_order.kfac.trace_refresh import TraceRefresh
+from second_order.kfac.plan import Item, LayerPlan, StepPlan
+from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.decompositions import Problem
+from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
 from second_order.options import value_at
 
-__all__ = ["Arriving", "Solves"]
+__all__ = ["Arriving", "Refreshed", "Solve", "Solved", "Solves", "Verdict"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
 Arriving: TypeAlias = Callable[[list[KroneckerBlock]], Iterable[list[KroneckerBlock]]]
 """Gives all layers of a list in parts, as they become ready."""
+
+Solved: TypeAlias = dict[str, Decomposition]
+"""A layer's decompositions, by the factors' letters; without those that failed."""
+
+Refreshed: TypeAlias = tuple[Sequence[float], list[KroneckerBlock], list[str]]
+"""All ranks' news, the layers that have been agreed on, the names of those that fail too often."""
+
+
+class Verdict(IntEnum):
+    """A rank's verdict on a layer that is to be solved; the greatest of all ranks' counts.
+
+    The layer's solvers know whether there are statistics; any rank may know whether pairs without
+    an example have ever been captured.
+    """
+
+    OPEN = 0  # not solved yet, or not by this rank
+    SILENT = 1  # no pair of statistics has ever come
+    UNSEEN = 2  # pairs have come, but none with an example
+    SOUND = 3
+    SPARED = 4  # not to be solved: its trace has hardly moved
+    SETTLED = 5  # nor to be watched from now on
+    FAILED = 6
+    LOST = 7  # a factor is missing where it should be kept
+    UNEXPLAINED = 8  # its pairs do not explain its gradient
+    RAISED = 9  # an exception on a thread
+
+
+@dataclass(eq=False)
+class Solve:
+    """A layer's solve under way.
+
+    Attributes:
+        step: The step at which the factors were taken.
+        damping: γ at that step, on ranks that know it.
+        scale: What the inverse is multiplied by, on these ranks; None for nothing.
+        verdict: The verdict, as far as it is known without a thread.
+        solved: The decompositions that this rank has computed.
+    """
+
+    step: int
+    damping: Damping | None = None
+    scale: Tensor | None = None
+    verdict: Verdict = Verdict.OPEN
+    solved: Solved = field(default_factory=dict)
 
 
 class Solves:
@@ -53,21 +96,18 @@ class Solves:
         layers: The layers of the model.
         budget: The budget of intervals; nothing is spared while it measures.
         drift: The layers' intervals by drift, or None.
+        traces: Tells which layers a refresh need not solve; None if it solves all.
 
     Attributes:
         wanted: Whether a refresh is due out of turn.
-        flights: The solves under way, by layer.
+        under_way: The solves under way, by layer.
         taken_at: By layer, the step whose factors the inverse in use was made from.
-        landed_at: By layer, the step at which that inverse was put to use.
+        installed_at: By layer, the step at which that inverse was put to use.
         damping: γ of the last refresh, as the option has it; NaN before.
         mean_curvature: Of all layers, at the last refresh; 0 before.
         dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
         failed: Number of solves that gave no sound decomposition, of all layers so far.
-        traces: Tells which layers a refresh need not solve; None if it solves all.
-        step: What this rank does.
     """
-
-    step: StepPlan
 
     heads = 0
     """Numbers that travel before a layer's A, γ and its scale; none where all workers know them."""
@@ -82,32 +122,35 @@ class Solves:
         layers: Layers,
         budget: IntervalBudget,
         drift: Drift | None = None,
+        traces: Any = None,
     ) -> None:
         self.training, self.options, self.layers = training, options, layers
-        self.budget, self.drift = budget, drift
+        self.budget, self.drift, self.traces = budget, drift, traces
         self.solver = SOLVERS[options.solver]
         self.damping, self.failed, self.mean_curvature = math.nan, 0, 0.0
-        self.traces = TraceRefresh(options.trace_bounds) if options.refresh == "trace" else None
         self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
-        self.restart({})
+        self.restart(None)
         self.wanted = False
 
-    def restart(self, plan: Mapping[KroneckerBlock, LayerPlan]) -> None:
+    def restart(self, step: StepPlan | None) -> None:
         """Solve all layers of a plan anew, from other factors or on other ranks."""
-        self.plan, self.wanted = plan, True
-        self.flights: dict[KroneckerBlock, Flight] = {}  # verdicts on others are void
-        self.landed_at: dict[KroneckerBlock, int] = {}
+        self.step, self.wanted = step, True
+        self.plan: Mapping[KroneckerBlock, LayerPlan] = {} if step is None else step.layers
+        self.under_way: dict[KroneckerBlock, Solve] = {}  # verdicts on others are void
+        self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
+        self._installed = -1  # the last step at which any was
         if self.traces is not None:
             self.traces.forget()
 
+    @property
+    def refreshed(self) -> bool:
+        """Whether layers have been put to use at this step; the same on every rank."""
+        return self._installed == self.training.steps
+
     def check_device(self) -> None:
         """Raise ValueError if layers are to be solved on a device that does not exist."""
-
-    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
-        """Send copies of tensors from the CPU."""
-        send(copies)
 
     def refresh(
         self,
@@ -134,20 +177,21 @@ class Solves:
                 solved too often.
         """
         due = list(self.plan) if self.wanted else due
-        damping = 0.0
         try:
             if due:
                 damping = value_at(self.options.damping, self.training.steps)
                 check_damping(damping)  # everywhere, before it begins
                 self.damping = float(damping)
-            heard, landed, hopeless = self.run(due, damping, pending, news, arriving)
+            heard, agreed, hopeless = self.run(due, pending, news, arriving)
         except DecompositionError:
             raise
         except BaseException:  # solves under way may have lost their results
-            self.flights.clear()
+            self.under_way.clear()
             self.wanted = True
             raise
-        self.layers.tell_of_silence([block for block in landed if block.state.silent])
+        silent = [block for block in agreed if block.state.silent]
+        if silent:
+            self.layers.tell_of_silence(silent)
         if hopeless:
             raise DecompositionError(
                 f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
@@ -159,50 +203,43 @@ class Solves:
     def run(
         self,
         due: Sequence[KroneckerBlock],
-        damping: float,
         pending: PendingAverage,
         news: Sequence[float],
         arriving: Arriving | None,
-    ) -> tuple[Sequence[float], list[KroneckerBlock], list[str]]:
-        """Do the refresh; returns all ranks' news, what has landed, and what has failed too often.
+    ) -> Refreshed:
+        """Do the refresh.
 
         One process takes a few layers at a time, so that old inverses are freed before the next new
         ones are made; several take all, in few messages.
         """
-        landed: list[KroneckerBlock] = []
-        hopeless: list[str] = []
-        for part in self._parts(due):
-            for arrived in [part] if arriving is None else arriving(part):
-                with self.training.meter.stage("launch"):
-                    self.submit(arrived, damping)
-            self.layers.tell_of_sums()
-            news, came, failing = self.land(pending, news)
-            landed += came
-            hopeless += failing
-        if due:
-            self.wanted = False
-        return news, landed, hopeless
-
-    def _parts(self, due: Sequence[KroneckerBlock]) -> list[list[KroneckerBlock]]:
         parts: list[list[KroneckerBlock]] = []
-        filled = 0.0
+        filled, agreed, hopeless = 0.0, [], []
         for block in due:
             stored = (block.stored_shape(letter) for letter in block.shape.letters)
             size = self.options.inv_dtype.itemsize * 2 * sum(map(math.prod, stored))
-            alone = self.training.world.size == 1 and filled + size > PART_BYTES
-            if alone or not parts:
+            if not parts or (self.training.world.size == 1 and filled + size > PART_BYTES):
                 parts.append([])
                 filled = 0.0
             parts[-1].append(block)
             filled += size
-        return parts
+        for part in parts:
+            for arrived in [part] if arriving is None else arriving(part):
+                with self.training.meter.stage("launch"):
+                    self.submit(arrived)
+            self.layers.tell_of_sums()
+            news, came, failing = self.agree(pending, news)
+            agreed += came
+            hopeless += failing
+        if due:
+            self.wanted = False
+        return news, agreed, hopeless
 
     # ------------------------------------------------------------------------------------ solve
 
-    def submit(self, blocks: Sequence[KroneckerBlock], damping: float) -> None:
+    def submit(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Decompose this rank's factors of some layers."""
         options, rank = self.options, self.training.world.rank
-        ready = self.ready(blocks, damping)
+        ready = self.ready(blocks)
         if not ready:
             return
         mine = [(b, k) for b in ready for k in b.shape.letters if self.plan[b].solver(k) == rank]
@@ -213,87 +250,75 @@ class Solves:
             self._tell_of_error(ready, error)
             return
         for block in ready:
-            self.flights[block].verdict = Verdict.SOUND
+            self.under_way[block].verdict = Verdict.SOUND
         for (block, letter), parts in zip(mine, found, strict=True):
             if parts is None:
-                self.flights[block].verdict = Verdict.FAILED
+                self.under_way[block].verdict = Verdict.FAILED
             else:
-                self.flights[block].solved[letter] = parts
+                self.under_way[block].solved[letter] = parts
 
-    def ready(self, blocks: Sequence[KroneckerBlock], damping: float) -> list[KroneckerBlock]:
+    def ready(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The layers that this rank is to solve now, with γ; the others get their verdicts."""
-        rank, step = self.training.world.rank, self.training.steps
-        self.flights |= {block: Flight(step) for block in blocks}
+        options, rank, damping = self.options, self.training.world.rank, self.damping
+        self.under_way |= {block: Solve(self.training.steps) for block in blocks}
         mine = [b for b in blocks if rank in self.plan[b].solvers]
-        others = [b for b in blocks if b not in mine and rank in self.plan[b].workers]
-        others = [] if self.heads else others  # who will be told γ
+        others = []  # who know γ by themselves, unless it is sent
+        if not self.heads:
+            others = [b for b in blocks if b not in mine and rank in self.plan[b].workers]
+        least = options.damping_floor * self.mean_curvature
         try:
             for block in blocks:
                 block.ensure_factors()  # on every rank: checkpoints have the same entries on all
-            ready = self._with_factors(mine)
-            dampings = self._dampings([*ready, *others], damping)
-            scales = self._scales(dampings)
+            ready = self._with_statistics(mine)
+            for block in (*ready, *others):
+                solve, of_layer = self.under_way[block], block.ensure_factors().mean_curvature()
+                solve.damping = damping
+                if options.relative_damping:  # where gradients vanish there is no curvature
+                    positive = torch.where(of_layer > 0, of_layer, 1.0)
+                    solve.damping = damping * positive.clamp_min(least)
+                if options.preconditioner_scale == "gradient":
+                    solve.scale = of_layer + solve.damping
             if self.traces is not None:
-                known = {block: dampings[block] for block in ready}
-                spared = self.traces.verdicts(known, damping, judged=not self.budget.measuring)
+                spared = self.traces.keeping({b: self.under_way[b].damping for b in ready}, damping)
+                spared = {} if self.budget.measuring else spared
                 ready = [block for block in ready if block not in spared]
                 for block, verdict in spared.items():
-                    self.flights[block].verdict = verdict
+                    self.under_way[block].verdict = verdict
         except Exception as error:
             self._tell_of_error([*mine, *others], error)
             return []
-        for block, of_layer in dampings.items():
-            self.flights[block].damping = of_layer
-            self.flights[block].scale = scales.get(block)
         return ready
 
-    def _with_factors(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+    def _with_statistics(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The layers that this rank can solve; the others get their verdicts."""
-        device = self.training.device
-        factors = {b: b.ensure_factors() for b in blocks}
-        news = [b for b in blocks if factors[b] not in self._seen]
-        weights = [factors[b].weight.to(device) for b in news]
+        device, ready = self.training.device, []
+        news = [b for b in blocks if b.ensure_factors() not in self._seen]
+        weights = [block.ensure_factors().weight.to(device) for block in news]
         counts = torch.stack(weights).tolist() if weights else []
         unseen = {block for block, count in zip(news, counts, strict=True) if not count > 0}
-        ready = []
         for block in blocks:
             if block.lost:
-                self.flights[block].verdict = Verdict.LOST
+                self.under_way[block].verdict = Verdict.LOST
             elif block in unseen:
                 # The pairs of a dead layer have been heard: they have no example.
                 silent = block.state.asked and not block.state.heard
-                self.flights[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
-            else:
-                self._seen.add(factors[block])  # known to be so: the device need not be read again
+                self.under_way[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
+            else:  # known to be so: the device need not be read again
+                self._seen.add(block.ensure_factors())
                 ready.append(block)
         return ready
 
-    def _dampings(
-        self, blocks: Sequence[KroneckerBlock], damping: float
-    ) -> dict[KroneckerBlock, Damping]:
-        """γ of each layer: ``damping``, or ``damping`` times the layer's mean curvature."""
-        if not self.options.relative_damping:
-            return dict.fromkeys(blocks, float(damping))
-        least = self.options.damping_floor * self.mean_curvature
-        return {b: damping * _curvature_of(b).clamp_min(least) for b in blocks}
-
-    def _scales(self, dampings: Mapping[KroneckerBlock, Damping]) -> dict[KroneckerBlock, Tensor]:
-        """What each layer's inverse is multiplied by: its mean damped curvature, or nothing."""
-        if self.options.preconditioner_scale != "gradient":
-            return {}
-        return {b: b.ensure_factors().mean_curvature() + of for b, of in dampings.items()}
-
     def _tell_of_error(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
         for block in blocks:
-            self.flights[block].verdict = Verdict.FAILED
+            self.under_way[block].verdict = Verdict.FAILED
             block.complain(f" ({type(error).__name__}: {error})")
 
     def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
         """Describe a factor to decompose on a device, with its damping and guess."""
         options, shape, inverse = self.options, block.shape, block.inverse
-        factors, damping = block.ensure_factors(), self.flights[block].damping
+        factors, damping = block.ensure_factors(), self.under_way[block].damping
         assert damping is not None
-        position = shape.letters.index(letter)
+        position, dtype = shape.letters.index(letter), options.solve_dtype
         added = self.solver.dampings(factors.means, damping, shape.exact)[position]
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
@@ -302,9 +327,9 @@ class Solves:
         return Problem(
             shape.groups,
             shape.dim(letter),
-            options.solve_dtype,
+            dtype,
             device,
-            partial(factors.matrix, letter, options.solve_dtype),
+            partial(factors.matrix, letter, dtype),
             added=added,
             guess=guess,
             scale=scale,
@@ -313,19 +338,16 @@ class Solves:
 
     # ------------------------------------------------------------------------------------ agree
 
-    def land(
-        self, pending: PendingAverage, news: Sequence[float]
-    ) -> tuple[Sequence[float], list[KroneckerBlock], list[str]]:
-        """Agree with all ranks, and install; returns news, what has landed, what failed too often.
+    def agree(self, pending: PendingAverage, news: Sequence[float]) -> Refreshed:
+        """Agree with all ranks, and install.
 
         On the CPU: a device need not be waited for to read it.
         """
-        meter = self.training.meter
+        meter, solves = self.training.meter, self.under_way
         agrees, blocks = bool(news) or self.agrees(), list(self.plan)
         with meter.stage(self.agreeing):
             if agrees:
-                flights = self.flights
-                mine = [self.verdict(b, flights[b]) if b in flights else 0 for b in blocks]
+                mine = [self.verdict(b, solves[b]) if b in solves else 0 for b in blocks]
                 message = torch.tensor([*map(float, mine), *news], device="cpu")
                 agreement = self.training.world.on_cpu().all_reduce_max([message])
         with meter.stage("average_gradients"):
@@ -335,26 +357,24 @@ class Solves:
         with meter.stage(self.agreeing):
             agreement.wait()
             heard = message.tolist()
-        verdicts = zip(
-            blocks, (Verdict(int(number)) for number in heard[: len(blocks)]), strict=True
-        )
+        agreed = {b: Verdict(int(number)) for b, number in zip(blocks, heard, strict=False)}
         with meter.stage("land"):
-            landing = {b: verdict for b, verdict in verdicts if verdict > Verdict.FLYING}
-            return heard[len(blocks) :], list(landing), self.install(landing)
+            agreed = {b: verdict for b, verdict in agreed.items() if verdict > Verdict.OPEN}
+            return heard[len(blocks) :], list(agreed), self.install(agreed)
 
     def agrees(self) -> bool:
         """Whether there are layers to agree on; the same on every rank."""
-        return bool(self.flights)
+        return bool(self.under_way)
 
-    def verdict(self, block: KroneckerBlock, flight: Flight) -> Verdict:
-        """This rank's verdict on a layer that is to land."""
+    def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
+        """This rank's verdict on a layer that is to be installed."""
         if block.state.unexplained:
             return Verdict.UNEXPLAINED
-        if flight.verdict is not Verdict.FLYING:
-            return flight.verdict
+        if solve.verdict is not Verdict.OPEN:
+            return solve.verdict
         if self.training.world.backend == "fake":  # solvers' verdicts never come
             return Verdict.SOUND
-        return Verdict.UNSEEN if block.state.heard else Verdict.FLYING
+        return Verdict.UNSEEN if block.state.heard else Verdict.OPEN
 
     # ---------------------------------------------------------------------------------- install
 
@@ -363,9 +383,9 @@ class Solves:
         received = self._exchanged([b for b, v in verdicts.items() if v is Verdict.SOUND])
         failing = []
         for block, verdict in verdicts.items():
-            flight = self.flights.pop(block)
+            solve = self.under_way.pop(block)
             if self.traces is not None:
-                self.traces.land(block, verdict)
+                self.traces.installed(block, verdict)
             if verdict in (Verdict.SPARED, Verdict.SETTLED):
                 continue
             if verdict is not Verdict.SOUND:
@@ -373,22 +393,29 @@ class Solves:
                 continue
             inverse = None
             if block in received:
-                assert flight.damping is not None
-                inverse = self.solver.combine(received.pop(block), flight.damping, flight.scale)
-                self.dampings[block] = flight.damping
+                assert solve.damping is not None
+                inverse = self.solver.combine(received.pop(block), solve.damping, solve.scale)
+                self.dampings[block] = solve.damping
             block.install(inverse, None if self.drift is None else self.options.inv_dtype)
-            self.landed_at[block], self.taken_at[block] = self.training.steps, flight.step
+            self._installed = self.installed_at[block] = self.training.steps
+            self.taken_at[block] = solve.step
         return failing
 
     def _exchanged(self, sound: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Solved]:
-        """Decompositions of the layers that this rank preconditions, and their γ and scale."""
-        options, device = self.options, self.training.device
-        dtype, rounding = options.inv_dtype, self.step.rounding
+        """Decompositions of the layers that this rank preconditions, and their γ and scale.
+
+        Where they travel in another dtype, solvers round theirs as it would: all have the same.
+        """
+        if not sound:
+            return {}
+        options, device, plan = self.options, self.training.device, self.step
+        assert plan is not None
+        dtype, rounding = options.inv_dtype, plan.wire if plan.row.size > 1 else None
         mine: dict[Item, tuple[Tensor, ...]] = {}
         shapes: dict[Item, Shapes] = {}
         for block in sound:
-            shape, flight = block.shape, self.flights[block]
-            solved = self.retrieved(flight)
+            shape, solve = block.shape, self.under_way[block]
+            solved = self.retrieved(solve)
             for k in shape.letters:
                 heads = self.heads if k == "A" else 0
                 kept = self.solver.kept_shapes(
@@ -397,14 +424,17 @@ class Solves:
                 shapes[block, k] = ((),) * heads + tuple(kept)
                 if k in solved:
                     parts = solved[k]
-                    if rounding is not None:  # on the solver as by travelling: all have the same
+                    if rounding is not None:
                         parts = self.solver.rounded(parts, shape.is_diagonal(k), rounding)
-                    numbers = (flight.damping, flight.scale)[:heads]
+                    numbers = (solve.damping, solve.scale)[:heads]
                     sent = (torch.as_tensor(x, dtype=rounding or dtype) for x in numbers)
                     mine[block, k] = (*(x.to(device, dtype) for x in sent), *parts)
-        if sound:
+        if plan.row.size > 1:
             with self.training.meter.stage("exchange"):
-                mine = self.step.give_decompositions(mine, shapes, dtype, device)
+                everybody, to_send = range(plan.row.size), plan.to_send
+                routes = {item: (to_send[item], everybody) for item in shapes if item in to_send}
+                row = plan.row.wired(plan.wire)
+                mine = deliver_parts(row, shapes, routes, mine, dtype, device)
         received: dict[KroneckerBlock, Solved] = {}
         for block in sound:
             if self.training.world.rank in self.plan[block].workers:
@@ -413,14 +443,14 @@ class Solves:
                     # Copies: a view would keep the whole message as long as the inverse.
                     told = [x.to(dtype, copy=True) for x in found["A"][: self.heads]]
                     found["A"] = found["A"][self.heads :]
-                    flight = self.flights[block]
-                    flight.damping, flight.scale = told[0], told[1] if self.heads > 1 else None
+                    solve = self.under_way[block]
+                    solve.damping, solve.scale = told[0], told[1] if self.heads > 1 else None
                 received[block] = found
         return received
 
-    def retrieved(self, flight: Flight) -> Solved:
+    def retrieved(self, solve: Solve) -> Solved:
         """The decompositions of this rank, which are kept no longer."""
-        solved, flight.solved = flight.solved, {}
+        solved, solve.solved = solve.solved, {}
         return solved
 
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
@@ -447,10 +477,9 @@ class Solves:
         else:
             block.fail()
             self.failed += 1
-            kept = (
-                "its last inverse is kept" if block.solved else "the base optimizer trains it alone"
-            )
             if training.first_time(f"failed:{block.name}"):
+                kept = "its last inverse is kept"
+                kept = kept if block.solved else "the base optimizer trains it alone"
                 training.warn(
                     f"the factors of layer {block.name!r} could not be decomposed at step "
                     f"{training.steps}{block.state.complaint}; {kept} until a refresh succeeds"
@@ -459,14 +488,6 @@ class Solves:
                 return [block.name]
         return []
 
-    # --------------------------------------------------------------------------------- the rest
-
     def close(self) -> None:
         """Forget all layers."""
-        self.restart({})
-
-
-def _curvature_of(block: KroneckerBlock) -> Tensor:
-    """The layer's mean curvature, a scalar; 1 where the gradients vanish and there is none."""
-    curvature = block.ensure_factors().mean_curvature()
-    return torch.where(curvature > 0, curvature, 1.0)
+        self.restart(None)

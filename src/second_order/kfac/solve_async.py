@@ -1,0 +1,243 @@
+"""DistKFAC's inverses: solved on threads beside training, put to use when all ranks have them.
+
+submit    copies of a layer's factors and of what is added to them, handed to a thread
+solve     the decompositions of the copies, by the thread
+install   the results, on the device of the training, at the step at which all ranks agree
+
+A layer is under way from the step that submits a snapshot of its factors until it is installed, and
+is not submitted again before: at that step if it is due. One without an inverse is waited for.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from second_order.contract.averaging import PendingAverage
+from second_order.errors import DecompositionError
+from second_order.kfac.plan import solve_cost_of
+from second_order.kfac.solve import Arriving, Refreshed, Solve, Solved, Solves, Verdict
+from second_order.kronecker.background import Streams, Ticket, WorkerPool, retrieve, take_snapshot
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.decompositions import Decomposition, Problem
+from second_order.kronecker.triangles import unpack_upper_triangular
+
+__all__ = ["Background", "SolvesOnThreads", "solve"]
+
+Decompose: TypeAlias = Callable[[Sequence[Problem]], list[Decomposition | None]]
+
+
+@dataclass(frozen=True)
+class Background:
+    """Settings for inverses that are computed on threads beside training.
+
+    Attributes:
+        threads: Number of threads of this process.
+        device: The device that factors are decomposed on: "cpu" or "cuda".
+        max_staleness: Steps after which a layer that is under way is waited for; None: never.
+        deterministic: Whether inverses are installed after exactly ``max_staleness`` steps.
+    """
+
+    threads: int
+    device: str
+    max_staleness: int | None
+    deterministic: bool
+
+
+class SolvesOnThreads(Solves):
+    """The inverses of a training's layers, solved on threads.
+
+    Attributes:
+        pool: The threads that solve beside training.
+        tickets: By solve under way, the ticket of a thread's work.
+    """
+
+    def __init__(self, *arguments: Any, background: Background, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._background, self.pool = background, WorkerPool(background.threads)
+        self._made_streams: Streams | None = None
+        self.tickets: weakref.WeakKeyDictionary[Solve, Ticket[Solved]]
+        self.tickets = weakref.WeakKeyDictionary()
+        if background.max_staleness != 0:
+            self.agreeing = "wait"
+
+    @property
+    def heads(self) -> int:  # type: ignore[override]
+        """γ, and the scale, if there are others to tell: their factors have moved on."""
+        scaled = self.options.preconditioner_scale == "gradient"
+        return 0 if self.training.world.size == 1 else 1 + scaled
+
+    def check_device(self) -> None:
+        """Raise ValueError if inverses are to be solved on a device that does not exist."""
+        device = self.training.device
+        if self._background.device == "cuda" and device.type != "cuda":
+            raise ValueError(
+                f"inverse_device='cuda', but the parameters are on {device}; move the "
+                f"model there first, or use inverse_device='cpu'"
+            )
+
+    def _streams(self) -> Streams | None:
+        """The CUDA streams that copy and solve beside training; None without CUDA."""
+        device = self.training.device
+        if self._made_streams is None and device.type == "cuda":
+            self._made_streams = Streams(*(torch.cuda.Stream(device) for _ in range(3)))
+        return self._made_streams
+
+    def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
+        """Send copies of tensors from the CPU; copies on CUDA by a thread that waits for them."""
+        streams = self._streams()
+        if streams is None:
+            send(copies)
+            return
+        fetch = take_snapshot(copies, torch.device("cpu"), streams)
+        self.pool.submit(lambda: send(fetch()))
+
+    def run(
+        self,
+        due: Sequence[KroneckerBlock],
+        pending: PendingAverage,
+        news: Sequence[float],
+        arriving: Arriving | None,
+    ) -> Refreshed:
+        """Submit what is due, install what has come, and submit what is due of that again."""
+        before, stage = list(self.under_way), self.training.meter.stage
+        with stage("launch"):
+            self.submit([block for block in due if block not in self.under_way])
+        if due:
+            self.layers.tell_of_sums()
+        news, agreed, hopeless = self.agree(pending, news)
+        if due:
+            self.wanted = False
+            came = {b for b in before if b not in self.under_way and b.solved}
+            with stage("launch"):
+                self.submit([block for block in due if block in came])
+        return news, agreed, hopeless
+
+    def submit(self, blocks: Sequence[KroneckerBlock]) -> None:
+        """Hand this rank's layers to threads, the largest first, so that they end together."""
+        for block in sorted(self.ready(blocks), key=lambda b: -solve_cost_of(b)):
+            try:
+                ticket = self._submitted(block)
+            except Exception as error:  # as if it came from a thread
+                ticket = Ticket.failed(error)
+            self.tickets[self.under_way[block]] = ticket
+
+    def _submitted(self, block: KroneckerBlock) -> Ticket[Solved]:
+        """Hand a snapshot of a layer's factors to a thread."""
+        options, factors = self.options, block.ensure_factors()
+        device = block.weight.device if self._background.device == "cuda" else torch.device("cpu")
+        problems = {k: self.problem(block, k, device) for k in block.shape.letters}
+        decompose = partial(
+            self.solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
+        )
+        if device.type == "cuda":  # where float32 products obey a setting of the whole process
+            problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
+        added = [each.added for each in problems.values() if each.added is not None]
+        stored = [factor for k in problems if (factor := factors.stored[k]) is not None]
+        streams = self._streams()
+        fetch = take_snapshot([*stored, *added], device, streams)
+        work = partial(solve, fetch, problems, factors.triangular, decompose, streams)
+        return self.pool.submit(work)
+
+    def _waits(self, block: KroneckerBlock) -> bool:
+        """Whether a layer under way must be installed at this step; the same on every rank."""
+        if not block.solved or self.budget.measuring:
+            return True
+        age, most = self.training.steps - self.under_way[block].step, self._background.max_staleness
+        late = self.drift is not None and age >= self.drift.interval(block) - 1
+        return late or (most is not None and age >= most)
+
+    def agrees(self) -> bool:
+        """Whether any layer may be installed now; the same on every rank."""
+        exactly = self._background.deterministic
+        return any(map(self._waits, self.under_way)) if exactly else bool(self.under_way)
+
+    def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
+        """This rank's verdict on a layer that is under way."""
+        self.pool.require_own_process()
+        ticket, waits = self.tickets.get(solve), self._waits(block)
+        if block.state.unexplained or (ticket is None and waits):
+            return super().verdict(block, solve)
+        if ticket is None:
+            return solve.verdict
+        if waits:
+            with self.training.meter.stage("wait"):
+                ticket.wait()
+        elif self._background.deterministic or not ticket.done:
+            return Verdict.OPEN
+        # Also SystemExit and the like: they would end this process, or a step of it, alone.
+        if ticket.error is not None:
+            return Verdict.RAISED
+        return Verdict.SOUND if len(ticket.result()) == len(block.shape.letters) else Verdict.FAILED
+
+    def retrieved(self, solve: Solve) -> Solved:
+        """The decompositions of this rank, on the training's device."""
+        ticket = self.tickets.pop(solve, None)
+        found = {} if ticket is None else ticket.result()
+        device, streams = self.training.device, self._streams()
+        return {k: retrieve(parts, device, streams) for k, parts in found.items()}
+
+    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> list[str]:
+        """Put solved layers to use.
+
+        Raises:
+            DecompositionError: On every rank, for an error on some rank's thread.
+        """
+        raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
+        if not raised:
+            return super().install(verdicts)
+        tickets = [self.tickets.get(self.under_way[block]) for block in raised]
+        errors = [ticket.error for ticket in tickets if ticket is not None and ticket.done]
+        error = next(filter(None, errors), None)
+        self.under_way.clear()  # other layers', too: one error is raised once
+        where = "a thread of another process" if error is None else "a thread"
+        said = "" if error is None else f": {type(error).__name__}: {error}"
+        names = ", ".join(repr(block.name) for block in raised)
+        raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
+
+    def close(self) -> None:
+        """End the threads, and forget all layers."""
+        self.pool.close()
+        super().close()
+
+
+def solve(
+    fetch: Callable[[], list[Tensor]],
+    problems: Mapping[str, Problem],
+    triangular: bool,
+    decompose: Decompose,
+    streams: Streams | None,
+) -> Solved:
+    """Decompose a layer's factors from a snapshot; runs on a thread."""
+    snapshot = fetch()
+    added = iter(snapshot[len(problems) :])
+    built = [
+        problem.on(
+            partial(_matrix, stored, problem, triangular),
+            None if problem.added is None else next(added),
+        )
+        for stored, problem in zip(snapshot, problems.values(), strict=False)
+    ]
+    with torch.no_grad():
+        if streams is None:
+            found = decompose(built)
+        elif built[0].device.type == "cpu":  # pinned, to be fetched without waiting
+            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(built)]
+        else:
+            with torch.cuda.stream(streams.solves):
+                found = decompose(built)
+            streams.solves.record_event().synchronize()
+    return {letter: parts for letter, parts in zip(problems, found, strict=True) if parts}
+
+
+def _matrix(stored: Tensor, problem: Problem, triangular: bool) -> Tensor:
+    """A factor of a snapshot as a full matrix, or as a diagonal."""
+    if not triangular or problem.is_diagonal:
+        return stored.to(problem.dtype, copy=True)
+    return unpack_upper_triangular(stored.to(problem.dtype), problem.dim)
