@@ -795,8 +795,8 @@ MUTANTS = [
     _mutant(
         "drawn labels of an attack as examples",
         "kronecker/capture.py",
-        "reached = {module: autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs}",
-        "reached = {module: True for module, *_ in pairs}",
+        "autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs",
+        "True for module, *_ in pairs",
         "examples::gradients_beside_the_loss_are_no_examples",
     ),
     _mutant(
