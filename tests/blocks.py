@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
-from second_order.kronecker.examples import LiveRows
 from second_order.kronecker.factors import KroneckerFactors
+from second_order.kronecker.layers import LiveRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

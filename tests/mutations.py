@@ -948,7 +948,7 @@ MUTANTS = [
     ),
     _mutant(
         "rows that only begin with a zero as dead",
-        "kronecker/examples.py",
+        "kronecker/layers.py",
         "dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]",
         "dead = suspects",
         "examples::rows_that_begin_with_zeros_are_examples",

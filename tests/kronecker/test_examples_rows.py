@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from second_order import KAISA, DistKFAC
-from second_order.kronecker import examples
-from second_order.kronecker.examples import live_rows
+from second_order.kronecker import layers
 from second_order.kronecker.factors import StagedStatistics
-from second_order.kronecker.layers import factor_shape, pair_statistics
+from second_order.kronecker.layers import factor_shape, live_rows, pair_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,7 +136,7 @@ def test_masks_of_a_device_give_what_picked_rows_give(
         bias = getattr(module, "bias", None) is not None
         picked = pair_statistics(module, x, d, bias=bias, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(examples, "_answers_at_once", lambda device: False)
+            patch.setattr(layers, "_answers_at_once", lambda device: False)
             masked = pair_statistics(module, x, d, bias=bias, **options)
         assert isinstance(masked.examples, Tensor)
         assert float(masked.examples) == picked.examples
@@ -148,7 +147,7 @@ def test_masks_of_a_device_give_what_picked_rows_give(
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_use_without_an_example_is_no_use(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell that is stepped beyond the end of every sequence; a pass without any is cut off."""
-    monkeypatch.setattr(examples, "_answers_at_once", lambda device: at_once)
+    monkeypatch.setattr(layers, "_answers_at_once", lambda device: at_once)
     torch.manual_seed(0)
     cell = nn.Linear(3, 2).double()
     steps = [(torch.randn(4, 3, dtype=F64), torch.randn(4, 2, dtype=F64)) for _ in range(2)]

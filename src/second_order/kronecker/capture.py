@@ -70,10 +70,6 @@ NOT_ACCUMULATED = (
     "nothing, and backward() sends none through their outputs"
 )
 NOT_TENSORS = "it is not called with one tensor, or does not return one"
-UNSEEN = (
-    "autograd's record of an attention's call shows no product with its weight, as inside of a "
-    "graph that torch.compile has made; leave the attention out of it"
-)
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
@@ -327,7 +323,7 @@ class Capture:
         }
         products = projections(module, output, (*args, *kwargs.values()), owners)
         unseen = set(wanted).difference(product.owner for product in products)
-        self.missed.update(dict.fromkeys(unseen, UNSEEN))
+        self.missed.update(dict.fromkeys(unseen, COMPILED))
         for owner, node, thirds in products:
             if owner not in wanted:
                 continue

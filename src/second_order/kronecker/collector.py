@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from second_order.errors import SecondOrderWarning
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
-from second_order.kronecker.examples import live_rows
 from second_order.kronecker.factors import Reduction
-from second_order.kronecker.layers import Approximation, PairStatistics, is_convolution
+from second_order.kronecker.layers import Approximation, PairStatistics, is_convolution, live_rows
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 

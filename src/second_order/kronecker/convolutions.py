@@ -32,14 +32,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
-from second_order.kronecker.examples import LiveRows, live_rows
 from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
     Form,
     LayerKind,
+    LiveRows,
     PairStatistics,
     gram,
+    live_rows,
     symmetric,
 )
 

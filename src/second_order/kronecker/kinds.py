@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 import second_order.kronecker.convolutions  # noqa: F401 - whose kinds come before a user's
 from second_order.kronecker.exact import GAINS, NORMALISATIONS, Gain
-from second_order.kronecker.examples import live_rows
 from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
@@ -43,6 +42,7 @@ from second_order.kronecker.layers import (
     linear_fits,
     linear_gradient,
     linear_statistics,
+    live_rows,
     reduced,
     rows_of_embedding,
     unsupported_reason,
