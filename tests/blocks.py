@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
 from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.layers import LiveRows
+from second_order.kronecker.layers import Form, LiveRows, PairStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +30,12 @@ def close(actual: Any, expected: Any, rtol: float = 1e-10) -> None:
         torch.testing.assert_close(
             a, b, rtol=rtol, atol=rtol * float(b.detach().abs().max()) + 1e-14
         )
+
+
+def pair_statistics(
+    module: nn.Module, x: Tensor, d: Tensor, *, dtype: torch.dtype, **form: Any
+) -> PairStatistics:
+    return kinds.pair_statistics(module, x, d, Form(**form), dtype)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

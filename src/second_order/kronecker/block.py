@@ -21,6 +21,7 @@ from second_order.kronecker.layers import (
     KINDS,
     Approximation,
     FactorShape,
+    Form,
     Key,
     LayerKind,
     PairStatistics,
@@ -219,17 +220,8 @@ class KroneckerBlock:
         known: PairStatistics | None = None,
     ) -> PairStatistics:
         """Statistics of a captured pair of one of the modules; see :func:`pair_statistics`."""
-        return pair_statistics(
-            module,
-            x,
-            d,
-            bias=self.trains_bias,
-            approximation=approximation,
-            dtype=dtype,
-            triangular=self.staged.triangular,
-            known=known,
-            key=self.keys[self.modules.index(module)],
-        )
+        form = Form(self.trains_bias, approximation, self.staged.triangular, known)
+        return pair_statistics(module, x, d, form, dtype, self.keys[self.modules.index(module)])
 
     # ------------------------------------------------------------ do the pairs explain the gradient
 

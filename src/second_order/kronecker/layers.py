@@ -154,12 +154,12 @@ class PairStatistics:
 
 @dataclass(frozen=True)
 class Form:
-    """How the statistics of a pair are formed: see :func:`pair_statistics`."""
+    """How the statistics of a pair are formed."""
 
-    bias: bool
-    approximation: Approximation
-    triangular: bool
-    known: PairStatistics | None = None
+    bias: bool  # the homogeneous coordinate belongs to A
+    approximation: Approximation  # of dimensions that share the weight (Eschenhagen et al. 2023)
+    triangular: bool = False  # symmetric sums are upper triangles
+    known: PairStatistics | None = None  # of another Linear with the same input: its A may serve
 
 
 CONVOLUTIONS = (
@@ -401,34 +401,20 @@ def factor_shape(module: nn.Module, bias: bool, key: Key | None = None) -> Facto
 
 
 def pair_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    *,
-    bias: bool,
-    approximation: Approximation,
-    dtype: torch.dtype,
-    triangular: bool = False,
-    known: PairStatistics | None = None,
-    key: Key | None = None,
+    module: nn.Module, x: Tensor, d: Tensor, form: Form, dtype: torch.dtype, key: Key | None = None
 ) -> PairStatistics:
-    """Statistics of one captured pair.
+    """Statistics of a pair of a layer that has Kronecker factors.
 
     Args:
-        module: A layer that has Kronecker factors.
+        module: The layer.
         x: The layer's input.
         d: The gradient with respect to the layer's output, same leading shape as the output.
-        bias: Whether the homogeneous coordinate belongs to A.
-        approximation: How dimensions that share the weight are treated (Eschenhagen et al. 2023).
+        form: How they are formed.
         dtype: Dtype in which the sums are formed, if it is not narrower than float32.
-        triangular: Whether to give symmetric sums as upper triangles.
-        known: Statistics of another Linear with the same input; its A and ``live`` are used
-            if both layers have the same examples.
         key: The layer's kind; None for that of its class.
     """
     dtype = torch.promote_types(dtype, torch.float32)
     x = x.to(dtype) if x.is_floating_point() else x
-    form = Form(bias, approximation, triangular, known)
     return _kind(module, key).statistics(module, x, d.to(dtype), form)
 
 
