@@ -171,16 +171,6 @@ def test_passes_have_numbers_and_a_second_backward_is_known_as_one() -> None:
     assert len({pair.pass_id for pair in recorder.pairs}) == 2
 
 
-def test_inputs_come_in_the_precision_of_autocast() -> None:
-    model = MLP.model(torch.float32)
-    _capture, recorder = watched(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = whole(model)(X.float()).float().square().mean()
-    loss.backward()
-    assert {pair.x.dtype for pair in recorder.pairs} == {torch.bfloat16}
-    assert not any(recorder.autocast)
-
-
 class Twice(nn.Module):
     """A layer that is used twice, checkpoints around each use, an activation in place."""
 

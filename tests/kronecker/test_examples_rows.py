@@ -102,12 +102,6 @@ def test_rows_that_begin_with_zeros_are_examples(shape: tuple[int, ...]) -> None
     assert found.count == 3
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 5), (0, 2, 5, 5)])
-def test_an_empty_batch_has_no_examples(shape: tuple[int, ...]) -> None:
-    found = live_rows(torch.zeros(shape))
-    assert found.count == 0
-
-
 def pairs_of_all_kinds(seed: int) -> Sequence[tuple[nn.Module, Tensor, Tensor]]:
     """(layer, input, gradient of the output), six examples each."""
     torch.manual_seed(seed)
