@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
 from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.layers import Form, LiveRows, PairStatistics
+from second_order.kronecker.layers import FactorShape, Form, LiveRows, PairStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -35,7 +35,13 @@ def close(actual: Any, expected: Any, rtol: float = 1e-10) -> None:
 def pair_statistics(
     module: nn.Module, x: Tensor, d: Tensor, *, dtype: torch.dtype, **form: Any
 ) -> PairStatistics:
-    return kinds.pair_statistics(module, x, d, Form(**form), dtype)
+    kind = kinds.KINDS[kinds.key_of(module) or ""]
+    x = x.to(dtype) if x.is_floating_point() else x
+    return kind.statistics(module, x, d.to(dtype), Form(**form))
+
+
+def factor_shape(module: nn.Module, bias: bool) -> FactorShape:
+    return kinds.KINDS[kinds.key_of(module) or ""].shape(module, bias)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

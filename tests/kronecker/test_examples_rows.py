@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from blocks import pair_statistics
+from blocks import factor_shape, pair_statistics
 from contract import each_kronecker, factors, make, take
 from hypothesis import given
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from torch.nn import functional
 from second_order import KAISA, DistKFAC
 from second_order.kronecker import layers
 from second_order.kronecker.factors import StagedStatistics
-from second_order.kronecker.layers import factor_shape, live_rows
+from second_order.kronecker.layers import live_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

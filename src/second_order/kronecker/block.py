@@ -23,13 +23,10 @@ from second_order.kronecker.layers import (
     FactorShape,
     Form,
     Key,
-    LayerKind,
     PairStatistics,
-    factor_shape,
     gradient_from_matrix,
     gradient_to_matrix,
     key_of,
-    pair_statistics,
 )
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
@@ -88,6 +85,8 @@ class KroneckerBlock:
         self.names = list(names)
         self.modules = list(modules)
         self.keys = list(keys) or list(map(key_of, modules))
+        named = zip(modules, self.keys, strict=True)
+        self._kinds = {module: KINDS[key] for module, key in named if key is not None}
         self.weight = self._key_parameter()
         self.bias = bias
         self.factor_dtype = factor_dtype
@@ -101,9 +100,8 @@ class KroneckerBlock:
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
-        key = self.keys[0]
-        assert key is not None
-        return cast(nn.Parameter, getattr(self.modules[0], KINDS[key].weight))
+        module = self.modules[0]
+        return cast(nn.Parameter, getattr(module, self._kinds[module].weight))
 
     @property
     def watched(self) -> Sequence[nn.Module]:
@@ -208,7 +206,8 @@ class KroneckerBlock:
             self._reset()
 
     def _current_shape(self) -> FactorShape:
-        return factor_shape(self.modules[0], self.trains_bias, self.keys[0])
+        module = self.modules[0]
+        return self._kinds[module].shape(module, self.trains_bias)
 
     def statistics(
         self,
@@ -219,9 +218,11 @@ class KroneckerBlock:
         dtype: torch.dtype,
         known: PairStatistics | None = None,
     ) -> PairStatistics:
-        """Statistics of a captured pair of one of the modules; see :func:`pair_statistics`."""
+        """Statistics of a captured pair of one of the modules."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        x = x.to(dtype) if x.is_floating_point() else x
         form = Form(self.trains_bias, approximation, self.staged.triangular, known)
-        return pair_statistics(module, x, d, form, dtype, self.keys[self.modules.index(module)])
+        return self._kinds[module].statistics(module, x, d.to(dtype), form)
 
     # ------------------------------------------------------------ do the pairs explain the gradient
 
@@ -232,18 +233,13 @@ class KroneckerBlock:
 
     def looked_at(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
-        return self._kind_of(module).weight
-
-    def _kind_of(self, module: nn.Module) -> LayerKind:
-        key = self.keys[self.modules.index(module)]
-        assert key is not None
-        return KINDS[key]
+        return self._kinds[module].weight
 
     def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
         wide = torch.promote_types(d.dtype, torch.float32)
         x = x.to(wide) if x.is_floating_point() else x
-        return self._kind_of(module).gradient(module, x, d.to(wide))
+        return self._kinds[module].gradient(module, x, d.to(wide))
 
     def look(self, module: nn.Module, x: Tensor, d: Tensor, fsdp: FSDPParams | None) -> None:
         """Compare a pair with the gradient that is about to arrive."""
@@ -260,7 +256,7 @@ class KroneckerBlock:
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair's sizes can be those of the layer."""
-        return self._kind_of(module).fits(module, x, d)
+        return self._kinds[module].fits(module, x, d)
 
     def judge(self, residual: float) -> None:
         """Note how much of the gradient the step's pairs leave unexplained; drop what does."""

@@ -236,7 +236,7 @@ def symmetric(
 
 
 def linear_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``; see `pair_statistics`."""
+    """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``."""
     if form.approximation == "reduce" and x.dim() > 2:
         x, d = reduced(x.flatten(1, -2), d.flatten(1, -2))
     x, d = x.reshape(d.numel() // d.shape[-1], x.shape[-1]), d.reshape(-1, d.shape[-1])
@@ -287,7 +287,7 @@ Key: TypeAlias = type[nn.Module] | str
 class LayerKind:
     """The rules for one kind of layer.
 
-    ``statistics`` makes those of a pair: see :func:`pair_statistics`. ``shape`` gives the sizes
+    ``statistics`` makes those of a pair, in float32 at least. ``shape`` gives the sizes
     of a module's factors; ``with_bias``: the bias is the homogeneous coordinate of A. ``gradient``
     gives a pair's part of the weight's gradient, ``fits`` tells whether it can be the layer's.
     """
@@ -311,7 +311,7 @@ KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics)
 
 
 def embedding_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``; see `pair_statistics`."""
+    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``."""
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
     embedding = cast(nn.Embedding, module)
@@ -393,35 +393,6 @@ def unsupported_reason(module: nn.Module) -> str | None:
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight is not initialised yet: run one forward before making the optimizer"
     return None
-
-
-def factor_shape(module: nn.Module, bias: bool, key: Key | None = None) -> FactorShape:
-    """Sizes of a supported module's factors, with or without the homogeneous coordinate."""
-    return _kind(module, key).shape(module, bias)
-
-
-def pair_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, form: Form, dtype: torch.dtype, key: Key | None = None
-) -> PairStatistics:
-    """Statistics of a pair of a layer that has Kronecker factors.
-
-    Args:
-        module: The layer.
-        x: The layer's input.
-        d: The gradient with respect to the layer's output, same leading shape as the output.
-        form: How they are formed.
-        dtype: Dtype in which the sums are formed, if it is not narrower than float32.
-        key: The layer's kind; None for that of its class.
-    """
-    dtype = torch.promote_types(dtype, torch.float32)
-    x = x.to(dtype) if x.is_floating_point() else x
-    return _kind(module, key).statistics(module, x, d.to(dtype), form)
-
-
-def _kind(module: nn.Module, key: Key | None) -> LayerKind:
-    key = key_of(module) if key is None else key
-    assert key is not None
-    return KINDS[key]
 
 
 def gradient_to_matrix(
