@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak planned elastic-soak venv demo pipelined exchange-dtype systems progress language-model tasks sensitivity defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids scaling structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo pipelined exchange-dtype systems progress language-model tasks sensitivity defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -141,14 +141,8 @@ refresh-budget: venv ## what DHO2's refreshes by budget take, beside the overhea
 	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/speed/refresh_budget.py \
 		--json benchmarks/results/refresh_budget.json $(ARGS)
 
-planned: venv ## plans beside what comes true: stage times, bytes and memory of six models: minutes
-	$(BIN)/python benchmarks/speed/planned.py --json benchmarks/results/planned.json $(ARGS)
-
 structure: venv ## files, functions and lines that a step of each system takes a reader through
 	$(BIN)/python benchmarks/reading/structure.py --json benchmarks/results/structure.json $(ARGS)
-
-scaling: venv ## what 64 processes would send and keep, beside the paper's formulas: a minute
-	$(BIN)/python benchmarks/speed/scaling.py $(ARGS)
 
 many-ranks: venv ## one rank of 64, 1,024 and 4,096: its messages, memory and time, simulated: many minutes
 	$(BIN)/python benchmarks/speed/many_ranks.py --json benchmarks/results/many_ranks.json $(ARGS)

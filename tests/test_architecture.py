@@ -2,7 +2,7 @@
 
     papers                                 what users make them with, to be as published
     optimizers                             what users make
-    planning                               what it will cost, before it is made
+    planning                               what it will cost: it runs optimizers, which ask it
     kfac        fosi                       two wings that know nothing of each other
     budget                                 how often curvature is renewed, by the clock
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
@@ -56,8 +56,8 @@ BELOW: dict[str, set[str]] = {
         *("distributed", "budget"),
     },
     "planning": {
-        *("kronecker", "lanczos", "distributed", "kfac", "fosi", "options", "contract", "stages"),
-        "budget",
+        *("kronecker", "distributed", "kfac", "options", "contract", "stages", "optimizers"),
+        *("report", "budget"),
     },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
@@ -69,7 +69,7 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
         *("files", "papers", "recipes", "planning"),
     },
-    "profiling": {"files", "stages"},
+    "profiling": {"files", "report", "stages"},
     "__main__": {"profiling", "planning"},
 }
 
@@ -317,7 +317,7 @@ def _is_rank(node: ast.expr) -> bool:
     return getattr(node, "id", getattr(node, "attr", "")) in ("rank", "_rank")
 
 
-HELPERS = {"kfac.stats_workers", "fosi.accelerator", "fosi.worker_epochs", "fosi.divided"}
+HELPERS = {"kfac.stats_workers", "fosi.accelerator", "fosi.epochs"}
 
 
 @each_file

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from second_order.optimizers.mrdho2 import MRDHO2
     from second_order.papers import paper_settings
     from second_order.planning.calibration import calibrate
-    from second_order.planning.choices import Plan
-    from second_order.planning.interconnect import Interconnect
-    from second_order.planning.machine import Machine
-    from second_order.planning.plan import plan
+    from second_order.planning.machine import Interconnect, Machine
+    from second_order.planning.plan import Plan, plan
     from second_order.recipes import parameter_groups
     from second_order.report import (
         CurvatureReport,
@@ -103,10 +101,8 @@ _NAMES_IN = {
     "optimizers.mrdho2": "MRDHO2",
     "papers": "paper_settings",
     "planning.calibration": "calibrate",
-    "planning.choices": "Plan",
-    "planning.interconnect": "Interconnect",
-    "planning.machine": "Machine",
-    "planning.plan": "plan",
+    "planning.machine": "Interconnect Machine",
+    "planning.plan": "Plan plan",
     "recipes": "parameter_groups",
     "report": "CurvatureReport EpochReport LayerRow Recipe RecipeRow Summary",
 }

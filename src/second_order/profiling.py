@@ -14,11 +14,11 @@ import os
 import runpy
 import sys
 import weakref
+from bisect import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from second_order.files import replacing
+from second_order.report import aligned
 from second_order.stages import ELSEWHERE, PAPER_NAMES, RANGES, account
 
 __all__ = [
@@ -128,13 +129,10 @@ def read(events: Iterable[Any]) -> tuple[list[Span], list[Mark], list[tuple[floa
             # A range shows a second time on the device's own timeline.
             if not getattr(event, "is_user_annotation", False) and RANGES not in event.name:
                 work.append((start, end - start))
-        elif not event.name.startswith(RANGES):
-            continue
         elif event.name == MARK:
             marks.append((start, event.thread))
-        else:
-            name = event.name.removeprefix(RANGES)
-            device = float(event.device_time_total) / 1000
+        elif event.name.startswith(RANGES):
+            name, device = event.name.removeprefix(RANGES), float(event.device_time_total) / 1000
             spans.append(Span(name, event.thread, start, end, device))
     return spans, sorted(marks), work
 
@@ -149,18 +147,12 @@ def picture_of(
         marks: When each step ended, and on which thread: one more than there are steps.
         work: When a device began each piece of work, and how long it took.
     """
-    count = max(len(marks) - 1, 0)
-    host: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
-    device: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
+    moments = [moment for moment, _ in marks]
+    host, device = ([defaultdict[str, float](float) for _ in marks[1:]] for _ in range(2))
     around: dict[int, list[tuple[Span, str]]] = defaultdict(list)
-
-    def step_of(moment: float) -> int | None:
-        step = sum(moment >= start for start, _ in marks) - 1
-        return step if 0 <= step < count else None
-
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
-        step = step_of(span.start)
-        if step is None:
+        step = bisect(moments, span.start) - 1
+        if not 0 <= step < len(host):
             continue
         open_spans = around[span.thread]
         while open_spans and open_spans[-1][0].end <= span.start:
@@ -176,48 +168,30 @@ def picture_of(
             device[step][mine] += span.device
             device[step][outer if outer != "backward" else ELSEWHERE] -= span.device
         open_spans.append((span, mine))
-    for step, ((start, _), (end, _)) in enumerate(pairwise(marks)):
-        host[step][ELSEWHERE] += end - start
-    busy = False
-    for start, length in work:
-        step = step_of(start)
-        if step is not None:
-            device[step][ELSEWHERE] += length
-            busy = True
-    cleaned = ([{n: ms for n, ms in s.items() if n} for s in each] for each in (host, device))
-    of_host, of_device = cleaned
-    return Picture(of_host, of_device if busy else [])
+    for of, start, end in zip(host, moments, moments[1:], strict=False):
+        of[ELSEWHERE] += end - start
+    pieces = [(bisect(moments, start) - 1, length) for start, length in work]
+    pieces = [(step, length) for step, length in pieces if 0 <= step < len(device)]
+    for step, length in pieces:
+        device[step][ELSEWHERE] += length
+    for of in (*host, *device):
+        of.pop("", None)
+    return Picture(host, device if pieces else [])
 
 
 def table_of(picture: Picture) -> str:
     """The means over steps as a table."""
     host, device = picture.mean(picture.host), picture.mean(picture.device)
     total = sum(host.values()) or 1.0
-    header = ["stage", "papers", "ms a step", "share", *(["device ms"] if device else []), "bytes"]
-    rows = [header]
+    rows = [["stage", "papers", "ms a step", "share", "bytes", *(["device ms"] if device else [])]]
     for name in picture.accounts:
-        sent = picture.sent.get(name, 0.0)
-        rows.append(
-            [
-                name,
-                paper_name(name),
-                f"{host.get(name, 0.0):,.3f}",
-                f"{host.get(name, 0.0) / total:.1%}",
-                *([f"{device.get(name, 0.0):,.3f}"] if device else []),
-                f"{sent:,.0f}" if sent else "",
-            ]
-        )
-    rows.append(["the whole step", "", f"{sum(host.values()):,.3f}", "", *[""] * (len(header) - 4)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if i < 2 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+        ms, sent = host.get(name, 0.0), picture.sent.get(name, 0.0)
+        rows.append([name, paper_name(name), f"{ms:,.3f}", f"{ms / total:.1%}"])
+        rows[-1] += [f"{sent:,.0f}" if sent else ""]
+        rows[-1] += [f"{device.get(name, 0.0):,.3f}"] if device else []
+    rows.append(["the whole step", "", f"{sum(host.values()):,.3f}", *[""] * (len(rows[0]) - 3)])
     title = f"{picture.optimizer}: mean of {len(picture.host)} steps"
-    return "\n".join([title, lines[0], "-" * max(map(len, lines)), *lines[1:]])
+    return "\n".join([title, *aligned(rows, {2, 3, 4, 5})])
 
 
 def draw(picture: Picture, path: Path) -> bool:
@@ -263,22 +237,18 @@ class Recorder:
         self._skip, self._steps = skip, steps
         self.taken = 0
         self.result: profile | None = None
-        self._running = False
+        self._running, self._name = False, ""
         self._optimizer: weakref.ref[Any] | None = None
-        self._name = ""
         self._before: dict[str, float] = {}
         self._sent: dict[str, float] = {}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count the steps that are taken meanwhile, and profile those that are asked for."""
-        hook = register_optimizer_step_post_hook(self._stepped)
-        backward = torch.autograd.backward
+        hook, backward = register_optimizer_step_post_hook(self._stepped), torch.autograd.backward
 
         def ranged(*args: Any, **kwargs: Any) -> Any:
-            if not self._running:
-                return backward(*args, **kwargs)
-            with record_function(BACKWARD):
+            with record_function(BACKWARD) if self._running else nullcontext():
                 return backward(*args, **kwargs)
 
         try:
@@ -294,24 +264,17 @@ class Recorder:
         if self._optimizer() is not optimizer:
             return
         self.taken += 1
-        measured = self.taken - self._skip
-        if measured == 0:
-            self._start(optimizer)
+        if self.taken == self._skip:
+            devices = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._before, self._running = _sent_by(optimizer), True
+            self.result = profile(activities=[ProfilerActivity.CPU, *devices])
+            self.result.start()
         if self._running:
             with record_function(MARK):
                 pass
-        if measured == self._steps:
+        if self.taken == self._skip + self._steps:
             self._sent = _sent_by(optimizer)
             self._stop()
-
-    def _start(self, optimizer: Any) -> None:
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
-        self._before = _sent_by(optimizer)
-        self.result = profile(activities=activities)
-        self.result.start()
-        self._running = True
 
     def _stop(self) -> None:
         if self._running and self.result is not None:
@@ -325,14 +288,13 @@ class Recorder:
         found = picture_of(*read(self.result.events() or []))
         steps = max(len(found.host), 1)
         sent = {name: (n - self._before.get(name, 0.0)) / steps for name, n in self._sent.items()}
-        return Picture(found.host, found.device, {k: v for k, v in sent.items() if v}, self._name)
+        return replace(found, sent={k: v for k, v in sent.items() if v}, optimizer=self._name)
 
 
 def _sent_by(optimizer: Any) -> dict[str, float]:
     """Bytes so far by account, of an optimizer that knows."""
-    ask: Callable[[], dict[str, float]] | None = getattr(optimizer, "statistics", None)
+    found = optimizer.statistics() if hasattr(optimizer, "statistics") else {}
     prefix = "total_bytes/"
-    found = ask() if callable(ask) else {}
     return {n.removeprefix(prefix): value for n, value in found.items() if n.startswith(prefix)}
 
 
@@ -394,7 +356,7 @@ def _as_main(chosen: argparse.Namespace) -> Iterator[None]:
 
 def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
     """Write the picture; returns whether there is one."""
-    rank, size = (int(os.environ.get(name, default)) for name, default in _RANK)
+    rank, size = (int(os.environ.get(*known)) for known in (("RANK", "0"), ("WORLD_SIZE", "1")))
     picture = recorder.picture()
     if not picture.host:
         sys.stderr.write(
@@ -415,6 +377,3 @@ def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
         drawn = f", {figure}" if draw(picture, figure) else "; no figure: matplotlib is not there"
         sys.stdout.write(f"{table_of(picture)}\nwritten: {path}{drawn}\n")
     return True
-
-
-_RANK = (("RANK", "0"), ("WORLD_SIZE", "1"))

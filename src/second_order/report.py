@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Recipe", "RecipeRow", "Summary"]
+__all__ = [
+    "CurvatureReport",
+    "EpochReport",
+    "LayerRow",
+    "Recipe",
+    "RecipeRow",
+    "Summary",
+    "aligned",
+]
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,7 @@ class Summary:
                     f"{size:,.1f}" if size else "",
                 )
             )
-        return "\n".join([self.title, self._share(), *_aligned(table, {2, 6}), *self._closing()])
+        return "\n".join([self.title, self._share(), *aligned(table, {2, 6}), *self._closing()])
 
     def _share(self) -> str:
         size = f"{self.total_bytes / 2**20:.2f} MiB"
@@ -173,10 +181,10 @@ class Recipe:
             share = f"{count / total:.1%}" if total else "none"
             tensors = f"{len(mine)} tensor{'s' if len(mine) > 1 else ''}"
             closing.append(f"{base}: {count:,} parameters ({share}) in {tensors}")
-        return "\n".join([self.title, *_aligned(table, {3, 4}), *closing])
+        return "\n".join([self.title, *aligned(table, {3, 4}), *closing])
 
 
-def _aligned(table: Sequence[tuple[str, ...]], right: set[int]) -> list[str]:
+def aligned(table: Sequence[Sequence[str]], right: set[int]) -> list[str]:
     """The lines of a table, its header underlined; the columns in ``right`` end alike."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [

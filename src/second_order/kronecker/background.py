@@ -42,7 +42,7 @@ class Ticket(Generic[T]):
             raise error
 
         ticket = cls(fail)
-        ticket._run()
+        ticket.run()
         return ticket
 
     @property
@@ -76,7 +76,8 @@ class Ticket(Generic[T]):
         self._work, self._error = None, RuntimeError("the pool of threads is closed")
         self._finished.set()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Do the work, and keep its result or its error."""
         assert self._work is not None
         try:
             self._result = self._work()
@@ -171,7 +172,7 @@ def _started(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
 def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> None:
     _use_one_core(others)
     while (ticket := tickets.get()) is not None:
-        ticket._run()
+        ticket.run()
         del ticket  # with the tensors that its work holds
     tickets.put(None)  # for the next thread
 

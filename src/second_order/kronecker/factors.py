@@ -180,18 +180,6 @@ class StagedStatistics:
         if not again:
             self._first_passes.add(pass_id)
 
-    def squares_by_pass(self) -> Tensor:
-        """The examples of each pass, and the squares of a mean's gradients, ``(passes, 2)``.
-
-        The squares are those of the gradients as captured, summed up to a common factor.
-        """
-        of_g = slice(1 + self.shape.groups, 1 + 2 * self.shape.groups)
-        found = []
-        for calls in self._passes.values():
-            pairs = [torch.stack([head[0], head[of_g].sum() / rows**2]) for rows, head in calls]
-            found.append(torch.stack(pairs).sum(0))
-        return torch.stack(found)
-
     def sums(self, micro_batches: int = 1) -> StatisticsSums:
         """The sums of the step, to be added over ranks and divided by the number of examples.
 

@@ -1,8 +1,7 @@
 """Machines and networks measured: seconds of the package's own functions, by size.
 
 Each size is run a few times, and the fastest run counts, so that other work on the machine is not
-taken for the machine's. What a layer costs besides its matrices is taken from two small trainings,
-of few layers and of many.
+taken for the machine's.
 """
 
 from __future__ import annotations
@@ -15,37 +14,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from second_order.contract.averaging import start_average
-from second_order.contract.training import Training
 from second_order.distributed.collectives import World
-from second_order.kfac.curvature import KFAC
-from second_order.kfac.options import KFACOptions, own_cores
-from second_order.kfac.plan import System, distkfac_plan
+from second_order.kfac.options import own_cores
 from second_order.kronecker.decompositions import Problem
-from second_order.kronecker.layers import gram
 from second_order.kronecker.solvers import SOLVERS
 from second_order.kronecker.triangles import pack_upper_triangular, unpack_upper_triangular
-from second_order.options import PEAK_LR, follow_learning_rates
-from second_order.planning.interconnect import Interconnect, Level
-from second_order.planning.machine import Curve, Machine, Overhead, Surface
-from second_order.stages import Meter
+from second_order.planning.machine import Curve, Interconnect, Level, Machine
+from second_order.planning.record import Simulation
 
-__all__ = [
-    "DEFAULT_NETWORKS",
-    "Clock",
-    "calibrate",
-    "measure_machine",
-    "measure_network",
-    "quick_machine",
-]
-
-Clock = Callable[[], float]
+__all__ = ["DEFAULT_NETWORKS", "calibrate", "measure_machine", "measure_network"]
 
 SIZES = (8, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-ROWS = (32, 512, 8192)
-FEW, MANY, WIDTH = 2, 10, 8  # layers of the small trainings, and their size
 
 DEFAULT_NETWORKS = {
     "cpu": Interconnect.flat(1e-4, 1e9),
@@ -60,8 +41,6 @@ def calibrate(
     group: Any = None,
     *,
     seconds: float = 10.0,
-    sizes: Sequence[int] = (),
-    clock: Clock = time.perf_counter,
 ) -> tuple[Machine, Interconnect]:
     """Measure this machine, and the network if a process group is initialised.
 
@@ -73,9 +52,6 @@ def calibrate(
         group: The process group to measure; None for the default one, if there is one.
         seconds: About how long the machine may be measured, 60 at most; sizes that would take
             longer are left to extrapolation.
-        sizes: Sizes of factors that are measured besides the usual ones.
-        clock: Returns the time in seconds. ``time.process_time`` leaves out what others do on a
-            CPU.
 
     Raises:
         ValueError: For seconds outside 0 to 60, or a device without a calibration.
@@ -84,17 +60,14 @@ def calibrate(
         raise ValueError(f"seconds={seconds} is outside 0 to 60; 10 is the default")
     device = torch.device(device)
     world = World(group)
-    machine: Machine | None = None
-    error = ""
     # All at the same time, as they train: ranks of a machine share its cores and its memory.
     world.all_gather_object(None)
-    world.all_gather_object(None)
     try:
-        machine = measure_machine(device, seconds=seconds, sizes=sizes, clock=clock)
+        machine, error = measure_machine(device, seconds=seconds), ""
     except Exception as raised:  # the others wait for an answer
         if world.size == 1:
             raise
-        error = f"{type(raised).__name__}: {raised}"
+        machine, error = None, f"{type(raised).__name__}: {raised}"
     machine, error = world.all_gather_object((machine, error))[0]
     if machine is None:
         raise ValueError(f"rank 0 could not measure {device}: {error}")
@@ -103,32 +76,25 @@ def calibrate(
     return machine, measure_network(world, device)
 
 
-# ------------------------------------------------------------------------------------- the machine
-
-
 def measure_machine(
     device: torch.device,
     *,
     seconds: float = 10.0,
-    sizes: Sequence[int] = (),
-    clock: Clock = time.perf_counter,
-    name: str = "",
+    sizes: Sequence[int] = SIZES,
 ) -> Machine:
     """Measure a device and this process's Python.
 
     Args:
-        device: The device, on the CPU or one that ``torch.accelerator`` knows.
+        device: The device.
         seconds: About how long the measurement may take.
-        sizes: Sizes of factors that are measured besides the usual ones.
-        clock: Returns the time in seconds.
-        name: A name for the machine; "" for one from its device.
+        sizes: The sizes of products and decompositions.
 
     Raises:
-        ValueError: For a device without storage or without a synchronisation.
+        ValueError: For a device other than a CPU or CUDA's.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device={device} cannot be measured; use 'cpu' or 'cuda'")
-    timer = _Timer(device, clock, seconds / 5)
+    timer = _Timer(device, seconds / 4)
     random = torch.Generator().manual_seed(0)
 
     def filled(*shape: int) -> Tensor:
@@ -138,236 +104,75 @@ def measure_machine(
         left, right = filled(n, n), filled(n, n)
         return lambda: left @ right
 
-    def second_moment(rows: int) -> Callable[[int], Callable[[], Any]]:
-        def of(n: int) -> Callable[[], Any]:
-            x = filled(1, rows, n)
-            return lambda: gram(x, True, True)
+    def decomposition(solver: str, n: int) -> Callable[[], Any]:
+        x = filled(2 * n, n)
+        packed = pack_upper_triangular((x.mT @ x / n).unsqueeze(0))
+        added = torch.full((1,), 0.1, device=device)
+        build = partial(unpack_upper_triangular, packed, n)
+        problem = Problem(1, n, torch.float32, device, build, added)
+        return lambda: SOLVERS[solver].decompose([problem], torch.float32, True)
 
-        return of
-
-    def decomposition(solver: str) -> Callable[[int], Callable[[], Any]]:
-        def of(n: int) -> Callable[[], Any]:
-            x = filled(2 * n, n)
-            packed = pack_upper_triangular((x.mT @ x / n).unsqueeze(0))
-            added = torch.full((1,), 0.1, device=device)
-
-            def build() -> Tensor:
-                return unpack_upper_triangular(packed, n)
-
-            problem = Problem(1, n, torch.float32, device, build, added)
-            return lambda: SOLVERS[solver].decompose([problem], torch.float32, True)
-
-        return of
-
-    usual = sorted({*SIZES, *(n for n in sizes if SIZES[0] <= n <= SIZES[-1])})
-    products = timer.curve(product, SIZES)
-    surface = Surface(
-        tuple((rows, timer.curve(second_moment(rows), SIZES[:7], 2.0)) for rows in ROWS)
+    products = timer.curve(product, sizes)
+    eigh, inverse = (
+        timer.curve(partial(decomposition, solver), sizes) for solver in ("eigen", "inverse")
     )
-    eigh, inverse = (timer.curve(decomposition(s), usual) for s in ("eigen", "inverse"))
     small, large, other = filled(8), filled(2**23), filled(2**23)
     launch = timer(lambda: small.mul_(1.0))
-    bandwidth = 3 * large.nbytes / timer(lambda: large.add_(other))
-    copies = 2 * large.nbytes / timer(lambda: torch.cat([large, other]))
-    machine = Machine(
-        name or _name_of(device),
-        device.type,
+    # What the package does on next to nothing, by the number of its operations.
+    name, nothing = "cpu" if device.type == "cpu" else "cuda", decomposition("inverse", 8)
+    bare = Machine(name, name, products, eigh, inverse, 1e12, launch)
+    with Simulation(bare) as simulation:
+        nothing()
+    python = max(timer(nothing) / simulation.calls - launch, 0.0)
+    memory = None
+    title = f"{platform.machine()} CPU, {torch.get_num_threads()} of its cores"
+    if device.type == "cuda":
+        memory = int(torch.cuda.get_device_properties(device).total_memory)
+        title = torch.cuda.get_device_name(device)
+    # Cores that neither kernels nor, beside a device, Python keep busy.
+    busy = torch.get_num_threads() if device.type == "cpu" else 1
+    return Machine(
+        title,
+        name,
         products,
         eigh,
         inverse,
-        bandwidth,
-        launch,
-        memory=_memory_of(device),
-        gram=surface,
-        copies=copies,
-        spare_cores=_spare_cores(device),
-    )
-    return _with_overheads(machine, device, clock)
-
-
-def quick_machine(device: torch.device, clock: Clock = time.perf_counter) -> Machine:
-    """Measure matrix products and copies of a device, in a fraction of a second.
-
-    Decompositions are taken to go at the rate of products, with 9 n^3 operations for eigenvectors
-    and n^3 for an inverse, at a third of it: good enough to compare how the same ones are spread.
-
-    Args:
-        device: The device.
-        clock: Returns the time in seconds.
-    """
-    timer = _Timer(device, clock, 0.1)
-
-    def product(n: int) -> Callable[[], Any]:
-        left = torch.ones(n, n, device=device)
-        return lambda: left @ left
-
-    products = timer.curve(product, (32, 128, 512))
-    slower = {factor: [(n, factor * s) for n, s in products.points] for factor in (1.5, 13.5)}
-    x = torch.ones(2**20, device=device)
-    return Machine(
-        _name_of(device),
-        "cpu" if device.type == "cpu" else "cuda",
-        products,
-        Curve(tuple(slower[13.5])),
-        Curve(tuple(slower[1.5])),
-        2 * x.nbytes / timer(lambda: x.add_(1.0)),
-        timer(lambda: x[:8].add_(1.0)),
-        copies=2 * x.nbytes / timer(lambda: torch.cat([x, x])),
+        bandwidth=3 * large.nbytes / timer(lambda: large.add_(other)),
+        launch=launch,
+        python=python,
+        memory=memory,
+        spare_cores=max(own_cores() - busy, 0),
     )
 
 
 class _Timer:
     """Seconds of functions: the fastest of a few runs, after one that does not count."""
 
-    def __init__(self, device: torch.device, clock: Clock, seconds: float) -> None:
-        self._device, self._clock, self._seconds = device, clock, seconds
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self._device, self._seconds = device, seconds
 
-    def __call__(self, function: Callable[[], Any], least: float = 0.02) -> float:
-        self._run(function, 1)
+    def __call__(self, function: Callable[[], Any]) -> float:
+        function()
         times: list[float] = []
-        # A clock that ticks in milliseconds sees nothing of one small function.
-        repeats = max(1, min(100, int(1e-3 / max(self._run(function, 1), 1e-6))))
-        while sum(times) * repeats < least or len(times) < 3:
-            times.append(self._run(function, repeats) / repeats)
+        while sum(times) < min(0.02, self._seconds / 10) or len(times) < 3:
+            times.append(_seconds(function, self._device))
             if times[-1] > self._seconds / 3:
                 break
         return max(min(times), 1e-9)
 
-    def _run(self, function: Callable[[], Any], repeats: int) -> float:
-        start = self._clock()
-        for _ in range(repeats):
-            function()
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)
-        return self._clock() - start
-
-    def curve(
-        self, make: Callable[[int], Callable[[], Any]], sizes: Sequence[int], power: float = 3.0
-    ) -> Curve:
+    def curve(self, make: Callable[[int], Callable[[], Any]], sizes: Sequence[int]) -> Curve:
         """Seconds by size, up to the sizes that would take too long."""
         points: list[tuple[float, float]] = []
         spent = 0.0
         for n in sizes:
-            coming = 4 * points[-1][1] * (n / points[-1][0]) ** power if points else 0.0
+            coming = 4 * points[-1][1] * (n / points[-1][0]) ** 3 if points else 0.0
             if spent + coming > self._seconds:
                 break
             seconds = self(make(n))
-            spent += max(4 * seconds, 0.02)
+            spent += 4 * seconds
             # Smaller matrices are never the slower ones, except by chance.
             points.append((float(n), max(seconds, points[-1][1] if points else 0.0)))
-        return Curve(tuple(points), power)
-
-
-def _name_of(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = torch.get_num_threads()
-    return f"{platform.machine()} CPU, {threads} thread{'s' if threads > 1 else ''}"
-
-
-def _spare_cores(device: torch.device) -> int:
-    """This process's cores that neither its kernels nor, beside a device, its Python keep busy."""
-    return max(own_cores() - (torch.get_num_threads() if device.type == "cpu" else 1), 0)
-
-
-def _memory_of(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    return int(torch.cuda.get_device_properties(device).total_memory)
-
-
-# ------------------------------------------------------------------------------------ the overheads
-
-
-def _with_overheads(machine: Machine, device: torch.device, clock: Clock) -> Machine:
-    """The machine with what each stage and each layer cost besides their matrices."""
-    found: dict[str, Overhead] = {}
-    for solver in ("inverse", "eigen"):
-        few, many = (_stages_of(layers, solver, device, clock) for layers in (FEW, MANY))
-        for stage in ("statistics", "solve", "precondition", "base"):
-            slope = max(many[stage] - few[stage], 0.0) / (MANY - FEW)
-            start = max(few[stage] - FEW * slope, 0.0)
-            priced = 0.0
-            if stage == "statistics":
-                priced = 2 * machine.statistics(16, WIDTH)
-            elif stage == "solve":
-                priced = 2 * machine.decomposition(solver, WIDTH)
-            elif stage == "precondition":
-                priced = (4 if solver == "eigen" else 2) * machine.product(WIDTH, WIDTH, WIDTH)
-            name = solver if stage == "solve" else stage
-            each = 2 if stage == "base" else 1  # a weight and a bias
-            found[name] = Overhead(start, max(slope - priced, 0.0) / each)
-    found["exchange"] = Overhead(0.0, found["precondition"].layer / 2)
-    return Machine(**{**vars(machine), "overheads": found})
-
-
-def _stages_of(
-    layers: int, solver: str, device: torch.device, clock: Clock, steps: int = 16
-) -> dict[str, float]:
-    """Seconds of each stage of a small training's step, the fastest of some."""
-    torch_state = torch.get_rng_state()
-    modules = [m for _ in range(layers) for m in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-    torch.set_rng_state(torch_state)
-    model = nn.Sequential(*modules).to(device)
-    base = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    base.param_groups[0][PEAK_LR] = 0.0
-    meter = Meter(clock)
-    training = Training(
-        "calibration",
-        model,
-        True,
-        False,
-        World.alone(),
-        False,
-        None,
-        base=base,
-        base_name="SGD",
-        meter=meter,
-    )
-    options = KFACOptions(
-        damping=0.1,
-        preconditioner_scale="newton",
-        factor_decay=0.95,
-        solver=solver,  # type: ignore[arg-type]
-        factor_update_steps=1,
-        inv_update_steps=1,
-    )
-    system = System(_alone, options.block_rules)
-    curvature = KFAC(training, options, system)
-    curvature.begin()
-    x = torch.sin(torch.arange(16.0 * WIDTH, device=device)).view(16, WIDTH)
-    fastest: dict[str, float] = {}
-    try:
-        for step in range(steps):
-            base.zero_grad()
-            with torch.enable_grad():
-                model(x).square().mean().backward()
-            with torch.no_grad():
-                follow_learning_rates(base.param_groups)
-                curvature.prepare()
-                curvature.precondition(start_average(training, curvature.route))
-                with meter.stage("base"):
-                    base.step()
-                curvature.correct()
-            training.steps += 1
-            curvature.watch()
-            meter.lap()
-            if step < 4:
-                continue
-            found = meter.read(curvature.accounts)
-            for stage in ("statistics", "solve", "precondition", "base"):
-                seconds = found[f"seconds/{stage}"] + found.get(f"seconds/{stage}_exchange", 0.0)
-                fastest[stage] = min(fastest.get(stage, seconds), seconds)
-    finally:
-        curvature.close()
-    return fastest
-
-
-def _alone(layers: Any, ranks: int) -> Any:
-    return distkfac_plan(layers, ranks, keeps_all=True)
-
-
-# -------------------------------------------------------------------------------------- the network
+        return Curve(tuple(points))
 
 
 def measure_network(world: World, device: torch.device) -> Interconnect:
@@ -387,29 +192,16 @@ def measure_network(world: World, device: torch.device) -> Interconnect:
         partial(dist.all_reduce, large, group=world.group),
         partial(dist.all_to_all_single, torch.empty_like(words), words, group=world.group),
     ]
-    seconds = [_slowest(world, _usual_seconds(world, call, device)) for call in calls]
-    return network_of(seconds[0], seconds[1], seconds[2], large.nbytes, world.size)
-
-
-def network_of(
-    small: float, large: float, exchange: float, nbytes: int, ranks: int
-) -> Interconnect:
-    """The flat network in which collectives take so many seconds.
-
-    Args:
-        small: Seconds of a sum of next to nothing.
-        large: Seconds of a sum of ``nbytes``.
-        exchange: Seconds of a word from each rank to each.
-        nbytes: Bytes of the large sum.
-        ranks: Number of ranks, two at least.
-    """
+    little, much, exchange = (
+        max(world.all_gather_object(_usual_seconds(world, call, device))) for call in calls
+    )
+    ranks = world.size
     # The faster of ring and tree is the tree for a sum of nothing, the ring for one of much.
-    rounds = min(2 * (ranks - 1), 2 * (ranks - 1).bit_length())
-    latency = small / rounds
-    rest = max(large - 2 * (ranks - 1) * latency, large / 10)
+    latency = little / min(2 * (ranks - 1), 2 * (ranks - 1).bit_length())
+    rest = max(much - 2 * (ranks - 1) * latency, much / 10)
     gap = (exchange - latency) / (ranks - 2) if ranks > 2 else latency
     gap = max(gap, latency / 100)  # noise gives no negative one
-    bandwidth = 2 * (ranks - 1) / ranks * nbytes / rest
+    bandwidth = 2 * (ranks - 1) / ranks * large.nbytes / rest
     return Interconnect((Level(latency, bandwidth, gap=gap),), measured=True)
 
 
@@ -418,13 +210,13 @@ def _usual_seconds(world: World, call: Callable[[], Any], device: torch.device) 
     times = []
     for _ in range(7):
         world.on_cpu().same([0])
-        start = time.perf_counter()
-        call()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(_seconds(call, device))
     return sorted(times)[len(times) // 2]
 
 
-def _slowest(world: World, seconds: float) -> float:
-    return float(max(world.all_gather_object(seconds)))
+def _seconds(function: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    function()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - start
