@@ -6,11 +6,10 @@ A checkpoint's file is what ``torch.save`` writes, a zip archive with a CRC-32 o
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,19 +19,17 @@ from second_order.errors import CheckpointError
 
 __all__ = ["load_checkpoint", "replacing", "save_checkpoint"]
 
-ZIP_BEGINS = b"PK\x03\x04"
 
-
-@contextlib.contextmanager
+@contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for writing, beside ``path``, that is renamed to it once all is on the disk.
 
     Where the block raises, nothing has changed. A process that is killed may leave a hidden file
-    ``.NAME.*.partial``.
+    ``.NAME.PROCESS.partial``.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("xb") as file:
+        with partial.open("wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -40,12 +37,6 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    with contextlib.suppress(OSError):  # the name itself; not every file system can
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
@@ -61,17 +52,11 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
         path: The file; one that is there is replaced.
 
     Raises:
-        TypeError: If ``state`` has something that :func:`load_checkpoint` would not read.
-        OSError: If the file cannot be written. A file that was there is as it was, as it is after
-            any other error.
+        TypeError: If ``state`` has something that :func:`load_checkpoint` would not read; a file
+            that was there is as it was, as it is after any other error.
     """
-    path, crc = Path(path), torch.serialization.get_crc32_options()
-    with replacing(path) as file:
-        torch.serialization.set_crc32_options(True)
-        try:
-            torch.save(state, file.name)  # by name it takes a quarter of the time
-        finally:
-            torch.serialization.set_crc32_options(crc)
+    with replacing(Path(path)) as file:
+        torch.save(state, file.name)  # by name it takes a quarter of the time
         try:
             torch.load(file.name, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
@@ -91,36 +76,22 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | s
         path: The file.
         map_location: Device that tensors are put on.
 
-    Returns:
-        The state.
-
     Raises:
         CheckpointError: If the file is cut short, spoilt, or none of ``torch.save``; with its name.
         FileNotFoundError: If there is no such file.
     """
-    path = Path(path)
-    _check_archive(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            spoilt = archive.testzip()
+        if spoilt is not None:
+            raise zipfile.BadZipFile(f"the entry {spoilt!r} has another CRC-32")
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # a spoilt directory makes it raise many kinds
+        raise CheckpointError(
+            f"{path} is no file of torch.save, or cut short or spoilt ({error}); take an older one"
+        ) from error
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
-
-
-def _check_archive(path: Path) -> None:
-    """Raise CheckpointError unless a file is a zip archive of torch's whose entries are sound."""
-    with path.open("rb") as file:
-        begins = file.read(len(ZIP_BEGINS))
-        if begins != ZIP_BEGINS[: len(begins)]:
-            raise CheckpointError(f"{path} is no file of torch.save: it is no zip archive")
-        try:
-            archive = zipfile.ZipFile(file)
-            spoilt = archive.testzip()
-        except Exception as error:  # a spoilt directory makes it raise many kinds
-            raise CheckpointError(
-                f"{path} is empty, cut short or spoilt ({error}): take an older checkpoint"
-            ) from error
-    if spoilt is not None:
-        raise CheckpointError(
-            f"{path} is spoilt: its entry {spoilt!r} does not have the CRC-32 that was written "
-            f"with it: take an older checkpoint"
-        )

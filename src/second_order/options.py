@@ -64,13 +64,7 @@ PEAK_LR = "peak_lr"
 
 
 def check_base(base: Any, own_class: type, option: str = "base") -> None:
-    """Raise unless ``base`` is an optimizer class that can take a preconditioned gradient.
-
-    Args:
-        base: The value to check.
-        own_class: Class of the optimizers that cannot be a base.
-        option: Name of the option that ``base`` was given by.
-    """
+    """Raise unless ``base`` is a class of optimizers, but ``own_class``, that can be a base."""
     if not (isinstance(base, type) and issubclass(base, torch.optim.Optimizer)):
         raise TypeError(
             f"{option}={base!r} is not an optimizer class; pass the class itself, "
@@ -85,14 +79,7 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
 
 
 def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[str, ...]:
-    """Check the options of a second base; returns the patterns of ``rest_layers``.
-
-    Args:
-        rest: Class of the second base, or None.
-        layers: The option ``rest_layers``.
-        keywords: The option ``rest_kwargs``.
-        own_class: Class of the optimizers that cannot be a base.
-    """
+    """Check the options ``rest``, ``rest_layers`` and ``rest_kwargs``; returns the patterns."""
     patterns = check_patterns(layers, "rest_layers")
     if keywords is not None and not isinstance(keywords, Mapping):
         raise TypeError(
@@ -112,47 +99,15 @@ def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[
 
 
 def is_adaptive(base: Any) -> bool:
-    """Whether an optimizer scales its steps itself, whatever the scale of the gradients.
-
-    Known of torch's own optimizers. Of others it is found by trial: the tenth step, with gradients
-    and with a hundred times these, is about as long under Adam, and a hundred times as long under
-    SGD. (RAdam's first steps are SGD's.) A class that cannot be made with a learning rate alone, or
-    does not step on the CPU, is taken for what the class of torch's is that it is made from.
-    """
-    if not isinstance(base, type):
-        return False
-    if base.__module__.startswith("torch.optim."):
-        return base not in NOT_ADAPTIVE
-    try:
-        with torch.device("cpu"):
-            lengths = [_length_of_step(base, scale) for scale in (1.0, 100.0)]
-    except Exception:  # of somebody else's class
-        kinds = [k for k in base.__mro__ if k.__module__.startswith("torch.optim.")]
-        return kinds[0] not in (*NOT_ADAPTIVE, torch.optim.Optimizer) if kinds else False
-    return 0.0 < lengths[1] < 10.0 * lengths[0]
-
-
-NOT_ADAPTIVE: tuple[type, ...] = (torch.optim.SGD, torch.optim.ASGD)
-
-
-def _length_of_step(base: Any, scale: float) -> float:
-    """The length of a base's tenth step, with gradients of this scale."""
-    p = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.float64))
-    before, optimizer = p.detach().clone(), base([p], lr=1e-3)
-    for _ in range(10):
-        before.copy_(p.detach())
-        p.grad = scale * torch.tensor([[1.0, 0.5], [-0.5, 2.0]], dtype=torch.float64)
-        optimizer.step()
-    return float((p.detach() - before).norm())
+    """Whether an optimizer scales its steps itself: each that is not made from SGD."""
+    return isinstance(base, type) and not issubclass(base, (torch.optim.SGD, torch.optim.ASGD))
 
 
 def keyword(default: Any, check: Any = None, *exempt: Any) -> Any:
     """A field of an options dataclass that is a keyword; its docstring says what it means.
 
-    Args:
-        default: The default.
-        check: Raises unless a value makes sense, given the keyword's name and the value.
-        exempt: Values that are not checked; ``callable`` for all functions.
+    ``check`` raises unless a value makes sense, given the keyword's name and the value; values in
+    ``exempt`` are not checked, functions are not if ``callable`` is there.
     """
     return field(default=default, metadata={"check": check, "exempt": exempt})
 
@@ -187,16 +142,11 @@ def split_base_keywords(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split keywords between ``base`` and ``rest``: each gets those that its signature has.
 
-    Args:
-        base: The class of the base.
-        ours: Names of the optimizer's own options, for messages.
-        keywords: Arguments given for both bases.
-        rest: The class of a second base, if there is one.
-        rest_keywords: Arguments that ``rest`` gets in place of those in ``keywords``.
+    ``rest`` gets ``rest_keywords`` in place of those in ``keywords``.
 
     Raises:
-        TypeError: For a keyword that neither has, naming the closest known one, of ours or theirs;
-            or for one of ``rest_keywords`` that ``rest`` has not.
+        TypeError: For a keyword that neither has, naming the closest known one, be it one of
+            ``ours``; or for one of ``rest_keywords`` that ``rest`` has not.
     """
     special = rest_keywords or {}
     if keywords.get("differentiable") or special.get("differentiable"):
@@ -269,28 +219,27 @@ def check_number(
 
 def check_interval(name: str, value: Any) -> None:
     """Raise unless a number of steps is a whole number of at least 1, or a callable."""
-    if callable(value):
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not a whole number of steps; use 1 for every step")
-    if value < 1:
-        raise ValueError(f"{name}={value} is below 1; use 1 for every step, 10 for every tenth")
+    if not callable(value):
+        remedy = "; use 1 for every step, 10 for every tenth"
+        _check_int(name, value, 1, " of steps; use 1 for every step", remedy)
 
 
 def check_count(name: str, value: Any, meaning: str) -> None:
     """Raise unless ``value`` is a whole number of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not a whole number of {meaning}; 1 is the least")
-    if value < 1:
-        raise ValueError(f"{name}={value} is below 1: it is the number of {meaning}; use 1 or more")
+    remedy = f": it is the number of {meaning}; use 1 or more"
+    _check_int(name, value, 1, f" of {meaning}; 1 is the least", remedy)
 
 
 def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
     """Raise unless ``value`` is a whole number of at least ``low``."""
+    _check_int(name, value, low, f"; use {remedy}", f"; use {remedy}")
+
+
+def _check_int(name: str, value: Any, low: int, wrong: str, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not a whole number; use {remedy}")
+        raise TypeError(f"{name}={value!r} is not a whole number{wrong}")
     if value < low:
-        raise ValueError(f"{name}={value} is below {low}; use {remedy}")
+        raise ValueError(f"{name}={value} is below {low}{remedy}")
 
 
 def check_debug(value: Any) -> int:
@@ -349,9 +298,7 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     choices = list(choices)
     # Of the same type: 1 and a tensor equal True, and tensors of several entries have no truth.
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        close = difflib.get_close_matches(str(value), [str(c) for c in choices], n=1, cutoff=0.5)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        listed = ", ".join(repr(c) for c in choices)
+        listed, hint = ", ".join(map(repr, choices)), _hint(str(value), map(str, choices))
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
 
 
@@ -384,16 +331,16 @@ def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, 
 
     What a callable raises is as good as a value here: it is raised where the value is used.
     """
-    given = ((name, getattr(options, name)) for name in names)
-    return [(name, _tried(option, step)) for name, option in given if callable(option)]
-
-
-def _tried(option: Callable[[int], Any], step: int) -> Any:
-    try:
-        value = option(step)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return value if isinstance(value, int | float) else str(value)
+    found: list[tuple[str, Any]] = []
+    for name in names:
+        option = getattr(options, name)
+        if callable(option):
+            try:
+                value = option(step)
+            except Exception as error:
+                value = f"{type(error).__name__}: {error}"
+            found.append((name, value if isinstance(value, int | float) else str(value)))
+    return found
 
 
 def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:

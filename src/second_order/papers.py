@@ -38,15 +38,7 @@ def paper_settings(
 
     Args:
         optimizer: The class: KAISA, DPKFAC, DistKFAC, DHO2 or MRDHO2.
-        epoch_steps: Steps of an epoch, by which the papers of the last three count; not used by the
-            first two.
-
-    Returns:
-        Values by keyword.
-
-    Raises:
-        TypeError: For another class.
-        ValueError: If ``epoch_steps`` is needed and missing.
+        epoch_steps: Steps of an epoch, by which the papers of the last three count.
     """
     if optimizer not in SETTINGS:
         names = ", ".join(known.__name__ for known in SETTINGS)

@@ -13,12 +13,11 @@ import json
 import os
 import runpy
 import sys
-import weakref
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 from unittest.mock import patch
@@ -31,25 +30,13 @@ from second_order.files import replacing
 from second_order.report import aligned
 from second_order.stages import ELSEWHERE, PAPER_NAMES, RANGES, account
 
-__all__ = [
-    "Picture",
-    "Recorder",
-    "Span",
-    "add_command",
-    "draw",
-    "picture_of",
-    "read",
-    "table_of",
-]
+__all__ = ["Picture", "Recorder", "Span", "add_command", "picture_of", "read", "table_of"]
 
 Mark: TypeAlias = tuple[float, int]
 
 MARK = f"{RANGES}step"
-BACKWARD = f"{RANGES}backward"
 ORDER = (ELSEWHERE, *PAPER_NAMES)
-
-
-# ------------------------------------------------------------------------------------- the picture
+NAMES_THERE = {**PAPER_NAMES, ELSEWHERE: "FF"}
 
 
 @dataclass(frozen=True)
@@ -80,13 +67,11 @@ class Picture:
             step add up to its length.
         device: For each step, milliseconds that a device worked on what a stage had launched; no
             entries without a device.
-        sent: Bytes a step that this process handed to others, by account.
         optimizer: Name of the optimizer's class.
     """
 
     host: Sequence[Mapping[str, float]]
     device: Sequence[Mapping[str, float]]
-    sent: Mapping[str, float] = field(default_factory=dict)
     optimizer: str = ""
 
     @property
@@ -98,23 +83,6 @@ class Picture:
     def mean(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
         """Milliseconds a step by account."""
         return {n: sum(s.get(n, 0.0) for s in steps) / len(steps) for n in self.accounts if steps}
-
-    def as_json(self) -> dict[str, Any]:
-        """The picture as primitives."""
-        return {
-            "optimizer": self.optimizer,
-            "papers": {name: paper_name(name) for name in self.accounts},
-            "mean_milliseconds": self.mean(self.host),
-            "mean_device_milliseconds": self.mean(self.device),
-            "bytes_a_step": dict(self.sent),
-            "steps": [dict(step) for step in self.host],
-            "device_steps": [dict(step) for step in self.device],
-        }
-
-
-def paper_name(name: str) -> str:
-    """The account's name in the papers' figures; what is outside of all stages is "FF"."""
-    return "FF" if name == ELSEWHERE else PAPER_NAMES.get(name, "")
 
 
 def read(events: Iterable[Any]) -> tuple[list[Span], list[Mark], list[tuple[float, float]]]:
@@ -132,8 +100,8 @@ def read(events: Iterable[Any]) -> tuple[list[Span], list[Mark], list[tuple[floa
         elif event.name == MARK:
             marks.append((start, event.thread))
         elif event.name.startswith(RANGES):
-            name, device = event.name.removeprefix(RANGES), float(event.device_time_total) / 1000
-            spans.append(Span(name, event.thread, start, end, device))
+            name = event.name.removeprefix(RANGES)
+            spans.append(Span(name, event.thread, start, end, event.device_time_total / 1000))
     return spans, sorted(marks), work
 
 
@@ -147,12 +115,18 @@ def picture_of(
         marks: When each step ended, and on which thread: one more than there are steps.
         work: When a device began each piece of work, and how long it took.
     """
-    moments = [moment for moment, _ in marks]
-    host, device = ([defaultdict[str, float](float) for _ in marks[1:]] for _ in range(2))
+    count = max(len(marks) - 1, 0)
+    host: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
+    device: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
     around: dict[int, list[tuple[Span, str]]] = defaultdict(list)
+
+    def step_of(moment: float) -> int | None:
+        step = sum(moment >= start for start, _ in marks) - 1
+        return step if 0 <= step < count else None
+
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
-        step = bisect(moments, span.start) - 1
-        if not 0 <= step < len(host):
+        step = step_of(span.start)
+        if step is None:
             continue
         open_spans = around[span.thread]
         while open_spans and open_spans[-1][0].end <= span.start:
@@ -168,30 +142,29 @@ def picture_of(
             device[step][mine] += span.device
             device[step][outer if outer != "backward" else ELSEWHERE] -= span.device
         open_spans.append((span, mine))
-    for of, start, end in zip(host, moments, moments[1:], strict=False):
-        of[ELSEWHERE] += end - start
-    pieces = [(bisect(moments, start) - 1, length) for start, length in work]
-    pieces = [(step, length) for step, length in pieces if 0 <= step < len(device)]
-    for step, length in pieces:
+    for step, ((start, _), (end, _)) in enumerate(pairwise(marks)):
+        host[step][ELSEWHERE] += end - start
+    busy = [(step, length) for start, length in work if (step := step_of(start)) is not None]
+    for step, length in busy:
         device[step][ELSEWHERE] += length
-    for of in (*host, *device):
-        of.pop("", None)
-    return Picture(host, device if pieces else [])
+    of_host, of_device = ([{n: ms for n, ms in s.items() if n} for s in e] for e in (host, device))
+    return Picture(of_host, of_device if busy else [])
 
 
 def table_of(picture: Picture) -> str:
     """The means over steps as a table."""
     host, device = picture.mean(picture.host), picture.mean(picture.device)
-    total = sum(host.values()) or 1.0
-    rows = [["stage", "papers", "ms a step", "share", "bytes", *(["device ms"] if device else [])]]
+    total = sum(host.values())
+    rows = [("stage", "papers", "ms a step", "share", *(["device ms"] if device else []))]
     for name in picture.accounts:
-        ms, sent = host.get(name, 0.0), picture.sent.get(name, 0.0)
-        rows.append([name, paper_name(name), f"{ms:,.3f}", f"{ms / total:.1%}"])
-        rows[-1] += [f"{sent:,.0f}" if sent else ""]
-        rows[-1] += [f"{device.get(name, 0.0):,.3f}"] if device else []
-    rows.append(["the whole step", "", f"{sum(host.values()):,.3f}", *[""] * (len(rows[0]) - 3)])
+        ms = host.get(name, 0.0)
+        on_device = [f"{device.get(name, 0.0):,.3f}"] if device else []
+        of_all = f"{ms / total:.1%}" if total else ""
+        said = NAMES_THERE.get(name, "")
+        rows.append((name, said, f"{ms:,.3f}", of_all, *on_device))
+    rows.append(("the whole step", "", f"{total:,.3f}", *[""] * (len(rows[0]) - 3)))
     title = f"{picture.optimizer}: mean of {len(picture.host)} steps"
-    return "\n".join([title, *aligned(rows, {2, 3, 4, 5})])
+    return "\n".join([title, *aligned(rows, {2, 3, 4})])
 
 
 def draw(picture: Picture, path: Path) -> bool:
@@ -202,23 +175,17 @@ def draw(picture: Picture, path: Path) -> bool:
         return False
     steps = picture.device or picture.host
     figure = module.Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    colours = importlib.import_module("matplotlib").colormaps["tab20"]
-    bottoms = [0.0] * len(steps)
+    axes, bottoms = figure.subplots(), [0.0] * len(steps)
     for name in picture.accounts:
         heights = [max(step.get(name, 0.0), 0.0) for step in steps]
-        label = " · ".join(filter(None, [paper_name(name), name]))
-        colour = colours([*ORDER, name].index(name) % 20)  # the same in all pictures
-        axes.bar(range(len(steps)), heights, 0.9, bottom=bottoms, label=label, color=colour)
+        label = " · ".join(filter(None, [NAMES_THERE.get(name, ""), name]))
+        axes.bar(range(len(steps)), heights, 0.9, bottom=bottoms, label=label)
         bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
     where = "of the device" if picture.device else "of the thread that trains"
     axes.set(xlabel="step", ylabel=f"milliseconds {where}", title=picture.optimizer)
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", reverse=True)
     figure.savefig(path, dpi=150)
     return True
-
-
-# ------------------------------------------------------------------------------------ the recorder
 
 
 class Recorder:
@@ -237,18 +204,17 @@ class Recorder:
         self._skip, self._steps = skip, steps
         self.taken = 0
         self.result: profile | None = None
-        self._running, self._name = False, ""
-        self._optimizer: weakref.ref[Any] | None = None
-        self._before: dict[str, float] = {}
-        self._sent: dict[str, float] = {}
+        self._running = False
+        self._optimizer: Any = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Count the steps that are taken meanwhile, and profile those that are asked for."""
-        hook, backward = register_optimizer_step_post_hook(self._stepped), torch.autograd.backward
+        hook = register_optimizer_step_post_hook(self._stepped)
+        backward = torch.autograd.backward
 
         def ranged(*args: Any, **kwargs: Any) -> Any:
-            with record_function(BACKWARD) if self._running else nullcontext():
+            with record_function(f"{RANGES}backward"):
                 return backward(*args, **kwargs)
 
         try:
@@ -259,21 +225,19 @@ class Recorder:
             self._stop()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._optimizer is None:
-            self._optimizer, self._name = weakref.ref(optimizer), type(optimizer).__name__
-        if self._optimizer() is not optimizer:
+        self._optimizer = self._optimizer or optimizer
+        if self._optimizer is not optimizer:
             return
         self.taken += 1
         if self.taken == self._skip:
-            devices = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self._before, self._running = _sent_by(optimizer), True
-            self.result = profile(activities=[ProfilerActivity.CPU, *devices])
+            on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self.result = profile(activities=[ProfilerActivity.CPU, *on_device])
             self.result.start()
+            self._running = True
         if self._running:
             with record_function(MARK):
                 pass
         if self.taken == self._skip + self._steps:
-            self._sent = _sent_by(optimizer)
             self._stop()
 
     def _stop(self) -> None:
@@ -286,19 +250,7 @@ class Recorder:
         if self.result is None:
             return Picture([], [])
         found = picture_of(*read(self.result.events() or []))
-        steps = max(len(found.host), 1)
-        sent = {name: (n - self._before.get(name, 0.0)) / steps for name, n in self._sent.items()}
-        return replace(found, sent={k: v for k, v in sent.items() if v}, optimizer=self._name)
-
-
-def _sent_by(optimizer: Any) -> dict[str, float]:
-    """Bytes so far by account, of an optimizer that knows."""
-    found = optimizer.statistics() if hasattr(optimizer, "statistics") else {}
-    prefix = "total_bytes/"
-    return {n.removeprefix(prefix): value for n, value in found.items() if n.startswith(prefix)}
-
-
-# ------------------------------------------------------------------------------------- the command
+        return Picture(found.host, found.device, type(self._optimizer).__name__)
 
 
 def add_command(commands: Any) -> None:
@@ -328,10 +280,11 @@ def _count(word: str) -> int:
 
 def run(chosen: argparse.Namespace) -> int:
     """Run the script, and write what has been measured, also if the script ends by an error."""
-    recorder = Recorder(chosen.skip, chosen.steps)
-    status = 0
+    recorder, status = Recorder(chosen.skip, chosen.steps), 0
+    first = os.getcwd() if chosen.module else str(Path(chosen.script).resolve().parent)  # noqa: PTH109
+    argv, path = [chosen.script, *chosen.arguments], [first, *sys.path]
     try:
-        with recorder.watching(), _as_main(chosen):
+        with recorder.watching(), patch.multiple(sys, argv=argv, path=path):
             if chosen.module:
                 runpy.run_module(chosen.script, run_name="__main__", alter_sys=True)
             else:
@@ -345,18 +298,9 @@ def run(chosen: argparse.Namespace) -> int:
     return status or int(not written)
 
 
-@contextmanager
-def _as_main(chosen: argparse.Namespace) -> Iterator[None]:
-    """Give the script the command line and the import path that it would have alone."""
-    first = os.getcwd() if chosen.module else str(Path(chosen.script).resolve().parent)  # noqa: PTH109
-    argv = [chosen.script, *chosen.arguments]
-    with patch.object(sys, "argv", argv), patch.object(sys, "path", [first, *sys.path]):
-        yield
-
-
 def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
     """Write the picture; returns whether there is one."""
-    rank, size = (int(os.environ.get(*known)) for known in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     picture = recorder.picture()
     if not picture.host:
         sys.stderr.write(
@@ -367,7 +311,17 @@ def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
     name = f"{chosen.output.name}-rank{rank}" if size > 1 else chosen.output.name
     path = chosen.output.with_name(f"{name}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    found = {"rank": rank, "world_size": size, "skipped": chosen.skip, **picture.as_json()}
+    found = {
+        "rank": rank,
+        "world_size": size,
+        "skipped": chosen.skip,
+        "optimizer": picture.optimizer,
+        "papers": {name: NAMES_THERE.get(name, "") for name in picture.accounts},
+        "mean_milliseconds": picture.mean(picture.host),
+        "mean_device_milliseconds": picture.mean(picture.device),
+        "steps": picture.host,
+        "device_steps": picture.device,
+    }
     with replacing(path) as file:
         file.write(json.dumps(found, indent=1).encode())
     if chosen.trace and recorder.result is not None:

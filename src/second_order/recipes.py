@@ -54,19 +54,17 @@ def parameter_groups(
         The groups, in the order of their first parameters.
 
     Raises:
-        TypeError: If the model is no module, or settings are no mapping.
-        ValueError: If a value is out of bounds, a pattern is no regular expression, or settings
-            name parameters.
+        TypeError: If the model is no module.
+        ValueError: If a value is out of bounds.
 
     Warns:
         SecondOrderWarning: If a rule matches no parameter.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model={type(model).__name__} is not a torch.nn.Module; pass the model")
-    if lr is not None:
-        check_number("lr", lr, low=0.0, remedy="1e-3 is a start for AdamW")
-    if weight_decay is not None:
-        check_number("weight_decay", weight_decay, low=0.0, remedy="0.1 is common")
+    for option, value in (("lr", lr), ("weight_decay", weight_decay)):
+        if value is not None:
+            check_number(option, value, low=0.0, remedy="leave it out for the optimizer's own")
     remedy = "1.0 is the same rate for all"
     check_number("layer_decay", layer_decay, low=0.0, high=1.0, remedy=remedy)
     if layer_decay != 1.0 and lr is None:
@@ -74,32 +72,30 @@ def parameter_groups(
             f"layer_decay={layer_decay} needs the learning rate that it multiplies; give "
             f"parameter_groups(model, lr=..., layer_decay={layer_decay})"
         )
-    patterns = {_compiled(pattern, told): told for pattern, told in (rules or {}).items()}
-    inner = look_through(model)[0]
+    rules, inner = rules or {}, look_through(model)[0]
     norms = [m for m in inner.modules() if isinstance(m, NORMS)]
     still = {id(p) for module in norms for p in module.parameters(recurse=False)}
     still |= {id(p) for p in inner.parameters() if p.ndim <= 1}
     depth_of = _depths(inner)
     deepest = max(depth_of.values(), default=0)
     found: dict[Any, dict[str, Any]] = {}
-    unused = set(patterns)
+    unused = set(rules)
     for name, p in trainable(inner):
         settings: dict[str, Any] = {}
         if lr is not None:
             settings["lr"] = lr * layer_decay ** (deepest - depth_of[name])
         if weight_decay is not None:
             settings["weight_decay"] = 0.0 if id(p) in still else weight_decay
-        rule = next((pattern for pattern in patterns if pattern.search(name)), None)
-        if rule is not None:
-            settings |= patterns[rule]
-        unused -= {pattern for pattern in unused if pattern.search(name)}
+        matching = [pattern for pattern in rules if re.search(pattern, name)]
+        settings |= rules[matching[0]] if matching else {}
+        unused -= set(matching)
         key = tuple(sorted((k, repr(v)) for k, v in settings.items()))
-        group = found.setdefault(key, {"params": [], NAMES: [], **settings})
+        group = found.setdefault(key, {**settings, "params": [], NAMES: []})
         group["params"].append(p)
         group[NAMES].append(name)
     for pattern in unused:
         warnings.warn(
-            f"parameter_groups: rules: {pattern.pattern!r} is in no parameter's name",
+            f"parameter_groups: rules: {pattern!r} is in no parameter's name",
             SecondOrderWarning,
             stacklevel=2,
         )
@@ -127,25 +123,3 @@ def _depths(model: nn.Module) -> dict[str, int]:
         depth = inside or depth
         found[name] = depth + int(inside is None and depth == len(blocks) > 0)
     return found
-
-
-def _compiled(pattern: Any, told: Any) -> re.Pattern[str]:
-    """A rule's pattern, once it and its settings are known to be sound."""
-    if not isinstance(told, Mapping):
-        raise TypeError(
-            f"the settings of {pattern!r} are {told!r}, not a mapping; write "
-            f'{{"lr": 1e-3}} or {{"weight_decay": 0.0}}'
-        )
-    taken = {"params", NAMES} & set(told)
-    if taken:
-        raise ValueError(
-            f"the settings of {pattern!r} have {sorted(taken)}, which are the model's to give; "
-            f"leave them out"
-        )
-    try:
-        return re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(
-            f"rules: {pattern!r} is no regular expression ({error}); write one that is found in "
-            f"the names of model.named_parameters(), such as r'\\.norm\\.'"
-        ) from error

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = [
-    "CurvatureReport",
-    "EpochReport",
-    "LayerRow",
-    "Recipe",
-    "RecipeRow",
-    "Summary",
-    "aligned",
-]
+__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Recipe", "RecipeRow", "Summary"]
 
 
 @dataclass(frozen=True)

@@ -59,9 +59,9 @@ def mesh_ranks(tensor: Tensor) -> list[int]:
 
 
 def chunk(rows: int, parts: int, index: int) -> tuple[int, int]:
-    """The first row of a part and the one after its last, as ``torch.chunk`` cuts.
+    """The first row of a part and the one after its last, as ``torch.chunk`` cuts: ⌈rows / parts⌉.
 
-    ⌈rows / parts⌉ go to each; the last parts may have fewer, or none.
+    The last parts may have fewer, or none.
     """
     each = -(-rows // parts)
     return min(index * each, rows), min((index + 1) * each, rows)
@@ -178,28 +178,17 @@ class FSDPParams:
         )
 
     def _record(self, module: nn.Module, name: str, sharded: bool = False) -> Any:
-        """FSDP2's record of a module's parameter, or None.
-
-        Args:
-            module: The module.
-            name: The name of the parameter.
-            sharded: Whether it is known to be sharded: that it was not once counts for nothing.
-        """
+        """FSDP2's record of a module's parameter, or None; looked for again if it is sharded."""
         key, model = (id(module), name), self._model()
         unknown = key not in self._of or (sharded and self._of[key] is None)
         if unknown and model is not None:
-            # What has no record is remembered: to look through the model takes long.
-            self._of = dict.fromkeys(k for k, record in self._of.items() if record is None)
+            # All at once, and what has no record is remembered: to look through a model takes long.
+            # By items: of TorchScript's parameters nothing else is an iterator.
+            self._of = {(id(m), n): None for m in model.modules() for n, _ in m._parameters.items()}
+            self._of[key] = None
             for record in _managed(model):
                 info = record._module_info
                 self._of[id(info.module), info.param_name] = record
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
                 self._of |= {(id(m), n): record for m, n in shared}
-            # All at once: a look for each of a thousand layers would take seconds.
-            for each in model.modules():
-                # By items: of TorchScript's parameters nothing else is an iterator.
-                for other, p in each._parameters.items():
-                    if p is not None:
-                        self._of.setdefault((id(each), other), None)
-            self._of.setdefault(key, None)
         return self._of.get(key)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import profiler
 
-__all__ = ["ELSEWHERE", "PAPER_NAMES", "RANGES", "Meter", "Odometer", "account", "sent", "span"]
+__all__ = ["ELSEWHERE", "PAPER_NAMES", "RANGES", "Meter", "account", "sent", "span"]
 
 RANGES = "second_order."
 """What the names of all ranges begin with."""
@@ -69,19 +69,12 @@ def account(name: str, around: str) -> str:
     return _PART_OF.get(name, name)
 
 
-class Odometer:
-    """A count of the bytes that this process has handed to others, of all optimizers together."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-
-_ODOMETER = Odometer()
+_BYTES = [0]  # that this process has handed to others, of all optimizers together
 
 
 def sent(nbytes: int) -> None:
     """Count bytes that this process hands to others."""
-    _ODOMETER.bytes += nbytes
+    _BYTES[0] += nbytes
 
 
 def _is_profiling() -> bool:
@@ -91,11 +84,7 @@ def _is_profiling() -> bool:
 
 
 class span:  # noqa: N801
-    """A range of the profiler, if one runs; a context manager.
-
-    Args:
-        name: The stage's name.
-    """
+    """A range of the profiler by a stage's name, if one runs; a context manager."""
 
     __slots__ = ("_name", "_range")
 
@@ -116,20 +105,15 @@ class span:  # noqa: N801
 class Meter:
     """Seconds and bytes of a training by account, of the last step and of all.
 
-    A copy begins at zero.
-
-    Args:
-        now: Returns the time in seconds, from any origin.
-
     Attributes:
-        now: That function.
+        now: Returns the time in seconds, from any origin.
         watch: Is told of each account that is opened; None for nobody.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
         self.watch: Callable[[str], None] | None = None
-        self._open, self._since, self._bytes = ELSEWHERE, now(), _ODOMETER.bytes
+        self._open, self._since, self._bytes = ELSEWHERE, now(), _BYTES[0]
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
         self._total: dict[str, list[float]] = {}
@@ -140,10 +124,8 @@ class Meter:
 
     def switch(self, to: str) -> str:
         """Close the open account, and open another; returns the one before."""
-        before, now, total = self._open, self.now(), _ODOMETER.bytes
-        spent = self._step.get(before)
-        if spent is None:
-            spent = self._step[before] = [0.0, 0]
+        before, now, total = self._open, self.now(), _BYTES[0]
+        spent = self._step.setdefault(before, [0.0, 0])
         spent[0] += now - self._since
         spent[1] += total - self._bytes
         self._open, self._since, self._bytes = to, now, total

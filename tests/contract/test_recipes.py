@@ -135,13 +135,6 @@ def test_what_matches_nothing_is_told() -> None:
         ({"layer_decay": 1.5, "lr": 0.1}, ValueError, r"layer_decay=1.5 is outside \[0, 1\]"),
         ({"weight_decay": -0.1}, ValueError, r"weight_decay=-0.1 is outside \[0, inf\]"),
         ({"lr": "high"}, TypeError, "lr='high' is not a number"),
-        ({"rules": {"(": {}}}, ValueError, r"'\(' is no regular expression"),
-        ({"rules": {"head": 0.1}}, TypeError, "the settings of 'head' are 0.1, not a mapping"),
-        (
-            {"rules": {"head": {"params": []}}},
-            ValueError,
-            r"have \['params'\], which are",
-        ),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(

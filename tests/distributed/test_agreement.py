@@ -20,10 +20,10 @@ from contract import SYSTEMS, asking, make, take
 from models import ZOO
 from ranks import agreed, counted, replaced, shard, vector
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
-from second_order.distributed import agreement, collectives, shares
+from second_order.distributed import agreement, buckets
+from second_order.distributed import world as worlds
 from second_order.distributed.groups import timeout_of
 from second_order.distributed.roles import assign_roles
 
@@ -183,50 +183,6 @@ def test_a_rank_out_of_line_is_told_of_on_all(world: World, name: str) -> None:
         assert template.format(there_told) in there, deed
 
 
-def other_groups(rank: int, world_size: int) -> list[list[str]]:
-    """What ranks raise that change to other groups than each other; and all is as it was."""
-    warnings.simplefilter("ignore")
-    messages = []
-    for System in SYSTEMS:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double()
-        optimizer = make(System, list(model[:3].parameters()), model=model)
-        batches = [(torch.randn(6, 4).double(), torch.randint(0, 4, (6,))) for _ in range(4)]
-        for batch in batches[:2]:
-            take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
-        (group,) = groups = optimizer.param_groups
-        members = list(group["params"])
-        late = list(model[3].parameters())[rank:]
-        said = []
-        for params in late, late if rank else [*members[:1], "none"], {1: 2} if rank else late:
-            with pytest.raises(RankMismatchError) as added:
-                optimizer.add_param_group({"params": params})
-            said.append(str(added.value))
-        with pytest.raises(RankMismatchError) as other_rate:
-            optimizer.add_param_group({"params": iter(model[3].parameters()), "lr": 0.1 + rank})
-        said.append(str(other_rate.value))
-        assert optimizer.param_groups is groups
-        assert len(groups) == 1
-        assert all(p is q for p, q in zip(group["params"], members, strict=True))
-        optimizer.add_param_group({"params": iter(model[3].parameters()), "lr": 0.01})
-        for batch in batches[2:]:
-            take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
-        messages.append([*said, str(vector(model).tolist())])
-    return messages
-
-
-def test_ranks_that_change_to_other_groups_are_told_before_any_has(world: World) -> None:
-    """Sizes are the same, and members are not; the plans to be made would be others."""
-    first, second = world.run(other_groups, 2, timeout=60)
-    assert first == second
-    for added, wrong, neither, rate, _ in first:
-        assert "rank 0 has [group 1, 3.weight: [4, 4], trains]" in added
-        assert "rank 1 has [group 1, 3.bias: [4], trains]" in added
-        assert "rank 0 has [about to: refuse a parameter group" in wrong
-        assert "rank 1 has [about to: refuse a parameter group" in neither
-        assert "rank 0 has [group 1, lr: 0.1], rank 1 has [group 1, lr: 1.1]" in rate
-
-
 # What is put right can go on; under DDP; where a rank does not come at all.
 
 
@@ -264,27 +220,6 @@ def test_what_is_put_right_goes_on(world: World, System: Any) -> None:
     results = world.run(put_right, 2, System)
     plain, strayed = agreed(results)
     assert torch.equal(plain, strayed)
-
-
-def under_ddp(rank: int, world_size: int) -> list[str]:
-    """Where gradients are averaged in backward, in the group that the optimizer works in."""
-    messages = []
-    for System in SYSTEMS:
-        for deed in close, slower:
-            model = CASE.model()
-            optimizer = make(System, DistributedDataParallel(model))
-            for batch in BATCHES[:AT]:
-                take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
-            messages.append(said(model, optimizer, rank, world_size, deed if rank == 1 else None))
-            dist.barrier()
-    return messages
-
-
-def test_a_rank_out_of_line_under_ddp(world: World) -> None:
-    first, second = world.run(under_ddp, 2)
-    assert first == second
-    assert all("[closed: True]" in text for text in first[::2])
-    assert all("lr: 0.025" in text for text in first[1::2])
 
 
 LIMIT = 4.0  # seconds, in which ranks of a loaded machine meet
@@ -327,14 +262,6 @@ def alone(rank: int, world_size: int) -> list[str]:
             take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
         messages.append(said(model, optimizer, rank, world_size, None if rank else consolidate))
     return messages
-
-
-def test_a_rank_that_consolidates_alone(world: World) -> None:
-    first, second = world.run(alone, 2)
-    assert first == second
-    for text, name in zip(first, ("DPKFAC", "DHO2"), strict=True):
-        assert f"rank 0 has [about to: consolidate(to=0) of {name}]" in text
-        assert f"rank 1 has [about to: take a step of {name}]" in text
 
 
 def raising(rank: int, world_size: int) -> list[str]:
@@ -405,7 +332,7 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
     optimizer.param_groups[0]["lr"] *= 1 + 1e-15 * rank
     take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     sizes = []
-    same = collectives.World.same
+    same = worlds.World.same
 
     def noted(self: Any, words: Any) -> bool:
         with counted() as counts:
@@ -414,7 +341,7 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
         return found
 
     optimizer = make(KAISA, CASE.model())
-    with replaced(collectives.World, {"same": noted}):
+    with replaced(worlds.World, {"same": noted}):
         take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
     return sizes
 
@@ -441,9 +368,9 @@ WORDS: list[tuple[list[list[int | None]], bool]] = [
 
 
 def compared(rank: int, world_size: int, ring_ranks: int) -> tuple[list[tuple[bool, bool]], int]:
-    world = collectives.World()
+    world = worlds.World()
     mine = [words[min(rank, 2)] for words, _ in WORDS]
-    with replaced(shares, {"RING_RANKS": ring_ranks}), counted("isend") as counts:
+    with replaced(buckets, {"RING_RANKS": ring_ranks}), counted("isend") as counts:
         found = [(world.aside().same(words), world.same(words)) for words in mine]
     return found, counts["isend"]
 
@@ -457,12 +384,12 @@ def test_ranks_know_whether_they_have_the_same_words(world: World, world_size: i
     assert world.run(compared, world_size, 2) == [
         (expected, 2 * len(WORDS) * each) for each in messages
     ]
-    assert all(collectives.World.alone().same(words[0]) for words, _ in WORDS)
+    assert all(worlds.World.alone().same(words[0]) for words, _ in WORDS)
 
 
 def odd_one(rank: int, world_size: int, odd: int) -> bool:
-    with replaced(shares, {"RING_RANKS": 1}):
-        return collectives.World().same([int(rank == odd)])
+    with replaced(buckets, {"RING_RANKS": 1}):
+        return worlds.World().same([int(rank == odd)])
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
@@ -505,11 +432,11 @@ def test_the_first_difference(a: Any, b: Any, expected: Any) -> None:
 def limits(rank: int, world_size: int) -> dict[str, Any]:
     """Seconds that collectives may take in groups made of one with 77."""
     group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=77))
-    world = collectives.World(group)
+    world = worlds.World(group)
     roles = assign_roles(world_size, 2, "accelerator")
-    with replaced(collectives.World, {"backend": property(lambda self: "nccl")}):
+    with replaced(worlds.World, {"backend": property(lambda self: "nccl")}):
         on_device = world.on_cpu()
-    worlds = {
+    groups = {
         "itself": world,
         "of some": world.subgroup([0, 1, 2] if rank < 3 else [3], grouped=True),
         "aside": world.aside(),
@@ -520,7 +447,7 @@ def limits(rank: int, world_size: int) -> dict[str, Any]:
         "impatient, aside": roles.team(world, 5.0).aside(),
     }
     seconds = {}
-    for name, each in worlds.items():
+    for name, each in groups.items():
         limit = timeout_of(each.group)
         seconds[name] = None if limit is None else limit.total_seconds()
     return seconds
@@ -530,12 +457,3 @@ def test_groups_have_the_timeout_of_what_they_are_made_of(world: World) -> None:
     for rank, seconds in enumerate(world.run(limits, 4)):
         own = {"impatient": 5.0, "impatient, aside": 5.0} if rank >= 2 else {}
         assert seconds == dict.fromkeys(seconds, 77.0) | own
-
-
-def test_a_group_that_does_not_tell_its_timeout_leaves_the_default() -> None:
-    class Silent:
-        def _get_backend(self, device: Any) -> Any:
-            raise RuntimeError("no backend type associated with device")
-
-    with replaced(dist, {"get_backend_config": lambda group: "cuda:nccl"}):
-        assert timeout_of(Silent()) is None

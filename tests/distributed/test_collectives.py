@@ -7,7 +7,7 @@ the ranks outlive the test.
 from __future__ import annotations
 
 import random
-import warnings
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -17,13 +17,12 @@ import torch.distributed as dist
 from ranks import counted
 
 from second_order import RankMismatchError
-from second_order.distributed import collectives
+from second_order.distributed import world as worlds
 from second_order.distributed.agreement import require_same
 from second_order.distributed.assignment import Grid
-from second_order.distributed.collectives import Delivery, PendingReduction, World
+from second_order.distributed.buckets import sum_in_order
 from second_order.distributed.lent_groups import borrow_group
-from second_order.distributed.parcels import deliver_parts
-from second_order.distributed.reductions import sum_in_order
+from second_order.distributed.world import Delivery, PendingReduction, World, deliver_parts
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -52,7 +51,7 @@ def assorted(rank: int) -> list[torch.Tensor]:
 def summed(rank: int, world_size: int, bucket_bytes: int) -> tuple[list[torch.Tensor], int, bool]:
     tensors = assorted(rank)
     untouched = [tensor.clone() for tensor in tensors]
-    with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted("all_reduce") as counts:
+    with patch.object(worlds, "BUCKET_BYTES", bucket_bytes), counted("all_reduce") as counts:
         pending = World().all_reduce(tensors)
         early = all(torch.equal(a, b) for a, b in zip(tensors, untouched, strict=True))
         pending.wait()
@@ -80,39 +79,13 @@ def test_sums_of_any_shape_and_dtype(
         assert sent == (messages if world_size > 1 else 0)
 
 
-def sums_in_flight(rank: int, world_size: int) -> tuple[float, float]:
-    world = World()
-    first, second = torch.tensor(1.0 + rank), torch.tensor(10.0 + rank)
-    a, b = world.all_reduce([first]), world.all_reduce([second])
-    b.wait()
-    a.wait()
-    return first.item(), second.item()
-
-
-def test_several_sums_can_be_under_way(world: pool.World) -> None:
-    assert world.run(sums_in_flight, 3) == [(6.0, 33.0)] * 3
-
-
-def sum_of_nothing(rank: int, world_size: int) -> tuple[int, int]:
-    with counted("all_reduce") as counts:
-        World().all_reduce([]).wait()
-        none = counts["all_reduce"]
-        empty = torch.zeros(0)
-        World().all_reduce([empty]).wait()
-    return none, empty.numel()
-
-
-def test_a_sum_of_nothing_ends(world: pool.World) -> None:
-    assert world.run(sum_of_nothing, 2) == [(0, 0)] * 2
-
-
 def test_narrow_sums_are_added_wide_in_the_order_of_ranks() -> None:
     """256 has neighbours two away in bfloat16, where twice 1 more would be nothing."""
     rows = torch.tensor([[256.0], [1.0], [1.0]])
     for dtype in (torch.bfloat16, torch.float32):
-        total = sum_in_order(rows.to(dtype), rows)
+        total = sum_in_order(rows.to(dtype))
         assert (total.dtype, float(total)) == (torch.float32, 258.0)
-    assert sum_in_order(rows.double(), rows).dtype == torch.float64
+    assert sum_in_order(rows.double()).dtype == torch.float64
 
 
 def lent(rank: int, world_size: int) -> tuple[bool, bool]:
@@ -173,7 +146,7 @@ def summed_to(
 ) -> tuple[list[torch.Tensor], Counter[str], bool]:
     tensors = assorted(rank)
     untouched = [tensor.clone() for tensor in tensors]
-    with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted() as counts:
+    with patch.object(worlds, "BUCKET_BYTES", bucket_bytes), counted() as counts:
         pending = World().reduce(tensors, owners)
         early = all(torch.equal(a, b) for a, b in zip(tensors, untouched, strict=True))
         pending.wait()
@@ -239,21 +212,6 @@ def test_owners_add_in_the_order_of_ranks(world: pool.World, world_size: int) ->
     assert torch.equal(results[-1][1], expected)
 
 
-def sums_to_in_flight(rank: int, world_size: int) -> list[float]:
-    world = World()
-    tensors = [torch.tensor(10.0**i * (rank + 1)) for i in range(3)]
-    first, second = world.reduce(tensors[:1], [1]), world.all_reduce(tensors[1:2])
-    third = world.reduce(tensors[2:], [None])
-    for pending in (third, first, second):
-        pending.wait()
-    world.reduce([], []).wait()
-    return [tensor.item() for tensor in tensors]
-
-
-def test_sums_of_both_kinds_can_be_under_way(world: pool.World) -> None:
-    assert world.run(sums_to_in_flight, 2) == [[1.0, 30.0, 300.0], [3.0, 30.0, 300.0]]
-
-
 class UnderWay:
     """What stands for a bucket on its way."""
 
@@ -269,7 +227,7 @@ def test_a_future_is_done_when_the_last_bucket_is() -> None:
     pending, works = PendingReduction(), [UnderWay(), UnderWay()]
     targets = [torch.zeros(2), torch.zeros(2)]
     for i, (work, target) in enumerate(zip(works, targets, strict=True)):
-        pending.add(work, lambda i=i: torch.full((2,), i + 1.0), [target])  # type: ignore[arg-type]
+        pending.add(work, partial(target.fill_, i + 1.0))
     done = pending.future()
     works[0].sent.set_result(None)
     assert not done.done()
@@ -383,7 +341,7 @@ def test_parts_arrive_in_their_shapes(
 
 def broadcast(rank: int, world_size: int, bucket_bytes: int) -> tuple[list[torch.Tensor], int]:
     tensors = assorted(rank)
-    with patch.object(collectives, "BUCKET_BYTES", bucket_bytes), counted("broadcast") as counts:
+    with patch.object(worlds, "BUCKET_BYTES", bucket_bytes), counted("broadcast") as counts:
         World().broadcast_from_first(tensors)
     return tensors, counts["broadcast"]
 
@@ -393,27 +351,6 @@ def test_the_first_rank_is_copied(world: pool.World, bucket_bytes: int, messages
     for tensors, sent in world.run(broadcast, 3, bucket_bytes):
         assert all(torch.equal(a, b) for a, b in zip(tensors, assorted(0), strict=True))
         assert sent == messages
-
-
-def every_method(rank: int, world_size: int) -> list[float]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        world = World()
-        total, wanted = torch.ones(1), torch.ones(1)
-        world.all_reduce([total]).wait()
-        world.reduce([wanted], [None]).wait()
-        world.broadcast_from_first([total])
-        content = total * 5 if rank == 0 else None
-        (arrived,) = world.all_to_all([Delivery(0, [1], 1, content)], total.dtype, total.device)
-        require_same(world, "go", ["same"], list)
-        world.subgroup([rank])
-    assert arrived is not None
-    return torch.cat([total, wanted, arrived]).tolist()
-
-
-def test_no_name_that_is_used_is_deprecated(world: pool.World) -> None:
-    """torch 2.13 deprecates a few of torch.distributed's."""
-    assert world.run(every_method, 2) == [[2.0, 2.0, 10.0]] * 2
 
 
 # Groups.
@@ -495,10 +432,6 @@ def test_one_process_sends_nothing() -> None:
 def agree(rank: int, world_size: int, descriptions: list[str]) -> None:
     facts = list(enumerate(descriptions[rank]))
     require_same(World(), "go", facts, lambda: [("it", fact) for _, fact in facts], "remedy")
-
-
-def test_equal_descriptions_agree(world: pool.World) -> None:
-    assert world.run(agree, 3, ["ab"] * 3) == [None] * 3
 
 
 @pytest.mark.parametrize(

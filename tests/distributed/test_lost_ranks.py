@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from second_order import RankMismatchError, SecondOrderError
-from second_order.distributed import shares
-from second_order.distributed.collectives import Delivery, World
+from second_order.distributed import buckets
 from second_order.distributed.lost import explained
+from second_order.distributed.world import Delivery, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,7 +59,7 @@ def test_who_is_left_alone_is_told_why(
 def test_who_is_left_alone_in_rounds_is_told_why(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shares, "RING_RANKS", 1)
+    monkeypatch.setattr(buckets, "RING_RANKS", 1)
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
     monkeypatch.setattr(dist, "get_global_rank", lambda _, rank: rank)
     monkeypatch.setattr(dist, "isend", (lambda *_, **__: Work()) if late else raises)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import pytest
 
 import many_ranks
-from second_order.distributed import shares
+from second_order.distributed import buckets
 from second_order.distributed.assignment import LayerDims
 from second_order.kfac.plan import Plan, distkfac_plan, dpkfac_plan, kaisa_plan
 
@@ -58,8 +58,8 @@ def test_a_thousand_layers_are_planned_on_4096_ranks_at_once(name: str) -> None:
 def step(system: many_ranks.System, ranks: int, rank: int, message_bytes: int) -> dict[str, Any]:
     task = partial(many_ranks.narrow_task, 6, 16, 400)
     with (
-        patch.object(shares, "SMALL_BYTES", 0),
-        patch.object(shares, "MESSAGE_BYTES", message_bytes),
+        patch.object(buckets, "SMALL_BYTES", 0),
+        patch.object(buckets, "MESSAGE_BYTES", message_bytes),
     ):
         return many_ranks.run(system, task, ranks, rank, counts_memory=True)
 
@@ -70,7 +70,7 @@ PLACES = [(system, 0) for system in many_ranks.SYSTEMS] + [(many_ranks.SYSTEMS[1
 BY_SUM = [
     (system, rank, message_bytes)
     for system, rank in PLACES
-    for message_bytes in (shares.MESSAGE_BYTES, 0)
+    for message_bytes in (buckets.MESSAGE_BYTES, 0)
     if message_bytes or system.name in ("KAISA MEM-OPT", "DPKFAC")
 ]
 
@@ -102,7 +102,7 @@ def test_large_messages_by_number_of_ranks_alone_would_be_noticed() -> None:
     """Directly, the largest owner's memory does grow."""
     system = many_ranks.SYSTEMS[0]
     task = partial(many_ranks.narrow_task, 6, 16, 400)
-    with patch.object(shares, "SMALL_BYTES", 2**40), patch.object(shares, "MESSAGE_BYTES", 0):
+    with patch.object(buckets, "SMALL_BYTES", 2**40), patch.object(buckets, "MESSAGE_BYTES", 0):
         few, many = (
             many_ranks.run(system, task, ranks, 0, counts_memory=True) for ranks in (64, 1024)
         )

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from ranks import replaced
 from torch import Tensor
 
-from second_order.distributed import collectives, mailbox
+from second_order.distributed import mailbox
+from second_order.distributed import world as worlds
 from second_order.distributed.mailbox import PART_BYTES, Mailbox, Patience, open_store
 from second_order.distributed.roles import Roles, assign_roles
 from second_order.errors import SecondOrderError
@@ -77,7 +78,7 @@ def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float, boo
     """Rank and size among one's own kind, the sum of global ranks there, and who hosts a store."""
     found = {}
     for helpers in range(world_size):
-        world = collectives.World()
+        world = worlds.World()
         roles = assign_roles(world_size, helpers, "accelerator")
         team = roles.team(world)
         value = torch.tensor([float(rank)])
@@ -106,7 +107,7 @@ def opened_badly(rank: int, world_size: int) -> tuple[str, Any]:
     def fails(*_: Any, **__: Any) -> Any:
         raise OSError("no port is free")
 
-    world = collectives.World()
+    world = worlds.World()
     with replaced(mailbox, {"TCPStore": fails}), pytest.raises(SecondOrderError) as caught:
         open_store(world, 1)
     names = replaced(mailbox.socket, {"gethostname": lambda: f"machine {rank}"})
@@ -134,7 +135,7 @@ class Pair:
     """Two mailboxes, and the store between them."""
 
     def __init__(self, timeout: float = PATIENCE) -> None:
-        self.store, self.address = open_store(collectives.World.alone(), 0)
+        self.store, self.address = open_store(worlds.World.alone(), 0)
         self.a = Mailbox(self.address, "a", "b", timeout)
         self.b = Mailbox(self.address, "b", "a", timeout)
 
@@ -220,7 +221,7 @@ native = mailbox.TCPStore
 
 
 def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
-    opened, address = open_store(collectives.World.alone(), 0)
+    opened, address = open_store(worlds.World.alone(), 0)
     silences = []
     with replaced(mailbox, {"TCPStore": Slow, "PART_BYTES": 64}):
         a, b = (Mailbox(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
@@ -237,7 +238,7 @@ def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
 
 def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
     """On the mailbox's own thread, while it waits for something to do and holds a lock for it."""
-    opened, address = open_store(collectives.World.alone(), 0)
+    opened, address = open_store(worlds.World.alone(), 0)
     kept: list[Mailbox] = []
     said = threading.Event()
 
@@ -310,7 +311,7 @@ def test_goodbye_comes_after_all_that_has_been_posted() -> None:
 
 def test_goodbye_is_the_last_thing_that_is_said() -> None:
     """Whoever hears it looks for no other message."""
-    opened, address = open_store(collectives.World.alone(), 0)
+    opened, address = open_store(worlds.World.alone(), 0)
     with replaced(mailbox, {"TCPStore": Slow}):
         one: Any = Mailbox(address, "a", "b", PATIENCE)
     for k in range(4):
@@ -355,7 +356,7 @@ def test_a_store_that_dies_is_noticed_and_nothing_raises() -> None:
 
 
 def test_a_peer_without_a_heartbeat_is_lost() -> None:
-    store, address = open_store(collectives.World.alone(), 0)
+    store, address = open_store(worlds.World.alone(), 0)
     alone = Mailbox(address, "a", "nobody", 0.3)
     assert store is not None
     assert eventually(lambda: alone.lost)
@@ -431,7 +432,7 @@ class Owner:
 
 
 def test_a_mailbox_whose_owner_is_gone_says_goodbye_and_ends_its_thread() -> None:
-    store, address = open_store(collectives.World.alone(), 0)
+    store, address = open_store(worlds.World.alone(), 0)
     owner = Owner()
     a = Mailbox(address, "a", "b", PATIENCE, owner)
     b = Mailbox(address, "b", "a", PATIENCE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import pairwise
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -15,59 +14,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ranks import counted
 
-from second_order.distributed import collectives, shares
-from second_order.distributed.collectives import World
-from second_order.distributed.parcels import deliver_parts
-from second_order.distributed.shares import (
-    Segments,
-    Shares,
+from second_order.distributed import buckets
+from second_order.distributed import world as worlds
+from second_order.distributed.buckets import (
     goes_by_shares,
     goes_by_sum,
     goes_in_rounds,
+    overlaps,
     rounds_among,
-    sizes_of,
 )
+from second_order.distributed.world import World, deliver_parts
+from second_order.sharded import chunk
 
 if TYPE_CHECKING:
     import pool
 
-SIZES = st.dictionaries(st.integers(0, 6), st.integers(0, 9), max_size=5)
-
 # The arithmetic.
 
 
-@given(st.integers(0, 60), st.integers(1, 9))
-def test_shares_are_equal_and_make_the_message(total: int, ranks: int) -> None:
-    cut = Shares(total, ranks)
-    bounds = [cut.bounds(rank) for rank in range(ranks)]
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == total
-    assert all(one[1] == other[0] for one, other in pairwise(bounds))
-    assert max(stop - start for start, stop in bounds) <= -(-total // ranks)
-    assert cut.overlaps(0, total) == [stop - start for start, stop in bounds]
-
-
-@given(SIZES, st.integers(0, 9))
-def test_what_leaves_a_rank_for_another_is_what_arrives_there(
-    sizes: dict[int, int], for_all: int
-) -> None:
-    """And each rank's parts, in the order of ranks, are its run and that for all."""
-    ranks = 7
-    segments = Segments.of_sizes(sizes, for_all, ranks)
-    message = torch.arange(segments.shares.total)
-    parts = [message[slice(*segments.shares.bounds(rank))] for rank in range(ranks)]
-    leaving = [segments.leaving(rank) for rank in range(ranks)]
-    for to in range(ranks):
-        own, common = segments.arriving(to)
-        assert [sizes_of(each)[to] for each in leaving] == [
-            a + b for a, b in zip(own, common, strict=True)
-        ]
-        pieces = [
-            [part[cut] for cut in each[to]] for part, each in zip(parts, leaving, strict=True)
-        ]
-        found = sorted(int(x) for each in pieces for piece in each for x in piece)
-        run = range(*segments.of.get(to, (0, 0)))
-        assert found == [*run, *range(*segments.for_all)]
+@given(st.integers(0, 60), st.integers(1, 9), st.integers(0, 60), st.integers(0, 60))
+def test_what_ranks_have_of_a_run_is_all_of_it(total: int, ranks: int, a: int, b: int) -> None:
+    start, stop = sorted((min(a, total), min(b, total)))
+    shares = [range(*chunk(total, ranks, rank)) for rank in range(ranks)]
+    found = overlaps(total, ranks, (start, stop))
+    assert found == [len(set(share) & set(range(start, stop))) for share in shares]
+    assert sum(found) == stop - start
 
 
 def test_balanced_and_small_messages_go_directly() -> None:
@@ -129,8 +100,8 @@ def summed_and_copied(
     wanted = [chance.choice([None, None, 0, world_size - 1, 1]) for _ in tensors]
     sources = [chance.choice([1, 1, world_size - 1]) for _ in copies]
     with (
-        patch.object(shares, "SMALL_BYTES", small_bytes),
-        patch.object(collectives, "goes_by_sum", lambda _, whole, __: by_sum and whole > 0),
+        patch.object(buckets, "SMALL_BYTES", small_bytes),
+        patch.object(worlds, "goes_by_sum", lambda _, whole, __: by_sum and whole > 0),
         counted() as counts,
     ):
         first, second = world.reduce(tensors, wanted), world.reduce(copies[:1], [1])
@@ -203,8 +174,8 @@ def odd_values(rank: int, world_size: int, ring_ranks: int) -> list[bytes]:
     odd = [0.0, -0.0, float("inf"), float("nan"), 2.0**-149]
     tensors = [torch.tensor(odd) if rank == source else torch.ones(5) for source in (2, 0)]
     with (
-        patch.object(collectives, "goes_by_sum", lambda *_: True),
-        patch.object(shares, "RING_RANKS", ring_ranks),
+        patch.object(worlds, "goes_by_sum", lambda *_: True),
+        patch.object(buckets, "RING_RANKS", ring_ranks),
     ):
         World().broadcast(tensors, [2, 0])
     return [tensor.numpy().tobytes() for tensor in tensors]
@@ -220,7 +191,7 @@ def test_copies_by_a_sum_keep_every_bit(world: pool.World, ring_ranks: int) -> N
 
 def narrow(rank: int, world_size: int) -> list[float]:
     total = torch.tensor([256.0 if rank == 0 else 1.0])
-    with patch.object(collectives, "goes_by_sum", lambda *_: True):
+    with patch.object(worlds, "goes_by_sum", lambda *_: True):
         World().wired(torch.bfloat16).reduce([total], [1]).wait()
     return total.tolist()
 
@@ -247,19 +218,21 @@ def all_reduced(
     sums, most = ([numbers(rank, *kind) for kind in kinds] for _ in range(2))
     under_way = torch.ones(2**17)
     own = torch.full((1,), float(rank))
-    with patch.object(shares, "RING_RANKS", 1), counted() as counts:
+    with patch.object(buckets, "RING_RANKS", 1), counted() as counts:
         first = world.all_reduce([under_way])
         receives = dist.irecv(got := torch.zeros(1), (rank - 1) % world_size)
         world.all_reduce(sums).wait()
         mixed = world.all_reduce([numbers(rank, torch.float32, 3), torch.ones(2**17).double()])
         future = mixed.future()
         world.all_reduce_max(most).wait()
-        apart = world.start_sums([numbers(rank, *kind) for kind in kinds])
+        apart = [numbers(rank, *kind) for kind in kinds]
+        again = world.all_reduce(apart)
         dist.send(own, (rank + 1) % world_size)
         receives.wait()
         first.wait()
         future.wait()
-        assert all(map(same, apart.wait(), sums))
+        again.wait()
+        assert all(map(same, apart, sums))
     assert float(got) == (rank - 1) % world_size
     return sums, most, float(under_way[0]), +counts, future.done()
 
@@ -288,39 +261,18 @@ def test_all_reduces_in_rounds_are_the_same_bits_on_all_ranks(
         assert ((found.double() - exact).abs() <= 2 * eps * bound).all()
 
 
-def whole_numbers(rank: int, world_size: int, by_sum: bool) -> list[int]:
-    totals = [torch.tensor([2**40 + rank]), torch.tensor([5])]
-    with (
-        patch.object(collectives, "goes_by_sum", lambda *_: by_sum),
-        patch.object(shares, "RING_RANKS", 1),
-    ):
-        World().reduce(totals, [1, None]).wait()
-    return [int(total) for total in totals]
-
-
-@pytest.mark.parametrize("by_sum", [False, True])
-def test_sums_of_whole_numbers_are_not_rounded(world: pool.World, by_sum: bool) -> None:
-    found = world.run(whole_numbers, 3, by_sum)
-    assert found == [[2**40, 15], [3 * 2**40 + 3, 15], [2**40 + 2, 15]]
-
-
-def hooked_future(rank: int, world_size: int) -> tuple[list[torch.Tensor], bool, bool]:
+def hooked_future(rank: int, world_size: int) -> tuple[list[torch.Tensor], Counter[str]]:
     tensors = addends(rank)
-    with patch.object(shares, "SMALL_BYTES", 0):
-        pending = World().reduce(tensors, [1] * len(tensors))
-        future = pending.future()
-        early = future.done()
-        pending.go_on()
-        future.wait()
-    return tensors, early, future.done()
+    with patch.object(buckets, "SMALL_BYTES", 0), counted() as counts:
+        World().reduce(tensors, [1] * len(tensors), once=True).future().wait()
+    return tensors, +counts
 
 
-def test_a_future_by_shares_is_done_after_the_second_messages(world: pool.World) -> None:
+def test_sums_in_one_message_have_a_future(world: pool.World) -> None:
+    """In the place of shares an all-reduce; only the owner takes the sum."""
     results = world.run(hooked_future, 3)
     for i, mine in enumerate(results[1][0]):
-        total = addends(0)[i].clone().to(torch.float32 if i == 2 else mine.dtype)
-        for rank in (1, 2):
-            total += addends(rank)[i]
-        assert torch.equal(mine, total.to(mine.dtype))
-    assert torch.equal(results[0][0][0], addends(0)[0]), "only the owner has the sum"
-    assert [(early, done) for _, early, done in results] == [(False, True)] * 3
+        total = torch.stack([addends(rank)[i].double() for rank in range(3)]).sum(0)
+        assert torch.allclose(mine.double(), total, rtol=1e-2 if i == 2 else 1e-14)
+    assert torch.equal(results[0][0][0], addends(0)[0])
+    assert all(set(counts) == {"all_reduce"} for _, counts in results)

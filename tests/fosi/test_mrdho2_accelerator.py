@@ -11,7 +11,7 @@ from ranks import assert_same_trajectory
 from torch import Tensor, nn
 
 from second_order import MRDHO2, SecondOrderError
-from second_order.distributed.parcels import pack_by_dtype, take_model
+from second_order.distributed.buckets import pack_by_dtype, take_model
 from second_order.fosi.accelerator import Accelerator, Batches
 
 if TYPE_CHECKING:

@@ -70,11 +70,6 @@ def test_results(pool: WorkerPool) -> None:
     assert tickets[3].result() is tickets[3].result()
 
 
-def test_a_result_may_be_none_or_an_error_that_is_returned(pool: WorkerPool) -> None:
-    assert pool.submit(lambda: None).result() is None
-    assert isinstance(pool.submit(lambda: ValueError("fine")).result(), ValueError)
-
-
 class Odd(BaseException):
     pass
 
@@ -108,58 +103,12 @@ def test_work_is_taken_up_in_the_order_in_which_it_comes(pool: WorkerPool) -> No
     assert order == list(range(30))
 
 
-def test_so_many_pieces_at_a_time() -> None:
-    pool = WorkerPool(3)
-    meeting = threading.Barrier(3)
-    tickets = [pool.submit(lambda: meeting.wait(SOON)) for _ in range(3)]
-    assert sorted(t.result() for t in tickets) == [0, 1, 2]
-    assert len(ours()) == 3
-    pool.close()
-
-
-def test_no_thread_before_there_is_work() -> None:
-    pool = WorkerPool(2)
-    assert not ours()
-    pool.close()
-
-
-@pytest.mark.parametrize("least", [0, 1])
-def test_threads_that_cannot_be_started(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One does the work of all; where there is none, that is said, and tried again."""
-    pool, start, started = WorkerPool(2), threading.Thread.start, []
-
-    def limited(thread: threading.Thread) -> None:
-        if len(started) >= least:
-            raise RuntimeError("can't start new thread")
-        started.append(thread)
-        start(thread)
-
-    with monkeypatch.context() as scarce:
-        scarce.setattr(threading.Thread, "start", limited)
-        if least:
-            assert pool.submit(lambda: 1).result() == 1
-        else:
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                pool.submit(lambda: 1)
-    assert pool.submit(lambda: 2).result() == 2
-    pool.close()
-    assert not any(thread.is_alive() for thread in started)
-
-
 def test_what_work_holds_is_let_go_when_it_is_done(pool: WorkerPool) -> None:
     tensor = torch.zeros(3)
     gone = weakref.ref(tensor)
     ticket = pool.submit(lambda held=tensor: float(held.sum()))
     assert ticket.result() == 0
     del tensor
-    assert until(lambda: gone() is None)
-
-
-def test_results_are_let_go_with_their_tickets(pool: WorkerPool) -> None:
-    ticket = pool.submit(lambda: torch.zeros(3))
-    gone = weakref.ref(ticket.result())
-    del ticket
-    pool.submit(lambda: None).wait()
     assert until(lambda: gone() is None)
 
 
@@ -342,17 +291,6 @@ def test_a_child_has_no_threads_of_its_parents(pool: WorkerPool) -> None:
 
     assert in_child(child)
     assert pool.submit(lambda: 4).result() == 4
-
-
-def test_a_child_may_close_a_pool_that_it_has_not_used(pool: WorkerPool) -> None:
-    pool.submit(lambda: 1).wait()
-
-    def child() -> bool:
-        pool.close()
-        return not ours()
-
-    assert in_child(child)
-    assert pool.submit(lambda: 2).result() == 2
 
 
 # Copies.

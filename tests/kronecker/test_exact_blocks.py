@@ -169,13 +169,6 @@ def test_of_a_batch_norm_with_running_averages(name: str, n: int, part: str, see
     close(curvature(after_a_step(model, batch)), expected)
 
 
-def test_not_with_the_other_statistics_of_a_batch_norm() -> None:
-    model, batch = network("BatchNorm2d", 4)
-    trains = curvature(after_a_step(model, batch))
-    model.eval()
-    assert (trains - curvature(after_a_step(model, batch))).norm() > 0.05 * trains.norm()
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_gain_multiplies_what_is_normalised(name: str) -> None:
     model, (x, _) = network(name, 3)
@@ -283,26 +276,6 @@ def test_the_clip_shortens_exact_blocks_with_all_others() -> None:
         torch.testing.assert_close(clipped, nu * free, rtol=1e-9, atol=0)
 
 
-@each_solver
-def test_a_frozen_part_stays_and_the_rest_is_solved(solver: str) -> None:
-    model, batch = network("GroupNorm of a map", 4)
-    keep_only(model, "bias")
-    gain = model[0].weight.detach().clone()
-    gradient, step, optimizer = solved(model, batch, ["0.bias"], solver=solver)
-    assert torch.equal(model[0].weight, gain)
-    close(step, ref.dense_solve(curvature(optimizer), gradient, 0.03), rtol=1e-8)
-
-
-def test_a_part_that_freezes_later_leaves_the_block() -> None:
-    model, batch = network("LayerNorm", 4)
-    optimizer = after_a_step(model, batch)
-    keep_only(model, "gain")
-    at = entries(model, "gain")
-    take(model, optimizer, batch)
-    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
-    close(curvature(optimizer), expected)
-
-
 def test_a_part_that_takes_the_others_place_begins_anew() -> None:
     """As large as the other, it would go on with the other's curvature."""
     model, batch = network("LayerNorm", 4)
@@ -352,25 +325,6 @@ def test_a_bias_whose_weight_is_frozen(kind: str, solver: str) -> None:
     close(step, ref.dense_solve(expected, gradient, 0.03), rtol=1e-8)
 
 
-def test_a_bias_keeps_its_block_when_its_weight_thaws() -> None:
-    """And is no homogeneous coordinate of the weight's as well."""
-    model, batch = with_frozen_weight("Linear")
-    optimizer = distkfac(model.parameters(), model=model, lr=0.0)
-    take(model, optimizer, batch)
-    model[0].weight.requires_grad_(True)
-    take(model, optimizer, batch)
-    take(model, optimizer, batch)
-    owners = [
-        b.name
-        for b in optimizer._curvature.layers.blocks
-        if any(p is model[0].bias for p in b.params)
-    ]
-    assert owners == ["0.bias"]
-    (weight,) = (b for b in optimizer._curvature.layers.blocks if b.name == "0")
-    assert weight.shape.in_dim == 4
-    assert weight.solved
-
-
 @pytest.mark.parametrize("approx", ["expand", "reduce"])
 def test_a_linears_bias_over_positions(approx: str) -> None:
     torch.manual_seed(0)
@@ -385,58 +339,3 @@ def test_a_linears_bias_over_positions(approx: str) -> None:
         batch = x, torch.randint(CLASSES, (3, 5))
         expected = bias_fisher(model, (x.flatten(0, 1), batch[1].flatten()), "0")
     close(curvature(after_a_step(model, batch, kfac_approx=approx), "0.bias"), expected)
-
-
-@each_solver
-def test_the_bias_of_a_doubly_factored_linear(solver: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, CLASSES)).double()
-    batch = torch.randn(5, 2, 3, dtype=F64), torch.randint(CLASSES, (5,))
-    expected = bias_fisher(model, batch, "1")
-    gradient, step, optimizer = solved(
-        model, batch, ["1.bias"], solver=solver, doubly_factored={"1": (3, 2)}
-    )
-    close(curvature(optimizer, "1.bias"), expected)
-    close(step, ref.dense_solve(expected, gradient, 0.03), rtol=1e-8)
-
-
-def test_a_norm_that_is_called_twice_is_lumped() -> None:
-    """G is the sum over uses, as of any module."""
-
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.head(self.norm(torch.sin(2 * self.norm(x))))
-
-    model = Twice().double()
-    with torch.no_grad():
-        model.norm.weight.copy_(torch.rand(4) + 0.5)
-    x, y = torch.randn(5, 4, dtype=F64), torch.randint(CLASSES, (5,))
-    pairs = ref.captured(model, x, lambda outputs: cross_entropy(outputs, y), "norm")["norm"]
-    expected = torch.zeros(8, 8, dtype=F64)
-    for inputs, d in pairs:
-        hat = nn.functional.layer_norm(inputs, (4,))
-        rows = 5 * torch.cat([d * hat, d], 1)
-        expected += rows.T @ rows / 5
-    assert len(pairs) == 2
-    close(curvature(after_a_step(model, (x, y)), "norm"), expected)
-
-
-class Other(nn.Module):
-    """A layer of another type, as somebody may register."""
-
-
-@pytest.mark.parametrize("approximation", ["expand", "reduce"])
-def test_a_bias_of_any_other_layer_is_on_the_last_dimension(approximation: Any) -> None:
-    torch.manual_seed(0)
-    x, d, bias = torch.randn(4, 3, 2), torch.randn(4, 3, 5), nn.Parameter(torch.zeros(5))
-    found = []
-    for module in (nn.Linear(2, 5), Other()):
-        module.bias = bias
-        block = ExactBlock("0", module, [bias], 256, torch.float32, triangular=False)
-        found.append(block.statistics(module, x, d, approximation, torch.float32))
-    assert found[0].examples == found[1].examples == (12 if approximation == "expand" else 4)
-    assert torch.equal(found[0].factors["G"], found[1].factors["G"])

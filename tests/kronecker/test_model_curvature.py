@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -169,35 +168,6 @@ def test_solving_with_the_trainings_damping_is_what_the_training_does(System: An
         assert p.grad is not None
         torch.testing.assert_close(p.grad, solved[name], rtol=1e-8, atol=1e-12)
         assert not torch.allclose(p.grad, before[name], rtol=0.01)
-
-
-def test_lists_are_like_the_parameters_and_parts_of_a_dictionary_are_enough() -> None:
-    model, optimizer = trained("linear")
-    curvature = optimizer.curvature()
-    v = [torch.randn_like(p) for p in model.parameters()]
-    named = dict(zip(curvature.names, v, strict=True))
-    for found, name in zip(curvature.solve(v), curvature.names, strict=True):
-        assert torch.equal(found, curvature.solve(named)[name])
-    weight = {"2.weight": named["2.weight"]}
-    zeros = {**weight, "2.bias": torch.zeros_like(named["2.bias"])}
-    part = curvature.apply(weight)
-    assert set(part) == {"2.weight", "2.bias"}
-    assert same(part.values(), curvature.apply(zeros).values())
-
-
-def test_it_stays_what_it_was_and_can_be_copied() -> None:
-    model, optimizer = trained("linear")
-    curvature = optimizer.curvature()
-    before = {name: layer.A.clone() for name, layer in curvature.items()}
-    for batch in MLP.batches(3):
-        take(model, optimizer, batch, MLP.loss)
-    twin = copy.deepcopy(curvature)
-    for name, layer in twin.items():
-        assert torch.equal(layer.A, before[name])
-        assert not torch.equal(layer.A, optimizer.curvature()[name].A)
-    assert "3 layers" in repr(curvature)
-    optimizer.close()
-    assert twin.trace() == curvature.trace()
 
 
 def test_what_has_no_curvature_is_said() -> None:

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from second_order.kronecker.rounding import round_definite, round_to
-from second_order.kronecker.solvers import SOLVERS
+from second_order.kronecker.solvers import SOLVERS, round_definite, round_to
 from second_order.kronecker.triangles import pack_upper_triangular
 
 BF16 = torch.bfloat16

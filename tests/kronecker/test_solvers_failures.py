@@ -192,15 +192,6 @@ def test_eigenvectors_that_are_not_orthogonal_are_not_sound(
 
 
 @each_fault
-def test_a_double_needs_no_second_double(
-    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attempts = injected(monkeypatch, name, fault)
-    assert decompose(name, sample(name).double()) == [None]
-    assert attempts == [(torch.float64, 1)]
-
-
-@each_fault
 @pytest.mark.parametrize("rungs", [1, 2])
 def test_a_bad_member_does_not_spoil_its_batch(
     name: str, fault: Any, rungs: int, monkeypatch: pytest.MonkeyPatch
@@ -245,16 +236,6 @@ def test_a_factor_that_is_not_finite_is_given_up_and_the_others_are_not(
     assert_solved(restored(name, first).float(), matrices[0], rtol=1e-5)
     assert_solved(restored(name, third).float(), matrices[2], rtol=1e-5)
     assert all(seen)
-
-
-@each_solver
-def test_one_bad_group_fails_its_factor(name: str) -> None:
-    good = torch.cat([sample(name), sample(name)])
-    bad = good.clone()
-    bad[1, 0, 0] = math.nan
-    result, failed = decompose(name, good, bad)
-    assert result is not None
-    assert failed is None
 
 
 def test_an_indefinite_factor_fails_the_inverse() -> None:

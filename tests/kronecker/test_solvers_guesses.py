@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -95,49 +93,6 @@ def test_what_is_taken_makes_a_damped_inverse(
     assert torch.linalg.matrix_norm(found - eye, 2).item() <= 0.25 + 1e-6
 
 
-def test_the_smaller_the_damping_the_better_the_guess_must_be() -> None:
-    """Each factor of a batch by its own."""
-    matrix, guess = with_spectrum([0.001, 0.01, 0.1, 1.0, 1.5, 2.0])
-    matrix = perturbed(matrix, 0.02)
-    dampings = torch.tensor([1e3, 1.0, 1e-3], dtype=F64)
-    _, sound = orthogonal_iteration(matrix.expand(3, -1, -1), guess.expand(3, -1, -1), dampings)
-    assert sound.tolist() == [True, True, False]
-    assert orthogonal_iteration(matrix, guess)[1].tolist() == [True]
-    problems = [replace(problem(matrix, guess=guess), scale=damping[None]) for damping in dampings]
-    seen: list[int] = []
-    native = torch.linalg.eigh
-    counting = lambda matrix: seen.append(len(matrix)) or native(matrix)  # noqa: E731
-    with patch.object(torch.linalg, "eigh", counting):
-        results = SOLVERS["eigen"].decompose(problems, F64, False)
-    assert seen == [1]
-    assert results[2] is not None
-    assert_solved(results[2][1], torch.linalg.eigvalsh(matrix).clamp_min(0))
-
-
-def test_the_exact_eigenvectors_stay_as_they_are() -> None:
-    matrix, guess = with_spectrum(SPECTRA["wide"])
-    (vectors, values), sound = orthogonal_iteration(matrix, guess)
-    assert bool(sound)
-    assert_solved(values, torch.tensor([SPECTRA["wide"]], dtype=torch.float64), rtol=1e-12)
-    assert_solved((vectors * guess).sum(-2).abs(), torch.ones(1, 7, dtype=torch.float64))
-
-
-def test_a_step_shrinks_the_error_of_a_subspace_by_the_ratio_of_its_eigenvalues() -> None:
-    """The projector on the two large directions, a hundred times above the rest."""
-    matrix, guess = with_spectrum([0.01, 0.02, 0.03, 0.04, 4.0, 5.0])
-    matrix = perturbed(matrix, 3e-3)
-
-    def projector(vectors: Tensor) -> Tensor:
-        return vectors[..., -2:] @ vectors[..., -2:].mT
-
-    exact = projector(torch.linalg.eigh(matrix).eigenvectors)
-    (vectors, _), sound = orthogonal_iteration(matrix, guess)
-    assert bool(sound)
-    before = (projector(guess) - exact).norm()
-    assert before > 1e-4
-    assert (projector(vectors) - exact).norm() < 0.02 * before
-
-
 @pytest.mark.parametrize("bad", ["unrelated", "not a number", "infinite", "zero"])
 def test_a_guess_that_is_no_guide_is_not_taken(bad: str) -> None:
     spectrum = [0.001, 0.01, 0.1, 1.0, 1.5, 2.0]
@@ -193,25 +148,3 @@ def test_a_refinement_that_fails_leaves_the_eigendecomposition(
     (result,) = refined((matrix, guess))
     assert attempts == [(torch.float64, 1)]
     assert_solved(restored("eigen", result), matrix)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_eigenvectors_kept_in_few_digits_are_a_guess_as_well(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrix, guess = with_spectrum(SPECTRA["flat"])
-    attempts = injected(monkeypatch, "eigen", lambda *_: None)
-    ((vectors, values),) = refined((matrix, guess.to(dtype)))
-    assert attempts == []
-    assert_solved(vectors.mT @ vectors, torch.eye(6, dtype=torch.float64)[None], rtol=1e-12)
-    error = (restored("eigen", (vectors, values)) - matrix).norm()
-    assert error <= torch.finfo(dtype).eps * matrix.norm()
-
-
-def test_a_guess_for_a_matrix_that_is_not_finite_is_given_up() -> None:
-    matrix, guess = with_spectrum(SPECTRA["flat"])
-    bad = matrix.clone()
-    bad[0, 0, 0] = math.nan
-    failed, fine = refined((bad, guess), (matrix, guess))
-    assert failed is None
-    assert_solved(restored("eigen", fine), matrix)

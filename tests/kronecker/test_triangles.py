@@ -16,7 +16,6 @@ from second_order.kronecker.triangles import (
     empty_symmetric,
     pack_from_upper,
     pack_upper_triangular,
-    packed_length,
     packed_times,
     packed_trace,
     times_packed,
@@ -55,17 +54,6 @@ def test_packing_and_back_is_the_identity(
     assert packed.dtype == dtype
     assert packed.is_contiguous()
     assert torch.equal(unpack_upper_triangular(packed, n), matrix)
-
-
-@given(BATCHES, st.integers(1, 17), DTYPES)
-def test_unpacking_and_back_is_the_identity(
-    batch: tuple[int, ...], n: int, dtype: torch.dtype
-) -> None:
-    """Any vector of the right length is some symmetric matrix: no element is stored twice."""
-    packed = torch.randint(-8, 8, (*batch, packed_length(n))).to(dtype)
-    matrix = unpack_upper_triangular(packed, n)
-    assert torch.equal(matrix, matrix.mT)
-    assert torch.equal(pack_upper_triangular(matrix), packed)
 
 
 @given(BATCHES, st.integers(1, 17), DTYPES)
@@ -147,39 +135,6 @@ def test_a_packed_matrix_multiplies_from_either_side(
         assert torch.equal(packed_times(packed, left.mT), matrix @ left.mT)
         assert torch.equal(unpack_upper_triangular(packed, n), matrix)
     assert torch.equal(packed, before)
-
-
-@pytest.mark.parametrize("n", [7, 8])
-def test_by_halves_no_more_than_a_quarter_is_unpacked_at_a_time(
-    n: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes: list[int] = []
-    mirrored = triangles._mirrored
-
-    def watched(square: torch.Tensor, **options: bool) -> torch.Tensor:
-        sizes.append(square.shape[-1])
-        return mirrored(square, **options)
-
-    packed, other = pack_upper_triangular(symmetric((1,), n, torch.float32)), torch.ones(1, n, n)
-    monkeypatch.setattr(triangles, "_mirrored", watched)
-    monkeypatch.setattr(triangles, "HALVED_FROM", n)
-    monkeypatch.setattr(triangles, "unpack_upper_triangular", None)
-    times_packed(other, packed)
-    packed_times(packed, other)
-    assert sorted(sizes) == sorted([n // 2, n - n // 2] * 2)
-
-
-@given(BATCHES, st.integers(1, 17))
-def test_memory_layout_of_the_matrix_does_not_matter(batch: tuple[int, ...], n: int) -> None:
-    matrix = symmetric(batch, n, torch.float64)
-    strided = torch.zeros(*batch, 2 * n, 3 * n, dtype=torch.float64)[..., ::2, ::3]
-    strided.copy_(matrix)
-    assert torch.equal(pack_upper_triangular(strided), pack_upper_triangular(matrix))
-
-
-@pytest.mark.parametrize(("dim", "length"), [(0, 0), (1, 1), (2, 3), (3, 6), (10, 55)])
-def test_lengths(dim: int, length: int) -> None:
-    assert packed_length(dim) == length
 
 
 @pytest.mark.parametrize("length", [5, 7])

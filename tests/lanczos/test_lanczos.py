@@ -19,7 +19,7 @@ from models import ZOO
 from reference import cross_entropy, hessian
 from torch import Tensor, nn
 
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos import (
     Eigenpairs,

@@ -17,7 +17,7 @@ from reference import cross_entropy
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from second_order.distributed.collectives import World as Processes
+from second_order.distributed.world import World as Processes
 from second_order.errors import CurvatureError
 from second_order.lanczos import Eigenpairs, SpectralDensity, eigenpairs, spectral_density
 from second_order.lanczos.spectrum import mean_loss

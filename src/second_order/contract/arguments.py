@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order.contract.groups import members_of, trainable, whole_group
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
 from second_order.distributed.roles import Roles, option_of
-from second_order.distributed.rows import rows_of
+from second_order.distributed.shard_layout import layout_of
+from second_order.distributed.world import World
 from second_order.options import check_params
 from second_order.sharded import ddp_under_way, is_dtensor, mesh_ranks, reshard, sharded_params
 
@@ -197,7 +197,7 @@ def check_mesh(model: nn.Module, world: World) -> None:
                     f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
                     f"process_group= a group of the mesh's"
                 )
-            rows_of(p, world)
+            layout_of(p, world)
 
 
 def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.groups import members_of
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.errors import SecondOrderWarning
 from second_order.sharded import is_dtensor, reshard
 from second_order.stages import Meter

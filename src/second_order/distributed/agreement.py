@@ -1,10 +1,9 @@
 """Ranks compare what is to be the same on all of them, before they exchange data.
 
 Which collectives a step has follows from facts that every rank has by itself: the layers that
-train, the intervals that are due, how many steps it has taken. A rank with other facts would
-meet the others' messages with some of another size, or none. So each begins with a fingerprint of
-64 bits that stands for all of it, in a group where nothing else is said; ranks whose fingerprints
-differ tell each other everything, and raise.
+train, the intervals that are due, how many steps it has taken. So each step begins with a
+fingerprint of 64 bits that stands for all of it, in a group where nothing else is said; ranks whose
+fingerprints differ tell each other everything, and raise.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.errors import RankMismatchError, SecondOrderError
 
 __all__ = [
@@ -56,7 +55,7 @@ def require_same(
 
     Args:
         world: The ranks.
-        doing: The operation that this rank is about to do.
+        doing: What this rank is about to do.
         brief: All facts that must be equal on all ranks, as primitives with distinct ``repr``.
         describe: Gives the facts by name, in the order in which differences are told; called only
             if fingerprints differ. Numbers that differ by rounding alone are equal.
@@ -116,8 +115,7 @@ def checksum(tensor: Tensor) -> int:
 
     Bits are words wᵢ of 32, 16 or 8 bits, the sum is Σ aᵢ wᵢ modulo 2⁶⁴ with odd random numbers aᵢ,
     the same on all ranks (multiply-shift hashing, Dietzfelbinger et al. 1997): one changed word
-    always changes it, and any other change does but for one case in 2³². A NaN is equal to the same
-    NaN, and 0.0 is not -0.0.
+    always changes it, and any other change does but for one case in 2³².
     """
     flat = tensor.detach().reshape(-1).contiguous()
     words = flat.view(WORDS.get(flat.element_size(), torch.int32))
@@ -135,12 +133,7 @@ def _multipliers(device: torch.device) -> Tensor:
 
 
 def mean_over(world: World, numbers: Sequence[float]) -> list[float]:
-    """The mean of each number over the ranks, equal on all of them; a collective.
-
-    Args:
-        world: The ranks.
-        numbers: As many on every rank: what each has measured by its own clock, perhaps.
-    """
+    """The mean of each number over the ranks, equal on all of them; a collective."""
     total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
     world.on_cpu().all_reduce([total]).wait()
     means: list[float] = (total / world.size).tolist()

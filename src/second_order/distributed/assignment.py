@@ -124,16 +124,9 @@ def assign_layers(
 ) -> list[LayerAssignment]:
     """Assign layers to rows, then factors to ranks of the row, longest processing time first.
 
-    Args:
-        layers: Sizes of the layers, in an order that all ranks share.
-        grid: The grid of ranks.
-        cost: The cost that is balanced over the ranks.
-        colocate_factors: One rank decomposes both factors of a layer; otherwise each factor goes to
-            the rank of the row with the least to do.
-
-    Returns:
-        One assignment a layer, in the order of ``layers``. Ties go to the lowest row and rank, so
-        that every rank arrives at the same answer.
+    With ``colocate_factors`` one rank decomposes both factors of a layer; otherwise each factor
+    goes to the rank of the row with the least to do. Layers are in an order that all ranks share,
+    and ties go to the lowest row and rank, so that every rank arrives at the same answer.
     """
     a_costs = [
         float(layer.groups * layer.in_dim)
@@ -171,11 +164,8 @@ def assign_owners(
 ) -> list[int]:
     """Assign each layer to one rank, its owner.
 
-    Args:
-        layers: Sizes of the layers, in an order that all ranks share.
-        world_size: Number of ranks.
-        assignment: "round_robin" gives layer i to rank i mod P (Zhang et al. 2023); "balanced" the
-            next largest to the rank with the least memory taken.
+    "round_robin" gives layer i to rank i mod P (Zhang et al. 2023); "balanced" the next largest to
+    the rank with the least memory taken.
     """
     if assignment == "round_robin":
         return [i % world_size for i in range(len(layers))]
@@ -184,12 +174,7 @@ def assign_owners(
 
 
 def spread_costs(costs: Sequence[float], world_size: int) -> list[int]:
-    """Assign each piece of work to a rank, longest processing time first.
-
-    Args:
-        costs: Cost of each piece of work, in an order that all ranks share.
-        world_size: Number of ranks.
-    """
+    """Assign pieces of work of these costs to ranks, longest processing time first."""
     loads, ranks = _idle(range(world_size)), [0] * len(costs)
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         ranks[i] = _give(loads, costs[i])

@@ -51,11 +51,7 @@ def group_like(
 ) -> Any:
     """Make a group of some global ranks; only these take part.
 
-    Args:
-        group: The group that it is like.
-        members: The ranks.
-        backend: Name of the backend; None for that of ``group``.
-        timeout: The timeout; None for that of ``group``.
+    Backend and timeout are those of ``group`` unless they are given.
     """
     return dist.new_group(
         list(members),

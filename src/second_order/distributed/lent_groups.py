@@ -11,9 +11,9 @@ import weakref
 
 import torch.distributed as dist
 
-from second_order.distributed.collectives import World
 from second_order.distributed.groups import group_like
 from second_order.distributed.lost import explained
+from second_order.distributed.world import World
 
 __all__ = ["Loan", "borrow_group"]
 
@@ -24,12 +24,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictio
 
 
 class Loan:
-    """A group on loan.
-
-    Args:
-        world: The ranks, in the group on loan.
-        lender: The group whose ranks they are; None with one process.
-        number: The group's number among those ever lent to these ranks.
+    """A group on loan: ``world``, of the ranks of the group ``lender``; None with one process.
 
     Attributes:
         settled: Whether all that this rank has begun to send has been waited for. Else the group

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from second_order.distributed.collectives import World
 from second_order.distributed.lost import explained
+from second_order.distributed.world import World
 from second_order.errors import SecondOrderError
 from second_order.stages import sent
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
-from second_order.distributed.collectives import World
 from second_order.distributed.groups import timeout_of
 from second_order.distributed.lost import explained
+from second_order.distributed.world import World
 
 __all__ = ["Role", "Roles", "assign_roles", "endless", "option_of", "whole_models"]
 

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from second_order.contract.training import Training
+from second_order.distributed.buckets import take_model
 from second_order.distributed.mailbox import Mailbox
-from second_order.distributed.parcels import take_model
 from second_order.distributed.roles import endless
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs

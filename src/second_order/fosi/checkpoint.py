@@ -15,7 +15,7 @@ from torch import Tensor
 from second_order.budget import BUDGET, PRICES
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.fosi.pieces import FlatLayout, gather_parts
 from second_order.fosi.subspace import ColumnBasis, Subspace
 from second_order.fosi.trust import check_numbers

@@ -30,9 +30,9 @@ from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.averaging import PendingAverage
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
+from second_order.distributed.buckets import pack_by_dtype
 from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.mailbox import Mailbox, Message, Patience, await_goodbyes, open_store
-from second_order.distributed.parcels import pack_by_dtype
 from second_order.distributed.roles import Role, assign_roles, whole_models
 from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector, vector_parts

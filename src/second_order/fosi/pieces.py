@@ -19,8 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import Delivery, World
-from second_order.distributed.rows import rows_of
+from second_order.distributed.shard_layout import layout_of
+from second_order.distributed.world import Delivery, World
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.lanczos.vector_space import row_bounds
 from second_order.sharded import is_dtensor, local
@@ -136,7 +136,7 @@ class ShardedLayout(FlatLayout):
         super().__init__(groups, 1)
         starts = accumulate((p.numel() for p in self.params), initial=0)
         self._starts = dict(zip(self.params, starts, strict=False))
-        rows = {p: rows_of(p, world) for p in self.params}
+        rows = {p: layout_of(p, world) for p in self.params}
         self.pieces = [
             ParamPiece(p, index, start * rows[p].width, stop * rows[p].width, rank)
             for rank in range(world.size)

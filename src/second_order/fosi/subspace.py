@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.fosi.pieces import Chunk
 from second_order.fosi.trust import Flag, Number, TrustVerdict
 from second_order.lanczos.vector_space import row_bounds

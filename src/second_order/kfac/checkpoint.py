@@ -17,8 +17,7 @@ from second_order.budget import OVERHEAD
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
-from second_order.distributed.parcels import Parts, Shapes, deliver_parts
+from second_order.distributed.world import Parts, Shapes, World, deliver_parts
 from second_order.kfac.feedback import STEP_LENGTH, STEP_SIGN
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import BUDGETED

@@ -25,8 +25,8 @@ from second_order.contract.averaging import PendingAverage, Routed
 from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.collectives import World
 from second_order.distributed.roles import whole_models
+from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
     MEAN_CURVATURE,
     check_saved_factors,

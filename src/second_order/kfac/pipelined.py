@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 
 from second_order.contract.training import Training
+from second_order.distributed.buckets import in_buckets
 from second_order.distributed.lent_groups import Loan, borrow_group
-from second_order.distributed.reductions import PendingSums
-from second_order.distributed.shares import in_buckets
+from second_order.distributed.world import PendingReduction, World
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
@@ -39,6 +39,13 @@ FUSED_BYTES = 2**20
 """Bytes of a bucket, unless one layer alone has more."""
 
 Sums = dict[KroneckerBlock, StatisticsSums]
+_Sent = tuple[PendingReduction, list[torch.Tensor]]
+
+
+def _copied_sums(world: World, tensors: Sequence[torch.Tensor]) -> _Sent:
+    """Start to sum copies of tensors, which may change meanwhile."""
+    copies = [t.clone() for t in tensors]
+    return world.all_reduce(copies), copies
 
 
 class Slot(NamedTuple):
@@ -94,7 +101,7 @@ class Pipeline:
 
     def _rest(self) -> None:
         """Be done with the buckets of a step."""
-        self._sent: list[list[PendingSums]] = []
+        self._sent: list[list[_Sent]] = []
         self._marks: dict[KroneckerBlock, SentState] = {}
         self._reached: dict[KroneckerBlock, None] = {}
         self._expected = False
@@ -152,10 +159,10 @@ class Pipeline:
         heads = [each.head for each in found]
         factors = [factor for each in found for factor in each.factors.values()]
         if self._wire is None:
-            self._sent.append([world.start_sums([*heads, *factors])])
+            self._sent.append([_copied_sums(world, [*heads, *factors])])
         else:  # numbers of examples are not rounded
             narrow = world.wired(self._wire)
-            self._sent.append([world.start_sums(heads), narrow.start_sums(factors)])
+            self._sent.append([_copied_sums(world, heads), _copied_sums(narrow, factors)])
 
     def drain(self) -> None:
         """Let the other ranks have what they expect in this step, and drop it all; a collective."""
@@ -164,7 +171,7 @@ class Pipeline:
         for bucket in self._buckets[len(self._sent) :]:
             self._send(bucket, self._micro_batches)
         for parts in self._sent:
-            for pending in parts:
+            for pending, _ in parts:
                 pending.wait()
         self._rest()
 
@@ -192,7 +199,9 @@ class Pipeline:
             again = [b for b, flag in zip(blocks, changed.tolist(), strict=True) if flag]
             local, found = layers.sums(again, micro_batches), {}
             for bucket, parts in zip(buckets, sent, strict=True):
-                sums = iter([each for pending in parts for each in pending.wait()])
+                for pending, _ in parts:
+                    pending.wait()
+                sums = iter([each for _, copies in parts for each in copies])
                 heads = [next(sums) for _ in bucket]
                 for slot, head in zip(bucket, heads, strict=True):
                     factors = {k: next(sums).to(self._dtype) for k in slot.shape.letters}

@@ -31,7 +31,7 @@ from second_order.distributed.assignment import (
     gradient_worker_count,
     spread_costs,
 )
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.layers import Approximation

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order.contract.training import Training
-from second_order.distributed.collectives import PendingReduction, World
-from second_order.distributed.parcels import deliver_parts
+from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.layers import USUAL_BATCH, Layers
 from second_order.kfac.options import AUTO, KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
@@ -311,7 +310,6 @@ class OwnerHook:
     ) -> None:
         self._world, self._owners = world, weakref.WeakMethod(owners)
         self._summed_to: dict[Tensor, int] = {}  # since the last step
-        self._open: PendingReduction | None = None  # of the last bucket of this backward pass
 
         def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants true classes, or nothing
             return self._start(bucket)
@@ -327,19 +325,12 @@ class OwnerHook:
         torch._foreach_div_(gradients, float(self._world.size))
         to = {p: known.get(p, 0) for p in bucket.parameters()}  # 0: frozen since DDP was made
         self._summed_to |= to
-        # Buckets come in the same order on every rank, and second messages with the next of them.
-        if self._open is not None and bucket.index() > 0:
-            self._open.go_on()
-        summed = self._world.reduce(gradients, list(to.values()))
-        done = torch.futures.Future[Any]()
+        summed = self._world.reduce(gradients, list(to.values()), once=True)
         if self._world.size == 1:
+            done = torch.futures.Future[Any]()
             done.set_result(bucket.buffer())
             return done
-        done = summed.future().then(lambda _: bucket.buffer())
-        self._open = None if bucket.is_last() else summed
-        if bucket.is_last():
-            summed.go_on()
-        return done
+        return summed.future().then(lambda _: bucket.buffer())
 
     def share_moved(self, owners: Mapping[Tensor, int]) -> None:
         """Give all ranks the means that have come to ranks that own them no more."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.distributed.collectives import BUCKET_BYTES, World
-from second_order.distributed.rows import Rows, rows_of
-from second_order.distributed.shares import in_buckets
+from second_order.distributed.buckets import in_buckets
+from second_order.distributed.shard_layout import ShardLayout, layout_of
+from second_order.distributed.world import BUCKET_BYTES, World
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.precondition import Clip, kl_clip_coefficient
 from second_order.kronecker.block import KroneckerBlock
@@ -36,7 +36,7 @@ class Piece(NamedTuple):
 
     block: KroneckerBlock
     param: Tensor
-    rows: Rows
+    rows: ShardLayout
 
 
 class Bucket(NamedTuple):
@@ -107,7 +107,7 @@ def buckets_of(step: StepPlan, world: World) -> list[Bucket]:
             lambda block: block.work_dtype.itemsize * sum(p.numel() for p in block.params),
             BUCKET_BYTES,
         ):
-            pieces = [Piece(b, p, rows_of(p, world)) for b in run for p in b.params]
+            pieces = [Piece(b, p, layout_of(p, world)) for b in run for p in b.params]
             runs[step.layers[run[0]].workers[0]].append(pieces)
         buckets += [
             Bucket(dtype, [run[i] if i < len(run) else [] for run in runs])

@@ -27,6 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.curvature import Curvature
 from second_order.contract.training import Training
+from second_order.distributed.buckets import pack_by_dtype, take_model
 from second_order.distributed.mailbox import (
     Address,
     Mailbox,
@@ -34,7 +35,6 @@ from second_order.distributed.mailbox import (
     await_goodbyes,
     open_store,
 )
-from second_order.distributed.parcels import pack_by_dtype, take_model
 from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,12 +37,8 @@ class Ticket(Generic[T]):
     @classmethod
     def failed(cls, error: BaseException) -> Ticket[T]:
         """Make a ticket that is done, with an error."""
-
-        def fail() -> T:
-            raise error
-
-        ticket = cls(fail)
-        ticket.run()
+        ticket: Ticket[T] = cls(lambda: None)  # type: ignore[arg-type, return-value]
+        ticket.drop(error)
         return ticket
 
     @property
@@ -61,19 +57,15 @@ class Ticket(Generic[T]):
         return self._error
 
     def result(self) -> T:
-        """The value that the work has returned; waits for the work.
-
-        Raises:
-            BaseException: The error that the work has raised.
-        """
+        """The value that the work has returned, or its error raised; waits for the work."""
         error = self.error
         if error is not None:
             raise error
         return self._result  # type: ignore[return-value]
 
-    def drop(self) -> None:
+    def drop(self, error: BaseException) -> None:
         """Tell whoever waits for the work that it will not be done."""
-        self._work, self._error = None, RuntimeError("the pool of threads is closed")
+        self._work, self._error = None, error
         self._finished.set()
 
     def run(self) -> None:
@@ -87,18 +79,15 @@ class Ticket(Generic[T]):
         self._finished.set()
 
 
-class WorkerPool:
-    """Threads that take up work in the order in which it comes.
+Tickets: TypeAlias = "queue.SimpleQueue[Ticket[object] | None]"
 
-    Args:
-        threads: Number of threads.
-    """
+
+class WorkerPool:
+    """Threads, so many of them, that take up work in the order in which it comes."""
 
     def __init__(self, threads: int) -> None:
-        self._size = threads
-        self._closed = False
-        self._pid = os.getpid()
-        self._tickets: queue.SimpleQueue[Ticket[object] | None] = queue.SimpleQueue()
+        self._size, self._closed, self._pid = threads, False, os.getpid()
+        self._tickets: Tickets = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def submit(self, work: Callable[[], T]) -> Ticket[T]:
@@ -111,7 +100,16 @@ class WorkerPool:
             raise RuntimeError("the pool of threads is closed")
         self.require_own_process()
         ticket = Ticket(work)
-        self._start()
+        if not self._threads:
+            # Threads know the queue, not the pool, so that the pool can go.
+            arguments = self._tickets, torch.get_num_threads()
+            for i in range(self._size):
+                name = f"second_order inverses {i}"
+                thread = threading.Thread(target=_work, args=arguments, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+                _running[thread] = self._tickets
+            weakref.finalize(self, _dismiss, self._tickets).atexit = False
         self._tickets.put(ticket)  # type: ignore[arg-type]
         return ticket
 
@@ -124,25 +122,6 @@ class WorkerPool:
             )
         self._pid = os.getpid()
 
-    def _start(self) -> None:
-        if self._threads:
-            return
-        # Threads know the queue, not the pool, so that the pool can go.
-        self._threads = _started(
-            [
-                threading.Thread(
-                    target=_work,
-                    args=(self._tickets, torch.get_num_threads()),
-                    name=f"second_order inverses {i}",
-                    daemon=True,
-                )
-                for i in range(self._size)
-            ]
-        )
-        for thread in self._threads:
-            _running[thread] = self._tickets
-        weakref.finalize(self, _dismiss, self._tickets).atexit = False
-
     def close(self) -> None:
         """Drop the work that has not been begun, and end the threads after that which has."""
         self._closed = True
@@ -152,33 +131,7 @@ class WorkerPool:
                 thread.join()
 
 
-def _started(threads: Sequence[threading.Thread]) -> list[threading.Thread]:
-    """Start the threads, and return those that could be started: fewer do as well.
-
-    Raises:
-        RuntimeError: If no thread could be started.
-    """
-    running: list[threading.Thread] = []
-    try:
-        for thread in threads:
-            thread.start()
-            running.append(thread)
-    except RuntimeError:  # the system has no more threads
-        if not running:
-            raise
-    return running
-
-
-def _work(tickets: queue.SimpleQueue[Ticket[object] | None], others: int) -> None:
-    _use_one_core(others)
-    while (ticket := tickets.get()) is not None:
-        ticket.run()
-        del ticket  # with the tensors that its work holds
-    tickets.put(None)  # for the next thread
-
-
-def _use_one_core(others: int) -> None:
-    """Make this thread compute on one core, and keep the setting ``others`` for new threads."""
+def _work(tickets: Tickets, others: int) -> None:
     torch.set_num_threads(1)
     torch.get_num_threads()
     # torch's setting is this thread's and the default of new threads: a new thread restores it.
@@ -186,11 +139,13 @@ def _use_one_core(others: int) -> None:
     with suppress(RuntimeError):  # there may be no more threads
         restorer.start()
         restorer.join()
+    while (ticket := tickets.get()) is not None:
+        ticket.run()
+        del ticket  # with the tensors that its work holds
+    tickets.put(None)  # for the next thread
 
 
-_running: weakref.WeakKeyDictionary[threading.Thread, queue.SimpleQueue[Ticket[object] | None]] = (
-    weakref.WeakKeyDictionary()
-)
+_running: weakref.WeakKeyDictionary[threading.Thread, Tickets] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
@@ -202,13 +157,13 @@ def _end_threads() -> None:
         thread.join()
 
 
-def _dismiss(tickets: queue.SimpleQueue[Ticket[object] | None]) -> None:
+def _dismiss(tickets: Tickets) -> None:
     """Let threads end after their present pieces of work."""
     with suppress(queue.Empty):
         while True:
             dropped = tickets.get_nowait()
             if dropped is not None:
-                dropped.drop()
+                dropped.drop(RuntimeError("the pool of threads is closed"))
     tickets.put(None)
 
 
@@ -230,12 +185,9 @@ class Streams:
 def take_snapshot(
     tensors: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> Callable[[], list[Tensor]]:
-    """Begin to copy tensors as they are now, to a device.
+    """Begin to copy tensors of one device as they are now, to a device.
 
-    Args:
-        tensors: Tensors of one device. They may change as soon as this returns.
-        device: The device of the copies.
-        streams: Streams for the copies if the tensors are on CUDA, else None.
+    They may change as soon as this returns. ``streams`` are for tensors on CUDA.
 
     Returns:
         A function for the thread that needs the copies: it waits for them, and returns them.
@@ -247,7 +199,11 @@ def take_snapshot(
     if device.type == "cpu":
         streams.snapshots.wait_stream(current)
         with torch.cuda.stream(streams.snapshots):
-            arrived = [_to_pinned(copy, streams.snapshots) for copy in copies]
+            arrived = []
+            for copy in copies:
+                copy.record_stream(streams.snapshots)
+                pinned = torch.empty(copy.shape, dtype=copy.dtype, device="cpu", pin_memory=True)
+                arrived.append(pinned.copy_(copy, non_blocking=True))
         event = streams.snapshots.record_event()
     else:
         for copy in copies:
@@ -261,21 +217,12 @@ def take_snapshot(
     return fetch
 
 
-def _to_pinned(copy: Tensor, stream: torch.cuda.Stream) -> Tensor:
-    copy.record_stream(stream)
-    pinned = torch.empty(copy.shape, dtype=copy.dtype, device="cpu", pin_memory=True)
-    return pinned.copy_(copy, non_blocking=True)
-
-
 def retrieve(
     parts: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> tuple[Tensor, ...]:
-    """Move a thread's results to a device; on CUDA without waiting for it.
+    """Move a thread's results to a device; on CUDA, by streams, without waiting for it.
 
-    Args:
-        parts: The results: in pinned memory if they are to be copied, else complete.
-        device: The device that is to have the results.
-        streams: Streams for the copies if the device is CUDA, else None.
+    Results are in pinned memory if they are to be copied, else complete.
     """
     if streams is None:
         return tuple(parts)

@@ -17,13 +17,9 @@ ITERATIONS = 12  # of the power method: within some per cent where the spectrum 
 
 
 def largest_eigenvalue(matrices: Tensor) -> Tensor:
-    """The largest eigenvalue of each positive semi-definite matrix, from below.
+    """The largest eigenvalue of each positive semi-definite ``(groups, n, n)``, from below.
 
-    Args:
-        matrices: ``(groups, n, n)``.
-
-    Returns:
-        ``(groups,)``: Rayleigh quotients after a few iterations of the power method.
+    These are Rayleigh quotients after a few iterations of the power method.
     """
     x = matrices.diagonal(dim1=-2, dim2=-1).abs().unsqueeze(-1) + 1e-6  # large where they are
     for _ in range(ITERATIONS):
@@ -39,10 +35,7 @@ def condition_estimate(block: KroneckerBlock) -> Tensor | None:
 
     Of eigenvalues it is exact. Of inverses it is the product over factors of the largest eigenvalue
     of the factor, as it is now, and that of its inverse, by the power method; where the factor is
-    kept elsewhere, its trace stands for the largest eigenvalue.
-
-    Args:
-        block: A layer with an inverse here; without one, the answer is None.
+    kept elsewhere, its trace stands for the largest eigenvalue. None without an inverse here.
     """
     inverse = block.inverse
     if isinstance(inverse, EigenInverse):

@@ -144,13 +144,13 @@ def orthogonal_iteration(
         Eigenvectors and eigenvalues as from :func:`eigh`, nearly in rising order, and for which
         members they are sound: what is left off the diagonal is below the tolerance.
     """
-    size = _size(matrix)
+    size, guess = _size(matrix), guess.to(matrix)
     scaled = matrix / size
     vectors = torch.linalg.qr(scaled @ guess.flip(-1)).Q.flip(-1)
     rotated = vectors.mT @ (scaled @ vectors)
     values = diagonal(rotated).clamp_min(0)
     diagonal(rotated).zero_()
-    damping = 1.0 if scale is None else scale.unsqueeze(-1) / size.squeeze(-1)
+    damping = 1.0 if scale is None else scale.to(matrix).unsqueeze(-1) / size.squeeze(-1)
     weights = (values + damping).rsqrt_()
     left = _norm(rotated.mul_(weights.unsqueeze(-1)).mul_(weights.unsqueeze(-2)))
     sound = (left < REFINEMENT_TOLERANCE) & _is_orthogonal(vectors)
@@ -216,12 +216,8 @@ def decompose_batched(
 ) -> list[Decomposition | None]:
     """Decompose many factors, those of one size, dtype and device together.
 
-    Args:
-        problems: The factors to decompose; first refined from their guesses where they have any.
-        decompose: Decomposes a batch of matrices.
-        decompose_diagonal: Decomposes a diagonal.
-        keep: Brings a decomposition into the form in which it is kept; the rest is let go before
-            the next batch.
+    Those with guesses are first refined from them. ``keep`` brings a decomposition into the form in
+    which it is kept; the rest is let go before the next batch.
 
     Returns:
         Per problem its decomposition with leading ``groups``, or None if no rung of the ladder gave
@@ -238,7 +234,12 @@ def decompose_batched(
             continue
         stacked = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         del matrices
-        refine = _refinement([problems[i] for i in indices])
+        refine = None
+        if problems[indices[0]].guess is not None:  # of all or of none
+            guess = torch.cat([g for i in indices if (g := problems[i].guess) is not None])
+            scales = [scale for i in indices if (scale := problems[i].scale) is not None]
+            damping = torch.cat(scales) if len(scales) == len(indices) else None
+            refine = partial(orthogonal_iteration, guess=guess, scale=damping)
         with ieee_matmul(stacked.device, stacked.dtype):
             payload, sound = _climb(decompose, stacked, refine)
         start = 0
@@ -266,54 +267,33 @@ def _batches(problems: Sequence[Problem]) -> list[list[int]]:
     return batches
 
 
-def _refinement(problems: Sequence[Problem]) -> Decompose | None:
-    """Orthogonal iteration from the guesses of a batch; None if it has none."""
-    guesses = [p.guess for p in problems if p.guess is not None]
-    scales = [p.scale for p in problems if p.scale is not None]
-    if len(guesses) < len(problems):
-        return None
-    guess = torch.cat(guesses)
-    scale = torch.cat(scales) if len(scales) == len(problems) else None
-
-    def refine(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-        wanted = None if scale is None else scale.to(matrix)
-        return orthogonal_iteration(matrix, guess.to(matrix), wanted)
-
-    return refine
-
-
 def _climb(
     decompose: Decompose, batch: Tensor, refine: Decompose | None
 ) -> tuple[Decomposition, list[bool]]:
     """Decompose ``(batch, n, n)`` by the ladder; the result is in the batch's dtype and place."""
-    batch, usable = _with_finite_members(batch)
+    batch, finite = _with_finite_members(batch)
     working = torch.promote_types(batch.dtype, torch.float32)
-    places = [(batch.device, working), (batch.device, torch.float64)]
-    places.append((torch.device("cpu"), torch.float64))
-    rungs = [partial(_attempt, decompose, place) for place in dict.fromkeys(places)]
+    places = dict.fromkeys((batch.device, dtype) for dtype in (working, torch.float64))
+    rungs = [(decompose, place) for place in {**places, (torch.device("cpu"), torch.float64): None}]
     if refine is not None:
-        rungs.insert(0, partial(_attempt_refinement, refine, (batch.device, working)))
-    payload: Decomposition = ()
-    todo = list(range(len(usable)))
-    for rung in rungs:
-        parts, sound = rung(batch if len(todo) == len(batch) else batch[todo])
-        if all(sound) and len(sound) == len(batch):  # the common case, without a copy
-            return tuple(p.to(batch.device, batch.dtype) for p in parts), usable
-        if not payload and parts:
-            payload = tuple(
-                torch.zeros(len(batch), *p.shape[1:], dtype=batch.dtype, device=batch.device)
-                for p in parts
-            )
-        done = [i for i, ok in zip(todo, sound, strict=True) if ok]
-        chosen = [position for position, ok in enumerate(sound) if ok]
-        for target, part in zip(payload, parts, strict=False):
-            target[done] = part[chosen].to(batch.device, batch.dtype)
-        todo = [i for i, ok in zip(todo, sound, strict=True) if not ok]
-        if not todo:
+        rungs.insert(0, (refine, (batch.device, working)))
+    found: dict[int, Decomposition] = {}
+    for rung, place in rungs:
+        todo = [i for i in range(len(batch)) if i not in found]
+        members = batch[todo] if found else batch
+        parts, sound = _attempt(rung, place, members, alone=rung is not refine)
+        if not found and all(sound):  # the common case, without a copy
+            return tuple(p.to(batch.device, batch.dtype) for p in parts), finite
+        for k, i in enumerate(todo):
+            if sound[k]:
+                found[i] = tuple(p[k : k + 1].to(batch.device, batch.dtype) for p in parts)
+        if len(found) == len(batch):
             break
-    for i in todo:
-        usable[i] = False
-    return payload, usable
+    if not found:
+        return (), [False] * len(batch)
+    any_one = next(iter(found.values()))
+    columns = zip(*(found.get(i, any_one) for i in range(len(batch))), strict=True)
+    return tuple(map(torch.cat, columns)), [ok and i in found for i, ok in enumerate(finite)]
 
 
 def _with_finite_members(batch: Tensor) -> tuple[Tensor, list[bool]]:
@@ -326,36 +306,19 @@ def _with_finite_members(batch: Tensor) -> tuple[Tensor, list[bool]]:
     return torch.where(exact[:, None, None], batch, identity), exact.tolist()
 
 
-_Place: TypeAlias = tuple[torch.device, torch.dtype]
-
-
 def _attempt(
-    decompose: Decompose, place: _Place, members: Tensor
+    decompose: Decompose, place: tuple[torch.device, torch.dtype], members: Tensor, *, alone: bool
 ) -> tuple[Decomposition, list[bool]]:
-    """Try one rung of the ladder: the whole batch at once, or one by one if that raises."""
+    """Try one rung of the ladder: the whole batch at once; if that raises, one by one, or none."""
     try:
         parts, sound = decompose(members.to(*place))
         return parts, sound.tolist()
     except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
-        if len(members) == 1:
-            return (), [False]
-    singles = [_attempt(decompose, place, member.unsqueeze(0)) for member in members]
+        if len(members) == 1 or not alone:
+            return (), [False] * len(members)
+    singles = [_attempt(decompose, place, m.unsqueeze(0), alone=True) for m in members]
     sound_parts = [parts for parts, (ok,) in singles if ok]
     if not sound_parts:
         return (), [False] * len(members)
-    blank = tuple(torch.zeros_like(p) for p in sound_parts[0])
-    whole = [parts if ok else blank for parts, (ok,) in singles]
-    return tuple(torch.cat(column) for column in zip(*whole, strict=True)), [
-        ok for _, (ok,) in singles
-    ]
-
-
-def _attempt_refinement(
-    refine: Decompose, place: _Place, members: Tensor
-) -> tuple[Decomposition, list[bool]]:
-    """Try the rung below the ladder: eigenvectors from those of an earlier refresh."""
-    try:
-        parts, sound = refine(members.to(*place))
-        return parts, sound.tolist()
-    except RuntimeError:
-        return (), [False] * len(members)
+    whole = [parts if ok else sound_parts[0] for parts, (ok,) in singles]
+    return tuple(map(torch.cat, zip(*whole, strict=True))), [ok for _, (ok,) in singles]

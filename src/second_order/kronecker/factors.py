@@ -136,15 +136,11 @@ class StagedStatistics:
         again: bool = False,
         reduction: Reduction = "sum",
     ) -> None:
-        """Add one pair.
+        """Add a pair of a backward pass: sums over its examples.
 
-        Args:
-            pair: Sums over the pair's examples.
-            gradient_scale: Factor that turns the captured gradient into the gradient of the pass's
-                loss; G takes its square.
-            pass_id: The backward pass the pair came from.
-            again: Whether an earlier pass has come through the same forward.
-            reduction: What that loss is.
+        ``gradient_scale`` turns the captured gradient into that of the pass's loss, of which G
+        takes the square; ``reduction`` is what that loss is; ``again`` says that an earlier pass
+        has come through the same forward.
         """
         self.pairs += 1
         self.revision += 1
@@ -185,11 +181,9 @@ class StagedStatistics:
 
         A module used U times in a pass gives A averaged over its uses and G summed over them
         (the lumped statistics of Ba et al. 2017, appendix C). A use without an example is none,
-        unless the whole pass has none. Of losses divided by the examples of the whole step nobody
-        knows the number here: G is to be multiplied by its square.
-
-        Args:
-            micro_batches: The number that each pass's loss was divided by.
+        unless the whole pass has none. Each pass's loss was divided by ``micro_batches``. Of losses
+        divided by the examples of the whole step nobody knows the number here: G is to be
+        multiplied by its square.
         """
         if not self._sums:
             blanks = _blanks(self.shape, self.device, self.dtype, self.triangular)
@@ -198,7 +192,12 @@ class StagedStatistics:
         uses = sum(n for n, _ in counted) / len(counted)
         scale: float | Tensor = uses * micro_batches**2
         if self._reduction == "mean":
-            scale = scale * self._share_of_examples(sum(rows for _, rows in counted)) ** 2
+            rows = sum(rows for _, rows in counted)
+            if isinstance(rows, Tensor):  # a number where that costs no waiting
+                share: float | Tensor = self._head[0] / rows.clamp_min(1.0)
+            else:
+                share = float(self._head[0]) / max(rows, 1.0)
+            scale = scale * share**2
         elif self._reduction == "step_mean":
             # An example is counted at each use, and in each pass that comes through its forward.
             counted_again = uses * len(self._passes) / max(self.micro_batches, 1)
@@ -207,12 +206,6 @@ class StagedStatistics:
         if isinstance(scale, float) and scale == 1.0:
             return found
         return found.times(scale, self.shape.groups)
-
-    def _share_of_examples(self, rows: float | Tensor) -> float | Tensor:
-        """The share of the rows that are examples; a number where that costs no waiting."""
-        if isinstance(rows, Tensor):
-            return self._head[0] / rows.clamp_min(1.0)
-        return float(self._head[0]) / max(rows, 1.0)
 
 
 def _uses_and_rows(
@@ -287,11 +280,9 @@ class KroneckerFactors:
         return _stored(matrix, self.triangular).to(self.dtype)
 
     def update(self, sums: StatisticsSums, decay: float) -> None:
-        """Take in one step's sums, which are used up; nothing changes where nobody had an example.
+        """Take in one step's sums over all ranks, which are used up; ``decay`` is β.
 
-        Args:
-            sums: Sums over all ranks; the values for factors that are not kept here do not matter.
-            decay: Weight of the past, β.
+        Nothing changes where nobody had an example.
         """
         sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
@@ -311,12 +302,7 @@ class KroneckerFactors:
                 average.lerp_(mean.to(average.dtype), step.to(average.dtype))
 
     def matrix(self, which: str, dtype: torch.dtype) -> Tensor:
-        """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal.
-
-        Args:
-            which: The factor's letter.
-            dtype: Dtype of the result.
-        """
+        """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal."""
         stored, dim = self.stored[which], self.shape.dim(which)
         assert stored is not None, f"factor {which} is kept elsewhere"
         if not self.triangular or (which == "A" and self.shape.diagonal_a):
@@ -382,12 +368,8 @@ def _blanks(
 def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
     """Zero sums whose entries may not fit their dtype; returns whether, a scalar tensor.
 
-    No entry of a positive semi-definite matrix exceeds its trace, which the head knows: on all
-    ranks, whoever keeps the factors, so that all come to the same verdict.
-
-    Args:
-        sums: A layer's sums over all ranks; changed in place.
-        shape: Sizes of the layer's factors.
+    No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
+    all ranks knows: on all ranks, whoever keeps the factors, so that all come to the same verdict.
     """
     widest = max(shape.dim(letter) for letter in shape.letters)
     bound = torch.finfo(sums.factors["A"].dtype).max / widest

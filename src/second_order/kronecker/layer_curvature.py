@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from second_order.kronecker.decompositions import diagonal
 from second_order.kronecker.layers import (
     FactorShape,
     gradient_from_matrix,
@@ -125,14 +126,8 @@ class LayerCurvature:
         return g @ (matrix @ a if a.dim() == 3 else matrix * a.unsqueeze(-2))
 
     def function(self, matrix: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """f(F) V for ``(groups, out, in)``.
-
-        Args:
-            matrix: V.
-            f: A function of the eigenvalues, element by element.
-        """
-        rotated = self._rotated(matrix, back=False)
-        return self._rotated(rotated * f(self.values), back=True)
+        """f(F) V for ``(groups, out, in)``, f of the eigenvalues, element by element."""
+        return self._rotated(self._rotated(matrix, back=False) * f(self.values), back=True)
 
     def _rotated(self, matrix: Tensor, *, back: bool) -> Tensor:
         """Qᵀ V into the eigenvectors' coordinates, or Q V back from them."""
@@ -158,12 +153,8 @@ class LayerCurvature:
 
     def trace(self) -> float:
         """Tr F, of the factors' traces."""
-        product: Tensor | float = 1.0
-        for factor in self.factors.values():
-            diagonal = factor.diagonal(dim1=-2, dim2=-1) if factor.dim() == 3 else factor
-            product = product * diagonal.sum(-1)
-        assert isinstance(product, Tensor)
-        return float(product.sum())
+        diagonals = [diagonal(factor).sum(-1) for factor in self.factors.values()]
+        return float(torch.stack(diagonals).prod(0).sum())
 
     def logdet(self, damping: float) -> float:
         """Log det (F + γ)."""
@@ -176,16 +167,11 @@ class LayerCurvature:
         return self._rotated(normal * (like + damping).rsqrt(), back=True)
 
     def to_dense(self) -> Tensor:
-        """F as a matrix, of the parameters flattened one after the other; for small layers.
-
-        Returns:
-            ``(n, n)`` for the layer's n parameters.
-        """
-        count = sum(map(math.prod, self.shapes.values()))
+        """F ``(n, n)`` of the parameters flattened one after the other; for small layers."""
+        counts = [math.prod(size) for size in self.shapes.values()]
         like, columns = self.factors["G"], []
-        for unit in torch.eye(count, dtype=like.dtype, device=like.device):
-            pieces = unit.split([math.prod(size) for size in self.shapes.values()])
-            sizes = zip(self.shapes.items(), pieces, strict=True)
+        for unit in torch.eye(sum(counts), dtype=like.dtype, device=like.device):
+            sizes = zip(self.shapes.items(), unit.split(counts), strict=True)
             vector = {name: piece.view(size) for (name, size), piece in sizes}
             product = self.to_vector(self.apply(self.to_matrix(vector)))
             columns.append(torch.cat([part.reshape(-1) for part in product.values()]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from second_order.kronecker.decompositions import (
     decompose_batched,
     eigh,
 )
-from second_order.kronecker.rounding import round_definite, round_to
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_length,
@@ -34,9 +33,10 @@ __all__ = [
     "FactoredInverse",
     "Inverse",
     "InverseSolver",
-    "Solver",
     "SolverName",
     "factored_damping",
+    "round_definite",
+    "round_to",
 ]
 
 # Smaller inverses stay whole: unpacking them at every step takes longer than multiplying does.
@@ -44,17 +44,6 @@ TRIANGULAR_FROM = 1024
 
 SolverName: TypeAlias = Literal["eigen", "inverse"]
 Damping: TypeAlias = float | Tensor
-
-
-class Inverse(Protocol):
-    """A damped inverse of one layer's curvature block, ready to be applied."""
-
-    def precondition(self, gradient: Tensor) -> Tensor:
-        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors that this inverse holds."""
 
 
 @dataclass(frozen=True)
@@ -128,20 +117,16 @@ class FactoredInverse:
         return list(self.inverses.values())
 
 
+Inverse: TypeAlias = EigenInverse | FactoredInverse
+
+
 def factored_damping(*means: Tensor, damping: Damping) -> tuple[Tensor, ...]:
-    """Split γ over N Kronecker factors: factor i gets πᵢ γ^(1/N).
+    """Split γ over N Kronecker factors: factor i gets πᵢ γ^(1/N) on its diagonal, ``(groups,)``.
 
-    With nᵢ = tr Fᵢ / dim Fᵢ, πᵢ = nᵢ / (Π n)^(1/N). These πᵢ, whose product is 1, minimise the
-    bound on the error that the cross terms make (Ba et al. 2017, section 4.1). Two factors have
-    π √γ and √γ / π, π² = (tr A / dim A) / (tr G / dim G) (Martens & Grosse 2015, section 6.3). A
-    zero trace gives πᵢ = 1.
-
-    Args:
-        *means: nᵢ of each factor, ``(groups,)``.
-        damping: γ, a number or a scalar.
-
-    Returns:
-        The damping of each factor's diagonal, of shape ``(groups,)``.
+    With nᵢ = tr Fᵢ / dim Fᵢ, the ``means`` ``(groups,)``, πᵢ = nᵢ / (Π n)^(1/N). These πᵢ, whose
+    product is 1, minimise the bound on the error that the cross terms make (Ba et al. 2017, section
+    4.1). Two factors have π √γ and √γ / π, π² = (tr A / dim A) / (tr G / dim G) (Martens & Grosse
+    2015, section 6.3). A zero trace gives πᵢ = 1.
     """
     stacked = torch.stack(means)
     usable = (stacked > 0).all(0)
@@ -156,58 +141,38 @@ def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
-class Solver(Protocol):
-    """A method that turns factors into a damped inverse."""
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round each number to one that a narrower dtype has; the result has the dtype of ``x``."""
+    return x.to(dtype).to(x.dtype)
 
-    def dampings(
-        self, means: Tensor, damping: Damping, exact: bool = False
-    ) -> tuple[Tensor | None, ...]:
-        """The damping that each factor's diagonal gets before it is decomposed.
 
-        Args:
-            means: Mean eigenvalues of A and of G, ``(2, groups)``, or of A, G and L.
-            damping: γ, the layer's damping.
-            exact: Whether G is the whole curvature, as in an exact block.
+def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round symmetric matrices ``(groups, n, n)`` to ones that are at least as large, M̂ ⪰ M.
 
-        Returns:
-            For each factor ``(groups,)``, or None for no damping.
-        """
+    Numbers off the diagonal are rounded to the nearest. That changes M by E. The diagonal grows by
+    Σ_j |E_ij|, and is rounded up: M̂ - M is then diagonally dominant, and so without negative
+    eigenvalues (Golub & Van Loan 2013, section 4.1.1). Rounding alone would leave a matrix whose
+    condition number is above some 2⁸ with negative ones.
+    """
+    rounded = round_to(matrix, dtype)
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    error = (rounded - matrix).abs_()
+    error.diagonal(dim1=-2, dim2=-1).zero_()
+    raised = diagonal + error.sum(-1)
+    narrow = raised.to(dtype)
+    infinity = torch.full_like(narrow, torch.inf)
+    above = torch.where(narrow.to(raised.dtype) < raised, narrow.nextafter(infinity), narrow)
+    rounded.diagonal(dim1=-2, dim2=-1).copy_(above)
+    return rounded
 
-    def decompose(
-        self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
-    ) -> list[Decomposition | None]:
-        """Decompose factors; None for each that has no sound decomposition.
 
-        Args:
-            problems: The damped factors.
-            dtype: Dtype in which decompositions are kept and sent.
-            triangular: Whether large symmetric results are kept and sent as upper triangles.
-        """
-
-    def kept_shapes(
-        self, groups: int, dim: int, is_diagonal: bool, triangular: bool
-    ) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the parts that :meth:`decompose` gives for a factor."""
-
-    def rounded(self, parts: Decomposition, is_diagonal: bool, dtype: torch.dtype) -> Decomposition:
-        """Round a factor's parts to numbers that a narrower dtype has; they keep their own dtype.
-
-        What :meth:`combine` makes of them stays positive definite.
-        """
-
-    def combine(
-        self,
-        parts: Mapping[str, Decomposition],
-        damping: Damping,
-        times: Tensor | None = None,
-    ) -> Inverse:
-        """The layer's inverse.
-
-        Args:
-            parts: The decompositions of its factors, by their letters.
-            damping: γ, the layer's damping.
-            times: A number that the inverse is multiplied by, a scalar; None for 1.
-        """
+# Solvers turn factors into a damped inverse. `dampings`: what each factor's diagonal gets before it
+# is decomposed, ``(groups,)`` or None, from the mean eigenvalues of A and of G ``(2, groups)``, or
+# of A, G and L; `exact` if G is the whole curvature. `decompose`: the parts of each damped factor
+# in the dtype in which they are kept and sent, or None where there are no sound ones; `triangular`
+# if large symmetric ones go as upper triangles. `kept_shapes`: the shapes of these parts.
+# `rounded`: the parts with numbers that a narrower dtype has, of which `combine` still makes a
+# positive definite inverse. `combine`: the layer's inverse, times a scalar.
 
 
 class EigenSolver:
@@ -223,11 +188,12 @@ class EigenSolver:
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
     ) -> list[Decomposition | None]:
         """Decompose into ``(eigenvectors, eigenvalues)``, a diagonal into ``(eigenvalues,)``."""
-
-        def keep(parts: Decomposition) -> Decomposition:
-            return tuple(_owned(part, dtype) for part in parts)
-
-        return decompose_batched(problems, eigh, lambda entries: (entries.clamp_min(0),), keep)
+        return decompose_batched(
+            problems,
+            eigh,
+            lambda entries: (entries.clamp_min(0),),
+            lambda parts: tuple(_owned(part, dtype) for part in parts),
+        )
 
     def kept_shapes(
         self, groups: int, dim: int, is_diagonal: bool, triangular: bool
@@ -251,17 +217,12 @@ class EigenSolver:
         if "L" in parts:
             curvature = curvature.unsqueeze(-1) * values["L"].unsqueeze(-2).unsqueeze(-2)
         g = values["G"].view(*values["G"].shape, *[1] * (curvature.dim() - 2))
-        scale = _reciprocal(g * curvature, damping)
+        # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
+        scale = (g * curvature).add_(damping).reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
         if times is not None:
             scale.mul_(times)
         vectors = {k: _owned(v[0], v[0].dtype) for k, v in parts.items() if len(v) == 2}
         return EigenInverse(vectors, scale)
-
-
-def _reciprocal(curvature: Tensor, damping: Damping) -> Tensor:
-    """Compute 1 / (curvature + γ), in place."""
-    # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
-    return curvature.add_(damping).reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
 
 
 class InverseSolver:
@@ -330,4 +291,7 @@ def _whole(inverse: Tensor) -> Tensor:
     return unpack_upper_triangular(inverse, dim)
 
 
-SOLVERS: dict[str, Solver] = {"eigen": EigenSolver(), "inverse": InverseSolver()}
+SOLVERS: dict[str, EigenSolver | InverseSolver] = {
+    "eigen": EigenSolver(),
+    "inverse": InverseSolver(),
+}

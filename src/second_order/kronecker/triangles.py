@@ -23,7 +23,6 @@ __all__ = [
     "empty_symmetric",
     "pack_from_upper",
     "pack_upper_triangular",
-    "packed_diagonal",
     "packed_length",
     "packed_times",
     "packed_trace",
@@ -142,14 +141,6 @@ def _write_triangle(target: Tensor, square: Tensor, *, lower: bool) -> None:
 def _triangle(square: Tensor, *, lower: bool) -> Tensor:
     ones = torch.ones(square.shape[-2:], dtype=torch.bool, device=square.device)
     return ones.tril_() if lower else ones.triu_()
-
-
-def packed_diagonal(packed: Tensor, dim: int) -> Tensor:
-    """Diagonals, shape ``(..., dim)``, of packed matrices of shape ``(..., dim (dim + 1) / 2)``."""
-    if dim <= GATHERED_UP_TO:
-        return packed.index_select(-1, _gathers(dim, packed.device).diagonal)
-    _, upper, lower = _blocks(packed, dim)
-    return torch.cat([part.diagonal(dim1=-2, dim2=-1) for part in (upper, lower)], -1)
 
 
 def packed_trace(packed: Tensor, dim: int) -> Tensor:

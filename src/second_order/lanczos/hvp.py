@@ -20,7 +20,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.lanczos.closure import (
     CurvatureKind,
     Evaluation,

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import Hessian
 from second_order.lanczos.lanczos import Space, normal

@@ -53,8 +53,8 @@ from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
 from second_order.contract.training import Training, warns_at_its_end
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, recipe_of, switch_of
 from second_order.distributed.checkpointing import is_checkpointing
-from second_order.distributed.collectives import World
 from second_order.distributed.roles import Role, whole_models
+from second_order.distributed.world import World
 from second_order.options import (
     PEAK_LR,
     check_base,

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.kfac.options import own_cores
 from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.solvers import SOLVERS

@@ -1,51 +1,62 @@
-"""A handful of bucketed collectives; with one process they return at once.
+"""The processes that an optimizer works with, and torch's own verbs on buckets of tensors.
 
-The tensors of all layers travel together in flat buffers, so that the number of
-collectives does not grow with the number of layers.
+The tensors of all layers travel together in flat buffers, so that the number of collectives does
+not grow with the number of layers. With one process all verbs return at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from operator import attrgetter, itemgetter
-from typing import Any
+from operator import itemgetter
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from second_order.distributed.groups import check_group, shared_group_like
-from second_order.distributed.lost import explained
-from second_order.distributed.reductions import (
+from second_order.distributed.buckets import (
     Finished,
     PendingReduction,
-    PendingSums,
-    Started,
-    in_runs,
-    scatter,
-    sum_in_order,
-    wide,
-)
-from second_order.distributed.shares import (
-    Segments,
-    Shares,
+    Run,
+    elements,
+    flatten,
     goes_by_shares,
     goes_by_sum,
     goes_in_rounds,
     in_buckets,
-    sizes_of,
+    overlaps,
+    runs_of,
+    scatter,
+    sum_in_order,
+    wide,
 )
+from second_order.distributed.groups import check_group, shared_group_like
+from second_order.distributed.lost import explained
+from second_order.sharded import chunk
 from second_order.stages import sent
 
-__all__ = ["BUCKET_BYTES", "Delivery", "PendingReduction", "World"]
+__all__ = [
+    "BUCKET_BYTES",
+    "Delivery",
+    "Parts",
+    "PendingReduction",
+    "Shapes",
+    "World",
+    "deliver_parts",
+]
 
 BUCKET_BYTES = 64 * 2**20
 
 ROUNDS_TAG = 7077
 """Tag of messages in rounds, which are not to be taken for the user's own between two ranks."""
+
+Parts: TypeAlias = tuple[Tensor, ...]
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -63,11 +74,6 @@ class Delivery:
     destinations: Sequence[int]
     size: int
     content: Tensor | None = None
-
-    @property
-    def leaves(self) -> bool:
-        """Whether another rank than the source wants the tensor."""
-        return any(rank != self.source for rank in self.destinations)
 
 
 class World:
@@ -107,6 +113,8 @@ class World:
         world._subgroups, world.group = {}, None
         world.rank, world.size = rank, size
         return world
+
+    # ---------------------------------------------------------------------------------- groups
 
     @property
     def global_ranks(self) -> list[int]:
@@ -160,8 +168,7 @@ class World:
             return World.alone()
         if key not in self._subgroups:
             world = World.alone(self.rank, self.size)
-            members = tuple(dist.get_process_group_ranks(self.group))
-            world.group = shared_group_like(self.group, members, "gloo")
+            world.group = shared_group_like(self.group, tuple(self.global_ranks), "gloo")
             self._subgroups[key] = world
         return self._subgroups[key]
 
@@ -188,6 +195,8 @@ class World:
         world.group, world.wire = self.group, dtype
         return world
 
+    # ------------------------------------------------------------------------------------ sums
+
     def _stage(self, flat: Tensor) -> Tensor:
         """The buffer in a form that the backend can send."""
         if self.wire is not None:
@@ -197,45 +206,28 @@ class World:
             return flat.to("cpu", dtype)
         return flat
 
-    def all_reduce(self, tensors: Iterable[Tensor]) -> PendingReduction:
+    @explained()
+    def all_reduce(
+        self, tensors: Iterable[Tensor], op: Any = dist.ReduceOp.SUM
+    ) -> PendingReduction:
         """Start to all-reduce tensors in buckets; sums are in place once they are waited for.
 
         Every rank must pass the same shapes and dtypes in the same order.
         """
-        return self._start_reduction(tensors, dist.ReduceOp.SUM)
+        pending = PendingReduction()
+        for bucket in _buckets(tensors) if self.size > 1 else ():
+            flat = self._stage(flatten(bucket))
+            pending.add(self._all_reduced(flat, op), partial(scatter, flat, bucket))
+        return pending
 
     def all_reduce_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
         """Start to take each element's maximum over ranks; otherwise as :meth:`all_reduce`."""
-        return self._start_reduction(tensors, dist.ReduceOp.MAX)
+        return self.all_reduce(tensors, dist.ReduceOp.MAX)
 
     @explained()
-    def _start_reduction(self, tensors: Iterable[Tensor], op: Any) -> PendingReduction:
-        pending = PendingReduction()
-        if self.size == 1:
-            return pending
-        for bucket in _buckets(tensors):
-            flat = self._stage(_flatten(bucket))
-            pending.add(self._all_reduced(flat, op), flat.detach, bucket)
-        return pending
-
-    @explained()
-    def start_sums(self, tensors: Sequence[Tensor]) -> PendingSums:
-        """Start to sum tensors over ranks as :meth:`all_reduce` does, but leave them as they are.
-
-        They may change or go as soon as this returns.
-        """
-        pending = PendingSums(len(tensors))
-        places: dict[int, list[int]] = {}
-        for place, tensor in enumerate(tensors):
-            places.setdefault(id(tensor), []).append(place)
-        for bucket in _buckets(tensors):
-            flat = self._stage(_flatten(bucket))
-            work = self._all_reduced(flat)
-            pending.add(work, flat, [places[id(t)].pop(0) for t in bucket], bucket)
-        return pending
-
-    @explained()
-    def reduce(self, tensors: Sequence[Tensor], owners: Sequence[int | None]) -> PendingReduction:
+    def reduce(
+        self, tensors: Sequence[Tensor], owners: Sequence[int | None], *, once: bool = False
+    ) -> PendingReduction:
         """Sum tensors over the ranks, each for its owner alone: half the traffic of an all-reduce.
 
         Addends are taken in the order of ranks, so that all owners of a sum agree bit for bit; but
@@ -246,63 +238,89 @@ class World:
                 rank. Once the result is waited for, sums are in place on their owners; the others'
                 tensors stay as they were.
             owners: The rank that gets each tensor's sum; None if all do.
+            once: Whether each bucket is to be one message: an all-reduce in the place of shares.
         """
         pending = PendingReduction()
-        if self.size == 1:
-            return pending
-        owner_of = {id(tensor): owner for tensor, owner in zip(tensors, owners, strict=True)}
-        for bucket in _buckets(tensors):
-            owned: dict[int | None, list[Tensor]] = {}
-            for tensor in bucket:
-                owned.setdefault(owner_of[id(tensor)], []).append(tensor)
-            for_all = owned.pop(None, [])
-            own = {rank: owned[rank] for rank in sorted(rank for rank in owned if rank is not None)}
-            sizes = {rank: _elements(part) for rank, part in own.items()}
-            common, itemsize = _elements(for_all), bucket[0].itemsize
-            largest = max(sizes.values(), default=0) + common
-            whole = sum(sizes.values()) + common
-            targets = [*own.get(self.rank, []), *for_all]
-            by_sum = self._goes_by_sum(whole * itemsize)
-            if by_sum or goes_by_shares(self.size, largest * itemsize, whole * itemsize):
-                segments = Segments.of_sizes(sizes, common, self.size)
-                flat = self._stage(_flatten([t for part in own.values() for t in part] + for_all))
-                if by_sum:
-                    flat = flat.to(wide(flat.dtype))
-                    wanted_here = partial(_parts, flat, segments.wanted(self.rank))
-                    pending.add(self._all_reduced(flat), wanted_here, targets)
-                    continue
-                onward = partial(self._to_owners, segments)
-                pending.add_half(self._sum_of_shares(flat, segments.shares), onward, targets)
-                continue
-            parts = [sizes.get(rank, 0) + common for rank in range(self.size)]
-            wanted = [t for rank in range(self.size) for t in (*own.get(rank, ()), *for_all)]
-            flat = self._stage(_flatten(wanted))
-            received, work = self._exchange(flat, parts, [parts[self.rank]] * self.size)
-            rows = received.view(self.size, parts[self.rank])
-            pending.add(work, partial(sum_in_order, rows, flat), targets)
+        routed = zip(tensors, owners, strict=True) if self.size > 1 else ()
+        for bucket in in_buckets(
+            routed, lambda r: (r[0].dtype, r[0].device), lambda r: r[0].nbytes, BUCKET_BYTES
+        ):
+            pending.add(*self._summed(bucket, once))
         return pending
 
-    def _goes_by_sum(self, nbytes: int) -> bool:
-        return goes_by_sum(self.size, nbytes, self.backend == "gloo")
+    def _summed(
+        self, bucket: Sequence[tuple[Tensor, int | None]], once: bool
+    ) -> tuple[Any, Callable[[], Any]]:
+        """Start to sum a bucket; returns the message, and what is to be done after it."""
+        owned: dict[int, list[Tensor]] = {rank: [] for _, rank in bucket if rank is not None}
+        for_all = [tensor for tensor, rank in bucket if rank is None]
+        for tensor, rank in bucket:
+            if rank is not None:
+                owned[rank].append(tensor)
+        sizes = {rank: elements(owned[rank]) for rank in sorted(owned)}
+        targets, common = [*owned.get(self.rank, []), *for_all], elements(for_all)
+        total, largest = sum(sizes.values()) + common, max(sizes.values(), default=0) + common
+        nbytes, itemsize = total * bucket[0][0].itemsize, bucket[0][0].itemsize
+        by_sum = goes_by_sum(self.size, nbytes, self.backend == "gloo")
+        if by_sum or goes_by_shares(self.size, largest * itemsize, nbytes):
+            flat = self._stage(flatten([t for rank in sizes for t in owned[rank]] + for_all))
+            runs, rest = runs_of(sizes), (total - common, total)
+            if not (by_sum or once):
+                return self._summed_by_shares(flat, runs, rest, targets)
+            whole, own = flat.to(wide(flat.dtype)), runs.get(self.rank, (0, 0))
+            return self._all_reduced(whole), lambda: scatter(
+                torch.cat([whole[slice(*own)], whole[slice(*rest)]]), targets
+            )
+        parts = [sizes.get(rank, 0) + common for rank in range(self.size)]
+        flat = flatten([t for rank in range(self.size) for t in (*owned.get(rank, ()), *for_all)])
+        shape = self.size, parts[self.rank]
+        rows, work = self._exchange(self._stage(flat), parts, [shape[1]] * self.size)
+        return work, lambda: scatter(sum_in_order(rows.view(shape)), targets)
+
+    def _summed_by_shares(
+        self, flat: Tensor, runs: Mapping[int, Run], rest: Run, targets: Sequence[Tensor]
+    ) -> tuple[Any, Callable[[], Any]]:
+        """Start to sum a message of a run for each of some ranks, and of a rest for all."""
+        ranks, total = range(self.size), len(flat)
+        start, stop = chunk(total, self.size, self.rank)
+        rows, work = self._exchange(
+            flat, overlaps(total, self.size, (0, total)), [stop - start] * self.size
+        )
+
+        def onward() -> tuple[Any, Callable[[], Any]]:
+            # As wide as they have been added: an owner's sums are not rounded on any way.
+            share = sum_in_order(rows.view(self.size, stop - start))
+
+            def inside(run: Run) -> Tensor:
+                first, last = max(run[0], start), min(run[1], stop)
+                return share[first - start : max(first, last) - start]
+
+            leaving = [[inside(runs.get(rank, (0, 0))), inside(rest)] for rank in ranks]
+            mine = overlaps(total, self.size, runs.get(self.rank, (0, 0)))
+            arriving = list(zip(mine, overlaps(total, self.size, rest), strict=True))
+            received, work = self._exchange(
+                flatten([part for both in leaving for part in both]),
+                [elements(both) for both in leaving],
+                [sum(both) for both in arriving],
+            )
+            pieces = received.split([n for both in arriving for n in both])
+            return work, lambda: scatter(torch.cat([*pieces[0::2], *pieces[1::2]]), targets)
+
+        return work, onward
 
     def _all_reduced(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         """Start to all-reduce a flat tensor in place; what goes in rounds is done on return."""
         if self.backend == "gloo" and goes_in_rounds(self.size, flat.nbytes):
-            add = torch.maximum if op == dist.ReduceOp.MAX else torch.add
-            self._reduce_in_rounds(flat, partial(add, flat, out=flat))
+            self._reduce_in_rounds(flat, torch.maximum if op == dist.ReduceOp.MAX else torch.add)
             return Finished()
         sent(flat.nbytes)
         return dist.all_reduce(flat, op, group=self.group, async_op=True)
 
-    def _reduce_in_rounds(self, flat: Tensor, add: Callable[[Tensor], Any]) -> None:
+    def _reduce_in_rounds(self, flat: Tensor, add: Callable[..., Tensor]) -> None:
         """All-reduce a flat tensor in place, to the same bits on every rank.
 
         Ranks beyond the greatest power of two give theirs to one of the others, and get the sum
         from it. All add in one tree, and a + b is b + a to the bit.
-
-        Args:
-            flat: The tensor.
-            add: Adds another one of its size to it.
         """
         other, core = torch.empty_like(flat), 2 ** (self.size.bit_length() - 1)
         if self.rank >= core:
@@ -312,53 +330,31 @@ class World:
         beyond = self.rank + core
         if beyond < self.size:
             self._receive(other, beyond)
-            add(other)
+            add(flat, other, out=flat)
         distance = 1
         while distance < core:
             going = self._send(flat, self.rank ^ distance)
             self._receive(other, self.rank ^ distance)
             going.wait()
-            add(other)
+            add(flat, other, out=flat)
             distance *= 2
         if beyond < self.size:
             self._send(flat, beyond).wait()
 
     def _send(self, flat: Tensor, rank: int) -> Any:
         """Start to send a flat tensor, which must stay as it is until that is waited for."""
-        assert self.group is not None
         sent(flat.nbytes)
-        to = dist.get_global_rank(self.group, rank)
-        return dist.isend(flat, to, group=self.group, tag=ROUNDS_TAG)
+        return dist.isend(flat, group=self.group, group_dst=rank, tag=ROUNDS_TAG)
 
     def _receive(self, flat: Tensor, rank: int) -> None:
-        assert self.group is not None
-        source = dist.get_global_rank(self.group, rank)
-        dist.recv(flat, source, group=self.group, tag=ROUNDS_TAG)
+        dist.recv(flat, group=self.group, group_src=rank, tag=ROUNDS_TAG)
 
-    def _sum_of_shares(self, flat: Tensor, shares: Shares) -> Started:
-        """Start to sum this rank's share of a flat tensor over the ranks."""
-        start, stop = shares.bounds(self.rank)
-        received, work = self._exchange(
-            flat, shares.overlaps(0, shares.total), [stop - start] * self.size
-        )
-        return work, partial(sum_in_order, received.view(self.size, stop - start), flat)
-
-    def _to_owners(self, segments: Segments, share: Tensor) -> Started:
-        """Start to send this rank's share of sums to those that want it, and to get one's own."""
-        leaving, (own, common) = segments.leaving(self.rank), segments.arriving(self.rank)
-        # As wide as they have been added: an owner's sums are not rounded on any way.
-        flat = torch.cat([share[part] for parts in leaving for part in parts] or [share[:0]])
-        received, work = self._exchange(
-            flat, sizes_of(leaving), [a + b for a, b in zip(own, common, strict=True)]
-        )
-        return work, partial(in_runs, received, own, common, flat)
+    # ------------------------------------------------------------------------------ deliveries
 
     def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Give every rank the value that each tensor has on its owner, in place, in buckets.
 
-        Args:
-            tensors: Values, with the same shapes and dtypes in the same order on every rank.
-            owners: The rank whose value each tensor gets.
+        Tensors have the same shapes and dtypes in the same order on every rank.
         """
         if self.size == 1:
             return
@@ -371,8 +367,8 @@ class World:
                 Delivery(
                     rank,
                     range(self.size),
-                    _elements(part),
-                    _flatten(part) if rank == self.rank else None,
+                    elements(part),
+                    flatten(part) if rank == self.rank else None,
                 )
                 for rank, part in sorted(parts.items(), key=itemgetter(0))
             ]
@@ -403,73 +399,58 @@ class World:
         for i, item in enumerate(items):
             if contents[i] is None and item.size == 0 and self.rank in item.destinations:
                 contents[i] = empty
-        moving = [i for i, item in enumerate(items) if item.size and item.leaves]
-        shared = self._for_all(items, moving, dtype.itemsize)
-        if shared:
-            flat = self._spread(items, shared, empty)
-            for i, piece in zip(shared, flat.split([items[i].size for i in shared]), strict=True):
+        moving = [
+            i
+            for i, item in enumerate(items)
+            if item.size and any(rank != item.source for rank in item.destinations)
+        ]
+        for_all = [i for i in moving if items[i].destinations == range(self.size)]
+        for_all.sort(key=lambda i: items[i].source)
+        sizes: dict[int, int] = {}
+        for i in for_all:
+            sizes[items[i].source] = sizes.get(items[i].source, 0) + items[i].size
+        largest, whole = (f(sizes.values() or [0]) * dtype.itemsize for f in (max, sum))
+        by_sum = goes_by_sum(self.size, whole, self.backend == "gloo")
+        if by_sum or goes_by_shares(self.size, largest, whole):
+            mine = [c.reshape(-1) for i in for_all if (c := contents[i]) is not None]
+            copy = self._copied_by_sum if by_sum else self._copied_by_shares
+            flat = copy(runs_of(sizes), torch.cat(mine) if mine else empty).to(device, dtype)
+            for i, piece in zip(for_all, flat.split([items[i].size for i in for_all]), strict=True):
                 contents[i] = piece
-            known = set(shared)
-            moving = [i for i in moving if i not in known]
+            moving = sorted(set(moving) - set(for_all))
         if moving:
             self._deliver(items, moving, contents, empty)
         return contents
 
-    def _for_all(
-        self, items: Sequence[Delivery], moving: Sequence[int], itemsize: int
-    ) -> list[int]:
-        """Those of the items that go to all ranks together, by source; none if all go directly."""
-        for_all = [i for i in moving if items[i].destinations == range(self.size)]
-        of_source: dict[int, int] = {}
-        for i in for_all:
-            source = items[i].source
-            of_source[source] = of_source.get(source, 0) + items[i].size * itemsize
-        largest, whole = max(of_source.values(), default=0), sum(of_source.values())
-        if not (self._goes_by_sum(whole) or goes_by_shares(self.size, largest, whole)):
-            return []
-        return sorted(for_all, key=lambda i: items[i].source)
-
-    def _added(self, items: Sequence[Delivery], which: Sequence[int], empty: Tensor) -> Tensor:
-        """Give all ranks some items in one flat tensor: the sum of them and of nothing."""
-        contents = [items[i].content for i in which]
-        parts = [
-            # -0.0 + x is x bit for bit; 0.0 + -0.0 would be 0.0.
-            empty.new_full((items[i].size,), -0.0) if content is None else content.reshape(-1)
-            for i, content in zip(which, contents, strict=True)
-        ]
-        flat = self._stage(torch.cat(parts))
+    def _copied_by_sum(self, runs: Mapping[int, Run], mine: Tensor) -> Tensor:
+        """The whole message of a run of each source, by adding nothing to each."""
+        # -0.0 + x is x bit for bit; 0.0 + -0.0 would be 0.0.
+        flat = mine.new_full((max(stop for _, stop in runs.values()),), -0.0)
+        flat[slice(*runs.get(self.rank, (0, 0)))] = mine
+        flat = self._stage(flat)
         self._all_reduced(flat).wait()
-        return flat.to(empty.device, empty.dtype)
+        return flat
 
-    def _spread(self, items: Sequence[Delivery], which: Sequence[int], empty: Tensor) -> Tensor:
-        """Give all ranks some items in one flat tensor: a share to each, and then all shares."""
-        if self._goes_by_sum(sum(items[i].size for i in which) * empty.itemsize):
-            return self._added(items, which, empty)
-        sizes: dict[int, int] = {}
-        for i in which:
-            sizes[items[i].source] = sizes.get(items[i].source, 0) + items[i].size
-        segments = Segments.of_sizes(sizes, 0, self.size)
-        shares = segments.shares
-        mine = [
-            content.reshape(-1)
-            for i in which
-            if items[i].source == self.rank and (content := items[i].content) is not None
-        ]
-        flat = self._stage(torch.cat(mine) if mine else empty)
-        start, stop = shares.bounds(self.rank)
+    def _copied_by_shares(self, runs: Mapping[int, Run], mine: Tensor) -> Tensor:
+        """The whole message of a run of each source: a share to each rank, and then all shares."""
+        flat, total = self._stage(mine), max(stop for _, stop in runs.values())
+        start, stop = chunk(total, self.size, self.rank)
         parts = [0] * self.size
-        for source, (first, last) in segments.of.items():
+        for source, (first, last) in runs.items():
             parts[source] = max(0, min(last, stop) - max(first, start))
-        share = flat.new_zeros(shares.size)
+        share = flat.new_zeros(-(-total // self.size))
         _, work = self._exchange(
-            flat, shares.overlaps(*segments.of.get(self.rank, (0, 0))), parts, share[: stop - start]
+            flat,
+            overlaps(total, self.size, runs.get(self.rank, (0, 0))),
+            parts,
+            share[: stop - start],
         )
         work.wait()
         sent(share.nbytes)
-        whole = flat.new_empty(shares.size * self.size)
+        whole = flat.new_empty(len(share) * self.size)
         new, old = "all_gather_single", "all_gather_into_tensor"  # its name before torch 2.13
         getattr(dist, new if hasattr(dist, new) else old)(whole, share, group=self.group)
-        return whole[: shares.total].to(empty.device, empty.dtype)
+        return whole[:total]
 
     def _deliver(
         self,
@@ -502,11 +483,7 @@ class World:
             contents[i] = piece
 
     def _exchange(
-        self,
-        flat: Tensor,
-        parts: list[int],
-        received: list[int],
-        buffer: Tensor | None = None,
+        self, flat: Tensor, parts: list[int], received: list[int], buffer: Tensor | None = None
     ) -> tuple[Tensor, dist.Work]:
         """Start to send ``parts`` elements to each rank, and to receive ``received`` from each."""
         sent(flat.nbytes)
@@ -524,31 +501,24 @@ class World:
         Args:
             parts: By rank, what goes there; all of one dtype, on one device.
             sizes: By rank, the number of elements that come from there.
-
-        Returns:
-            By rank, what has come from there.
         """
         if self.size == 1:
             return list(parts)
-        sizes = list(sizes)
-        flat = torch.cat(list(parts))
-        sent = self._stage(flat)
-        received, work = self._exchange(sent, [part.numel() for part in parts], sizes)
+        flat, sizes = torch.cat(list(parts)), list(sizes)
+        received, work = self._exchange(self._stage(flat), [len(part) for part in parts], sizes)
         work.wait()
         return list(received.to(flat.device, flat.dtype).split(sizes))
 
     @explained()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the first rank's values, in place, in buckets."""
-        if self.size == 1:
-            return
-        assert self.group is not None
-        source = dist.get_global_rank(self.group, 0)
-        for bucket in _buckets(tensors):
-            flat = self._stage(_flatten(bucket))
+        for bucket in _buckets(tensors) if self.size > 1 else ():
+            flat = self._stage(flatten(bucket))
             sent(flat.nbytes if self.rank == 0 else 0)
-            dist.broadcast(flat, source, group=self.group)
+            dist.broadcast(flat, group=self.group, group_src=0)
             scatter(flat, bucket)
+
+    # --------------------------------------------------------------------------------- answers
 
     def all_agree(self, mine: bool, device: torch.device) -> bool:
         """Whether ``mine`` is True on all ranks; a collective."""
@@ -581,19 +551,48 @@ class World:
         return all(most == ~of_least for most, of_least in greatest.tolist())
 
 
-def _parts(flat: Tensor, parts: Iterable[slice]) -> Tensor:
-    return torch.cat([flat[part] for part in parts])
+def deliver_parts(
+    world: World,
+    shapes: Mapping[Key, Shapes],
+    routes: Mapping[Key, tuple[int, Sequence[int]]],
+    mine: Mapping[Key, Parts],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> dict[Key, Parts]:
+    """Send tuples of tensors from their sources to their destinations, in one collective.
 
+    Args:
+        world: The processes that the ranks below belong to.
+        shapes: Shapes of the parts of each item; the same on every rank.
+        routes: The source and the destinations of each item, in one order on every rank.
+        mine: The items that this rank has. Items missing on their source arrive as zeros.
+        dtype: Dtype of all parts.
+        device: Device of all parts.
 
-def _elements(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
-
-
-def _flatten(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    Returns:
+        All items that this rank has or has received; received parts are views of the message.
+    """
+    items = []
+    for key, (source, destinations) in routes.items():
+        size, content = sum(map(math.prod, shapes[key])), None
+        if source == world.rank and any(rank != source for rank in destinations):
+            content = torch.zeros(size, dtype=dtype, device=device)
+            if key in mine:
+                content = flatten([part.to(dtype) for part in mine[key]])
+        items.append(Delivery(source, destinations, size, content))
+    received = world.all_to_all(items, dtype, device)
+    everything = dict(mine)
+    for key, item, flat in zip(routes, items, received, strict=True):
+        if flat is None or world.rank not in item.destinations:
+            continue
+        # What has gone by shares is in the message on its source, too: one of the two is enough.
+        twice = key in mine and item.content is not None and flat is not item.content
+        if item.source != world.rank or twice:
+            pieces = flat.split([math.prod(shape) for shape in shapes[key]])
+            everything[key] = tuple(p.view(s) for p, s in zip(pieces, shapes[key], strict=True))
+    return everything
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors in runs of one dtype and device."""
-    kind, nbytes = attrgetter("dtype", "device"), attrgetter("nbytes")
-    return in_buckets(tensors, kind, nbytes, BUCKET_BYTES)
+    return in_buckets(tensors, lambda t: (t.dtype, t.device), lambda t: t.nbytes, BUCKET_BYTES)

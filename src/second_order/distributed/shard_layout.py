@@ -9,17 +9,17 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from second_order.distributed.collectives import World
+from second_order.distributed.world import World
 from second_order.sharded import chunk, is_dtensor, local
 
-__all__ = ["Rows", "rows_of"]
+__all__ = ["ShardLayout", "layout_of"]
 
 Replica: TypeAlias = tuple[int, ...]
 """Ranks that together have every row once, in the order of rows."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class ShardLayout:
     """The rows of a tensor, its parts along the first dimension, by rank.
 
     Attributes:
@@ -51,15 +51,14 @@ class Rows:
         return self.replicas[rank][:1] == self.replicas[other][:1]
 
 
-def rows_of(tensor: Tensor, world: World) -> Rows:
+def layout_of(tensor: Tensor, world: World) -> ShardLayout:
     """The rows of a parameter that is whole on every rank, or that FSDP2 has sharded.
 
-    Rows go to the ranks of a mesh as ``torch.chunk`` cuts them: ⌈n / ranks⌉ to each, the last ranks
-    may have fewer or none. Other dimensions of the mesh have copies.
+    Rows go to the ranks of a mesh as ``torch.chunk`` cuts them. Other dimensions of the mesh have
+    copies.
 
     Args:
-        tensor: A tensor of at least one dimension; a DTensor with one ``Shard(0)``, otherwise
-            ``Replicate``.
+        tensor: A plain tensor, or a DTensor with one ``Shard(0)``, otherwise ``Replicate``.
         world: The ranks, all of them in the DTensor's mesh.
 
     Raises:
@@ -69,21 +68,21 @@ def rows_of(tensor: Tensor, world: World) -> Rows:
     total, width = shape[0], shape[1:].numel()
     if not is_dtensor(tensor):
         alone = tuple((rank,) for rank in range(world.size))
-        return Rows(total, width, *_by_rank(alone, world.size))
+        return ShardLayout(total, width, *_by_rank(alone, world.size))
     dtensor = cast(Any, tensor)
     (sharding,) = (i for i, place in enumerate(dtensor.placements) if place.is_shard())
     mesh = dtensor.device_mesh.mesh.movedim(sharding, -1)
     here = {rank: i for i, rank in enumerate(world.global_ranks)}
     replicas = mesh.reshape(-1, mesh.shape[-1]).tolist()
     within = tuple(tuple(here[rank] for rank in replica) for replica in replicas)
-    rows = Rows(total, width, *_by_rank(within, world.size))
-    start, stop = rows.bounds(world.rank)
+    layout = ShardLayout(total, width, *_by_rank(within, world.size))
+    start, stop = layout.bounds(world.rank)
     if local(tensor).shape[0] != stop - start:
         raise TypeError(
             f"a parameter of shape {tuple(tensor.shape)} has {local(tensor).shape[0]} rows on rank "
             f"{world.rank}, where torch.chunk would leave {stop - start}; shard it by fully_shard"
         )
-    return rows
+    return layout
 
 
 @lru_cache(maxsize=8)
