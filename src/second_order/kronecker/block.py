@@ -44,14 +44,14 @@ LOOK_EVERY = 100
 
 @dataclass
 class LayerState:
-    """The history of a layer's statistics and refreshes; only its block writes it."""
+    """The history of a layer's statistics and refreshes."""
 
     solved: bool = False  # the layer's gradient workers, whichever ranks, hold an inverse
     silent: bool = False  # the last refresh found that no statistic had ever arrived
     asked: bool = False  # statistics have been due since the block was made
     heard: bool = False  # a pair has been captured, be it one without an example
     failures: int = 0  # refreshes in a row that gave no sound decomposition
-    complaint: str = ""  # the error of the last of these, if there was one
+    complaint: str = ""  # an error on this process, which makes the coming refresh fail
     unexplained: float = 0.0  # share of the gradient, if too much for the pairs to be used
     unlooked: int = LOOK_EVERY  # steps with statistics since the two were compared
     work: int = 0  # operations of the passes in the last step with statistics, on this process
@@ -70,7 +70,7 @@ class KroneckerBlock:
         held: Whether A and G are kept on this process.
         staged: Statistics since the last step.
         inverse: The damped inverse, on the layer's gradient workers once it is solved.
-        state: The history of statistics and refreshes; read-only for others.
+        state: The history of statistics and refreshes.
     """
 
     def __init__(
@@ -364,22 +364,6 @@ class KroneckerBlock:
         """Note that statistics are due: make the averages, so that a layer without any is found."""
         self.ensure_factors()
         self.state.asked = True
-
-    def hear(self) -> None:
-        """Note that a pair has been captured."""
-        self.state.heard = True
-
-    def find_silent(self, silent: bool) -> None:
-        """Note whether a refresh has found that no statistic has ever arrived."""
-        self.state.silent = silent
-
-    def complain(self, why: str) -> None:
-        """Keep the text of an error on this process, which makes the coming refresh fail."""
-        self.state.complaint = why
-
-    def fail(self) -> None:
-        """Count a failed refresh; an inverse of an earlier one is kept."""
-        self.state.failures += 1
 
     def install(self, inverse: Inverse | None, dtype: torch.dtype | None = None) -> None:
         """Mark the layer as solved, by an inverse if this rank is a gradient worker.

@@ -142,7 +142,7 @@ class StatisticsCollector:
                 inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
                 block.staged.work += 6 * d.numel() * inputs
                 block.state.work = block.staged.work
-                block.hear()
+                block.state.heard = True
                 self.heard(block)
 
     def _statistics(
