@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
-from second_order.kronecker.examples import LiveRows
+from second_order.kronecker.layers import LiveRows
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

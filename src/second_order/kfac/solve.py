@@ -299,7 +299,7 @@ class Solves:
     def _tell_of_error(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
         for block in blocks:
             self.under_way[block].verdict = Verdict.FAILED
-            block.complain(f" ({type(error).__name__}: {error})")
+            block.state.complaint = f" ({type(error).__name__}: {error})"
 
     def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
         """Describe a factor to decompose on a device, with its damping and guess."""
@@ -448,7 +448,7 @@ class Solves:
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
         """Treat a layer that was not solved; returns its name if it has failed too often."""
         training = self.training
-        block.find_silent(verdict in (Verdict.SILENT, Verdict.UNEXPLAINED))
+        block.state.silent = verdict in (Verdict.SILENT, Verdict.UNEXPLAINED)
         if verdict is Verdict.UNEXPLAINED:
             self.layers.unexplained_elsewhere(block)
             had = block.solved
@@ -467,7 +467,7 @@ class Solves:
         elif verdict is not Verdict.FAILED:
             block.drop_inverse()
         else:
-            block.fail()
+            block.state.failures += 1
             self.failed += 1
             if training.first_time(f"failed:{block.name}"):
                 kept = "its last inverse is kept"
