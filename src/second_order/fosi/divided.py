@@ -20,7 +20,6 @@ from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.averaging import PendingAverage
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.mailbox import Mailbox, await_goodbyes, open_store
 from second_order.distributed.roles import (
     Role,
@@ -35,7 +34,7 @@ from second_order.fosi.eigenpairs import Closures, publish
 from second_order.fosi.metrics import epoch_metrics
 from second_order.fosi.options import EpochOptions, check_differences, check_shards
 from second_order.fosi.worker_epochs import UNSOUND, Epochs
-from second_order.sharded import is_dtensor
+from second_order.sharded import is_dtensor, is_sharded_checkpoint
 
 __all__ = ["Alone", "Divided", "Helper", "Worker", "divided_curvature"]
 
