@@ -2385,7 +2385,7 @@ MUTANTS = [
     ),
     _mutant(
         "a curvature object of another covariance",
-        "kronecker/layer_curvature.py",
+        "kronecker/model_curvature.py",
         "normal * (like + damping).rsqrt()",
         "normal / (like + damping)",
         "model_curvature::samples_have_the_inverse_as_covariance",

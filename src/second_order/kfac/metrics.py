@@ -24,8 +24,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.layer_curvature import LayerCurvature
-from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
 from second_order.kronecker.solvers import condition_estimate
 from second_order.stages import ELSEWHERE
 
