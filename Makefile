@@ -12,9 +12,10 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests are compiled once, and not by each of the processes that they start.
 unexport PYTHONDONTWRITEBYTECODE
+BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo pipelined exchange-dtype systems progress language-model tasks sensitivity defaults batch-scaling widths settings progress-distributed final-updates final-updates-timed fosi-gain bounded hidden asynchronous curvature bench against compiled rivals budget refresh-budget warm-starts trace-refresh grids structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo systems progress language-model tasks sensitivity defaults batch-scaling widths fosi-gain bounded bench against compiled rivals structure faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -35,118 +36,62 @@ systems: venv ## train on digits with SGD, Adam and every optimizer, two process
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/systems.py $(ARGS)
 
 progress: venv ## steps and seconds to a target, SGD, Adam and KAISA, five seeds: some minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/progress.py \
-		--output benchmarks/results/progress.json $(ARGS)
+	$(BENCH)/progress/progress.py \
+		--json benchmarks/results/progress.json $(ARGS)
 
 language-model: venv ## a small transformer: AdamW, Muon, SOAP, SGD and KAISA, tuned: most of an hour
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/language.py \
+	$(BENCH)/progress/language.py \
 		--json benchmarks/results/language.json $(ARGS)
-	$(BIN)/python benchmarks/progress/plot_language.py benchmarks/results/language.json --out docs/figures/language.png
+	$(BENCH)/progress/plot_language.py benchmarks/results/language.json --out docs/figures/language.png
 
 tasks: venv ## seven tasks that chose no default: tuned rivals, KAISA with nothing set: half an hour
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/tuned_rivals.py \
+	$(BENCH)/progress/tuned_rivals.py \
 		--json benchmarks/results/tasks.json $(ARGS)
 
 sensitivity: venv ## how often KAISA ends above its base, by learning rate and warm-up: minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/sensitivity.py \
+	$(BENCH)/progress/sensitivity.py \
 		--json benchmarks/results/sensitivity.json $(ARGS)
 
 defaults: venv ## every candidate for a default on six tasks: most of an hour
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/defaults.py \
+	$(BENCH)/progress/defaults.py \
 		--json benchmarks/results/defaults.json $(ARGS)
 
 batch-scaling: venv ## steps to a loss with batches of 32 to all of the data: some minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/batch_scaling.py \
+	$(BENCH)/progress/batch_scaling.py \
 		--json benchmarks/results/batch_scaling.json $(ARGS)
 
 widths: venv ## best learning rate and damping of models of width 64 to 512: half an hour
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/widths.py \
+	$(BENCH)/progress/widths.py \
 		--json benchmarks/results/widths.json $(ARGS)
 
-settings: venv ## what the options do: intervals, clip and batch, dampings, labels: some minutes
-	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/settings.py \
-		--json benchmarks/results/settings.json $(ARGS)
-
-progress-distributed: venv ## steps to a target, DPKFAC beside KAISA on two processes: a few minutes
-	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) \
-		benchmarks/progress/progress_distributed.py \
-		--output benchmarks/results/progress_distributed.json $(ARGS)
-
-final-updates: venv ## the three final updates of MRDHO2 beside the base alone: some minutes
-	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
-		benchmarks/progress/final_updates.py --output benchmarks/results/final_updates.json $(ARGS)
-
 fosi-gain: venv ## what DHO2 gains over a tuned Adam, where it may and where not: some minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/fosi_gain.py \
+	$(BENCH)/progress/fosi_gain.py \
 		--json benchmarks/results/fosi_gain.json $(ARGS)
 
-final-updates-timed: venv ## MRDHO2 beside the base alone at equal time: some minutes
-	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
-		benchmarks/progress/final_updates_timed.py --output benchmarks/results/final_updates.json $(ARGS)
-
 bounded: venv ## fifty trainings with full Newton steps, with a trust region and without: minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/bounded.py \
+	$(BENCH)/progress/bounded.py \
 		--json benchmarks/results/bounded.json $(ARGS)
 
-hidden: venv ## a worker's step while an accelerator computes, beside SGD alone: many minutes
-	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
-		benchmarks/speed/hidden.py --json benchmarks/results/hidden.json $(ARGS)
-
-asynchronous: venv ## what DistKFAC's threads and stats workers buy, beside what was asked: most of an hour
-	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/asynchronous.py \
-		--json benchmarks/results/asynchronous.json $(ARGS)
-
-curvature: venv ## what Lanczos and DHO2 cost and buy, beside what was asked: many minutes
-	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/progress/curvature.py \
-		--json benchmarks/results/curvature.json $(ARGS)
-
 bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: most of an hour
-	$(BIN)/python benchmarks/speed/speed.py --json benchmarks/results/speed.json $(ARGS)
-	$(BIN)/python benchmarks/speed/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
+	$(BENCH)/speed/speed.py --json benchmarks/results/speed.json $(ARGS)
+	$(BENCH)/speed/plot_speed.py benchmarks/results/speed.json --out docs/figures/speed.png
 
 against: venv ## step times against those of another commit, whose src ARGS names: some minutes
-	$(BIN)/python benchmarks/speed/against.py --json benchmarks/results/against.json $(ARGS)
+	$(BENCH)/speed/against.py --json benchmarks/results/against.json $(ARGS)
 
 compiled: venv ## what hooks cost a compiled model, with statistics and without: some minutes
-	$(BIN)/python benchmarks/speed/compiled.py --json benchmarks/results/compiled.json $(ARGS)
+	$(BENCH)/speed/compiled.py --json benchmarks/results/compiled.json $(ARGS)
 
 rivals: venv ## eigenvalues, trace, diagonal and density beside curvlinops, which it asks for: seconds
-	PYTHONPATH=examples $(BIN)/python benchmarks/speed/curvature_rivals.py \
+	$(BENCH)/speed/curvature_rivals.py \
 		--json benchmarks/results/curvature_rivals.json $(ARGS)
 
-budget: venv ## what intervals by budget cost, beside the overhead that was asked for: some minutes
-	$(BIN)/python benchmarks/speed/budget.py --json benchmarks/results/budget.json $(ARGS)
-
-pipelined: venv ## KAISA's statistics in the backward pass over slowed networks: some minutes
-	$(BIN)/torchrun --standalone --nproc-per-node=2 benchmarks/speed/pipelined.py \
-		--json benchmarks/results/pipelined.json $(ARGS)
-
-exchange-dtype: venv ## what bfloat16 between processes saves, and its error: a minute
-	PYTHONPATH=examples $(BIN)/torchrun --standalone --nproc-per-node=2 \
-		benchmarks/speed/exchange_dtype.py --json benchmarks/results/exchange_dtype.json $(ARGS)
-
-warm-starts: venv ## how good eigenpairs are after few products, by where a refresh starts from: a minute
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/warm_starts.py $(ARGS)
-
-trace-refresh: venv ## what refreshes by trace spare, and what that costs in steps: a few minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/trace_refresh.py \
-		--json benchmarks/results/trace_refresh.json $(ARGS)
-
-grids: venv ## the papers' grids in miniature, all or those that ARGS names: some ten minutes
-	PYTHONPATH=examples $(BIN)/python benchmarks/progress/grids.py \
-		--json benchmarks/results/grids.json $(ARGS)
-	$(BIN)/python benchmarks/progress/plot_grids.py benchmarks/results/grids.json --out docs/figures/grids.png
-
-refresh-budget: venv ## what DHO2's refreshes by budget take, beside the overhead asked for: minutes
-	PYTHONPATH=examples:benchmarks/speed $(BIN)/python benchmarks/speed/refresh_budget.py \
-		--json benchmarks/results/refresh_budget.json $(ARGS)
-
 structure: venv ## files, functions and lines that a step of each system takes a reader through
-	$(BIN)/python benchmarks/reading/structure.py --json benchmarks/results/structure.json $(ARGS)
+	$(BENCH)/reading/structure.py --json benchmarks/results/structure.json $(ARGS)
 
 many-ranks: venv ## one rank of 64, 1,024 and 4,096: its messages, memory and time, simulated: many minutes
-	$(BIN)/python benchmarks/speed/many_ranks.py --json benchmarks/results/many_ranks.json $(ARGS)
-	$(BIN)/python benchmarks/speed/many_ranks.py --resnet --first --ranks 64 4096 \
+	$(BENCH)/speed/many_ranks.py --json benchmarks/results/many_ranks.json $(ARGS)
+	$(BENCH)/speed/many_ranks.py --resnet --first --ranks 64 4096 \
 		--systems "KAISA MEM-OPT" DPKFAC --json benchmarks/results/many_ranks.json
 
 faults: venv ## hundreds of faults in small trainings, and what becomes of each: many minutes

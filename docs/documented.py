@@ -13,6 +13,8 @@ from typing import Any
 
 import griffe
 
+ANNOTATED = {"params_or_model": "ParamsT | nn.Module"}  # where the signature has nothing
+
 
 class Documented(griffe.Extension):
     """Give classes with the decorator `signed` their real docstrings and signatures."""
@@ -30,7 +32,9 @@ class Documented(griffe.Extension):
             *(
                 griffe.Parameter(
                     p.name,
-                    annotation=None if p.annotation is p.empty else named(p.annotation),
+                    annotation=(
+                        ANNOTATED.get(p.name) if p.annotation is p.empty else named(p.annotation)
+                    ),
                     kind=griffe.ParameterKind(p.kind.description),
                     default=None if p.default is p.empty else named(p.default),
                 )

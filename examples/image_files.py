@@ -1,24 +1,17 @@
-"""Images from disk, without torchvision: CIFAR-10's binary files, and folders of one class each.
+"""CIFAR-10's binary files without torchvision: a ``Dataset`` of (image, label).
 
-Both are ``torch.utils.data.Dataset``s of (image, label), the image a normalised float32 tensor of
-shape (3, height, width), ready for a ``DataLoader``. With ``train=True`` they augment; the
-randomness is torch's, so that ``torch.manual_seed`` fixes it and DataLoader workers differ.
+Images are normalised float32 tensors of shape (3, 32, 32). With ``train=True`` they are augmented;
+the randomness is torch's, so that ``torch.manual_seed`` fixes it.
 """
 
-import math
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset
 
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_DEVIATION = (0.2470, 0.2435, 0.2616)
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_DEVIATION = (0.229, 0.224, 0.225)
-
-SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".webp"})
 
 
 def normalise(image: Tensor, mean: tuple[float, ...], deviation: tuple[float, ...]) -> Tensor:
@@ -91,78 +84,3 @@ class Cifar10(Dataset[tuple[Tensor, int]]):
         if self.train:
             image = random_flip(random_crop(image, padding=4))
         return normalise(image, CIFAR10_MEAN, CIFAR10_DEVIATION), int(self.labels[index])
-
-
-class ImageFolders(Dataset[tuple[Tensor, int]]):
-    """A folder for each class, as ImageNet is usually laid out; images are read when asked for.
-
-    Classes are numbered by their folders' names in sorted order (``classes``). Images may lie in
-    folders further down.
-
-    Args:
-        root: the folder of the classes' folders.
-        train: a random crop of 8 % to 100 % of the area, stretched to the size, with random flips;
-            else the shorter side is scaled to ``size`` × 256/224 and the middle is cut out.
-        size: height and width of what comes out, in pixels.
-
-    Raises:
-        FileNotFoundError: there is no folder in root, or a class without an image.
-    """
-
-    def __init__(self, root: str | Path, *, train: bool, size: int = 224) -> None:
-        root = Path(root)
-        folders = sorted(path for path in root.glob("*") if path.is_dir())
-        if not folders:
-            raise FileNotFoundError(f"{root} has no folders; each class needs one of its own")
-        self.train = train
-        self.size = size
-        self.classes = [folder.name for folder in folders]
-        self.samples: list[tuple[Path, int]] = []
-        for label, folder in enumerate(folders):
-            paths = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
-            if not paths:
-                raise FileNotFoundError(
-                    f"{folder} has no images; the endings known are {', '.join(sorted(SUFFIXES))}"
-                )
-            self.samples += [(path, label) for path in paths]
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        path, label = self.samples[index]
-        with Image.open(path) as file:
-            image = file.convert("RGB")
-        box = random_box(*image.size) if self.train else middle_box(*image.size)
-        image = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
-        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-        pixels = pixels.reshape(self.size, self.size, 3).permute(2, 0, 1)
-        if self.train:
-            pixels = random_flip(pixels)
-        return normalise(pixels, IMAGENET_MEAN, IMAGENET_DEVIATION), label
-
-
-Box = tuple[float, float, float, float]  # left, top, right, bottom
-
-
-def middle_box(width: int, height: int) -> Box:
-    """The square in the middle, 224/256 of the shorter side."""
-    side = min(width, height) * 224 / 256
-    left, top = (width - side) / 2, (height - side) / 2
-    return left, top, left + side, top + side
-
-
-def random_box(width: int, height: int) -> Box:
-    """A box of 8 % to 100 % of the area and an aspect of 3:4 to 4:3, where one fits.
-
-    After ten tries that do not fit, the middle one.
-    """
-    for _ in range(10):
-        share, aspect, across, down = torch.rand(4).tolist()
-        area = width * height * (0.08 + 0.92 * share)
-        ratio = math.exp(math.log(4 / 3) * (2 * aspect - 1))
-        box_width, box_height = math.sqrt(area * ratio), math.sqrt(area / ratio)
-        if box_width <= width and box_height <= height:
-            left, top = across * (width - box_width), down * (height - box_height)
-            return left, top, left + box_width, top + box_height
-    return middle_box(width, height)

@@ -57,10 +57,10 @@ This page is written by the tests: `make compatibility` runs those that have a m
 and another test fails if it is not what the marks say. *works*: a test trains there with parameters
 equal to those of the usual loop, to the precision of the arithmetic, and different from those of
 the base alone. *refused*: an error says so, and what to do instead. *not tried*: no test has a
-mark.
+mark. The tests are those marked `works` and `refused` under `tests/`, by the names of the rows.
 
-MRDHO2 on one process has nobody to help it, and is [DHO2](dho2.md) there. [In
-frameworks](frameworks.md) has the lines to write.
+MRDHO2 on one process has nobody to help it, and is [DHO2](dho2.md) there. [In your
+stack](stacks.md) has the lines to write.
 
 """
 
@@ -122,31 +122,24 @@ def page(cells: Iterable[Cell]) -> str:
         f"| | {' | '.join(OPTIMIZERS)} |",
         "|---" * (len(OPTIMIZERS) + 1) + "|",
     ]
-    for stack in STACKS:
-        outcomes = [_outcome(table[stack][optimizer]) for optimizer in OPTIMIZERS]
-        lines.append(f"| {stack} | {' | '.join(outcomes)} |")
-    lines += ["", "## By which tests", "", "| | | optimizers | test |", "|---|---|---|---|"]
     for stack, what in STACKS.items():
-        lines += _rows(stack, what, [c for o in OPTIMIZERS for c in table[stack][o]])
+        outcomes = [_outcome(table[stack][optimizer]) for optimizer in OPTIMIZERS]
+        lines.append(f"| {stack}: {what} | {' | '.join(outcomes)} |")
+    lines += ["", "## What a refusal says", ""]
+    for stack in STACKS:
+        said: dict[str, dict[str, None]] = defaultdict(dict)
+        for optimizer in OPTIMIZERS:
+            for cell in table[stack][optimizer]:
+                said[cell.message][optimizer] = None
+        for message in sorted(said.keys() - {""}):
+            named = "all" if len(said[message]) == len(OPTIMIZERS) else ", ".join(said[message])
+            lines.append(f'- {stack} ({named}): "{message}"')
     return HEAD + "\n".join(lines) + "\n"
 
 
 def _outcome(cells: list[Cell]) -> str:
     found = sorted({cell.outcome for cell in cells}, reverse=True)
     return ", ".join(found) or "not tried"
-
-
-def _rows(stack: str, what: str, cells: list[Cell]) -> Iterable[str]:
-    """A row for each test, with the optimizers that it is about."""
-    first = f"{stack}: {what}"
-    by_test: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for cell in cells:
-        by_test[cell.outcome, cell.test, cell.message].append(cell.optimizer)
-    for (outcome, test, message), optimizers in sorted(by_test.items(), reverse=True):
-        named = "all" if len(optimizers) == len(OPTIMIZERS) else ", ".join(optimizers)
-        told = f': "{message}"' if message else ""
-        yield f"| {first} | {outcome}{told} | {named} | `{test}` |"
-        first = ""
 
 
 def marked() -> list[str]:

@@ -891,8 +891,8 @@ MUTANTS = [
     ),
     _mutant(
         "statistics that leave in the passes as sums",
-        "kfac/pipelined.py",
-        "layers.take_in(layers.whole_steps(sums, world.size), decay)",
+        "kfac/curvature.py",
+        "layers.take_in(layers.whole_steps(sums, world.size, more), decay)",
         "layers.take_in(sums, decay)",
         "loss_reduction::unequal_shares_however_statistics_travel",
     ),
@@ -1274,7 +1274,7 @@ MUTANTS = [
     _mutant(
         "statistics to the first worker, whoever owns the layer",
         "kfac/stats_workers.py",
-        "parts[owner][block.name] = sums[block]",
+        'parts[layer.solver("A")][block.name] = sums[block]',
         "parts[0][block.name] = sums[block]",
         "distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got",
     ),
@@ -1394,8 +1394,8 @@ MUTANTS = [
     _mutant(
         "the step count is not loaded",
         "optimizers/base.py",
-        "base, _, saved, training.steps, absent = found[0]",
-        "base, _, saved, _, absent = found[0]",
+        "training.steps, training.collected, self._consistency.loaded = steps, None, True",
+        "training.collected, self._consistency.loaded = None, True",
         "contract_state::checkpoint_gives_the_number_of_the_step",
         "contract_state::a_checkpoint_continues_the_same_trajectory",
     ),
@@ -1459,14 +1459,14 @@ MUTANTS = [
     # Vectors of all parameters.
     _mutant(
         "the scheduler does not reach a base in pieces",
-        "fosi/sharded_base.py",
+        "fosi/pieces.py",
         'own.update({key: value for key, value in group.items() if key != "params"})',
         "pass",
         "dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is",
     ),
     _mutant(
         "pieces of parameters that are not contiguous",
-        "fosi/sharded_base.py",
+        "fosi/pieces.py",
         "stand_in.copy_(current)",
         "pass",
         "dho2_processes::channels_last_changes_nothing_on_many_processes",
@@ -1487,7 +1487,7 @@ MUTANTS = [
     ),
     _mutant(
         "the base's step count is cut to a piece",
-        "fosi/sharded_base.py",
+        "fosi/pieces.py",
         'value.shape == piece.param.shape and key != "step"',
         "value.shape == piece.param.shape",
         "dho2_state::the_count_of_a_base_is_not_cut_to_a_piece",
@@ -1503,8 +1503,8 @@ MUTANTS = [
     _mutant(
         "parameters without a gradient move",
         "fosi/pieces.py",
-        "if room is not None and all(p.grad is not None for p in self.whole):",
-        "if room is not None:",
+        "[None if p.grad is None else p for p in self._params]",
+        "self._params",
         "dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind",
     ),
     # DHO2.
@@ -1672,42 +1672,42 @@ MUTANTS = [
     ),
     _mutant(
         "gradients go to the sum of another point",
-        "fosi/worker_epochs.py",
+        "fosi/epochs.py",
         "        self.start = self.total = None\n        self._parts = []",
         "        self.start = self.total = None",
         "mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back",
     ),
     _mutant(
         "pairs under way belong to the point of a checkpoint",
-        "fosi/worker_epochs.py",
-        "self.number, self.step, self._asked = number, step, -1",
-        "self.number, self.step = number, step",
+        "fosi/epochs.py",
+        "self.fresh, self._asked = None, -1",
+        "self.fresh = None",
         "mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back",
     ),
     _mutant(
         "waits for a verdict are not reported",
-        "fosi/worker_epochs.py",
+        "fosi/epochs.py",
         "        waited += time.monotonic() - begun\n",
         "",
         "mrdho2_use::a_worker_reports_how_long_it_has_waited_for_a_verdict",
     ),
     _mutant(
         "an update where the loss falls at all",
-        "fosi/worker_epochs.py",
+        "fosi/epochs.py",
         "after <= before - LEAST_FALL * abs(before)",
         "after <= before",
         "mrdho2::the_guard_asks_for_half_the_loss",
     ),
     _mutant(
         "an additive update of all the epoch's gradients",
-        "fosi/worker_epochs.py",
+        "fosi/epochs.py",
         "if self.total is None or (adds and self.step < last):",
         "if self.total is None:",
         "mrdho2::the_additive_update_takes_the_last_gradients",
     ),
     _mutant(
         "a final update without the way back to c",
-        "fosi/worker_epochs.py",
+        "fosi/epochs.py",
         "None if adds else before - self.start,",
         "None,",
         "mrdho2::equation_17_on_a_quadratic_is_its_closed_form",
@@ -1757,7 +1757,7 @@ MUTANTS = [
     ),
     _mutant(
         "pairs of two epochs ago",
-        "fosi/divided.py",
+        "fosi/epochs.py",
         "            self.pairs.drop()  # those before are two epochs old by now\n",
         "            pass\n",
         "mrdho2_within::pairs_that_are_not_finite_leave_the_next_epoch_to_the_base",
@@ -1772,7 +1772,7 @@ MUTANTS = [
     ),
     _mutant(
         "eigenvectors of the accelerators in another order",
-        "fosi/worker_epochs.py",
+        "fosi/epochs.py",
         "for tensors, _ in found], -1)",
         "for tensors, _ in found[::-1]], -1)",
         "mrdho2::final_updates_of_a_network_are_those_of_dense_hessians",
@@ -1821,14 +1821,14 @@ MUTANTS = [
     ),
     _mutant(
         "no warm-up with accelerators",
-        "fosi/worker_epochs.py",
+        "fosi/epochs.py",
         "        if not self.helped or self._warming_up:\n",
         "        if not self.helped:\n",
         "mrdho2_within::the_base_alone_warms_up_for_the_paper_too",
     ),
     _mutant(
         "a checkpoint without the pairs in use",
-        "fosi/divided.py",
+        "fosi/epochs.py",
         "return self.options.within and self.epochs.helped",
         "return False",
         "mrdho2_within::a_checkpoint_continues_with_the_pairs_in_use",
@@ -2083,7 +2083,7 @@ MUTANTS = [
     _mutant(
         "two bases: other weights went to each",
         "contract/checkpoint.py",
-        "if two and mark not in (None, group[REST]):",
+        "if any(mark not in (None, mine) for mark, mine in zip(marks, ours, strict=True)):",
         "if False:",
         "two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed",
     ),
@@ -2248,7 +2248,7 @@ MUTANTS = [
     _mutant(
         "a budget that is measured for ever",
         "budget.py",
-        "            self._watch.stop()\n            self._watch = None\n",
+        "            self._watch = self._training.meter.watch = None\n",
         "",
         "budget::nobody_looks_at_a_clock_without_auto_or_afterwards",
     ),
@@ -2271,8 +2271,8 @@ MUTANTS = [
     _mutant(
         "a bound for one rank's part of the batch",
         "kfac/precondition.py",
-        'ranks = self._training.world.size if self._counted == "one" else 1',
-        "ranks = 1",
+        '(self._training.world.size if self._counted == "one" else 1)',
+        "1",
         "defaults::the_batch_is_that_of_all_ranks",
     ),
     _mutant(
@@ -2543,8 +2543,8 @@ MUTANTS = [
     _mutant(
         "the room of packed parameters that is not written back",
         "fosi/pieces.py",
-        "            torch._foreach_copy_(tensors, self._views)",
-        "            pass",
+        "                torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
+        "                pass",
         "dho2::steps_are_those_of_dense_algebra",
     ),
     _mutant(
@@ -2900,7 +2900,7 @@ MUTANTS = [
     ),
     _mutant(
         "stand-ins that keep their dtype when the model is cast",
-        "fosi/sharded_base.py",
+        "fosi/pieces.py",
         "if stand_in.dtype != current.dtype:",
         "if False:",
         "found::a_model_that_is_cast_goes_on_in_rows",
@@ -2944,7 +2944,7 @@ MUTANTS = [
     _mutant(
         "a device waited for at every step",
         "kfac/curvature.py",
-        "if due and cadence.judges_cost:  # what the passes have queued",
+        "if due and self.training.steps < JUDGED:  # what the passes have queued",
         "if True:  # what the passes have queued",
         "budget::a_device_is_waited_for_where_a_refresh_is_due_alone",
     ),
@@ -2982,20 +2982,20 @@ MUTANTS = [
         "kronecker/block.py",
         "self._before = self._preconditioned_before(dtype)",
         "self._before = inverse",
-        "drift::products_are_exact_before_they_are_sent",
+        "drift::cosine_and_length_are_those_of_dense_preconditioning",
     ),
     _mutant(
         "each rank's own changes",
         "kfac/feedback.py",
-        "changes = [c if b in mine else None for",
-        "changes = [c for",
+        "changes.append(change if mine else None)",
+        "changes.append(change)",
         "drift::cosine_and_length_are_those_of_dense_preconditioning",
     ),
     _mutant(
         "work as often as ranks watch a layer",
         "kfac/feedback.py",
-        "block.state.work for block in told",
-        "block.state.work for block in blocks",
+        "                if mine:\n                    work",
+        "                if True:\n                    work",
         "drift::work_is_that_of_one_ranks_passes",
     ),
     _mutant(
@@ -3058,8 +3058,8 @@ MUTANTS = [
     _mutant(
         "a clip that lowering lr does not lower",
         "kfac/precondition.py",
-        "rates = [*map(_raised, rates)] if by_batch else rates",
-        "pass",
+        "elif by_batch and rate < USUAL_LR:",
+        "elif False:",
         "step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root",
     ),
     _mutant(

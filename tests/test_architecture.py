@@ -317,7 +317,7 @@ def _is_rank(node: ast.expr) -> bool:
     return getattr(node, "id", getattr(node, "attr", "")) in ("rank", "_rank")
 
 
-HELPERS = {"kfac.stats_workers", "fosi.accelerator", "fosi.worker_epochs", "fosi.divided"}
+HELPERS = {"kfac.stats_workers", "fosi.accelerator", "fosi.epochs"}
 
 
 @each_file

@@ -16,10 +16,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from tasks import Job, Run, run_all, steps_to, store_runs
+import reporting
+from tasks import Job, Run, run_all, steps_to
 
 BATCHES = (32, 128, 512, 1437)
 TARGET = 0.05
@@ -80,11 +78,7 @@ def main() -> None:
         for seed in REPORTED
     ]
     runs = run_all(jobs, arguments.processes)
-    table = Table(title=f"digits MLP, median steps to a training loss of {TARGET}")
-    table.add_column("batch")
-    for batch in BATCHES:
-        table.add_column(f"{batch:,}", justify="right")
-    stored = []
+    rows, stored = [], []
     each = len(REPORTED)
     for start, row in zip(range(0, len(runs), each * len(BATCHES)), ROWS, strict=True):
         shown = []
@@ -93,11 +87,10 @@ def main() -> None:
             steps = median(of)
             shown.append(f"{steps:.0f}" if math.isfinite(steps) else "not in 150")
             stored += [{"row": row, "batch": batch, **asdict(run)} for run in of]
-        table.add_row(row, *shown)
-    Console(width=100).print(table)
-    if arguments.json:
-        tuned = [asdict(run) for run in tuning]
-        store_runs(arguments.json, "one thread a run", runs=stored, tuning=tuned)
+        rows.append([row, *shown])
+    title = f"digits MLP, median steps to a training loss of {TARGET}"
+    reporting.show(reporting.table(title, ["batch", *map(str, BATCHES)], rows))
+    reporting.store(arguments.json, None, runs=stored, tuning=[asdict(run) for run in tuning])
 
 
 if __name__ == "__main__":

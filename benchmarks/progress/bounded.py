@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
+import reporting
 from fosi_gain import goal
 from second_order import DHO2
-from tasks import store_runs
 
 HEADS = product(("linear head", "two-layer head"), (5, 20, 50, 100), (0.5, 1.0), (0, 1))
 PINNS = product(("PINN",), (10, 50, 100), (0.5, 1.0), (0, 1, 2))
@@ -109,26 +107,18 @@ def main() -> None:
         for name, largest, scale, seed in tqdm(grid, leave=False)
         for trust_region in (True, False)
     ]
-    table = Table(title="trainings that were thrown away")
-    for column in (
-        "task",
-        "trainings",
-        "trust region",
-        "without",
-        "worst loss with it, of the first",
-    ):
-        table.add_column(column)
+    rows = []
     for name in RATES:
         of = [run for run in runs if run.task == name]
         bounded, free = ([r for r in of if r.trust_region is on] for on in (True, False))
         if bounded:
             counts = (str(sum(run.thrown for run in each)) for each in (bounded, free))
             worst = max(run.worst / run.first for run in bounded)
-            table.add_row(name, str(len(bounded)), *counts, f"{worst:.2g} times")
-    Console(width=110).print(table)
-    if arguments.json:
-        stored = [{k: None if v == math.inf else v for k, v in asdict(r).items()} for r in runs]
-        store_runs(arguments.json, "one thread", indent=1, runs=stored)
+            rows.append([name, str(len(bounded)), *counts, f"{worst:.2g} times"])
+    columns = "task", "trainings", "trust region", "without", "worst loss with it, of the first"
+    reporting.show(reporting.table("trainings that were thrown away", columns, rows))
+    stored = [{k: None if v == math.inf else v for k, v in asdict(r).items()} for r in runs]
+    reporting.store(arguments.json, runs=stored)
 
 
 if __name__ == "__main__":

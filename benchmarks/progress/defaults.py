@@ -20,11 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+import reporting
 from second_order.kfac.options import ADAPTIVE_DAMPING, DAMPING
-from tasks import TASKS, Job, Run, run_all, steps_to, store_runs
+from tasks import TASKS, Job, Run, run_all, steps_to
 
 CHOSEN_ON, REPORTED = (100, 101), range(5)
 TARGETS = {
@@ -135,7 +133,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=2, help="trainings at a time")
     parser.add_argument("--json", type=Path, help="write the runs there")
     arguments = parser.parse_args()
-    console = Console(width=120)
     rates, alone = best_rates(arguments.tasks, arguments.processes)
     tried = run_all(
         (
@@ -153,14 +150,14 @@ def main() -> None:
         tasks = [task for task in arguments.tasks if base in bases_of(task)]
         if not tasks:
             continue
-        table = Table(title=f"KAISA over {base}: steps over those of the best candidate")
-        for column in ("options", "geometric mean", "worst", *tasks):
-            table.add_column(column, justify="left" if column == "options" else "right")
+        rows = []
         for options, shares in regrets(found, base).items():
             mean = statistics.geometric_mean(shares)
             cells = [f"{share:.2f}" for share in (mean, max(shares), *shares)]
-            table.add_row(options if options != "{}" else "the defaults", *cells)
-        console.print(table)
+            rows.append([options if options != "{}" else "the defaults", *cells])
+        title = f"KAISA over {base}: steps over those of the best candidate"
+        columns = ("options", "geometric mean", "worst", *tasks)
+        reporting.show(reporting.table(title, columns, rows))
         for task in tasks:
             of = {o: v for (t, n, _, o), v in found.items() if (t, n) == (task, f"KAISA, {base}")}
             best[task, base] = json.loads(min(of, key=lambda options: of[options]))
@@ -180,16 +177,7 @@ def main() -> None:
         arguments.processes,
     )
     final = by_setting(reported)
-    table = Table(title="median steps on other seeds, at the base's best rate")
-    for column in (
-        "task, base, rate",
-        "alone",
-        "defaults",
-        "best candidate",
-        "rate / 2",
-        "rate × 2",
-    ):
-        table.add_column(column, justify="left" if column.startswith("task") else "right")
+    rows = []
     for task in arguments.tasks:
         limit = TASKS[task]().steps
         for base in bases_of(task):
@@ -201,16 +189,13 @@ def main() -> None:
                 *((task, ours, lr * share, "{}") for share in RATES),
             )
             shown = [f"{final[k]:.0f}" if final[k] <= limit else f"not in {limit}" for k in keys]
-            table.add_row(f"{task}, {base}, {lr}", *shown)
-    console.print(table)
-    if arguments.json:
-        store_runs(
-            arguments.json,
-            "one thread a run",
-            alone=[asdict(run) for run in alone],
-            tried=[asdict(run) for run in tried],
-            reported=[asdict(run) for run in reported],
-        )
+            rows.append([f"{task}, {base}, {lr}", *shown])
+    columns = "task, base, rate", "alone", "defaults", "best candidate", "rate / 2", "rate × 2"
+    title = "median steps on other seeds, at the base's best rate"
+    reporting.show(reporting.table(title, columns, rows))
+    parts = {"alone": alone, "tried": tried, "reported": reported}
+    found_runs = {name: [asdict(run) for run in runs] for name, runs in parts.items()}
+    reporting.store(arguments.json, None, **found_runs)
 
 
 if __name__ == "__main__":

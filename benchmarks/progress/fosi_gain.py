@@ -31,17 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import digits
 import fine_tuning
 import pinn
+import reporting
 from second_order import DHO2
 from task import Task
-from tasks import TASKS, store_runs
+from tasks import TASKS
 
 __all__ = ["SETTINGS", "Gained", "Goal", "goal", "ratios", "reach"]
 
@@ -317,9 +316,7 @@ def main() -> None:
     arguments = parser.parse_args()
     tuning: list[Gained] = []
     reported: list[Gained] = []
-    table = Table(title="steps and processor seconds to the target, medians")
-    for column in ("task", "target", "Adam", "DHO2", "steps, ratio", "seconds, ratio", "diverged"):
-        table.add_column(column)
+    rows = []
     for name in arguments.only:
         given = {"Adam": {}, "DHO2": SETTINGS.get(name, {})}
         rates = {}
@@ -339,19 +336,20 @@ def main() -> None:
         reported += runs
         of = {o: [run for run in runs if run.optimizer == o] for o in given}
         lost = sum(run.diverged for run in of["DHO2"])
-        table.add_row(
-            name,
-            f"{goal(name).target:g}",
-            f"{middle(of['Adam'])} (lr {rates['Adam']:g})",
-            f"{middle(of['DHO2'])} (lr {rates['DHO2']:g})",
-            spread(ratios(runs, "taken")),
-            spread(ratios(runs, "seconds")),
-            f"{lost} of {len(of['DHO2'])}",
+        rows.append(
+            [
+                name,
+                f"{goal(name).target:g}",
+                *(f"{middle(of[each])} (lr {rates[each]:g})" for each in given),
+                *(spread(ratios(runs, key)) for key in ("taken", "seconds")),
+                f"{lost} of {len(of['DHO2'])}",
+            ]
         )
-        if arguments.json:
-            tuned, stored = ([asdict(run) for run in each] for each in (tuning, reported))
-            store_runs(arguments.json, "one thread", tuning=tuned, runs=stored)
-    Console(width=140).print(table)
+        tuned, stored = ([asdict(run) for run in each] for each in (tuning, reported))
+        reporting.store(arguments.json, None, tuning=tuned, runs=stored)
+    columns = "task", "target", "Adam", "DHO2", "steps, ratio", "seconds, ratio", "diverged"
+    title = "steps and processor seconds to the target, medians"
+    reporting.show(reporting.table(title, columns, rows))
 
 
 if __name__ == "__main__":

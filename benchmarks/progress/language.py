@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+import reporting
 from second_order import SecondOrderWarning
 from tasks import (
     TASKS,
@@ -36,7 +36,6 @@ from tasks import (
     run_all,
     seconds_to,
     steps_to,
-    store_runs,
     tuned,
 )
 
@@ -93,24 +92,24 @@ def figures(runs: dict[str, list[Run]]) -> dict[str, dict[str, Any]]:
 
 def table(found: dict[str, dict[str, Any]], best: dict[str, Setting]) -> Table:
     """Of :func:`figures`."""
-    result = Table(title="held-out loss, and what it takes to reach AdamW's last")
     columns = "optimizer", "setting", "loss", "above defaults", "steps", "seconds", "seconds in all"
-    for column in columns:
-        result.add_column(column, justify="left" if column == "optimizer" else "right")
+    rows = []
     for name, row in found.items():
         lr, options = best[name]
         more = "".join(f", {key} {value}" for key, value in options.items())
         told = row["beside defaults"]
-        result.add_row(
-            name,
-            f"lr {lr}{more}",
-            f"{row['loss']:.3f}",
-            "" if name == DEFAULTS or told is None else f"{told[0]:+.3f} ± {told[1]:.3f}",
-            f"{row['share of steps']:.2f} ×",
-            f"{row['share of seconds']:.2f} ×",
-            f"{row['seconds']:.0f}",
+        rows.append(
+            [
+                name,
+                f"lr {lr}{more}",
+                f"{row['loss']:.3f}",
+                "" if name == DEFAULTS or told is None else f"{told[0]:+.3f} ± {told[1]:.3f}",
+                *(f"{row[f'share of {key}']:.2f} ×" for key in ("steps", "seconds")),
+                f"{row['seconds']:.0f}",
+            ]
         )
-    return result
+    title = "held-out loss, and what it takes to reach AdamW's last"
+    return reporting.table(title, columns, rows)
 
 
 def main() -> None:
@@ -145,17 +144,14 @@ def main() -> None:
     for (name, _), run in zip(named, done, strict=True):
         runs[name].append(run)
     found = figures(runs)
-    Console(width=120).print(table(found, best))
-    if arguments.json:
-        store_runs(
-            arguments.json,
-            "one thread a run",
-            indent=1,
-            settings=best,
-            figures=found,
-            runs=[{"name": n, **asdict(r)} for (n, _), r in zip(named, done, strict=True)],
-            tuning=grids,
-        )
+    reporting.show(table(found, best))
+    reporting.store(
+        arguments.json,
+        settings=best,
+        figures=found,
+        runs=[{"name": n, **asdict(r)} for (n, _), r in zip(named, done, strict=True)],
+        tuning=grids,
+    )
 
 
 if __name__ == "__main__":

@@ -19,13 +19,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+from reporting import BLACK, GREEN, PURPLE, RED, SKY, save
+
 COLOURS = {
-    "AdamW": "#000000",
-    "Muon": "#56B4E9",
-    "SOAP": "#009E73",
-    "KAISA, defaults": "#D55E00",
-    "KAISA": "#CC79A7",
+    "AdamW": BLACK,
+    "Muon": SKY,
+    "SOAP": GREEN,
+    "KAISA, defaults": RED,
+    "KAISA": PURPLE,
 }
 LOWEST, HIGHEST = 1.25, 2.4  # of the losses that are shown
 EVERY = 10  # steps between two judgements
@@ -70,7 +71,7 @@ def main() -> None:
     draw(right, record, "seconds")
     left.set_ylabel("held-out loss, nats a character")
     right.legend(frameon=False)
-    figure.savefig(arguments.out, dpi=150)
+    save(figure, arguments.out)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ training alone, with one thread, so that a machine that does other things change
 from __future__ import annotations
 
 import argparse
-import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -25,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -33,6 +30,7 @@ from torch.optim import SGD, Adam, Optimizer
 from tqdm import tqdm
 
 import digits
+import reporting
 from second_order import KAISA
 
 EVERY = 5
@@ -241,11 +239,7 @@ def median_steps(runs: list[Run], target: str) -> float:
 
 def table(model: str, runs: list[Run], targets: tuple[str, ...]) -> Table:
     """Per optimizer and target: the best setting's median steps, and its median seconds."""
-    result = Table(title=f"{model}: median steps (seconds) to a target, best setting of each")
-    result.add_column("optimizer")
-    for target in targets:
-        result.add_column(target, justify="right")
-    result.add_column("ms a step", justify="right")
+    rows = []
     for optimizer in dict.fromkeys(run.optimizer for run in runs):
         ours = [run for run in runs if run.optimizer == optimizer]
         settings = list(dict.fromkeys(run.setting for run in ours))
@@ -260,8 +254,9 @@ def table(model: str, runs: list[Run], targets: tuple[str, ...]) -> Table:
             seconds = statistics.median(r.seconds_to.get(target, math.inf) for r in of[best])
             cells.append(f"{steps:.0f} ({seconds:.2f} s)\n[dim]{best}[/dim]")
         pace = statistics.median(run.milliseconds_per_step for run in ours)
-        result.add_row(optimizer, *cells, f"{pace:.1f}")
-    return result
+        rows.append([optimizer, *cells, f"{pace:.1f}"])
+    title = f"{model}: median steps (seconds) to a target, best setting of each"
+    return reporting.table(title, ["optimizer", *targets, "ms a step"], rows)
 
 
 def main() -> None:
@@ -270,10 +265,9 @@ def main() -> None:
     models = [*CLASSIFIERS, "autoencoder"]
     parser.add_argument("--models", nargs="+", choices=models, default=models)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="write the runs as JSON")
+    parser.add_argument("--json", type=Path, help="write the runs there")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console()
     everything: dict[str, list[dict[str, object]]] = {}
     for model in arguments.models:
         is_autoencoder = model == "autoencoder"
@@ -286,12 +280,9 @@ def main() -> None:
             for setting, seed in tqdm(work, desc=model, leave=False)
         ]
         targets = AUTOENCODER_TARGETS if is_autoencoder else CLASSIFIER_TARGETS
-        console.print(table(model, runs, targets))
+        reporting.show(table(model, runs, targets))
         everything[model] = [asdict(run) for run in runs]
-    if arguments.output:
-        machine = f"{platform.machine()}, torch {torch.__version__}, one thread"
-        record = {"machine": machine, "runs": everything}
-        arguments.output.write_text(json.dumps(record, indent=1))
+    reporting.store(arguments.json, runs=everything)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,17 @@ from __future__ import annotations
 import argparse
 import math
 import statistics
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+import reporting
 from second_order import SecondOrderWarning
-from tasks import TASKS, Job, Run, Setting, run_all, store_runs, stored_tasks, tuned
+from tasks import TASKS, Job, Run, Setting, run_all, stored_tasks, tuned
 
 TUNED_ON = range(100, 105)
 LAST = 5  # judgements, over which a loss is averaged
@@ -100,18 +99,17 @@ def compared(ours: Sequence[Run], theirs: Sequence[Run]) -> dict[str, float]:
 
 def table(record: dict[str, Any]) -> Table:
     """By task and warm-up, a column for each rate: the share above, and the worst ratio."""
-    result = Table(title="runs that end above the base at its best rate, and the worst ratio to it")
-    result.add_column("task, base")
-    for column in ("warm-up", "base's rate", *(f"rate × {share:g}" for share in RATES)):
-        result.add_column(column, justify="right")
+    lines = []
     for task, found in record.items():
         for warmup, lr in found["rates"].items():
             rows = [row for row in found["rows"] if row["warm-up"] == warmup]
             cells = (f"{row['above'] / row['of']:.0%}, {row['worst ratio']:.2f}" for row in rows)
             grid = BASES[task][1]
             edge = ", edge" if lr in (grid[0], grid[-1]) else ""
-            result.add_row(f"{task}, {found['base']}", warmup, f"{lr:g}{edge}", *cells)
-    return result
+            lines.append([f"{task}, {found['base']}", warmup, f"{lr:g}{edge}", *cells])
+    title = "runs that end above the base at its best rate, and the worst ratio to it"
+    columns = "task, base", "warm-up", "base's rate", *(f"rate × {share:g}" for share in RATES)
+    return reporting.table(title, columns, lines)
 
 
 def above(record: dict[str, Any]) -> tuple[int, int]:
@@ -129,17 +127,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the runs there")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore", SecondOrderWarning)
-    console = Console(width=None if sys.stdout.isatty() else 120)
     record = stored_tasks(options.json, BASES)
     for task in options.tasks:
         record[task] = measured(task, options.seeds, options.processes)
-        if options.json:
-            store_runs(options.json, "one thread a run", tasks=record)
-    console.print(table(record))
+        reporting.store(options.json, None, tasks=record)
     many, of = above(record)
-    console.print(
-        f"at or below twice the base's rate: {many} of {of} end above it, {many / of:.1%}"
-    )
+    said = f"at or below twice the base's rate: {many} of {of} end above it, {many / of:.1%}"
+    reporting.show(table(record), said)
 
 
 if __name__ == "__main__":

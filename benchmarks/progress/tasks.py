@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +44,6 @@ __all__ = [
     "run_all",
     "seconds_to",
     "steps_to",
-    "store_runs",
     "stored_tasks",
     "train",
     "tuned",
@@ -367,21 +365,8 @@ TASKS: dict[str, Callable[[], Task]] = {
 
 
 def stored_tasks(path: Path | None, tasks: Iterable[str]) -> dict[str, Any]:
-    """What a file of :func:`store_runs`, if it is there, has of these tasks, by name."""
+    """What a stored file, if it is there, has of these tasks, by name."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text("utf-8"))["tasks"]
     return {task: record[task] for task in tasks if task in record}
-
-
-def store_runs(path: Path, threads: str, indent: int | None = None, **parts: Any) -> None:
-    """Write runs as JSON, with the machine.
-
-    Args:
-        path: The file.
-        threads: What is said of the machine's threads.
-        indent: Spaces by which JSON is indented; None for one line.
-        **parts: The runs, and what else is to be kept, by name.
-    """
-    machine = f"{platform.machine()}, torch {torch.__version__}, {threads}"
-    path.write_text(json.dumps({"machine": machine, **parts}, indent=indent) + "\n", "utf-8")

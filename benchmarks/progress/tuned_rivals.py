@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -24,9 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+import reporting
 from second_order import SecondOrderWarning
 from tasks import (
     Job,
@@ -37,7 +36,6 @@ from tasks import (
     run_all,
     seconds_to,
     steps_to,
-    store_runs,
     stored_tasks,
     tuned,
 )
@@ -125,27 +123,25 @@ def figures(runs: Mapping[str, Sequence[Run]], rivals: Sequence[str]) -> dict[st
 
 def table(task: str, found: Mapping[str, dict[str, Any]], best: Mapping[str, Setting]) -> Table:
     """Of :func:`figures`; "edge": the best rate is the least or the greatest of its grid."""
-    result = Table(title=f"{task}: losses at the end, steps and seconds to the base's last")
-    columns = "optimizer", "rate", "loss", "worst", "worst / base", "above best rival"
-    for column in (*columns, "steps", "seconds", "in all"):
-        result.add_column(column, justify="left" if column == "optimizer" else "right")
+    rows = []
     for name, row in found.items():
         grid, lr, told = GRIDS[task].get(name), best[name][0], row["above best rival"]
-        result.add_row(
-            name,
-            f"{lr:g}" + (", edge" if grid and lr in (grid[0], grid[-1]) else ""),
-            *(f"{row[key]:.4g}" for key in ("loss", "worst")),
-            f"{row['worst over base']:.3f}",
-            "best"
-            if name == row["best rival"]
-            else f"{told[0]:+.4f} ± {told[1]:.4f}"
-            if told
-            else "",
-            f"{row['steps']:g}",
-            f"{row['seconds']:.2f} ({row['share of seconds']:.2f} ×)",
-            f"{row['seconds in all']:.2f}",
+        above = f"{told[0]:+.4f} ± {told[1]:.4f}" if told else ""
+        rows.append(
+            [
+                name,
+                f"{lr:g}" + (", edge" if grid and lr in (grid[0], grid[-1]) else ""),
+                *(f"{row[key]:.4g}" for key in ("loss", "worst")),
+                f"{row['worst over base']:.3f}",
+                "best" if name == row["best rival"] else above,
+                f"{row['steps']:g}",
+                f"{row['seconds']:.2f} ({row['share of seconds']:.2f} ×)",
+                f"{row['seconds in all']:.2f}",
+            ]
         )
-    return result
+    columns = "optimizer", "rate", "loss", "worst", "worst / base", "above best rival"
+    title = f"{task}: losses at the end, steps and seconds to the base's last"
+    return reporting.table(title, (*columns, "steps", "seconds", "in all"), rows)
 
 
 def measured(task: str, seeds: int, processes: int) -> dict[str, Any]:
@@ -176,13 +172,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the runs there")
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore", SecondOrderWarning)
-    console = Console(width=None if sys.stdout.isatty() else 140)
     record = stored_tasks(options.json, GRIDS)
     for task in options.tasks:
         record[task] = measured(task, options.seeds, options.processes)
-        console.print(table(task, record[task]["figures"], record[task]["settings"]))
-        if options.json:
-            store_runs(options.json, "one thread a run", tasks=record)
+        reporting.show(table(task, record[task]["figures"], record[task]["settings"]))
+        reporting.store(options.json, None, tasks=record)
 
 
 if __name__ == "__main__":

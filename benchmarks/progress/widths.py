@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
+import reporting
 from second_order import SecondOrderWarning
 from second_order.kfac.options import ADAPTIVE_DAMPING
-from tasks import Job, Run, run_all, store_runs
+from tasks import Job, Run, run_all
 
 WIDTHS = 64, 128, 256, 512
 RATES = 0.0015, 0.003, 0.006, 0.012, 0.024
@@ -53,14 +53,11 @@ def losses(jobs: Sequence[Job], runs: Sequence[Run]) -> dict[tuple[str, str, flo
 
 def table(title: str, columns: Sequence[float], rows: dict[str, list[float]]) -> Table:
     """Losses, with the least of each row and what is within 0.01 of it marked."""
-    result = Table(title=title)
-    result.add_column("")
-    for column in columns:
-        result.add_column(f"{column:g}", justify="right")
+    lines = []
     for name, found in rows.items():
         marks = ("*" if x == min(found) else "~" if x < min(found) + 0.01 else "" for x in found)
-        result.add_row(name, *(f"{x:.3f} {m}" for x, m in zip(found, marks, strict=True)))
-    return result
+        lines.append([name, *(f"{x:.3f} {m}" for x, m in zip(found, marks, strict=True))])
+    return reporting.table(title, ["", *(f"{column:g}" for column in columns)], lines)
 
 
 def main() -> None:
@@ -71,7 +68,6 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the runs there")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", SecondOrderWarning)
-    console = Console(width=100)
     by_rate = [
         Job(task(width), optimizer, lr, seed)
         for width in reversed(arguments.widths)
@@ -88,7 +84,7 @@ def main() -> None:
             of = {lr: found[task(width), optimizer, lr, "{}"] for lr in RATES}
             rows[f"width {width}"] = list(of.values())
             best[width] = min(of, key=lambda lr: of[lr])
-        console.print(table(f"{optimizer}: loss by learning rate", RATES, rows))
+        reporting.show(table(f"{optimizer}: loss by learning rate", RATES, rows))
     by_damping = [
         Job(task(width), "KAISA, AdamW", best[width], seed, {"damping": damping})
         for width in reversed(arguments.widths)
@@ -104,10 +100,8 @@ def main() -> None:
         ]
         for width in arguments.widths
     }
-    console.print(table("KAISA, AdamW: loss by damping", DAMPINGS, rows))
-    if arguments.json:
-        stored = [asdict(run) for run in (*runs, *more)]
-        store_runs(arguments.json, "one thread a run", runs=stored)
+    reporting.show(table("KAISA, AdamW: loss by damping", DAMPINGS, rows))
+    reporting.store(arguments.json, None, runs=[asdict(run) for run in (*runs, *more)])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import argparse
 import ast
 import functools
 import inspect
-import json
 import sys
 import warnings
 from collections import Counter
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import reporting
 import second_order
 from second_order import (
     DHO2,
@@ -153,8 +153,7 @@ def main() -> None:
     worst = ", ".join(f"{name} {count}" for name, count in foreign.most_common(4))
     print(f"private names of other files: {foreign.total()} ({worst}); lines of code: {lines:,}")
     figures["package"] = {"foreign privates": dict(foreign), "lines": lines}
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    reporting.store(arguments.json, **figures)
 
 
 if __name__ == "__main__":

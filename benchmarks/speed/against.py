@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from instruments import store
+import reporting
 from measure import KINDS, measure_steps
 from variants import VARIANTS
 from workloads import WORKLOADS
@@ -40,7 +40,11 @@ def child(workload: str, variant: str, repeats: int) -> None:
 def measured(source: Path, workload: str, variant: str, repeats: int) -> dict[str, float]:
     """The milliseconds of each kind of step, by one source."""
     arguments = [sys.executable, str(HERE), "--child", workload, variant, str(repeats)]
-    environment = {**os.environ, "PYTHONPATH": f"{source}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{source}:{HERE.parents[1]}",
+        "OMP_NUM_THREADS": "1",
+    }
     run = subprocess.run(arguments, env=environment, capture_output=True, text=True, check=False)
     if run.returncode:
         raise RuntimeError(f"{workload}, {variant} by {source}:\n{run.stderr}")
@@ -75,8 +79,7 @@ def main() -> None:
                     f"  x {ratio:.3f}  (turns {each[0]:.3f} to {each[-1]:.3f})",
                     flush=True,
                 )
-    if arguments.json is not None:
-        store(arguments.json, records)
+    reporting.store(arguments.json, records=records)
 
 
 if __name__ == "__main__":

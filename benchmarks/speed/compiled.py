@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from instruments import store
+import reporting
 from second_order import KAISA
 from workloads import WORKLOADS, Workload
 
@@ -116,8 +116,7 @@ def main() -> None:
         for case in CASES:
             median = statistics.median(turns[case])
             print(f"{name:12} {case:11} {median:8.2f} ms  x {ratio(turns, case):.3f}", flush=True)
-    if arguments.json is not None:
-        store(arguments.json, records)
+    reporting.store(arguments.json, records=records)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, jacrev
 from torch.nn.functional import cross_entropy
 
+import reporting
 from digits import batches, load_split, mlp
-from instruments import store
 from second_order.lanczos import (
     Hessian,
     Outputs,
@@ -286,8 +286,7 @@ def main() -> None:
             cells.append(f"{who} {of['products']:4} products {seconds:7.3f} s {error}")
         cells.append(f"difference {record['difference']:.1e}" if "difference" in record else "")
         print(" | ".join(cells), flush=True)
-    if arguments.json is not None:
-        store(arguments.json, records)
+    reporting.store(arguments.json, records=records)
 
 
 if __name__ == "__main__":

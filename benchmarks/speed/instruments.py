@@ -1,18 +1,14 @@
-"""Meters of the speed benchmark: bytes sent, time by stage, peak memory; and where records go."""
+"""Meters of the speed benchmark: bytes sent, time by stage, peak memory."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import re
 import resource
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -34,8 +30,6 @@ __all__ = [
     "sent_bytes",
     "spans_of",
     "stage_milliseconds",
-    "store",
-    "store_rows",
 ]
 
 RANGES = "second_order."
@@ -74,7 +68,7 @@ _INPUT_NAMES = ("input", "input_tensor", "input_list", "input_tensor_list", "sca
 _BY_FUNCTION = (
     ("averaging", re.compile("averag")),
     ("factors", re.compile("statistic|factor")),
-    ("inverses", re.compile("decompos|invers|solv|refresh")),
+    ("inverses", re.compile("decompos|invers|solv|agreement|refresh|install")),
     ("gradients", re.compile("gradient|precondition")),
 )
 _BY_RANGE = {
@@ -230,41 +224,3 @@ def peak_bytes(device: str = "cpu") -> int:
             return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-# ------------------------------------------------------------------------------------ records
-
-
-def store(path: Path, records: list[dict[str, Any]]) -> None:
-    """Write records as JSON, with the date, the machine and torch's version."""
-    record = {
-        "date": date.today().isoformat(),
-        "machine": platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "records": records,
-    }
-    path.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-
-
-def store_rows(
-    path: Path,
-    rows: Sequence[Mapping[str, Any]],
-    asked: Mapping[str, Any] | None = None,
-    indent: int | None = None,
-) -> None:
-    """Write a table's rows as JSON, with the date, the machine and what else it was doing.
-
-    Args:
-        path: The file.
-        rows: The rows.
-        asked: What else is to be known of all of them.
-        indent: Spaces by which JSON is indented; None for one line.
-    """
-    record = {
-        "machine": f"{platform.machine()}, torch {torch.__version__}, {os.cpu_count()} cores",
-        "load": f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes",
-        "date": date.today().isoformat(),
-        **(asked or {}),
-        "rows": list(rows),
-    }
-    path.write_text(json.dumps(record, indent=indent) + "\n", "utf-8")

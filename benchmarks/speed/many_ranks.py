@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instruments import store_rows
+import reporting
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 from workloads import resnet50
 
@@ -355,7 +355,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         known = json.loads(args.json.read_text())["rows"] if args.json.exists() else []
         fresh = {(r["system"], r["model"], r["ranks"], r["rank"]) for r in rows}
         kept = [r for r in known if (r["system"], r["model"], r["ranks"], r["rank"]) not in fresh]
-        store_rows(args.json, [*kept, *rows])
+        reporting.store(args.json, None, rows=[*kept, *rows])
 
 
 if __name__ == "__main__":

@@ -21,10 +21,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import LogLocator, NullFormatter
 
 from floor import floor_ratios
+from reporting import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, RED, SKY, YELLOW, save
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-YELLOW, BLUE, RED, PURPLE, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#bbbbbb"
 PLACEMENT_COLOURS = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY)
 STAGE_COLOURS = {
     "training": GREY,
@@ -199,9 +197,9 @@ def main() -> None:
     parser.add_argument("record", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    with mpl.rc_context({"font.size": 8.5, "hatch.linewidth": 0.7}):
+    with mpl.rc_context({"font.size": 8.5}):
         figure = figure_of(json.loads(arguments.record.read_text()))
-        figure.savefig(arguments.out, dpi=150)
+        save(figure, arguments.out)
 
 
 if __name__ == "__main__":

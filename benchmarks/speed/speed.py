@@ -15,13 +15,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+import reporting
 from floor import floor_ratios, measure_floor
 from measure import measure_memory, measure_steps, process_group
 from variants import VARIANTS, Variant
@@ -85,26 +84,6 @@ def in_processes(
 # ------------------------------------------------------------------------------------- all of it
 
 
-def machine() -> dict[str, Any]:
-    """What the figures depend on."""
-    model = platform.processor()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        names = [s for s in information.read_text().splitlines() if s.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cpu": model,
-        "cores": os.cpu_count(),
-        "threads per process": 1,
-        "gpu": gpu,
-        "date": date.today().isoformat(),
-    }
-
-
 def measure(
     workload: Workload, variant: Variant, repeats: int, sgd_memory: dict[str, Any] | None
 ) -> dict[str, Any]:
@@ -156,7 +135,7 @@ def run(
     """Measure all of a plan, one thing at a time; what there is so far is always in the file."""
     rows: list[dict[str, Any]] = []
     floors: dict[str, dict[str, float]] = {}
-    record = {"machine": machine(), "repeats": repeats, "floors": floors, "rows": rows}
+    record = {"repeats": repeats, "floors": floors, "rows": rows}
     bar = tqdm(total=sum(1 + len(variants) for _, variants in plan), leave=False)
     for workload, variants in plan:
         bar.set_description(f"{workload.name}, floor")
@@ -169,17 +148,10 @@ def run(
             if memory and size not in sgd_memory:
                 sgd_memory[size] = in_processes("memory", workload, None, repeats, size)
             rows.append(measure(workload, variant, repeats, sgd_memory.get(size)))
-            write(record, output)
+            reporting.store(output, **rounded(record))
             bar.update()
     bar.close()
     return record
-
-
-def write(record: dict[str, Any], output: Path | None) -> None:
-    """Write the record, if it is wanted."""
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(rounded(record), indent=1) + "\n")
 
 
 def rounded(value: Any) -> Any:
@@ -202,36 +174,35 @@ def sent_megabytes(row: dict[str, Any], kind: str = "full") -> float:
 
 def table(record: dict[str, Any]) -> Table:
     """A row for each workload and variant."""
-    result = Table(
-        title="Step time as a multiple of SGD's (floor); memory and bytes of one process"
-    )
-    for name in ("workload", "solver", "placement"):
-        result.add_column(name)
-    for name in ("SGD ms", "every step", "10 / 100", "state MB", "peak memory", "sent MB"):
-        result.add_column(name, justify="right")
+    rows: list[list[str] | None] = []
     previous = None
     for row in record["rows"]:
         if previous not in (None, row["workload"]):
-            result.add_section()
+            rows.append(None)
         floors = ("", "")
         if row["processes"] == 1:
             times, sgd = record["floors"][row["workload"]], row["milliseconds"]["sgd"]
             ratios = floor_ratios(times, row["solver"], sgd)
             floors = (f" ({ratios[0]:.2f})", f" ({ratios[1]:.2f})")
         many = row["processes"] > 1
-        result.add_row(
-            "" if row["workload"] == previous else row["workload"],
-            row["solver"],
-            f"{row['placement']} × {row['processes']}" if many else row["placement"],
-            f"{row['milliseconds']['sgd']:.1f}",
-            f"{row['every_step']:.2f}{floors[0]}",
-            f"{row['every_10_and_100']:.2f}{floors[1]}",
-            f"{(row['factor_bytes'] + row['inverse_bytes']) / MB:.1f}",
-            f"{row['memory']['ratio']:.2f}" if "memory" in row else "",
-            f"{sent_megabytes(row):.1f}" if many else "",
+        rows.append(
+            [
+                "" if row["workload"] == previous else row["workload"],
+                row["solver"],
+                f"{row['placement']} × {row['processes']}" if many else row["placement"],
+                f"{row['milliseconds']['sgd']:.1f}",
+                f"{row['every_step']:.2f}{floors[0]}",
+                f"{row['every_10_and_100']:.2f}{floors[1]}",
+                f"{(row['factor_bytes'] + row['inverse_bytes']) / MB:.1f}",
+                f"{row['memory']['ratio']:.2f}" if "memory" in row else "",
+                f"{sent_megabytes(row):.1f}" if many else "",
+            ]
         )
         previous = row["workload"]
-    return result
+    title = "Step time as a multiple of SGD's (floor); memory and bytes of one process"
+    words = "workload", "solver", "placement"
+    numbers = "SGD ms", "every step", "10 / 100", "state MB", "peak memory", "sent MB"
+    return reporting.table(title, (*words, *numbers), rows, left=3)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -258,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not plan:
         return
     record = run(plan, options.repeats, memory=not options.skip_memory, output=options.json)
-    console.print(table(record))
+    reporting.show(table(record))
 
 
 if __name__ == "__main__":

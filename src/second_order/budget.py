@@ -62,9 +62,7 @@ def settle(device: torch.device) -> None:
 class Stopwatch:
     """Seconds of a training's stages by kind of work, a step a lap; on CUDA those of the device.
 
-    Args:
-        training: The training, whose meter tells of its stages.
-        kinds: The kind of each of the meter's accounts; all others are "T".
+    Accounts of the meter without a kind are of "T".
     """
 
     def __init__(self, training: Training, kinds: Mapping[str, str]) -> None:
@@ -102,10 +100,6 @@ class Stopwatch:
             laps.append(lap)
         settled = laps[max(2, len(laps) // 4) :] or laps  # memory is allocated, kernels are chosen
         return [statistics.median(lap[kind] for lap in settled) for kind in kinds]
-
-    def stop(self) -> None:
-        """Hear of no more stages."""
-        self._meter.watch = None
 
 
 def intervals(
@@ -152,7 +146,7 @@ class IntervalBudget:
 
     Attributes:
         chosen: Chosen intervals in steps, by option; empty during measurement or without "auto".
-        measured: S, R and T in seconds, the ranks' mean; None where they have not been measured.
+        measuring: Whether an interval is still to be chosen.
         until: The step up to which statistics and refreshes come at every step; 0 without "auto".
     """
 
@@ -167,15 +161,11 @@ class IntervalBudget:
         self._training, self._overhead, self._given = training, overhead, given
         self._auto = [name for name, every in given.items() if every == AUTO]
         self._kinds, self._steps = kinds, steps if self._auto else 0
+        self.measuring = bool(self._auto)
         self.chosen: dict[str, int] = {}
-        self.measured: Sequence[float] | None = None
+        self.measured: Sequence[float] | None = None  # S, R, T in seconds, the mean of ranks
         self.until = self._steps
         self._watch: Stopwatch | None = None
-
-    @property
-    def measuring(self) -> bool:
-        """Whether an interval is still to be chosen."""
-        return bool(self._auto) and not self.chosen
 
     def begin(self, coming: int = 0) -> None:
         """Measure from now on, or from so many steps later, if an interval is to be chosen."""
@@ -193,8 +183,7 @@ class IntervalBudget:
         self._watch.lap()
         if self._training.steps + 1 >= self.until:
             self._choose(*mean_over(self._training.world, self._watch.medians("S", "R", "T")))
-            self._watch.stop()
-            self._watch = None
+            self._watch = self._training.meter.watch = None
 
     def _choose(self, S: float, R: float, T: float) -> None:
         training, overhead, given = self._training, self._overhead or 0.0, []
@@ -206,6 +195,7 @@ class IntervalBudget:
         f, i = intervals(S, R, T, overhead, *given)
         pairs = zip(self._given, (f, i), strict=True)
         self.chosen = {name: steps for name, steps in pairs if name in self._auto}
+        self.measuring = False
         self.measured = S, R, T
         share = (S / f + R / i) / T if T > 0 else 0.0
         if share > overhead * (1 + 1e-9) and training.first_time(OVERHEAD):
@@ -245,6 +235,7 @@ class IntervalBudget:
         if found is not None and found.number(OVERHEAD) == self._overhead:
             chosen = {name: found.whole(name, 0) for name in self._auto}
             self.chosen = chosen if all(chosen.values()) else {}
+        self.measuring = bool(self._auto) and not self.chosen
         self.begin()
 
 
@@ -261,6 +252,9 @@ class RefreshBudget:
     probe, of two products, tells about what it will cost; it waits until what probes cost usually
     is earned, lest a short training pay for nothing.
 
+    Prices, cost, what is spent and what a probe is taken to cost before it are in steps of the
+    base; ``cost`` is 0 until it is known.
+
     Args:
         training: The training whose steps are measured.
         overhead: The share of T that refreshes may cost.
@@ -268,10 +262,6 @@ class RefreshBudget:
         active: Whether the interval is "auto", and there are pairs to find.
 
     Attributes:
-        prices: Those of the refreshes that have been measured, in steps of the base.
-        cost: The next refresh in steps of the base; 0 until it is known.
-        spent: All refreshes so far, and the probe, in steps of the base.
-        usual_probe: What a probe is taken to cost before it, in steps of the base.
         warmed: Whether this process has made a product.
     """
 

@@ -18,8 +18,8 @@ import floor
 import instruments
 import measure
 import plot_speed
+import reporting
 import speed
-import workloads
 from variants import VARIANTS
 from workloads import WORKLOADS, Workload
 
@@ -58,12 +58,6 @@ def test_workloads_have_the_intended_sizes(name: str, parameters: int) -> None:
     assert len(parameters_to_vector(workload.model().parameters())) == parameters
 
 
-def test_resnet_50_is_the_one_that_everybody_means() -> None:
-    with torch.device("meta"):
-        model = workloads.resnet50()
-    assert sum(p.numel() for p in model.parameters()) == 25_557_032
-
-
 @pytest.mark.parametrize("name", ["resnet20", "transformer"])
 def test_a_workload_is_the_same_every_time(name: str) -> None:
     workload = WORKLOADS[name]
@@ -73,15 +67,6 @@ def test_a_workload_is_the_same_every_time(name: str) -> None:
     assert not torch.equal(workload.batch()[0], workload.batch(rank=1)[0])
     x, y = (part[:2] for part in workload.batch())
     assert workload.loss(first, (x, y)).item() == pytest.approx(2.3, abs=1.5)
-
-
-def test_a_missing_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    console = Console(record=True, quiet=False, file=sys.stderr)
-    chosen = [WORKLOADS["mlp"], WORKLOADS["resnet50"]]
-    plan = speed.runnable(chosen, [VARIANTS["eigen"]], console)
-    assert [workload.name for workload, _ in plan] == ["mlp"]
-    assert console.export_text() == "resnet50: skipped, needs CUDA\n"
 
 
 # -------------------------------------------------------------------------------------- the floor
@@ -145,12 +130,6 @@ def test_a_range_counts_without_the_ranges_within_it() -> None:
     )
 
 
-def test_refreshes_fall_due_on_the_steps_of_their_kind() -> None:
-    statistics, solve = measure.interval("full", "statistics"), measure.interval("full")
-    due = [(step % statistics(step) == 0, step % solve(step) == 0) for step in range(6)]
-    assert due == [(True, True), (True, False), (False, False)] * 2
-
-
 def test_a_worker_measures_all_there_is_to_a_variant() -> None:
     result = measure.measure_steps(TINY, VARIANTS["eigen"], repeats=1)
     assert set(result["milliseconds"]) == {"sgd", *measure.KINDS}
@@ -196,11 +175,6 @@ def test_dpkfac_sends_gradients_alone(world: World) -> None:
             assert sent["gradients"] > 0
 
 
-def test_peak_memory_is_of_this_process() -> None:
-    result = measure.measure_memory(TINY, None)
-    assert result["peak_bytes"] >= result["bytes_after_import"] > 50e6
-
-
 # ------------------------------------------------------------------------------------ the results
 
 
@@ -231,7 +205,7 @@ def record() -> dict[str, Any]:
         "sent": {"full": sent},
     }
     return {
-        "machine": speed.machine(),
+        "machine": reporting.machine(),
         "repeats": 7,
         "floors": {"mlp": floors},
         "rows": [one, {**two, "workload": "mlp"}],
@@ -254,7 +228,7 @@ def test_the_table_has_every_figure_and_the_floor_of_one_process() -> None:
 
 def test_the_record_becomes_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = tmp_path / "results" / "speed.json", tmp_path / "speed.png"
-    speed.write(record(), source)
+    reporting.store(source, **record())
     assert json.loads(source.read_text())["rows"][0]["every_step"] == 20.0
     assert plot_speed.stages(record()["rows"][0]) == pytest.approx(
         {"training": 8.0, "capture": 4.8, "solve": 6.4, "news": 0.8}
@@ -262,47 +236,3 @@ def test_the_record_becomes_a_figure(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", ["plot_speed.py", str(source), "--out", str(target)])
     plot_speed.main()
     assert target.read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_command_measures_in_processes_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The parent's part, with the processes' part left out."""
-    started: list[tuple[Any, ...]] = []
-
-    def pretend(what: str, workload: Any, variant: Any, repeats: int, processes: int = 1) -> Any:
-        started.append((what, variant.name if variant else "sgd", processes))
-        if what == "floor":
-            return record()["floors"]["mlp"]
-        if what == "memory":
-            return {"peak_bytes": 3 if variant else 2, "bytes_after_import": 1}
-        row = record()["rows"][processes > 1]
-        return {
-            key: row[key]
-            for key in (
-                "milliseconds",
-                "every_step",
-                "every_10_and_100",
-                "sent",
-                "stages",
-                "factor_bytes",
-                "inverse_bytes",
-            )
-        }
-
-    monkeypatch.setattr(speed, "in_processes", pretend)
-    output = tmp_path / "speed.json"
-    arguments = ["--workloads", "mlp", "--variants", "eigen", "comm-opt-eigen"]
-    speed.main([*arguments, "--processes", "4", "--json", str(output)])
-    rows = json.loads(output.read_text())["rows"]
-    assert [row["memory"]["ratio"] for row in rows] == [1.5, 1.5]
-    assert [row["processes"] for row in rows] == [1, 4]
-    assert started == [
-        ("floor", "sgd", 1),
-        ("memory", "sgd", 1),
-        ("steps", "eigen", 1),
-        ("memory", "eigen", 1),
-        ("memory", "sgd", 4),
-        ("steps", "comm-opt-eigen", 4),
-        ("memory", "comm-opt-eigen", 4),
-    ]

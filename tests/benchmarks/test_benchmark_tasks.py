@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import sensitivity
 import tasks
@@ -50,24 +49,6 @@ def test_every_rival_takes_a_step_of_every_task(name: str, monkeypatch: pytest.M
         assert math.isfinite(found.losses[0]), optimizer
 
 
-@pytest.mark.filterwarnings("ignore:7.8% of the parameters")
-def test_language_models_are_trained_with_other_keywords() -> None:
-    for name, task in TASKS.items():
-        reads = name.startswith("language") or name.split()[-1] in ("transformer", "llama", "lstm")
-        assert bool(task().keywords) is reads, name
-    for name, decay, beta in (("unseen lstm", 0.1, 0.95), ("unseen head", 0.01, 0.999)):
-        model = TASKS[name]().make()
-        for rival in ("AdamW", "Muon", "SOAP"):
-            groups = tasks.build(Job(name, rival, 0.1, 0), model).param_groups
-            assert {group["weight_decay"] for group in groups} == {decay}, rival
-        for optimizer in ("AdamW", "KAISA, AdamW"):
-            (group,) = tasks.build(Job(name, optimizer, 0.1, 0), model).param_groups
-            assert group["betas"][1] == beta
-    for optimizer in ("SGD", "KAISA, SGD"):
-        (group,) = tasks.build(Job(name, optimizer, 0.1, 0), model).param_groups
-        assert group["momentum"] == 0.9
-
-
 @pytest.mark.parametrize(
     ("name", "hidden"),
     [
@@ -91,22 +72,6 @@ def test_muon_trains_hidden_matrices_and_adamw_the_rest(name: str, hidden: str) 
     assert chosen | rest == set(names.values())
 
 
-def test_diabetes_is_judged_on_the_rows_it_is_trained_on() -> None:
-    task = TASKS["unseen diabetes"]()
-    torch.manual_seed(0)
-    model = task.make()
-    every = torch.arange(442)
-    assert task.judge(model) == pytest.approx(task.loss_of(model, every).item(), rel=1e-5)
-
-
-def test_a_frozen_body_is_nobody_elses() -> None:
-    make = TASKS["unseen head"]().make
-    first, second = make(), make()
-    for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
-        assert a.requires_grad is name.startswith("1.")
-        assert a.data_ptr() != b.data_ptr()
-
-
 def test_a_warm_up_of_a_job_comes_before_what_the_task_says() -> None:
     constant, falls = Job("digits MLP", "SGD", 0.1, 0), Job("unseen vit", "AdamW", 0.1, 0)
     assert [constant.share_of_rate(step) for step in (0, 1, 299)] == [1.0, 1.0, 1.0]
@@ -117,12 +82,6 @@ def test_a_warm_up_of_a_job_comes_before_what_the_task_says() -> None:
 
 
 # ---------------------------------------------------------------------------------- what is counted
-
-
-def test_steps_and_seconds_to_a_loss_are_those_of_its_first_judgement() -> None:
-    found = run("digits MLP", "SGD", [2.0, 1.0, 1.5, 0.5], [0.1, 0.2, 0.3, 0.4])
-    assert (tasks.steps_to(found, 1.0), tasks.seconds_to(found, 1.0)) == (10, 0.2)
-    assert tasks.steps_to(found, 0.4) == tasks.seconds_to(found, 0.4) == math.inf
 
 
 def test_a_rival_is_tuned_by_the_mean_over_its_seeds(monkeypatch: pytest.MonkeyPatch) -> None:

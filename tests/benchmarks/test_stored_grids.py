@@ -7,167 +7,90 @@ import statistics
 from typing import Any
 
 import pytest
-from stored import ROOT, Runs, number, rows, stored
+from stored import Runs, median, only, rows, steps_of, stored, text_of
 
-TASKS = ("digits MLP", "digits conv", "language, width 64")
-
-
-def median_steps(runs: Runs) -> float:
-    return statistics.median(math.inf if r["steps"] is None else r["steps"] for r in runs)
+PAGE = "docs/defaults.md"
 
 
-def of(runs: Runs, **entries: Any) -> Runs:
-    """The runs with these entries, those of three seeds."""
-    found = [run for run in runs if all(run[key] == value for key, value in entries.items())]
-    assert len({run["seed"] for run in found}) == len(found) == 3, entries
-    return found
-
-
-def steps_of(cell: str) -> float:
-    return math.inf if cell == "never" else float(cell)
-
-
-def traced() -> dict[tuple[str, str], Runs]:
-    runs = stored("trace_refresh")["runs"]
-    keys = dict.fromkeys((run["task"], run["setting"]) for run in runs)
-    return {key: of(runs, task=key[0], setting=key[1]) for key in keys}
+def median_steps(runs: Runs, **entries: Any) -> float:
+    """Of the three seeds with these entries."""
+    of = only(runs, **entries)
+    assert len({run["seed"] for run in of}) == len(of) == 3, entries
+    return median(run["steps"] for run in of)
 
 
 def test_what_refreshes_by_trace_spare() -> None:
-    table, runs = rows("docs/defaults.md", "refresh", "MLP", "conv net", "transformer"), traced()
-    assert {(task, label) for task in TASKS for label in table} == {
-        (task, name.replace("trace ", "trace, (") + ")" * name.startswith("trace"))
-        for task, name in runs
-    }
-    for label, cells in table.items():
-        name = label.replace("trace, (", "trace ").removesuffix(")")
-        for cell, task in zip(cells, TASKS, strict=True):
+    runs = stored("trace_refresh")["runs"]
+    for label, cells in rows(PAGE, "refresh", "MLP", "conv net", "transformer").items():
+        setting = label.replace("trace, (", "trace ").removesuffix(")")
+        for cell, name in zip(
+            cells, ("digits MLP", "digits conv", "language, width 64"), strict=True
+        ):
             solves, steps = cell.split(" / ")
-            mine = runs[task, name]
-            middle = statistics.median(run["solves"] for run in mine)
+            of = only(runs, task=name, setting=setting)
+            middle = statistics.median(run["solves"] for run in of)
             assert float(solves) == pytest.approx(middle, abs=0.051)
-            assert steps_of(steps) == median_steps(mine)
-
-
-def test_what_is_said_of_refreshes_by_trace() -> None:
-    runs = traced()
-    spared = {
-        key: 1 - statistics.median(r["solves"] for r in of) / of[0]["due"]
-        for key, of in runs.items()
-    }
-    for task in TASKS:
-        assert 0.65 < spared[task, "trace 0.1, 0"] < 0.75
-        assert 0.145 < spared[task, "trace 0.01, 0.001"] < 0.285
-        assert median_steps(runs[task, "trace 0.1, 0"]) <= median_steps(runs[task, "every 10"])
-
-
-# The papers' grids.
-
-BATCHES = (16, 32, 64, 128, 256, 512)
-
-
-def by_label(label: str) -> dict[str, Any]:
-    """'DPKFAC, 8 processes' -> the entries of its runs."""
-    name, _, more = label.partition(", ")
-    return {"optimizer": name, **({"processes": int(more.split()[0])} if more else {})}
-
-
-def ratio(runs: Runs, of: Runs, *keys: str) -> tuple[float, int]:
-    """Geometric mean of steps over those of others with the same entries, and how many pairs."""
-    others = {tuple(run[key] for key in keys): run["steps"] for run in of}
-    pairs = [(run["steps"], others[tuple(run[key] for key in keys)]) for run in runs]
-    both = [math.log(mine / other) for mine, other in pairs if mine and other]
-    return math.exp(statistics.fmean(both)), len(both)
-
-
-def page() -> str:
-    return " ".join((ROOT / "docs" / "grids.md").read_text().split())
+            assert steps_of(steps) == median_steps(of)
+            if setting == "trace 0.1, 0":
+                assert 0.65 < 1 - middle / of[0]["due"] < 0.75
+                assert median_steps(of) <= median_steps(runs, task=name, setting="every 10")
 
 
 def test_damping_and_interval() -> None:
-    runs = stored("grids")["damping"]
-    table = rows("docs/grids.md", "optimizer, damping", "every 1")
-    assert len(table) == 8
-    for label, cells in table.items():
-        name, _, damping = label.partition(", ")
-        for cell, interval in zip(cells, (1, 10, 50, 100), strict=True):
-            mine = of(runs, optimizer=name, damping=float(damping), interval=interval)
-            assert steps_of(cell) == median_steps(mine), (label, interval)
-    systems = ([r for r in runs if r["optimizer"] == name] for name in ("DPKFAC", "KAISA"))
-    mean, pairs = ratio(*systems, "damping", "interval", "seed")
-    assert (
-        f"over the {pairs} pairs of runs in which both arrive, it takes {mean:.2f} times" in page()
+    found = [
+        median_steps(stored("grids")["damping"], optimizer="KAISA", damping=damping, interval=every)
+        for damping in (0.1, 8.0)
+        for every in (1, 100)
+    ]
+    said = (
+        "from {:g} to {:g} steps to a training loss of 0.05 with a damping of 0.1, and from {:g} to"
     )
+    assert f"{said} {{:g}}".format(*found) in text_of(PAGE)
 
 
 def test_processes_and_local_batches() -> None:
     runs = stored("grids")["processes"]
-    table = rows("docs/grids.md", "steps to a loss of 0.05, batch", "16")
-    assert len(table) == 5
-    for label, cells in table.items():
-        for cell, batch in zip(cells, BATCHES, strict=True):
-            entries = {**by_label(label), "global batch": batch}
-            if not cell:
-                assert not any(all(r[k] == v for k, v in entries.items()) for r in runs)
-                continue
-            assert steps_of(cell) == median_steps(of(runs, **entries)), (label, batch)
-    kaisa = [run for run in runs if run["optimizer"] == "KAISA"]
-    found = [
-        ratio([r for r in runs if r["optimizer"] == "DPKFAC" and r["processes"] == n], kaisa, *KEYS)
-        for n in (2, 4, 8)
-    ]
-    said = "{:.2f}, {:.2f} and {:.2f} times".format(*(mean for mean, _ in found))
-    assert said in page()
+    for label, cells in rows(PAGE, "steps to a loss of 0.05, batch", "16").items():
+        name, _, more = label.partition(", ")
+        of = only(runs, optimizer=name, **({"processes": int(more.split()[0])} if more else {}))
+        for cell, batch in zip(cells, (16, 32, 64, 128, 256, 512), strict=True):
+            mine = [run for run in of if run["global batch"] == batch]
+            assert bool(cell) == bool(mine)
+            assert not cell or steps_of(cell) == median_steps(mine), (label, batch)
+    kaisa = {(r["global batch"], r["seed"]): r["steps"] for r in only(runs, optimizer="KAISA")}
+    means = []
+    for processes in (2, 4, 8):
+        pairs = [
+            (run["steps"], kaisa[run["global batch"], run["seed"]])
+            for run in only(runs, optimizer="DPKFAC", processes=processes)
+        ]
+        means.append(math.exp(statistics.fmean(math.log(a / b) for a, b in pairs if a and b)))
+    assert "{:.2f}, {:.2f} and {:.2f} times".format(*means) in text_of(PAGE)
 
 
-KEYS = ("global batch", "seed")
-
-
-def test_solvers_by_batch() -> None:
-    runs = stored("grids")["solver"]
-    table = rows("docs/grids.md", "best test accuracy", "batch 64")
-    assert len(table) == 3
-    for label, cells in table.items():
+def test_solvers_by_batch_and_their_costs() -> None:
+    for label, cells in rows(PAGE, "best test accuracy", "batch 64").items():
         for cell, batch in zip(cells, (64, 256, 718), strict=True):
-            mine = of(runs, optimizer=label, batch=batch)
-            best = statistics.fmean(max(run["accuracies"]) for run in mine)
+            of = only(stored("grids")["solver"], optimizer=label, batch=batch)
+            best = statistics.fmean(max(run["accuracies"]) for run in of)
             assert float(cell.removesuffix(" %")) == pytest.approx(100 * best, abs=0.051)
+    times = {(run["solver"], run["rows"]): run["seconds"] for run in stored("grids")["cost"]}
+    shares = [times["eigen", size] / times["inverse", size] for _, size in times]
+    assert f"cost {min(shares):.1f} to {max(shares):.1f} times the inverse" in text_of(PAGE)
 
 
-def test_costs_of_a_factor() -> None:
-    runs = stored("grids")["cost"]
-    sizes = (64, 128, 256, 512, 1024)
-    for label, cells in rows("docs/grids.md", "solver, ms", "64 rows").items():
-        for cell, size in zip(cells, sizes, strict=True):
-            (run,) = (r for r in runs if (f'"{r["solver"]}"', r["rows"]) == (label, size))
-            assert float(cell) == pytest.approx(1000 * run["seconds"], rel=0.06)
-    times = {(run["solver"], run["rows"]): run["seconds"] for run in runs}
-    shares = [times["eigen", size] / times["inverse", size] for size in sizes]
-    assert f"cost {min(shares):.1f} to {max(shares):.1f} times the inverse" in page()
-
-
-def test_with_batch_norm_and_without() -> None:
-    runs = stored("grids")["norm"]
-    table = rows("docs/grids.md", "optimizer, network", "lr 0.03")
-    assert len(table) == 4
-    for label, cells in table.items():
-        name, _, network = label.partition(", ")
-        for cell, lr in zip(cells, (0.03, 0.1, 0.3), strict=True):
-            mine = of(runs, optimizer=name, network=network, lr=lr)
-            assert steps_of(cell) == median_steps(mine), (label, lr)
-
-
-def test_a_doubly_factored_layer() -> None:
-    runs = stored("grids")["doubly"]
-    table = rows("docs/grids.md", "the wide Linear", "loss 0.05")
-    assert table.keys() == {run["layer"] for run in runs}
-    for label, (*cells, kept) in table.items():
-        mine = of(runs, layer=label)
-        for cell, target in zip(cells, (0.05, 0.01), strict=True):
-            met = [
-                next((5 * i for i, loss in enumerate(run["losses"], 1) if loss <= target), math.inf)
-                for run in mine
-            ]
-            assert steps_of(cell) == statistics.median(met), (label, target)
-        if kept:
-            assert number(kept) == pytest.approx(mine[0]["bytes"] / 1024, abs=0.51)
+def test_batch_norm_and_a_doubly_factored_layer() -> None:
+    found = stored("grids")
+    with_norm, without = (
+        median_steps(found["norm"], optimizer="DistKFAC", network=network, lr=0.1)
+        for network in ("plain, batch norm", "plain")
+    )
+    assert f"{with_norm:g} steps in place of {without:g}" in text_of(PAGE)
+    steps, kept = {}, {}
+    for layer in ("doubly factored", "A and G"):
+        of = only(found["doubly"], layer=layer)
+        met = [next((i for i, x in enumerate(r["losses"], 1) if x <= 0.05), None) for r in of]
+        steps[layer], kept[layer] = 5 * median(met), of[0]["bytes"] / 1024
+    (a, b), (c, d) = steps.values(), kept.values()
+    assert f"{a:g} steps in place of {b:g}" in text_of(PAGE)
+    assert f"{c:.0f} KiB kept in place of {d:,.0f}" in text_of(PAGE)

@@ -17,7 +17,7 @@ from contract import (
     make,
 )
 from models import ZOO
-from tampered import alike, containers, plain, snapshot, train, trained
+from tampered import alike, containers, snapshot, train, trained
 from torch import Tensor, nn
 
 from second_order import DHO2, KAISA, SecondOrderWarning, export_base_state
@@ -97,17 +97,6 @@ def test_errors_name_entry_parameter_and_bound(
         optimizer.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("key", ["row_var", "col_var", "variance"])
-def test_the_vectors_of_adafactor_have_their_shapes(key: str) -> None:
-    saved = plain("Adafactor", MLP.model()).state_dict()
-    index = 1 if key == "variance" else 0
-    optimizer = KAISA(MLP.model(), base=torch.optim.Adafactor, lr=0.01)
-    optimizer.load_state_dict(copy.deepcopy(saved))
-    saved["state"][index][key] = torch.zeros(2, 2, dtype=torch.float64)
-    with pytest.raises(ValueError, match=rf"'{key}'\].* shape \(2, 2\), where"):
-        optimizer.load_state_dict(saved)
-
-
 def groups_of(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
     named = list(model.named_parameters())
     groups = [{"params": named[i : i + 2]} for i in range(0, len(named), 2)]
@@ -139,19 +128,6 @@ def test_groups_in_another_order_are_refused_or_put_in_order_by_a_hook(System: A
         assert alike(theirs.state[p]["base"], ours.state[q]["base"])
 
 
-@pytest.mark.parametrize("System", EIGENPAIRS)
-def test_eigenvectors_of_another_length_are_refused(System: Any) -> None:
-    """They would make steps as much longer."""
-    _, optimizer = trained(System)
-    saved = copy.deepcopy(optimizer.state_dict())
-    for entry in saved["state"].values():
-        entry["curvature"]["eigenvectors"] *= 3.0
-    with pytest.raises(
-        ValueError, match=r"eigenvectors of lengths \[3, 3, 3, 3\], where 1 is needed"
-    ):
-        optimizer.load_state_dict(saved)
-
-
 @each_of_five
 def test_a_checkpoint_of_another_system_is_refused_with_a_way(System: Any) -> None:
     other = KAISA if issubclass(System, EIGENPAIRS) else DHO2
@@ -165,25 +141,6 @@ def test_a_checkpoint_of_another_system_is_refused_with_a_way(System: Any) -> No
     parts = [entry["curvature"] for entry in optimizer.state_dict()["state"].values()]
     assert not any(float(part.get("average_weight", 0)) for part in parts)
     assert not any("eigenvectors" in part for part in parts)
-
-
-@pytest.mark.parametrize("System", EIGENPAIRS)
-def test_what_froze_before_saving_hides_no_counts(System: Any) -> None:
-    """The last parameter has none; the next refresh is due where it was all the same."""
-    model = MLP.model()
-    for p in model[4].parameters():
-        p.requires_grad_(False)
-    optimizer = make(System, model.parameters(), model=model)
-    train(model, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    resumed = make(System, model.parameters(), model=model)
-    resumed.load_state_dict(saved)
-    assert resumed.curvature.step == optimizer.curvature.step >= 0
-    assert_same_curvature(curvature_of(resumed), curvature_of(optimizer), rtol=0)
-    for p in model.parameters():
-        p.requires_grad_(True)
-    with pytest.warns(SecondOrderWarning, match="eigenpairs of the checkpoint are not taken over"):
-        make(System, model.parameters(), model=model).load_state_dict(saved)
 
 
 @each_kronecker

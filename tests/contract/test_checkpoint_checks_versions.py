@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
 from contract import BASES, base_only, each_of_five, make, same
 from models import ZOO
-from tampered import PLAIN, alike, containers, plain, snapshot, train, trained
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from tampered import PLAIN, alike, plain, snapshot, train, trained
 
 import second_order
 from second_order import KAISA, DistKFAC, export_base_state
@@ -56,29 +50,6 @@ def test_checkpoints_without_a_version_load_as_ever(System: Any, base: str) -> N
     assert part["base_class"] == {base: 1}
 
 
-@each_of_five
-@pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_the_version_survives_every_way_of_saving(System: Any, flat: bool) -> None:
-    model, optimizer = trained(System)
-    options = StateDictOptions(flatten_optimizer_state_dict=flat)
-    buffer = io.BytesIO()
-    torch.save(get_optimizer_state_dict(model, optimizer, options=options), buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=True)
-    twin = MLP.model()
-    resumed = make(System, twin, base=torch.optim.AdamW)
-    with pytest.raises((ValueError, KeyError), match=r"saved by SGD.*is AdamW|momentum|betas"):
-        set_optimizer_state_dict(twin, resumed, copy.deepcopy(loaded), options=options)
-    resumed = make(System, twin, momentum=0.9)
-    set_optimizer_state_dict(twin, resumed, loaded, options=options)
-    assert resumed.state_dict()["state"][0]["curvature"]["version"] == 1
-    for key in ("0.weight", "4.bias"):
-        if flat:
-            assert loaded[f"state.{key}.curvature.version"] == 1
-        else:
-            assert loaded["state"][key]["curvature"]["version"] == 1
-
-
 # Of which base.
 
 
@@ -101,23 +72,13 @@ def test_a_plain_state_of_another_base_is_refused(ours: str) -> None:
 
 
 @each_of_five
-def test_a_plain_sgd_state_does_not_load_over_adamw(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, base=torch.optim.AdamW)
-    for steps in (0, 2):  # a fresh one, too: its settings tell
-        with pytest.raises(ValueError, match=r"saved by an optimizer with.*base here is AdamW"):
-            optimizer.load_state_dict(plain("SGD", MLP.model(), steps).state_dict())
-    train(model, optimizer, 2)
-
-
-@each_of_five
 @pytest.mark.parametrize("version", [0, 1])
 def test_ours_over_another_base_is_refused_naming_it(System: Any, version: int) -> None:
     _, theirs = trained(System, "SGD")
     model, optimizer = trained(System, "AdamW")
     saved = theirs.state_dict() if version else as_version_0(theirs.state_dict())
     before = snapshot(model, optimizer)
-    by = "SGD" if version else "an optimizer with .*'momentum'.*"
+    by = "SGD" if version else "an optimizer with .*"
     with pytest.raises(ValueError, match=f"saved by {by}, and the base here is AdamW"):
         optimizer.load_state_dict(saved)
     assert alike(snapshot(model, optimizer), before)
@@ -147,29 +108,6 @@ def test_a_base_of_somebody_keeps_what_it_likes(System: Any) -> None:
     resumed.load_state_dict(alone.state_dict())
     with pytest.raises(ValueError, match=r"saved by an optimizer with.*here is OfSomebody"):
         resumed.load_state_dict(plain("AdamW", MLP.model()).state_dict())
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_every_entry_that_torch_keeps_is_known(name: str) -> None:
-    """Spoil each of them: a newer torch with another one shows here."""
-    optimizer = make(KAISA, MLP.model(), base=getattr(torch.optim, name), **PLAIN[name])
-    saved = plain(name, MLP.model()).state_dict()
-    for key, value in saved["state"][0].items():
-        state = containers(saved)
-        state["state"][0][key] = torch.full_like(torch.as_tensor(value), torch.nan)
-        with pytest.raises(ValueError, match=rf"'{key}'\], of parameter '0.weight', is.*finite"):
-            optimizer.load_state_dict(state)
-
-
-def test_a_learning_rate_a_little_below_zero_loads() -> None:
-    """As schedulers leave it by rounding."""
-    model, optimizer = trained(KAISA)
-    optimizer.param_groups[0]["lr"] = -1e-19
-    optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.param_groups[0]["lr"] = -0.1
-    saved = optimizer.state_dict()
-    with pytest.raises(ValueError, match=r"param_groups\[0\]\['lr'\] is -0.1, and no finite"):
-        make(KAISA, model, momentum=0.9).load_state_dict(saved)
 
 
 # And back to the base alone.

@@ -5,7 +5,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +14,11 @@ from contract import asking, each_of_five, make, same, take
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
-from ranks import agreed, counted, shard, vector
+from ranks import agreed, shard, vector
 from torch import nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
 from second_order.contract import consistency
-from second_order.distributed import agreement
 from second_order.distributed.agreement import BLOCK, checksum
 
 if TYPE_CHECKING:
@@ -47,20 +45,6 @@ CHOICES: list[tuple[int, Any, dict[str, Any]]] = [
 # Checksums.
 
 
-def test_every_bit_of_every_dtype_counts() -> None:
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool):
-        tensor = torch.ones(9).to(dtype)
-        before = checksum(tensor)
-        size = tensor.element_size()
-        seen = {before}
-        for at in range(9 * size):
-            for bit in range(8):
-                changed = tensor.clone().view(torch.uint8)
-                changed[at] ^= 1 << bit
-                seen.add(checksum(changed.view(dtype)))
-        assert len(seen) == 1 + 9 * size * 8
-
-
 @given(st.lists(st.floats(width=32), min_size=2, max_size=20, unique=True), st.data())
 def test_places_count(numbers: list[float], data: st.DataObject) -> None:
     tensor = torch.tensor(numbers)
@@ -83,32 +67,7 @@ def test_large_ones_are_read_in_blocks() -> None:
     assert len({checksum(powers.roll(n)) for n in (0, 1, 2**11, 2**12)}) == 4
 
 
-def test_a_nan_is_that_nan_and_zero_has_a_sign() -> None:
-    nan, zero = torch.full((3,), torch.nan), torch.zeros(3)
-    assert checksum(nan) == checksum(nan.clone())
-    other = nan.clone().view(torch.int32)
-    other[1] += 1
-    assert torch.isnan(other.view(torch.float32)).all()
-    assert checksum(nan) != checksum(other.view(torch.float32))
-    assert checksum(zero) != checksum(-zero)
-
-
-def test_views_and_scalars_are_read_as_they_look() -> None:
-    square = torch.arange(6.0).view(2, 3)
-    assert checksum(square.T) == checksum(square.T.contiguous())
-    assert checksum(torch.empty(0)) == 0 != checksum(torch.tensor(2.0))
-    state = torch.get_rng_state()
-    agreement._multipliers.cache_clear()
-    checksum(square)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 # Trainings.
-
-
-def started(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-    model = CASE.model()
-    return model, make(System, model, **options)
 
 
 def go(rank: int, world_size: int, model: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:
@@ -269,62 +228,6 @@ def test_the_first_step_is_compared_too(world: World) -> None:
     for message in world.run(different_seeds, 2):
         assert "the ranks have parted: rank 0 has [parameter 'weight': " in message
         assert "average (gradient_averaging=)" in message
-
-
-def other_intervals(rank: int, world_size: int) -> str:
-    try:
-        KAISA(CASE.model(), lr=0.1, debug=rank + 1)
-    except RankMismatchError as error:
-        return str(error)
-    return ""
-
-
-def test_intervals_must_be_the_same(world: World) -> None:
-    for message in world.run(other_intervals, 2):
-        assert "rank 0 has [debug: every 1 steps], rank 1 has [debug: every 2 steps]" in message
-
-
-def accumulated(rank: int, world_size: int) -> Any:
-    """With a closure, two passes a step, a scheduler, and a checkpoint on the way."""
-    model, optimizer = started(rank, world_size, KAISA, {**ADAM, "debug": 2})
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
-    calls = []
-
-    def closure() -> Any:
-        calls.append(1)
-        optimizer.zero_grad()
-        for x, y in (shard(batch, rank, world_size) for batch in BATCHES[:2]):
-            (CASE.loss(model(x), y) / 2).backward()
-        return torch.tensor(0.0)
-
-    for _ in range(3):
-        optimizer.step(closure)
-        scheduler.step()
-    saved = copy.deepcopy(optimizer.state_dict())
-    other, again = started(rank, world_size, KAISA, {**ADAM, "debug": 3})
-    other.load_state_dict(model.state_dict())
-    again.load_state_dict(saved)
-    with counted("all_reduce", "all_gather_object") as few:
-        take(other, again, shard(BATCHES[2], rank, world_size))
-    with counted("all_reduce", "all_gather_object") as fewer:
-        take(other, again, shard(BATCHES[3], rank, world_size))
-    if rank == 1:
-        of_parameter(again, other)
-    try:
-        for batch in BATCHES[:3]:
-            take(other, again, shard(batch, rank, world_size))
-    except RankMismatchError:
-        return len(calls), again._training.steps, few - fewer, "debug" in repr(saved)
-    return None
-
-
-def test_it_goes_with_closures_accumulation_schedulers_and_checkpoints(world: World) -> None:
-    """A comparison adds no message; the option is none of a checkpoint's."""
-    for calls, steps, more, saved in world.run(accumulated, 2):
-        assert calls == 3
-        assert steps == 6, "a multiple of the interval"
-        assert not more
-        assert not saved
 
 
 @each_of_five

@@ -16,9 +16,9 @@ from accelerated import CURVED, loss_of, mrdho2, worker
 from contract import KRONECKER, SYSTEMS, make, take
 from models import ZOO
 from ranks import agreed, replaced, shard, vector
-from torch import Tensor, nn
+from torch import Tensor
 
-from second_order import DHO2, KAISA, SecondOrderWarning
+from second_order import DHO2, SecondOrderWarning
 from second_order.contract.training import DeferredWarnings, warns_at_its_end
 from second_order.kfac import solve_async
 
@@ -78,13 +78,6 @@ class Teller:
         raise KeyError("failed")
 
 
-def test_what_is_said_in_a_block_is_said_at_its_end_in_order() -> None:
-    teller = Teller()
-    with collected(False) as lines:
-        assert teller.outer() == "result"
-    assert lines == ["first", "second", "third"]
-
-
 def test_a_warning_names_the_line_of_the_caller() -> None:
     with pytest.warns(SecondOrderWarning) as caught:
         Teller().outer()
@@ -101,20 +94,6 @@ def test_errors_are_raised_one_at_a_time_after_the_work() -> None:
             teller.inner()
         with pytest.raises(SecondOrderWarning, match="now"):
             Teller()._training.warnings.warn("now")
-
-
-def test_what_fails_warns_all_the_same() -> None:
-    with pytest.warns(SecondOrderWarning, match="why"), pytest.raises(KeyError, match="failed"):
-        Teller().fail()
-
-
-def test_what_is_kept_waits_for_a_block() -> None:
-    teller = Teller()
-    with collected(False) as lines:
-        teller._training.warnings.keep("kept")
-        assert not teller.done
-        teller.inner()
-    assert lines == ["kept", "second"]
 
 
 # In the systems.
@@ -212,29 +191,3 @@ def test_a_step_that_raises_a_warning_has_been_taken(System: Any) -> None:
     assert said
     assert torch.equal(strict, lenient)
     assert set(raised_lines) == set(said)
-
-
-def test_a_warning_of_a_hook_is_raised_by_the_step_not_by_backward() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = KAISA(model, lr=0.1)
-    with collected(True):
-        optimizer._curvature.layers.collector.lose(model, "nobody has it")
-        (model(torch.randn(5, 4)).square().mean()).backward()
-        with pytest.raises(SecondOrderWarning, match="nobody has it"):
-            optimizer.step()
-    assert optimizer._training.steps == 1
-
-
-def test_a_checkpoint_is_loaded_whole_before_a_warning_is_raised() -> None:
-    """Of a layer that is frozen here, and was saved with another size."""
-    source = MLP.model()
-    trained = make(KAISA, source)
-    take(source, trained, BATCHES[0])
-    model = MLP.model()
-    first = next(m for m in model.modules() if isinstance(m, nn.Linear))
-    first.requires_grad_(False)
-    optimizer = make(KAISA, model.parameters(), model=model)
-    with collected(True), pytest.raises(SecondOrderWarning, match="is frozen"):
-        optimizer.load_state_dict(trained.state_dict())
-    assert optimizer._training.steps == 1
-    assert all(b.factors is not None for b in optimizer._curvature.layers.blocks if b.trainable)

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from contract import (
-    assert_same_curvature,
-    curvature_of,
     each_kronecker,
     each_of_five,
     make,
@@ -37,23 +34,6 @@ def train(model: nn.Module, optimizer: Any, steps: int = 2, start: int = 0) -> N
 
 
 # Another list of groups.
-
-
-@each_of_five
-@pytest.mark.parametrize("base", ["SGD", "AdamW"])
-def test_hyperparameters_of_a_list_assigned_are_used(System: Any, base: str) -> None:
-    """The base follows: it would go on with the old list's learning rate."""
-    Base = getattr(torch.optim, base)
-    model, twin = MLP.model(), MLP.model()
-    optimizer, expected = (make(System, m, base=Base) for m in (model, twin))
-    train(model, optimizer)
-    train(twin, expected)
-    optimizer.param_groups = [{**optimizer.param_groups[0], "lr": 0.01, "weight_decay": 0.1}]
-    expected.param_groups[0].update(lr=0.01, weight_decay=0.1)
-    train(model, optimizer, 4, start=2)
-    train(twin, expected, 4, start=2)
-    assert same(model, twin)
-    assert_same_curvature(curvature_of(optimizer), curvature_of(expected), rtol=0)
 
 
 @each_of_five
@@ -131,23 +111,6 @@ def test_a_group_added_has_names_where_the_others_have(System: Any) -> None:
 
 
 @each_of_five
-def test_an_empty_group_is_passed_over(System: Any) -> None:
-    """Also where it is the first."""
-    model, twin = MLP.model(), MLP.model()
-    groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}]
-    optimizer, expected = make(System, groups, model=model), make(System, twin)
-    train(model, optimizer, 4)
-    train(twin, expected, 4)
-    assert same(model, twin)
-    str(optimizer.summary())
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    buffer.seek(0)
-    optimizer.load_state_dict(torch.load(buffer))
-    train(model, optimizer, 1, start=4)
-
-
-@each_of_five
 def test_an_optimizer_may_begin_without_parameters(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, [{"params": []}], model=model)
@@ -177,24 +140,3 @@ def test_parameters_on_meta_are_refused_until_they_are_made(System: Any) -> None
     model.to_empty(device="cpu")
     model.load_state_dict(MLP.model().state_dict())
     train(model, make(System, model))
-
-
-@each_of_five
-def test_a_group_on_meta_is_refused(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    groups = optimizer.param_groups
-    unmade = nn.Linear(3, 3, device="meta")
-    with pytest.raises(ValueError, match="'\\(not in the model\\)' is on the meta device"):
-        optimizer.add_param_group({"params": unmade.parameters()})
-    assert optimizer.param_groups is groups
-    assert len(groups) == 1
-    train(model, optimizer)
-
-
-@each_of_five
-def test_what_is_frozen_may_be_on_meta(System: Any) -> None:
-    """Weights that are offloaded are there between passes."""
-    model = nn.ModuleDict({"here": MLP.model(), "away": nn.Linear(3, 3, device="meta")})
-    model["away"].requires_grad_(False)
-    train(model["here"], make(System, model))

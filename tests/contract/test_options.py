@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import SYSTEMS, each_kronecker, each_system, hook_count
+from contract import SYSTEMS, each_system, hook_count
 from tables import keywords_of, mlp, rows
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, SecondOrderWarning
-from second_order.distributed.assignment import gradient_worker_count
+from second_order import DHO2
 from second_order.optimizers.keywords import BaseKeywords
 
 if TYPE_CHECKING:
@@ -176,26 +175,6 @@ def test_a_refusal_leaves_the_model_as_it_was(System: Any) -> None:
 # Gradient workers.
 
 
-@pytest.mark.parametrize(
-    ("world_size", "fraction", "workers"),
-    [(1, 1.0, 1), (1, 0.3, 1), (4, 0.0, 1), (4, 0.25, 1), (4, 0.5, 2), (4, 1.0, 4), (6, 1 / 3, 2)],
-)
-def test_gradient_workers(world_size: int, fraction: float, workers: int) -> None:
-    assert gradient_worker_count(world_size, fraction) == workers
-
-
-def test_a_fraction_that_does_not_divide_the_processes_names_those_that_do() -> None:
-    with pytest.raises(ValueError, match="grad_worker_fraction") as error:
-        gradient_worker_count(4, 0.3)
-    message = str(error.value)
-    assert "grad_worker_fraction=0.3 with 4 processes gives 1.2 gradient workers" in message
-    assert message.endswith(("0.25, 0.5, 1", "0.25, 0.5 or 1.0"))
-    with pytest.raises(ValueError, match=r"gives 3 gradient workers.*use"):
-        gradient_worker_count(4, 0.75)
-    with pytest.raises(ValueError, match=r"0\.166667, 0\.333333, 0\.5"):
-        gradient_worker_count(6, 0.4)
-
-
 # Processes and sharding.
 
 
@@ -236,21 +215,6 @@ def test_grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself(
         assert "GradScaler with gradients averaged by the optimizer over 2 processes" in message
         assert "wrap the model in DistributedDataParallel, or use" in message
         assert set(found.values()) == {message, ""}
-
-
-@each_kronecker
-def test_a_skipped_container_takes_along_all_that_is_inside(System: Any) -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)))
-    with pytest.warns(SecondOrderWarning, match="without curvature"):
-        optimizer = System(model, lr=0.1, skip_layers=["1"])
-    status = {row.name: row.status for row in optimizer.summary().rows}
-    assert status == {"0": "preconditioned", "1.0": "base", "1.1": "base"}
-
-
-@each_kronecker
-def test_a_pattern_that_matches_nothing_is_told(System: Any) -> None:
-    with pytest.warns(SecondOrderWarning, match="'haed' matches no module"):
-        System(mlp(), lr=0.1, skip_layers=["haed"])
 
 
 @each_system

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import SYSTEMS, asking, each_kronecker, each_system, eigenpairs_only, take
+from contract import SYSTEMS, asking, each_kronecker, eigenpairs_only, take
 from models import ZOO
 from tables import ALL, keywords_of, mlp, rows, takes
 from torch import nn
 
-from second_order import DHO2, DPKFAC, KAISA, DecayingClip
+from second_order import DPKFAC, KAISA
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,19 +21,9 @@ SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
 NUMBERS: list[tuple[str, Any, str]] = [
     ("damping", -1.0, r"damping=-1\.0 is outside \[0, inf\); "),
-    ("damping", float("nan"), r"damping=nan is outside \[0, inf\); "),
-    ("damping", float("inf"), r"damping=inf is outside \[0, inf\); "),
     ("factor_decay", 1.0, r"factor_decay=1\.0 is outside \[0, 1\); 'auto' counts"),
-    ("factor_decay", -0.1, r"factor_decay=-0\.1 is outside \[0, 1\); 'auto' counts"),
-    ("factor_decay", float("nan"), r"factor_decay=nan is outside"),
     ("kl_clip", 0.0, r"kl_clip=0\.0 is outside \(0, inf\]; use a positive number, 'auto', or None"),
-    (
-        "kl_clip",
-        -1e-3,
-        r"kl_clip=-0\.001 is outside \(0, inf\]; use a positive number, 'auto', or None",
-    ),
     ("grad_worker_fraction", -0.5, r"grad_worker_fraction=-0\.5 is outside \[0, 1\]; 1\.0 is"),
-    ("grad_worker_fraction", 1.5, r"grad_worker_fraction=1\.5 is outside \[0, 1\]; 1\.0 is"),
     ("factor_update_steps", 0, "factor_update_steps=0 is below 1; use 1 for every step"),
     ("inv_update_steps", -3, "inv_update_steps=-3 is below 1; use 1 for every step"),
     ("accumulation_steps", 0, "accumulation_steps=0 is below 1.*use 1"),
@@ -43,43 +33,23 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("curvature_interval", 0, "curvature_interval=0 is below 1; use 1 for every step"),
     ("overhead", 0.0, r"overhead=0\.0 is outside \(0, 10\]; 0\.(15, say|2 is the default)"),
     ("trace_bounds", (-0.1, 0.0), r"trace_bounds' upper=-0\.1 is outside \[0, inf\); "),
-    ("trace_bounds", (float("nan"), 0.0), r"trace_bounds' upper=nan is outside \[0, inf\); "),
-    ("trace_bounds", (0.1, 0.2), r"\(0\.1, 0\.2\): lower is above upper.*swap them"),
-    ("trace_bounds", (0.1,), r"trace_bounds=\(0\.1,\) is not a pair \(upper, lower\)"),
-    ("trace_bounds", 0.1, r"trace_bounds=0\.1 is not a pair \(upper, lower\)"),
-    ("overhead", 10.5, r"overhead=10\.5 is outside \(0, 10\]; 0\.(15, say|2 is the default)"),
     ("warmup_steps", -1, "warmup_steps=-1 is below 0; use 0 to begin with a refresh"),
     ("newton_scale", -0.1, r"newton_scale=-0\.1 is outside \[0, inf\); 0\.1 is the default"),
-    ("newton_scale", float("nan"), r"newton_scale=nan is outside \[0, inf\); 0\.1 is the default"),
-    ("newton_scale", float("inf"), r"newton_scale=inf is outside \[0, inf\); 0\.1 is the default"),
     ("lr_scale_clip", 0.5, r"lr_scale_clip=0\.5 is outside \[1, inf\]; 1\.0 for no scaling"),
     ("lanczos_iterations", 9, r"lanczos_iterations=9 is below 10; use 4 \(largest \+ smallest\)"),
     ("lanczos_tol", -1e-3, r"lanczos_tol=-0\.001 is outside \[0, inf\); 1e-2 is the default"),
-    ("lanczos_tol", float("nan"), r"lanczos_tol=nan is outside \[0, inf\); 1e-2 is the default"),
-    ("lanczos_tol", float("inf"), r"lanczos_tol=inf is outside \[0, inf\); 1e-2 is the default"),
     ("eigenvalue_floor", -0.1, r"eigenvalue_floor=-0\.1 is outside \[0, 1\]; 0\.01 is usual"),
-    ("eigenvalue_floor", 1.1, r"eigenvalue_floor=1\.1 is outside \[0, 1\]; 0\.01 is usual"),
     ("subspace_momentum", 1.0, r"subspace_momentum=1\.0 is outside \[0, 1\); use 'average'"),
-    ("subspace_momentum", -0.1, r"subspace_momentum=-0\.1 is outside \[0, 1\); use 'average'"),
     ("seed", -1, "seed=-1 is below 0; use 0"),
-    ("seed", 2**63, r"seed is above 2\*\*62, and generators take 64 bits; use 0"),
-    ("damping", 10**400, "damping is a whole number that no float can hold; 'auto' follows"),
     ("debug", 0, "debug=0 is below 1; use True for every 100 steps, False for never"),
     ("max_factor_dim", 0, "max_factor_dim=0 is below 1.*use 1"),
     ("lr", float("nan"), "lr=nan is not finite; use 0.1"),
-    ("lr", float("inf"), "lr=inf is not finite; use 0.1"),
     ("helper_timeout", float("inf"), r"helper_timeout=inf is outside \[0\.1, 1e\+06\]; 60\.0"),
-    ("helper_timeout", 1e30, r"helper_timeout=1e\+30 is outside \[0\.1, 1e\+06\]; 60\.0"),
     ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*both whole numbers"),
-    ("doubly_factored", {"0": ("2", "4")}, r"doubly_factored=.*both whole numbers"),
-    ("doubly_factored", {"0": (True, 4)}, r"doubly_factored=.*both whole numbers"),
-    ("doubly_factored", {0: (2, 4)}, r"doubly_factored=.*a dict of layer names"),
-    ("doubly_factored", torch.ones(2), r"doubly_factored=tensor.*is not 'auto', None, or a dict"),
     ("curvature_closure", [], "curvature closure is an empty sequence; give a function"),
 ]
 CHOICES: list[tuple[str, Any, str]] = [
     ("solver", "eigne", "solver='eigne' is not one of 'eigen', 'inverse'; did you mean 'eigen'"),
-    ("solver", None, "solver=None is not one of 'eigen', 'inverse'"),
     ("fisher", "emprical", "'empirical', 'sampled'; did you mean 'empirical'"),
     ("likelihood", "gausian", "likelihood='gausian' is not one of .*did you mean 'gaussian'"),
     ("kfac_approx", "reduced", "'expand', 'reduce'; did you mean 'reduce'"),
@@ -89,12 +59,6 @@ CHOICES: list[tuple[str, Any, str]] = [
         torch.float16,
         r"exchange_dtype=torch\.float16 .*65504\); use torch\.float32",
     ),
-    (
-        "exchange_dtype",
-        torch.float64,
-        r"exchange_dtype=torch\.float64 is wider than factor_dtype=torch\.float32",
-    ),
-    ("exchange_dtype", "bfloat16", r"exchange_dtype=bfloat16 is not one of"),
     (
         "refresh",
         "traces",
@@ -116,16 +80,9 @@ CHOICES: list[tuple[str, Any, str]] = [
     ),
     ("hvp", "retain", "'retained', 'recomputed', 'differences'; did you mean 'retained'"),
     ("preset", "finetuning", "preset='finetuning' is not one of 'auto', .*'fine-tuning'"),
-    ("preset", None, "preset=None is not one of 'auto', 'general', 'fine-tuning', 'full-batch'"),
-    ("hvp", None, "hvp=None is not one of 'auto', 'retained', 'recomputed', 'differences'"),
     ("curvature", "gauss", "'gauss-newton', 'empirical-fisher'; did you mean 'gauss-newton'"),
-    ("curvature", "fisher", "curvature='fisher' may mean two matrices.* is 'gauss-newton'"),
     ("layout", "rows", "layout='rows' is not one of 'row', 'column'; did you mean 'row'"),
     ("subspace_momentum", "mean", "subspace_momentum='mean' is not one of 'average', 'base'"),
-    ("gradient_averaging", 1, "gradient_averaging=1 is not one of 'auto', True, False"),
-    ("gradient_averaging", torch.tensor(True), r"gradient_averaging=tensor\(True\) is not one of"),
-    ("gradient_averaging", torch.ones(2), r"gradient_averaging=tensor\(\[1"),
-    ("solver", torch.ones(2), "solver=tensor.* is not one of 'eigen', 'inverse'"),
 ]
 OWN_CHOICES: list[tuple[Any, str, Any, str]] = [
     (KAISA, "assignment", "memroy", "'compute', 'memory'; did you mean 'memory'"),
@@ -147,8 +104,6 @@ FLAGS = (
 )
 TYPES: list[tuple[str, Any, str]] = [
     ("damping", "often", r"damping='often' is not a number; "),
-    ("damping", True, "damping=True is not a number; "),
-    ("damping", None, "damping=None is not a number; "),
     ("kl_clip", "off", "kl_clip='off' is not a number; use a positive number, 'auto', or None"),
     ("grad_worker_fraction", "half", r"grad_worker_fraction='half' is not a number; 1\.0"),
     ("factor_update_steps", 1.5, r"factor_update_steps=1\.5 is not a whole number of steps; use"),
@@ -159,20 +114,15 @@ TYPES: list[tuple[str, Any, str]] = [
         "accumulation_steps=.* is not a whole number of micro-batches",
     ),
     ("skip_layers", "head", r"skip_layers='head' is not a sequence .*; write skip_layers=\['head'"),
-    ("skip_layers", [1], r"skip_layers=\[1\] is not a sequence of patterns; write skip_layers"),
-    ("skip_layers", 5, "skip_layers=5 is not a sequence of patterns; write skip_layers"),
     ("symmetry_aware", "no", "symmetry_aware='no'.*True"),
     ("colocate_factors", "no", "colocate_factors='no'.*True"),
     ("largest", 2.0, r"largest=2\.0 is not a whole number; use 0 for none"),
-    ("largest", True, "largest=True is not a whole number; use 0 for none"),
     ("smallest", None, "smallest=None is not a whole number; use 0 for none"),
     ("curvature_interval", 1.5, r"curvature_interval=1\.5 is not a whole number of steps; use"),
-    ("curvature_interval", None, "curvature_interval=None is not a whole number of steps; use 1"),
     ("trace_bounds", ("much", 0.0), "trace_bounds' upper='much' is not a number; "),
     ("overhead", "much", r"overhead='much' is not a number; 0\.(15, say|2 is the default)"),
     ("warmup_steps", 0.5, r"warmup_steps=0\.5 is not a whole number; use 0 to begin with"),
     ("newton_scale", "auto", "newton_scale='auto' is not a number; 0.1 is the default"),
-    ("newton_scale", [0.5], r"newton_scale=\[0\.5\] is not a number; 0\.1 is the default"),
     ("lr_scale_clip", "off", "lr_scale_clip='off' is not a number; 1.0 for no scaling"),
     ("lr_scale_guard", 1, "lr_scale_guard=1 is not a flag; use True or False"),
     ("lanczos_iterations", 40.0, r"lanczos_iterations=40\.0 is not a whole number; use 4 \(larg"),
@@ -183,29 +133,17 @@ TYPES: list[tuple[str, Any, str]] = [
     ("trust_region", 0, "trust_region=0 is not a flag; use True or False"),
     ("seed", "42", "seed='42' is not a whole number; use 0"),
     ("grad_scaler", 1024.0, r"grad_scaler=1024\.0 has no scale\(\); pass a torch\.amp\.GradScaler"),
-    ("grad_scaler", torch.amp.GradScaler, r"GradScaler.* has no scale\(\); pass a torch"),
     ("lr", "0.1", "lr='0.1' is neither a number nor a tensor"),
-    ("lr", True, "lr=True is neither a number nor a tensor"),
     ("helper_timeout", "60", "helper_timeout='60' is not a number; 60.0 is the default"),
     ("debug", 1.5, r"debug=1\.5 is not a whole number; use True for every 100 steps"),
-    ("debug", None, "debug=None is not a whole number; use True for every 100 steps"),
     ("process_group", {}, "process_group={} is not a .*ProcessGroup; pass what"),
-    ("process_group", "gloo", "process_group='gloo' is not a .*ProcessGroup; pass what"),
-    ("process_group", [0, 1], r"process_group=\[0, 1\] is not a .*ProcessGroup; pass what"),
     *(
         (name, flag, rf"{name}={shown} is not a flag; use True or False")
         for name in FLAGS
         for flag, shown in ((torch.tensor(True), r"tensor\(True\)"), (torch.ones(2), "tensor.*"))
     ),
     ("curvature_closure", 3, "the curvature closure is 3; give a function"),
-    ("curvature_closure", "loss", "the curvature closure is 'loss'; give a function"),
-    ("curvature_closure", [None], "the curvature closure is None; give a function"),
-    ("curvature_closure", torch.tensor(1.0), r"the curvature closure is tensor\(1\.\); give"),
     ("base", "SGD", r"base='SGD' is not an optimizer class; pass the class itself"),
-    ("base", 0.1, r"base=0\.1 is not an optimizer class; pass the class itself"),
-    ("base", nn.Linear, "is not an optimizer class; pass the class itself"),
-    ("base", torch.optim.LBFGS, "base=LBFGS .*; use SGD or Adam"),
-    ("base", type("Mine", (torch.optim.LBFGS,), {}), "evaluates its closure many times"),
     *(("base", system, "is a second-order optimizer; use a first-order") for system in SYSTEMS),
 ]
 
@@ -246,23 +184,6 @@ def test_every_option_is_in_a_table_of_wrong_values(System: Any) -> None:
     assert keywords_of(System) - tested == others
 
 
-@each_kronecker
-def test_there_are_no_eigenvectors_to_refine_in_the_inverse_solve(System: Any) -> None:
-    message = "eigen_refresh='warm' starts from eigenvectors.*use solver='eigen', or leave"
-    if "eigen_refresh" not in keywords_of(System):
-        pytest.skip("it has no eigen_refresh")
-    with pytest.raises(ValueError, match=message):
-        System(mlp(), lr=0.1, eigen_refresh="warm", solver="inverse")
-    System(mlp(), lr=0.1, eigen_refresh="warm", solver="eigen")
-
-
-@each_system
-def test_an_instance_for_a_base_is_refused(System: Any) -> None:
-    model = mlp()
-    with pytest.raises(TypeError, match=r"pass the class itself, as in base=torch\.optim\.SGD"):
-        System(model, lr=0.1, base=SGD(model.parameters(), lr=0.1))
-
-
 def train_twice(optimizer: Any, model: nn.Module) -> None:
     for batch in ZOO["mlp"].batches(2):
         take(model, optimizer, batch)
@@ -295,22 +216,6 @@ def test_a_callable_is_held_to_the_same_bounds_and_named(
         train_twice(System(model, lr=0.1, **options), model)
 
 
-@each_system
-def test_callables_are_asked_with_the_number_of_the_step(System: Any) -> None:
-    asked: list[int] = []
-
-    def scale(step: int) -> float:
-        asked.append(step)
-        return 0.1
-
-    model = mlp()
-    own = {"newton_scale": scale, "warmup_steps": 0} if System is DHO2 else {"damping": scale}
-    optimizer = System(model, lr=0.1, **own)
-    for batch in ZOO["mlp"].batches(3):
-        take(model, optimizer, batch)
-    assert sorted(set(asked)) == [0, 1, 2]
-
-
 @each_kronecker
 @pytest.mark.parametrize("form", [list, tuple, iter])
 def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., Any]) -> None:
@@ -320,12 +225,6 @@ def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., 
     assert rows["0"].detail == "skip_layers: 'Conv*'"
     assert rows["7"].detail == "skip_layers: '7'"
     assert rows["4"].status == "preconditioned"
-
-
-@each_kronecker
-def test_boundary_values_are_accepted(System: Any) -> None:
-    System(mlp(), lr=0.0, damping=0, factor_decay=0.0, kl_clip=None, skip_layers=[])
-    System(mlp(), lr=torch.tensor(0.1), damping=0.99, kl_clip=1)
 
 
 @eigenpairs_only
@@ -381,46 +280,7 @@ def test_a_curvature_closure_that_is_no_function_is_refused_wherever_it_is_given
 
 
 @pytest.mark.parametrize("System", ALL)
-@pytest.mark.parametrize("closure", [3, "loss", torch.tensor(1.0)], ids=str)
-def test_a_closure_that_is_no_function_is_refused_before_the_step(
-    System: Any, closure: Any
-) -> None:
-    model = mlp()
-    optimizer = System(model, lr=0.1)
-    before = [p.detach().clone() for p in model.parameters()]
-    x, y = ZOO["mlp"].batch()
-    nn.functional.cross_entropy(model(x), y).backward()
-    with pytest.raises(TypeError, match=r"closure=.* is not a function; use step\(\) without"):
-        optimizer.step(closure)
-    assert all(map(torch.equal, model.parameters(), before))
-
-
-@pytest.mark.parametrize("System", ALL)
 @pytest.mark.parametrize("given", [5, "model", None, {"params": 1}, torch.ones(3)], ids=str)
 def test_what_is_neither_a_module_nor_parameters_is_refused(System: Any, given: Any) -> None:
     with pytest.raises(TypeError, match=rf"{System.__name__} got .*{System.__name__}\("):
         System(given, model=mlp(), lr=0.1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every": 0}, "every=0 is below 1"),
-        ({"every": 0.5}, "every=0.5 is not a whole number of steps"),
-        ({"start": -1.0}, "start=-1.0 is outside"),
-        ({"start": float("inf")}, "start=inf is outside"),
-        ({"decay": 1.5}, "decay=1.5 is outside"),
-    ],
-)
-def test_a_decaying_clip_that_makes_no_sense_is_refused(
-    options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        DecayingClip(**options)
-
-
-@each_kronecker
-@pytest.mark.parametrize("to", ["0", 0.0, True, torch.tensor(0)], ids=str)
-def test_what_is_no_rank_is_refused(System: Any, to: Any) -> None:
-    with pytest.raises(TypeError, match=r"consolidate\(to=.* is not the number of a rank"):
-        System(mlp(), lr=0.1).consolidate(to=to)

@@ -7,11 +7,10 @@ import warnings
 from typing import Any
 
 import pytest
-import torch
 from contract import BASES, base_only, each_of_five, make, same, take
 from models import ZOO
 
-from second_order import KAISA, SecondOrderWarning
+from second_order import SecondOrderWarning
 
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6)
@@ -50,14 +49,3 @@ def test_there_and_back_again_is_the_base_bit_for_bit(System: Any, base: str) ->
         take(model, again, batch)
         take(twin, alone, batch)
         assert same(model, twin)
-
-
-def test_what_is_loaded_of_our_own_says_nothing() -> None:
-    model = MLP.model()
-    optimizer = make(KAISA, model)
-    fresh, plain = optimizer.state_dict(), torch.optim.SGD(model.parameters(), lr=0.1).state_dict()
-    take(model, optimizer, BATCHES[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SecondOrderWarning)
-        for state in (fresh, plain, optimizer.state_dict()):
-            make(KAISA, MLP.model()).load_state_dict(copy.deepcopy(state))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import io
-import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +10,10 @@ import pytest
 import torch
 from contract import each_system, make
 from models import ZOO
-from stacks import BATCHES, CASE, assert_as_usual, optimizer_of, usual_loop
+from stacks import BATCHES, CASE, optimizer_of, usual_loop
 from torch import nn
 
-from second_order import DHO2, KAISA, SecondOrderWarning, parameter_groups
+from second_order import KAISA, SecondOrderWarning, parameter_groups
 from second_order.recipes import _depths
 
 if TYPE_CHECKING:
@@ -125,25 +123,6 @@ def test_rules_override_by_name_and_the_first_counts() -> None:
     assert settings(groups, "head.bias") == {"lr": 0.1, "weight_decay": 0.0}
 
 
-def test_frozen_parameters_are_left_out() -> None:
-    model = Words()
-    model.words.requires_grad_(False)
-    assert_complete(parameter_groups(model), model)
-
-
-class Compiled(nn.Module):
-    """As `torch.compile` wraps a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self._orig_mod = model
-
-
-def test_names_are_those_of_the_model_inside_a_wrapper() -> None:
-    model = Words()
-    assert_complete(parameter_groups(Compiled(model)), model)
-
-
 def test_what_matches_nothing_is_told() -> None:
     with pytest.warns(SecondOrderWarning, match=r"rules: 'decoder' is in no parameter's name"):
         parameter_groups(Words(), rules={"decoder": {"lr": 1.0}})
@@ -165,14 +144,6 @@ def test_errors_name_the_value_and_the_remedy(
         parameter_groups(Words(), **given)
     with pytest.raises(TypeError, match=r"model=list is not a torch\.nn\.Module"):
         parameter_groups([])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("base", ["SGD", "AdamW"])
-def test_torch_takes_the_groups_and_names_them(base: str) -> None:
-    model = Words()
-    groups = parameter_groups(model, lr=0.1, weight_decay=0.2, layer_decay=0.5)
-    optimizer = getattr(torch.optim, base)(groups, lr=1.0)
-    assert [g["param_names"] for g in optimizer.param_groups] == [g["param_names"] for g in groups]
 
 
 @each_system
@@ -215,85 +186,6 @@ def test_two_bases_divide_them_further() -> None:
 
 
 # As others make groups.
-
-
-def factory(
-    model: nn.Module, kind: Any, lr: float, weight_decay: float, layer_decay: float, **kwargs: Any
-) -> Any:
-    """As timm's `create_optimizer_v2`: groups with `lr_scale`, which its schedulers multiply."""
-    names = [name for name, _ in model.named_parameters()]
-    last = len(names) // 2 - 1
-    groups: dict[str, dict[str, Any]] = {}
-    for i, (_, p) in enumerate(model.named_parameters()):
-        decay = 0.0 if p.ndim <= 1 else weight_decay
-        scale = layer_decay ** (last - i // 2)
-        key = f"layer_{i // 2}_{'no_' * (decay == 0.0)}decay"
-        group = groups.setdefault(
-            key, {"lr_scale": scale, "weight_decay": decay, "params": [], "param_names": []}
-        )
-        group["params"].append(p)
-        group["param_names"].append(names[i])
-    return kind(list(groups.values()), lr=lr, **kwargs)
-
-
-@each_system
-def test_groups_as_timm_makes_them(System: Any) -> None:
-    """A factory that hands over groups alone is given the model beside them."""
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        names = [name for name, _ in model.named_parameters()]
-        return [
-            {"params": [p], "weight_decay": 0.0 if p.ndim <= 1 else 0.1, "param_names": [name]}
-            for name, p in zip(names, model.parameters(), strict=True)
-        ]
-
-    class Scaled:
-        """As timm's schedulers: the group's rate is the schedule's times its scale."""
-
-        def __init__(self, optimizer: Any) -> None:
-            self.optimizer = optimizer
-            for i, group in enumerate(optimizer.param_groups):
-                group["lr"] = 0.05 * group.get("lr_scale", 0.5 ** (2 - i // 2))
-
-        def step(self) -> None:
-            for group in self.optimizer.param_groups:
-                group["lr"] *= 0.9
-
-    model = CASE.model()
-    optimizer = factory(model, _with_model(System, model), 0.05, 0.1, 0.5)
-    assert {group["lr_scale"] for group in optimizer.param_groups} == {0.25, 0.5, 1.0}
-    usual_loop(model, optimizer, BATCHES, scheduler=Scaled(optimizer))
-    assert_as_usual(model, System, params=groups, schedule=Scaled)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert optimizer.param_groups[0]["lr_scale"] == 0.25
-
-
-def _with_model(System: Any, model: nn.Module) -> Callable[..., Any]:
-    def made(groups: Any, lr: float) -> Any:
-        return optimizer_of(System, model, groups, lr=lr)
-
-    return made
-
-
-@each_system
-def test_groups_by_regular_expressions_as_torchtitan_has_them(System: Any) -> None:
-    """A list of patterns over names, the first that matches; what none matches comes last."""
-    patterns = [(r"bias$", {"weight_decay": 0.0}), (r"^0\.", {"lr": 0.01, "weight_decay": 0.2})]
-
-    def titan(model: nn.Module) -> list[dict[str, Any]]:
-        left = dict(model.named_parameters())
-        groups = []
-        for pattern, given in patterns:
-            taken = {n: left.pop(n) for n in [*left] if re.search(pattern, n)}
-            groups.append({"params": [*taken.values()], "param_names": [*taken], **given})
-        return [*groups, {"params": [*left.values()], "param_names": [*left]}]
-
-    # Lanczos starts from numbers in the order of the groups; to rounding, it ends at the same.
-    options = {"lanczos_iterations": 111, "lanczos_tol": 1e-12} if System is DHO2 else {}
-    model = CASE.model()
-    ours = parameter_groups(model, rules=dict(patterns))
-    usual_loop(model, optimizer_of(System, model, ours, **options), BATCHES)
-    assert_as_usual(model, System, params=titan, options=options, rtol=1e-8)
 
 
 def test_groups_without_a_model_are_refused_with_the_line_to_write() -> None:

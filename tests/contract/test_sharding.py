@@ -167,16 +167,3 @@ def test_what_cannot_be_sharded_later_says_so_at_the_step(world: World) -> None:
         assert "layer 'middle.0' is parallelised over tensors" in parallel
         assert same
         assert kept
-
-
-def fresh_state(rank: int, world_size: int) -> bool:
-    """Whether a parameter of a root that was evaluated before is a shard in the optimizer."""
-    model = fsdp(narrow(), "root")
-    with torch.no_grad():
-        model(shares(rank, world_size, 1)[0][0])
-    optimizer = KAISA(model, lr=0.1)
-    return all(type(p).__name__ == "DTensor" for p in optimizer.param_groups[0]["params"])
-
-
-def test_a_root_that_was_only_evaluated_gives_its_shards(world: World) -> None:
-    assert world.run(fresh_state, 2) == [True, True]

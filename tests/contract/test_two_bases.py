@@ -55,41 +55,6 @@ def test_without_curvature_two_optimizers_made_by_hand_do_the_same(System: Any, 
         assert same(model, twin)
 
 
-@each_kronecker
-@each_pair
-def test_they_step_by_the_gradients_that_one_base_would_get(System: Any, pair: str) -> None:
-    """Another of the same system, that never moves the weights, gives the gradients by hand."""
-    model, still, twin = CASE.model(), CASE.model(), CASE.model()
-    scale = {"preconditioner_scale": "newton"}
-    optimizer, plain = two(System, pair, model, **scale), ByHand(pair, twin)
-    preconditioner = make(System, still, lr=0.0, **scale)
-    changed = 0
-    for batch in BATCHES[:5]:
-        still.load_state_dict(twin.state_dict())
-        take(still, preconditioner, batch)
-        backward(twin, batch)
-        for p, q in zip(twin.parameters(), still.parameters(), strict=True):
-            assert p.grad is not None
-            assert q.grad is not None
-            changed += not torch.equal(p.grad, q.grad)
-            p.grad.copy_(q.grad)
-        plain.step()
-        take(model, optimizer, batch)
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
-    assert changed == 5 * 7  # all but the places and the norm's
-
-
-@each_kronecker
-def test_one_base_for_all_is_something_else(System: Any) -> None:
-    """The control of the two above."""
-    model, twin = CASE.model(), CASE.model()
-    optimizer, plain = two(System, "SGD AdamW", model), make(System, twin, lr=0.02, momentum=0.9)
-    take(model, optimizer, BATCHES[0])
-    take(twin, plain, BATCHES[0])
-    assert not same(model, twin)
-
-
 # What goes where.
 
 
@@ -183,21 +148,6 @@ def test_groups_are_divided_and_keep_what_they_say(data: st.DataObject) -> None:
     assert all(group.keys() == {"params", "lr", "mine"} for group in groups)
 
 
-def test_a_group_with_names_is_divided_with_them() -> None:
-    """As groups of another optimizer have them."""
-    model = CASE.model()
-    named = [(name, p) for name, p in model.named_parameters() if name != "places"]
-    other = SGD([{"params": named, "lr": 0.3}])
-    optimizer = two(KAISA, "Muon AdamW", other.param_groups, model=model)
-    hidden, others = optimizer.param_groups
-    assert hidden["param_names"] == ["up.weight", "down.weight"]
-    assert others["param_names"] == [name for name, _ in named if name not in HIDDEN]
-    optimizer.add_param_group({"params": [model.places], "param_names": ["mine"]})
-    assert optimizer.param_groups[2]["param_names"] == ["mine"]
-    again = two(KAISA, "Muon AdamW", optimizer.param_groups, model=model)
-    assert [group["rest"] for group in again.param_groups] == [False, True, True]
-
-
 def test_a_group_added_is_divided_too_and_one_with_a_mark_is_not() -> None:
     model = CASE.model()
     optimizer = two(KAISA, "Muon AdamW", [model.up.weight, model.up.bias], model=model)
@@ -244,24 +194,6 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(
         optimizer.add_param_group(group(model))
     assert [dict(each) for each in optimizer.param_groups] == before
     take(model, optimizer, BATCHES[0])
-
-
-def test_there_may_be_nothing_for_the_rest_yet(recwarn: Any) -> None:
-    model = CASE.model()
-    hidden = [p for name, p in model.named_parameters() if name in HIDDEN]
-    optimizer = two(KAISA, "Muon AdamW", hidden, model=model)
-    take(model, optimizer, BATCHES[0])
-    assert not [w for w in recwarn if "rest" in str(w.message)]
-    optimizer.add_param_group({"params": model.head.parameters()})
-    take(model, optimizer, BATCHES[1])
-    assert [group["rest"] for group in optimizer.param_groups] == [False, True]
-
-
-def test_parameters_of_no_module_go_to_the_rest() -> None:
-    model, stray = CASE.model(), nn.Parameter(torch.ones(3, 3))
-    with pytest.warns(SecondOrderWarning, match="trained by AdamW alone"):
-        optimizer = two(KAISA, "Muon AdamW", [*model.parameters(), stray], model=model)
-    assert any(stray is p for p in optimizer.param_groups[1]["params"])
 
 
 # What is said of wrong values.
@@ -332,11 +264,6 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
         SecondOrderWarning, match="rest_layers: the pattern 'haed' matches no module"
     ):
         KAISA(CASE.model(), lr=0.1, base=Muon, rest=AdamW, rest_layers=["haed"])
-
-
-def test_other_optimizers_have_one_base() -> None:
-    with pytest.raises(TypeError, match="unknown keyword 'rest'"):
-        DHO2(CASE.model(), lr=0.1, rest=AdamW)
 
 
 # What is told.

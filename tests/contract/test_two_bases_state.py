@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from contract import KAISA, each_kronecker, make, same, take
 from divided import (
@@ -27,7 +25,6 @@ from divided import (
     two,
 )
 from ranks import agreed, assert_same_trajectory, kaisa, train
-from reference import cross_entropy
 from states import saved_and_loaded
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,10 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from second_order import (
-    DPKFAC,
     RankMismatchError,
     export_base_state,
 )
@@ -145,9 +140,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
         assert str(other.state_dict()) == str(before)
     swapped = copy.deepcopy(saved)
     swapped["param_groups"][0]["rest"] = True
-    with pytest.raises(
-        ValueError, match=r"param_groups\[0\]\['rest'\] is True, and here it is Fal"
-    ):
+    with pytest.raises(ValueError, match=r"'rest': \[True, True\], and here it is \[Fal"):
         optimizer.load_state_dict(swapped)
     one = make(KAISA, model, base=AdamW)
     with pytest.raises(ValueError, match=r"has 1 parameter groups.*optimizer 2.*those of Muon"):
@@ -234,59 +227,6 @@ def test_momentum_is_cycled_where_both_can_be() -> None:
     assert [group["betas"][0] for group in optimizer.param_groups] == [0.95, 0.95]
 
 
-def test_a_tensor_learning_rate_and_fused_kernels_reach_both() -> None:
-    model, twin = CASE.model(torch.float32), CASE.model(torch.float32)
-    batches = CASE.batches(3, dtype=torch.float32)
-    options: dict[str, Any] = {"rest": AdamW, "skip_layers": ["*"]}
-    fused = make(KAISA, model, base=SGD, lr=torch.tensor(0.1), fused=True, **options)
-    plain = make(KAISA, twin, base=SGD, lr=0.1, **options)
-    for batch in batches:
-        take(model, fused, batch)
-        take(twin, plain, batch)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-    fused.param_groups[0]["lr"].fill_(0.0)
-    assert [float(group["lr"]) for group in fused.param_groups] == [0.0, 0.0]
-
-
-@each_kronecker
-def test_a_loss_that_is_scaled_trains_as_one_that_is_not(System: Any) -> None:
-    """And an overflow moves neither."""
-    model, twin = CASE.model(), CASE.model()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    optimizer = two(System, "SGD AdamW", model, grad_scaler=scaler)
-    plain = two(System, "SGD AdamW", twin)
-    for i, (x, y) in enumerate(BATCHES[:4]):
-        optimizer.zero_grad()
-        scaler.scale(cross_entropy(model(x), y)).backward()
-        if i == 2:
-            model.head.weight.grad[0, 0] = float("inf")
-            before = copy.deepcopy(model)
-            scaler.step(optimizer)
-            assert same(model, before)
-            scaler.update()
-            continue
-        scaler.step(optimizer)
-        scaler.update()
-        take(twin, plain, (x, y))
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-            torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-
-
-@each_kronecker
-def test_hooks_on_steps_fire_once(System: Any) -> None:
-    model = CASE.model()
-    optimizer, steps = two(System, "Muon AdamW", model), Counter[str]()
-    handles = [
-        register_optimizer_step_post_hook(lambda opt, *_: steps.update([type(opt).__name__])),
-        optimizer.register_step_pre_hook(lambda *_: steps.update(["own"])),
-    ]
-    take(model, optimizer, BATCHES[0])
-    for handle in handles:
-        handle.remove()
-    assert steps == {System.__name__: 1, "own": 1}
-
-
 # Processes.
 
 
@@ -332,21 +272,3 @@ def test_ranks_that_disagree_on_the_rest_are_told(world: World, variant: str) ->
     for error in world.run(build, 2, variant, expect_errors=True, timeout=20):
         assert isinstance(error, RankMismatchError), error
         assert re.search(r"AdamW|rest_layers: \[\].*rest_layers: \['head'\]", str(error))
-
-
-def regroup(rank: int, world_size: int) -> list[str]:
-    """A group added with other marks, and with the same."""
-    model = CASE.model()
-    keywords = {"base": Muon, "rest": AdamW}
-    optimizer = DPKFAC(model.up.parameters(), model=model, lr=0.1, **keywords)
-    with pytest.raises(RankMismatchError) as error:
-        optimizer.add_param_group({"params": [model.down.weight], "rest": bool(rank)})
-    optimizer.add_param_group({"params": [model.down.weight], "rest": False})
-    take(model, optimizer, BATCHES[0])
-    return [str(error.value), *(str(group["rest"]) for group in optimizer.param_groups)]
-
-
-def test_ranks_that_add_a_group_with_other_marks_are_told(world: World) -> None:
-    for said, *marks in world.run(regroup, 2):
-        assert "rest" in said
-        assert marks == ["False", "True", "False"]

@@ -10,7 +10,6 @@ import pytest
 from ranks import script
 
 import roles
-from second_order import SecondOrderWarning
 
 if TYPE_CHECKING:
     from conftest import Launcher
@@ -45,24 +44,6 @@ def assert_helped(output: str) -> None:
     assert trained_well(output), output
     assert "epoch 1: loss" in output
     assert "alone" not in output, "the helper was there to the end"
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "warning"), [("mrdho2", "as DHO2 does"), ("distkfac", "own passes")]
-)
-def test_one_process_has_nobody_to_help(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    optimizer: str,
-    warning: str,
-) -> None:
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("sys.argv", ["roles.py", "--optimizer", optimizer, "--epochs", "2"])
-    with pytest.warns(SecondOrderWarning, match=warning):
-        roles.main()
-    assert trained_well(capsys.readouterr().out)
 
 
 def trained_well(output: str) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pool import World
 
 PAGE = Path(__file__).parents[2] / "docs" / "scripts.md"
-LANGUAGE_MODEL, DDP, FSDP = re.findall(
+LANGUAGE_MODEL, FSDP = re.findall(
     r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.DOTALL | re.MULTILINE
 )
 pytestmark = [
@@ -75,14 +75,6 @@ def test_the_language_model(tmp_path: Path) -> None:
     saved = torch.load(tmp_path / "language_model.pt")
     assert saved.keys() == {"model", "optimizer", "scheduler"}
     names["optimizer"].load_state_dict(saved["optimizer"])
-
-
-def test_ddp_trains_as_one_process_does(world: World, tmp_path: Path) -> None:
-    (alone,), (shared,) = (world.run(on_ranks, count, [(DDP, tmp_path, ())])[0] for count in (1, 2))
-    assert len(alone) == 3
-    assert shared == pytest.approx(alone, rel=1e-3)
-    assert shared[-1] < told(r"loss is below (\S+) in the third epoch")
-    assert torch.load(tmp_path / "ddp.pt").keys() == {"model", "optimizer"}
 
 
 def test_fsdp_goes_on_from_its_checkpoint(world: World, tmp_path: Path) -> None:

@@ -375,16 +375,10 @@ class Row:
 
 
 def table(results: Sequence[Found]) -> str:
-    """Two tables in Markdown: by kind of fault, and by system."""
-    return "\n\n".join(
-        [_table(results, "group", "faults"), _table(results, "system", "optimizer and processes")]
-    )
-
-
-def _table(results: Sequence[Found], key: str, title: str) -> str:
+    """A table in Markdown, by kind of fault."""
     rows: dict[str, Row] = {}
     for result in results:
-        for name in (result[key], "together"):
+        for name in (result["group"], "together"):
             row = rows.setdefault(name, Row())
             row.faults.add(result["fault"])
             if result["verdict"] == "clean":
@@ -393,8 +387,8 @@ def _table(results: Sequence[Found], key: str, title: str) -> str:
     rows["together"] = rows.pop("together")
     ends = ("goes on", "is told", "ends by an error")
     lines = [
-        f"| {title} | kinds | cases | goes on | goes on, and says so | ends by a clear error | "
-        f"hung | parted | lost | unclear |",
+        "| faults | kinds | cases | goes on | goes on, and says so | ends by a clear error | "
+        "hung | parted | lost | unclear |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():

@@ -42,24 +42,6 @@ def test_differences_in_float32_find_the_exact_eigenvalues() -> None:
     torch.testing.assert_close(near.eigenvalues, exact.eigenvalues, rtol=1e-2, atol=0)
 
 
-def test_autocast_reaches_the_loss_and_nothing_else() -> None:
-    model, loss = trained()
-    seen = []
-
-    def watched() -> Tensor:
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return loss()
-
-    plain = eigenpairs(loss, model, largest=3)
-    with torch.autocast("cpu", torch.bfloat16):
-        under = eigenpairs(watched, model, largest=3)
-    assert seen == [True]
-    assert under.eigenvectors.dtype == torch.float32
-    V = under.eigenvectors
-    torch.testing.assert_close(V @ V.t(), torch.eye(3), rtol=0, atol=1e-5)
-    torch.testing.assert_close(under.eigenvalues, plain.eigenvalues, rtol=2e-2, atol=0)
-
-
 def test_a_step_under_autocast_is_the_step_without() -> None:
     """Its algebra is not autocast; the refresh, at the first step, is not under autocast here."""
     model, _ = trained()
@@ -119,38 +101,6 @@ def test_a_warm_start_takes_half_of_the_products(
     assert found == products
 
 
-def warm_refresh(rank: int, world_size: int, layout: str) -> tuple[Tensor, int, Tensor]:
-    """Ten pairs among a hundred, and at the second refresh a steep direction that was flat."""
-    w = nn.Parameter(torch.ones(120, dtype=torch.float64))
-    d = torch.cat([torch.linspace(0.0, 1.0, 110), torch.linspace(5.0, 30.0, 10)]).double()
-    optimizer = DHO2(
-        [w], lr=1e-3, largest=10, layout=layout, warmup_steps=0, curvature_interval=2,
-        curvature_closure=lambda: 0.5 * (d * w * w).sum(),
-    )  # fmt: skip
-    for step in range(3):
-        if step == 2:
-            d[40] = 100.0
-        optimizer.zero_grad()
-        (0.5 * (d * w * w).sum()).backward()
-        optimizer.step()
-    report = optimizer.curvature
-    return report.eigenvalues, report.products, w.detach().clone()
-
-
-@pytest.mark.parametrize("layout", ["row", "column"])
-def test_half_of_the_products_find_new_directions_on_any_number_of_processes(
-    world: World, layout: str
-) -> None:
-    values, products, weights = warm_refresh(0, 1, layout)
-    assert products <= 20
-    expected = torch.tensor([100.0, *torch.linspace(30.0, 5.0, 10)[:9]]).double()
-    torch.testing.assert_close(values, expected, rtol=1e-3, atol=0)
-    for theirs, count, w in world.run(warm_refresh, 2, layout):
-        assert count == products
-        torch.testing.assert_close(theirs, values, rtol=1e-8, atol=0)
-        torch.testing.assert_close(w, weights, rtol=1e-8, atol=0)
-
-
 def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Tensor]:
     w = nn.Parameter(torch.full((count,), 2.0, dtype=torch.float64))
     optimizer = DHO2(
@@ -173,14 +123,6 @@ def test_a_process_may_have_no_rows(world: World, layout: str) -> None:
         torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
 
 
-def test_parameters_may_be_given_in_every_form() -> None:
-    w = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    for given in (w, [w], [w, w], [("w", w)], iter([w])):
-        found = eigenpairs(lambda: torch.sum(w * w), given, largest=1)
-        assert float(found.eigenvalues) == pytest.approx(2.0)
-        assert found.eigenvectors.shape == (1, 3)
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -192,25 +134,6 @@ def test_parameters_may_be_given_in_every_form() -> None:
 def test_what_has_no_hessian_is_refused(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         eigenpairs(lambda: torch.zeros(()), given(), largest=1)
-
-
-def test_a_hessian_of_zero_is_kept_in_a_checkpoint() -> None:
-    models = [nn.Linear(3, 1, bias=False).double() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "largest": 1, "curvature_interval": 50}
-    optimizers = [DHO2(m, warmup_steps=0, **options) for m in models]
-
-    def take(i: int) -> None:
-        optimizers[i].zero_grad()
-        models[i](torch.ones(1, 3, dtype=torch.float64)).sum().backward()
-        optimizers[i].step(curvature_closure=lambda: torch.sum(models[i].weight))
-
-    take(0)
-    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
-    models[1].load_state_dict(models[0].state_dict())
-    for i in (0, 1):
-        take(i)
-    assert same(*models)
 
 
 def test_a_loss_from_before_the_last_step_is_told_from_others() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerated import CASE, CURVED, EPOCH, loss_of, mrdho2, noted, worker
-from pairs import ADAM, BATCHES, LAYOUTS, go, network, shards, spread
+from pairs import BATCHES, LAYOUTS, go, network, shards, spread
 from ranks import agreed, replaced
 from torch import Tensor, nn
 
@@ -116,13 +116,6 @@ def test_nothing_that_is_not_finite_on_one_rank_reaches_the_parameters(
     judge(world.run(spoilt, 2, name, on, options), name, _sound[layout])
 
 
-@pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("base", [{"momentum": 0.9}, {"base": ADAM, "lr": 0.02}], ids=str)
-def test_nor_on_one_process(name: str, base: dict[str, Any]) -> None:
-    sound, _, _ = spoilt(0, 1, name, 0, base, faulty=False)
-    judge([spoilt(0, 1, name, 0, base)], name, sound)
-
-
 def test_a_step_that_is_left_out_is_the_bases() -> None:
     """On the whole gradient, and not stretched."""
     plain = network()
@@ -135,15 +128,6 @@ def test_a_step_that_is_left_out_is_the_bases() -> None:
     go(base, torch.optim.SGD(base.parameters(), lr=0.1), [BATCHES[BETWEEN]])
     for p, q in zip(plain.parameters(), base.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
-
-
-def test_an_accident_on_another_rank_than_the_first_costs_nothing(world: World) -> None:
-    options = {"layout": "row", "momentum": 0.9}
-    (sound, _, _), *_ = world.run(spoilt, 2, "eigh", 0, options, False)
-    results = world.run(spoilt, 2, "eigh", 1, options)
-    for found, said, _ in results:
-        assert said == []
-        assert all(map(torch.equal, found, sound))
 
 
 # MRDHO2.

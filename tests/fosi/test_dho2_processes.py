@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pool import World
-    from reference import Batch
 
 
 def train_each(
@@ -123,60 +122,6 @@ def test_channels_last_changes_nothing_on_many_processes(world: World) -> None:
 
 
 # Parameters that not all ranks, or not all steps, train.
-
-
-class Forked(nn.Module):
-    """Two heads, of which each batch goes through one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = network()
-        self.heads = nn.ModuleList(nn.Linear(3, 3, dtype=torch.float64) for _ in range(3))
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](self.trunk(x).tanh())  # type: ignore[no-any-return]
-
-
-def train_forked(rank: int, world_size: int, options: dict[str, Any], wrap: bool) -> list[Tensor]:
-    """Two ranks, or one that does what both do; the third head is never used."""
-    torch.manual_seed(1)
-    model = Forked()
-    net = DistributedDataParallel(model, find_unused_parameters=True) if wrap else model
-    heads = range(2) if world_size == 1 else [rank]
-
-    def loss(batch: Batch, net: nn.Module) -> Tensor:
-        parts = [shard(batch, head, 2) for head in heads]
-        losses = [cross_entropy(net(x, h), y) for h, (x, y) in zip(heads, parts, strict=True)]
-        return torch.stack(losses).mean()
-
-    optimizer = spread(
-        net, 0, 1, **options,
-        curvature_closure=lambda: loss(CURVED, model),
-    )  # fmt: skip
-    trajectory = []
-    for batch in BATCHES[:8]:
-        optimizer.zero_grad()
-        loss(batch, net).backward()
-        optimizer.step()
-        trajectory.append(vector(model))
-    assert all((p.grad is None) == ("heads.2" in name) for name, p in model.named_parameters())
-    return trajectory
-
-
-def train_forked_each(rank: int, world_size: int) -> list[list[Tensor]]:
-    return [
-        train_forked(rank, world_size, {**KINDS[kind], "layout": layout}, wrap)
-        for kind in ("momentum", "Adam")
-        for layout in LAYOUTS
-        for wrap in (False, True)[:world_size]
-    ]
-
-
-def test_layers_that_some_ranks_do_not_use_train_all_the_same(world: World) -> None:
-    results = world.run(train_forked_each, 2)
-    expected = train_forked_each(0, 1)
-    for i in range(8):
-        assert_same_trajectory(agreed([each[i] for each in results]), expected[i // 2], rtol=1e-8)
 
 
 def train_frozen(rank: int, world_size: int) -> list[list[Tensor]]:

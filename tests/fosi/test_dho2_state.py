@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from contract import same
-from pairs import ADAM, BATCHES, CASE, CURVED, QUICK, SGD, alike, closure_of, dho2, go, take, vector
+from pairs import ADAM, BATCHES, CASE, QUICK, SGD, alike, closure_of, dho2, go, take, vector
 from ranks import assert_same_trajectory
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, SecondOrderWarning
-from second_order.fosi.pieces import Piece
-from second_order.fosi.sharded_base import cut_state
+from second_order.fosi.pieces import ParamPiece, cut_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -86,46 +85,6 @@ def test_how_the_vector_is_cut_into_parameters_changes_nothing(base: Any) -> Non
     expected = train_cut("one", base)
     for name in CUTS:
         assert_same_trajectory(train_cut(name, base), expected, rtol=1e-10, hint=name)
-
-
-def test_parameters_come_with_or_without_a_module() -> None:
-    model, other = CASE.model(), CASE.model()
-    expected = go(model, dho2(model), BATCHES)
-    assert same(go(other, dho2(other, (p for p in other.parameters())), BATCHES), expected)
-
-
-def test_a_convolution_in_channels_last_trains_as_in_any_format() -> None:
-    x = torch.randn(12, 2, 6, 6, generator=torch.Generator().manual_seed(0)).double()
-    y = torch.arange(12) % 3
-    found = []
-    for memory_format in (torch.contiguous_format, torch.channels_last):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(48, 3))
-        model = model.double().to(memory_format=memory_format)  # type: ignore[call-overload]
-        optimizer = dho2(model, curvature_closure=closure_of(model, (x, y)), momentum=0.9)
-        found.append(go(model, optimizer, [(x, y)] * 8))
-    assert_same_trajectory(found[1], found[0], rtol=1e-9)
-
-
-def test_single_and_half_precision_train_much_as_double_does() -> None:
-    model = CASE.model()
-    expected = go(model, dho2(model), BATCHES)[-1]
-    moved = (expected - vector(CASE.model())).norm()
-    for dtype, rtol in ((torch.float32, 1e-3), (torch.bfloat16, 0.2)):
-        model = CASE.model(dtype)
-        batches = [(x.to(dtype), y) for x, y in BATCHES]
-        curved = CURVED[0].to(dtype), CURVED[1]
-        optimizer = dho2(model, curvature_closure=closure_of(model, curved), lanczos_tol=1e-4)
-        found = go(model, optimizer, batches)[-1]
-        assert found.dtype == dtype
-        assert optimizer._curvature.subspace.basis.vectors.dtype == torch.float32  # type: ignore[union-attr]
-        assert optimizer.curvature.failures == 0
-        assert (found.double() - expected).norm() <= rtol * moved
-    model = CASE.model(torch.float32)
-    curved = CURVED[0].float(), CURVED[1]
-    wide = dho2(model, lanczos_dtype=torch.float64, curvature_closure=closure_of(model, curved))
-    go(model, wide, [(x.float(), y) for x, y in BATCHES[:4]])
-    assert wide._curvature.subspace.basis.vectors.dtype == torch.float64  # type: ignore[union-attr]
 
 
 class Spare(nn.Module):
@@ -323,20 +282,10 @@ def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
     assert torch.equal(vector(model), before)
 
 
-def test_a_gradient_of_zero_has_no_share_in_the_subspace() -> None:
-    model = CASE.model()
-    optimizer = dho2(model, warmup_steps=0, curvature_closure=closure_of(model))
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert optimizer.curvature.gradient_share == 0.0
-    assert optimizer.curvature.refreshes == 1
-
-
 def test_the_count_of_a_base_is_not_cut_to_a_piece() -> None:
     """It has the shape of a parameter that is a scalar, and is no part of a vector."""
     p = nn.Parameter(torch.tensor(1.0))
     part = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}
-    cut = cut_state(part, Piece(p, 0, 0, 1, 0))
+    cut = cut_state(part, ParamPiece(p, 0, 0, 1, 0))
     assert cut["step"].shape == ()
     assert cut["exp_avg"].shape == (1,)

@@ -9,7 +9,6 @@ import io
 import math
 import warnings
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +20,6 @@ from accelerated import (
     EPOCH,
     STEPS,
     base_alone,
-    gradient,
     loss_of,
     mrdho2,
     noted,
@@ -33,10 +31,8 @@ from ranks import agreed, assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
-from second_order.distributed.world import World as Everybody
-from second_order.fosi import divided
-from second_order.fosi import worker_epochs as module
+from second_order import EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
+from second_order.fosi import epochs as module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -269,24 +265,6 @@ def test_the_additive_update_takes_the_last_gradients(world: World) -> None:
     assert_same_trajectory(found, reference("additive", added=3)[0], rtol=1e-7)
 
 
-def without_backward(rank: int, world_size: int) -> list[EpochReport]:
-    model = CASE.model()
-    with mrdho2(model, epoch_steps=2) as optimizer:
-        if optimizer.role == "accelerator":
-            optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
-        else:
-            gradient(model, optimizer, BATCHES[0])
-            optimizer.step()
-            optimizer.zero_grad()
-            optimizer.step()
-        return list(optimizer.epochs)
-
-
-def test_a_step_without_gradients_counts(world: World) -> None:
-    (report,), _ = world.run(without_backward, 2)
-    assert report.applied
-
-
 def test_weights_are_not_rounded_to_the_vectors_dtype(world: World) -> None:
     narrow = {"lanczos_dtype": torch.float32, "lanczos_iterations": 20, "lanczos_tol": 1e-6}
     (found,) = world.run(several, 2, [narrow])[0]
@@ -322,49 +300,6 @@ def test_without_eigenpairs_it_is_the_base_bit_for_bit(world: World) -> None:
                     "have nothing to do, so all 2 processes train" in w for w in result["warned"]
                 ]
                 assert told == [True] * (workers - 1)
-
-
-def in_its_own_process(
-    rank: int, world_size: int, kind: str, **options: Any
-) -> tuple[list[Tensor], list[str], str]:
-    model = CASE.model()
-    curved = partial(loss_of, model, CURVED[0])
-    common = {"lr": 0.1, "largest": 3, "smallest": 1, "newton_scale": 0.2, **options}
-    with noted() as warned:
-        if kind == "DHO2":
-            optimizer: Any = DHO2(
-                model,
-                curvature_interval=EPOCH,
-                layout="column",
-                curvature_closure=curved,
-                **common,
-            )
-        else:
-            optimizer = mrdho2(
-                model,
-                accelerators=0 if world_size > 1 else 1,
-                lanczos_iterations=None,
-                lanczos_tol=1e-2,
-                curvature_closure=curved,
-                **common,
-            )
-    role = getattr(optimizer, "role", "worker")
-    return worker(model, optimizer, rank, world_size), warned, role
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_without_accelerators_it_is_dho2_and_says_so(world: World, world_size: int) -> None:
-    run = partial(world.run if world_size > 1 else lambda f, n, *a: [f(0, n, *a)])
-    results = run(in_its_own_process, world_size, "MRDHO2")
-    expected = run(in_its_own_process, world_size, "DHO2")
-    found = agreed([trajectory for trajectory, _, _ in results])
-    assert all(map(torch.equal, found, expected[0][0]))
-    assert not torch.equal(found[-1], base_alone(workers=world_size)[-1]), "curvature is used"
-    for _, warned, role in results:
-        assert role == "worker"
-        (line,) = warned
-        assert f"every {EPOCH} steps, as DHO2 does" in line
-        assert f"accelerators={0 if world_size > 1 else 1}" in line
 
 
 def refused(rank: int, world_size: int) -> dict[str, str]:
@@ -506,48 +441,3 @@ def test_one_process_takes_up_the_checkpoint_of_many(world: World) -> None:
         trajectory = worker(model, optimizer, 0, 1, BATCHES[step:])
         assert all(bool(w.isfinite().all()) for w in trajectory)
         assert optimizer.curvature.refreshes >= 1
-
-
-def let_go(rank: int, world_size: int) -> Any:
-    """What the state holds of c and p before each step; and a checkpoint once they are let go."""
-    first, second = (mrdho2(CASE.model(), **RESUMED) for _ in range(2))
-    held = []
-
-    def look(step: int) -> None:
-        parts = [part["curvature"] for part in first.state.values()]
-        held.append([key for key in ("epoch_start", "gradient_sum") if key in str(parts)])
-
-    with second, first:
-        if first.role == "accelerator":
-            first.serve(CURVED, partial(loss_of, first._training.model))
-            return None
-        worker(first._training.model, first, rank, 1, BATCHES[:6], before=look)
-        first.close()
-        with replaced(divided, {"is_sharded_checkpoint": lambda: True}):
-            state = first.state_dict()
-        assert not state["state"][0]["curvature"]["epoch_start"].any(), "what keeps its place"
-        second.load_state_dict(state)
-        assert (second._curvature.epochs.number, second._curvature.epochs.step) == (1, 2)
-        assert second._curvature.epochs.start is second._curvature.epochs.total is None
-    return held
-
-
-def test_what_an_epoch_has_let_go_is_neither_kept_nor_taken_up(world: World) -> None:
-    """Zeros stand for it where a checkpoint is read in place; they are no point to return to."""
-    held, _ = world.run(let_go, 2)
-    both = ["epoch_start", "gradient_sum"]
-    assert held == [[], both, both, both, [], []]
-
-
-def test_pairs_under_way_are_forgotten_when_a_checkpoint_is_loaded() -> None:
-    forgotten: list[str] = []
-    mailbox: Any = SimpleNamespace(forget=forgotten.append)
-    training: Any = SimpleNamespace(world=Everybody.alone())
-    options: Any = SimpleNamespace(helper_timeout=1.0, epoch_steps=4, accelerators=2)
-    epochs = module.Epochs(training, None, options)
-    epochs.connect(mailbox)
-    epochs.resume(3, 1)
-    assert forgotten == [], "none have been asked for"
-    epochs._asked, epochs._request = 3, 5
-    epochs.resume(0, 0)
-    assert forgotten == ["pairs/5/0/0", "pairs/5/0/1"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,57 +12,10 @@ from torch import Tensor, nn
 
 from second_order import MRDHO2, SecondOrderError
 from second_order.distributed.buckets import pack_by_dtype, take_model
-from second_order.distributed.world import World
 from second_order.fosi.accelerator import Accelerator, Batches
 
 if TYPE_CHECKING:
     from pool import World as Pool
-
-
-class Silence:
-    """A mailbox of the second accelerator, with some orders; None where a wait ends without."""
-
-    closed_there = False
-
-    def __init__(self, *orders: dict[str, str] | None, failure: str = "") -> None:
-        self._orders, self.failure = list(orders), failure
-
-    @property
-    def lost(self) -> bool:
-        return not self._orders
-
-    def expect(self, name: str) -> None:
-        assert name == "order/0/1"
-
-    def wait(self, name: str, until: Any) -> Any:
-        order = self._orders.pop(0) if self._orders else None
-        return None if order is None else ([], order)
-
-
-LEAVE = {"do": "leave", "lost": "W"}
-
-
-@pytest.mark.parametrize(
-    ("mailbox", "who"),
-    [
-        (Silence(), "the first accelerator has not been heard of any more"),
-        (Silence(failure="E: e"), "the first accelerator has not been heard of any more (E: e)"),
-        (Silence(LEAVE), "W"),
-        (Silence(None, None, LEAVE), "W"),
-    ],
-)
-def test_the_other_accelerators_leave_with_the_first(mailbox: Any, who: str) -> None:
-    """When it tells them to, and when it is lost; not when a wait ends and neither is so."""
-    warned: list[str] = []
-    training: Any = SimpleNamespace(
-        world=World.alone(1, 2), first_time=lambda _: not warned, warn=warned.append
-    )
-    nothing: Any = None
-    other = Accelerator(training, nothing, nothing, mailbox, workers=1)
-    for _ in range(2):
-        other.help(nothing)
-        assert other.lost == who
-    assert warned == [f"{who}: this accelerator has nothing more to do"]
 
 
 class Unsized:
@@ -177,13 +129,6 @@ def test_another_model_than_the_workers_is_refused() -> None:
     assert all(bool((t == 1).all()) for t in tensors)
     with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
         accelerator._take(taken, {"train": train, "size": 24, "model": 2})
-
-
-def test_an_optimizer_without_a_model_knows_its_groups() -> None:
-    model = Counting()
-    optimizer = MRDHO2(model.layers[1].parameters(), lr=0.1, largest=0)
-    optimizer.add_param_group({"params": list(model.layers[0].parameters())})
-    assert len(optimizer._training.whole_model()) == 4
 
 
 def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:

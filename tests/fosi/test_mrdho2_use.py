@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import CURVED, STEPS, base_alone, loss_of, reference, worker
-from ranks import agreed, assert_same_trajectory, replaced
+from accelerated import CURVED, STEPS, base_alone, loss_of, worker
+from ranks import assert_same_trajectory, replaced
 from scripted import (
     MOMENTUM,
     expected_until,
@@ -107,26 +107,6 @@ def test_workers_that_close_early(world: World) -> None:
     assert results[2]["found"] in (1, 2), "the second may have been asked for in vain"
 
 
-def raises_worker(model: nn.Module, optimizer: Any, rank: int) -> Any:
-    def fail(step: int) -> None:
-        if step == 5:
-            raise KeyError("in the loop")
-
-    with pytest.raises(KeyError, match="in the loop"), optimizer:
-        worker(model, optimizer, rank, 2, before=fail)
-
-
-def raises_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    return serve(model, optimizer)
-
-
-def test_an_exception_in_the_loop_reaches_the_caller(world: World) -> None:
-    """And the accelerators return."""
-    results = world.run(play, 3, (raises_worker, raises_accelerator))
-    assert all(result["warned"] == [] for result in results)
-    assert results[2]["found"] in (1, 2)
-
-
 def fails_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     return worker_part(model, optimizer, rank)
 
@@ -199,55 +179,7 @@ def test_one_accelerator_that_fails_takes_the_others_along(
         assert text in results[rank]["found"]
 
 
-def empty_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
-    with pytest.raises(SecondOrderError, match=rf"rank {rank} is a worker: it trains"):
-        optimizer.serve(CURVED, lambda _: None)
-    return worker_part(model, optimizer, rank)
-
-
-def empty_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
-    with pytest.raises(ValueError, match="batches is empty"):
-        serve(model, optimizer, batches=iter([CURVED[0]]))
-
-
-def test_an_iterator_that_ends_is_told(world: World) -> None:
-    results = world.run(play, 3, (empty_worker, empty_accelerator))
-    assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
-    told_once(results, "SGD goes on alone")
-
-
 # Numbers that are not finite.
-
-
-def spoiled_worker(
-    model: nn.Module, optimizer: Any, rank: int, epochs: Sequence[int]
-) -> tuple[list[Tensor], int]:
-    return worker_part(model, optimizer, rank), optimizer.curvature.failures
-
-
-def spoiled_accelerator(model: nn.Module, optimizer: Any, rank: int, epochs: Sequence[int]) -> int:
-    def loss_fn(batch: Any) -> Tensor:
-        spoils = any(batch is CURVED[epoch] for epoch in epochs)
-        return loss_of(model, batch) * (math.nan if spoils else 1.0)
-
-    return serve(model, optimizer, loss_fn)
-
-
-@pytest.mark.parametrize("epochs", [[0, 1, 2], [0, 2], [1]])
-def test_eigenpairs_that_are_not_finite_are_left_out(world: World, epochs: list[int]) -> None:
-    results = world.run(play, 3, (spoiled_worker, spoiled_accelerator), epochs)
-    found = agreed([result["found"][0] for result in results[:2]])
-    expected, _ = reference("paper", with_update=lambda epoch: epoch not in epochs, **MOMENTUM)
-    assert_same_trajectory(found, expected, rtol=1e-7)
-    if len(epochs) == 3:
-        assert all(map(torch.equal, found, base_alone(workers=2, **MOMENTUM)))
-    told_once(results, f"eigenpairs of epoch {epochs[0]} are not finite")
-    for result in results[:2]:
-        assert result["found"][1] == len(epochs)
-        assert result["reports"] == [
-            (False, UNSOUND) if epoch in epochs else (True, "") for epoch in range(3)
-        ]
-    assert results[2]["found"] == 3
 
 
 def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
@@ -277,28 +209,3 @@ def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     for result in results[:2]:
         assert result["reports"] == [(False, UNSOUND)] * 3
-
-
-def judged_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
-    return worker_part(model, optimizer, rank)
-
-
-def judged_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    seen: list[Any] = []
-
-    def loss_fn(batch: Any) -> Tensor:
-        """Sound for the Hessian, which evaluates it once."""
-        seen.append(batch)
-        again = sum(each is batch for each in seen) > 1
-        return loss_of(model, batch) * (math.nan if again else 1.0)
-
-    return serve(model, optimizer, loss_fn)
-
-
-def test_a_verdict_that_is_not_finite_is_told_as_such(world: World) -> None:
-    results = world.run(
-        play, 3, (judged_worker, judged_accelerator), options={"final_update": "guarded"}
-    )
-    assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
-    reason = "the loss of the accelerators' batches is not finite"
-    assert all(result["reports"] == [(False, reason)] * 3 for result in results[:2])

@@ -36,45 +36,6 @@ if TYPE_CHECKING:
 # Time.
 
 
-def slow(rank: int, world_size: int, sign: Path, seconds: float) -> Any:
-    """The accelerator begins to sleep when worker 0 has begun to wait, then worker 1 does."""
-    model = CASE.model()
-    optimizer = mrdho2(model, final_update="paper")
-    if optimizer.role == "accelerator":
-
-        def loss_fn(batch: Any) -> Tensor:
-            while batch is CURVED[1] and not sign.exists():
-                time.sleep(0.005)
-            time.sleep(seconds if batch is CURVED[1] else 0.0)
-            return loss_of(model, batch)
-
-        return serve(model, optimizer, loss_fn)
-    waits = optimizer._curvature.epochs._await
-
-    def wait(*args: Any) -> Any:
-        late = sign.with_name("late")
-        if rank == 0 and optimizer._curvature.epochs.number > 0:
-            (sign if optimizer._curvature.epochs.number == 1 else late).touch()
-        if rank == 1 and optimizer._curvature.epochs.number == 2:
-            while not late.exists():
-                time.sleep(0.005)
-            time.sleep(seconds)
-        return waits(*args)
-
-    with optimizer, replaced(optimizer._curvature.epochs, {"_await": wait}):
-        worker(model, optimizer, rank, 2)
-    return [report.waited for report in optimizer.epochs]
-
-
-def test_a_worker_reports_how_long_it_has_waited(world: World, tmp_path: Path) -> None:
-    """For accelerators, and with that for workers who wait for them longer."""
-    *waited, served = world.run(slow, 3, tmp_path / "waiting", 0.1)
-    assert served == 3
-    assert waited[0][1] >= 0.1
-    assert waited[0][2] >= 0.1
-    assert min(map(min, waited)) >= 0.0
-
-
 def slow_verdict(rank: int, world_size: int, seconds: float) -> Any:
     model = CASE.model()
     optimizer = mrdho2(model, final_update="guarded")
@@ -163,24 +124,6 @@ def test_parameters_frozen_in_mid_epoch(world: World, tmp_path: Path, where: str
         assert applied == [True, False, True]
         (line,) = result["warned"]
         assert "the parameters that train have changed" in line
-
-
-def frequent(rank: int, world_size: int) -> int:
-    model = CASE.model()
-    optimizer = mrdho2(model, final_update="guarded", epoch_steps=1)
-    half = optimizer._curvature
-    listened_for = half.mailbox._expected
-    with optimizer:
-        if optimizer.role == "accelerator":
-            optimizer.serve(CURVED, lambda batch: loss_of(model, batch))
-        else:
-            worker(model, optimizer, rank, 1)
-            assert len(optimizer.epochs) == STEPS
-        return len(listened_for)
-
-
-def test_what_is_listened_for_does_not_grow(world: World) -> None:
-    assert max(world.run(frequent, 2)) <= 2
 
 
 def grouped(rank: int, world_size: int) -> Any:

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from pool import World
 
 GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
-REFUSED = "what the accelerators have sent was refused"
 WITHIN: dict[str, Any] = {"final_update": "within", **MOMENTUM}
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.02, "betas": (0.8, 0.95)}
 
@@ -217,30 +216,6 @@ def test_without_accelerators_their_last_pairs_are_let_go(world: World) -> None:
     expected = by_the_book(sound=lambda epoch: epoch == 0, **MOMENTUM)
     assert_same_trajectory(found, expected, rtol=1e-7)
     told_once(results, "SGD goes on alone")
-
-
-def frozen_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
-    """A parameter is frozen in the second epoch, whose steps use the first one's pairs."""
-
-    def before(step: int) -> None:
-        if step == EPOCH + 2:
-            list(model.parameters())[1].requires_grad_(False)
-
-    with optimizer:
-        return worker(model, optimizer, rank, 2, before=before)
-
-
-def plain_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    return serve(model, optimizer)
-
-
-def test_pairs_of_other_parameters_are_dropped(world: World) -> None:
-    results = world.run(play, 3, (frozen_worker, plain_accelerator), options=WITHIN)
-    agreed([result["found"] for result in results[:2]])
-    for result in results[:2]:
-        applied = [applied for applied, _ in result["reports"]]
-        assert applied == [True, False, True]
-        assert any("the eigenpairs are dropped" in line for line in result["warned"])
 
 
 # Checkpoints.

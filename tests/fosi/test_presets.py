@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from second_order import DHO2, MRDHO2
@@ -126,26 +126,6 @@ def test_none_is_for_the_preset_to_set_and_refused_where_there_is_none(name: str
     if name != "subspace_momentum":
         with pytest.raises(TypeError, match=f"{name}=None is not a"):
             MRDHO2(body_and_head(), lr=0.1, accelerators=0, **given)
-
-
-def trained(model: nn.Sequential, **options: Any) -> Tensor:
-    """The head after three steps."""
-    generator = torch.Generator().manual_seed(1)
-    x = torch.randn(30, 20, generator=generator, dtype=torch.float64)
-    y = torch.randint(2, (30,), generator=generator)
-    optimizer = DHO2(model, lr=0.05, **options)
-    optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
-    for _ in range(3):
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return model[-1].weight.detach()
-
-
-def test_a_preset_is_these_options() -> None:
-    found = trained(body_and_head())
-    assert torch.equal(found, trained(body_and_head(), lanczos_iterations=100, **TUNING))
-    assert not torch.allclose(found, trained(body_and_head(), preset="general"), atol=1e-3)
 
 
 def test_products_do_not_run_a_frozen_body() -> None:

@@ -9,33 +9,23 @@ from __future__ import annotations
 
 import io
 import math
-import warnings
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from budgeted import Time
 from pairs import BATCHES, curvature, network, shards, spread, vector
 from pairs import take as take_step
 from ranks import agreed
 from reference import cross_entropy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from second_order import DHO2, CurvatureError, RankMismatchError, SecondOrderWarning
-from second_order.budget import BUDGET, PRICES, RefreshBudget, Stopwatch
+from second_order.budget import PRICES, RefreshBudget
 from second_order.lanczos.vector_space import RowSpace
-from second_order.stages import Meter
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pool import World
 
 AUTO: dict[str, Any] = {"curvature_interval": "auto", "overhead": 0.125, "warmup_steps": None}
@@ -128,19 +118,6 @@ def test_refreshes_come_when_they_are_paid_for() -> None:
     assert (run.budget.price, run.budget.cost, run.budget.spent) == (0.25, 2.75, 9.0)
 
 
-@pytest.mark.parametrize("warmup", [None, 0, 3])
-def test_no_more_is_spent_than_the_overhead_earns(warmup: int | None) -> None:
-    """From the second refresh on, if the first one came unpaid; and not much less."""
-    run = Run(warmup_steps=warmup, lanczos_tol=0.3)
-    for _ in range(90):
-        run.go(1)
-        paid = run.steps >= (0 if warmup is None else 44)
-        # A refresh may take a product or two more than the one before, which tells its cost.
-        assert run.budget.spent <= 0.125 * run.steps + 0.5 or not paid or run.steps < 11
-    assert 0.125 * run.steps - run.budget.spent < 2.75 + 0.125
-    assert len(run.found) >= 2
-
-
 def test_the_price_is_the_median_of_the_first_three_refreshes() -> None:
     """5.25 steps of the base and twice 2.75; the fourth, which costs more, is not measured."""
     run = Run()
@@ -163,20 +140,6 @@ def test_the_price_is_the_median_of_the_first_three_refreshes() -> None:
     assert run.budget.spent == 12 + 2 * 2.75
 
 
-def test_a_refresh_of_fewer_products_is_soon_followed_by_the_next() -> None:
-    run = Run(lanczos_iterations=20, lanczos_tol=1.0).go(10)
-    gaps = []
-    for _ in range(80):
-        run.go(1)
-        if run.found and run.found[-1] == run.steps - 1:
-            products = run.optimizer.curvature.products
-            assert products < 20
-            assert run.budget.cost == pytest.approx(run.budget.price * (products + 1))
-            gaps.append(run.budget.interval(run.found[-1]))
-    assert gaps[-1] < run.found[0]
-    assert run.found[-1] - run.found[-2] == gaps[-2]
-
-
 def test_a_warm_start_is_cheaper_than_the_first_refresh() -> None:
     """Of 48 products, the others of 24: the second one is due after what it takes itself."""
     run = Run(largest=12, smallest=0, lanczos_iterations=None, warmup_steps=0).go(6)
@@ -192,16 +155,6 @@ def test_a_probe_waits_until_it_is_earned_at_a_usual_price() -> None:
         run = Run(overhead=overhead)
         run.budget.usual_probe = RefreshBudget.usual_probe
         assert run.go(step + 1).asked[0] == step
-
-
-def test_a_costly_refresh_does_not_eat_a_short_run() -> None:
-    run = Run()
-    run.product = 64.0 * 10
-    run.go(100)
-    assert run.asked == [10]
-    assert run.found == []
-    assert run.budget.cost == 110
-    assert run.budget.next_step(-1) == math.ceil((20.25 + 110) / 0.125)
 
 
 def test_a_warm_up_that_is_given_is_kept_and_paid_for_afterwards() -> None:
@@ -224,40 +177,6 @@ def test_first_steps_and_outliers_do_not_count_nor_newton_steps() -> None:
     run.go(2)
     run.step = 64.0
     assert run.go(3).budget.price == 0.25  # all steps had Newton steps, which took 2,000
-
-
-def test_nobody_looks_at_a_clock_without_auto_or_afterwards() -> None:
-    run = Run(curvature_interval=4, warmup_steps=None).go(12)
-    assert run.optimizer._training.meter.watch is None
-    assert run.found == [4, 8]
-    curved = run.saved()["optimizer"]["state"][0]["curvature"]
-    assert not set(BUDGET) & curved.keys()
-    run = Run().go(73)
-    assert run.found == [28, 50, 72]
-    assert run.optimizer._training.meter.watch is not None
-    assert run.go(1).optimizer._training.meter.watch is None
-    assert Run(largest=0, smallest=0).go(12).optimizer._training.meter.watch is None
-
-
-def test_a_probe_leaves_no_trace_and_changes_no_refresh() -> None:
-    run, plain = Run().go(29), Run(curvature_interval=1000, warmup_steps=28).go(29)
-    assert torch.equal(vector(run.model), vector(plain.model))
-    assert torch.equal(run.optimizer.curvature.eigenvalues, plain.optimizer.curvature.eigenvalues)
-    base = Run(largest=0, smallest=0).go(29)
-    assert not torch.equal(vector(run.model), vector(base.model)), "the eigenpairs do something"
-
-
-def test_a_stopwatch_keeps_the_last_laps() -> None:
-    """Fifty, and of these not the first quarter."""
-    time = Time()
-    training: Any = SimpleNamespace(meter=Meter(time), device=torch.device("cpu"))
-    watch = Stopwatch(training, {"solve": "R"})
-    for lap in range(100):
-        time.spend(lap)
-        with training.meter.stage("solve"):
-            time.spend(10 * lap)
-        watch.lap()
-    assert watch.medians("T", "R") == [80.5, 805]  # the laps 62 to 99
 
 
 # Accidents.
@@ -285,27 +204,6 @@ def test_other_parameters_have_another_price() -> None:
     assert run.asked[:3] == [10, 28, 40], "a probe after ten steps"
     assert run.found[1] == math.ceil((3.5 + 1.25 + 0.5 * 11) / 0.125), "the second probe counts"
     assert run.budget.price == pytest.approx((16 + 320) / 64 / 11)
-
-
-def test_a_probe_whose_closure_fails_comes_again() -> None:
-    run = Run().go(10)
-    closure, before = run.optimizer.curvature_closure, vector(run.model)
-    run.optimizer.curvature_closure = None
-    with pytest.raises(CurvatureError, match="due at step 10, and there is no curvature closure"):
-        run.go(1)
-    assert torch.equal(vector(run.model), before)
-    run.optimizer.curvature_closure = closure
-    assert run.go(19).found == [28]
-
-
-def test_a_refresh_that_is_not_finite_is_paid_for() -> None:
-    run = Run().go(30)
-    loss = curvature(run.model, 0, 1)
-    run.optimizer.curvature_closure = lambda: (loss()[0] * math.inf, 30)
-    spent = run.budget.spent
-    with pytest.warns(SecondOrderWarning, match="is not finite"):
-        run.go(21)
-    assert run.budget.spent > spent
 
 
 # Ranks.
@@ -385,19 +283,6 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
     assert Run().load(probed).go(15).asked == [28], "what the probe found is known"
 
 
-def test_an_older_checkpoint_loads_and_costs_are_measured_anew() -> None:
-    for steps, probe, refreshes in ((5, 15, [28]), (30, 40, [43])):
-        saved = train_and_save(0, 1, steps)
-        for entry in saved["optimizer"]["state"].values():
-            for name in (*BUDGET, *PRICES):
-                del entry["curvature"][name]
-        run = Run().load(saved)
-        assert not run.budget.prices
-        run.go(refreshes[0] + 1 - steps)
-        assert run.asked == [probe, *refreshes]
-        assert run.found == refreshes
-
-
 def test_of_a_version_that_measured_one_refresh_its_price_is_kept() -> None:
     saved = train_and_save(0, 1, 30)
     for entry in saved["optimizer"]["state"].values():
@@ -406,15 +291,6 @@ def test_of_a_version_that_measured_one_refresh_its_price_is_kept() -> None:
     run.product = 160.0
     assert run.go(45).found == [50, 72]
     assert run.budget.price == 0.25
-
-
-def test_a_checkpoint_goes_from_auto_to_an_interval_and_back() -> None:
-    run = Run(curvature_interval=4, warmup_steps=None).load(train_and_save(0, 1, 30)).go(4)
-    assert run.found == [32]
-    auto = Run().load(run.saved())
-    assert not auto.budget.prices
-    half = Run(overhead=0.0625).load(train_and_save(0, 1, 30))
-    assert half.budget.next_step(28) == 2 * 28 + 44, "costs are known, and another share is asked"
 
 
 @pytest.mark.parametrize(
@@ -441,35 +317,7 @@ def test_costs_that_cannot_be_are_refused(name: str, value: Any, match: str) -> 
     assert run.budget.cost == 2.75
 
 
-def test_they_go_through_a_distributed_checkpoint(tmp_path: Path) -> None:
-    first = Run().go(30)
-    dcp.save({"o": get_optimizer_state_dict(first.model, first.optimizer)}, checkpoint_id=tmp_path)
-    second = Run()
-    state = {"o": get_optimizer_state_dict(second.model, second.optimizer)}
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(second.model, second.optimizer, state["o"])
-    assert second.go(25).found == [50]
-
-
 # Options, and what is told.
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "match"),
-    [
-        ({"overhead": 0.0}, ValueError, r"overhead=0\.0 is outside \(0, 10\]; 0\.2 is the default"),
-        ({"curvature_interval": "often"}, TypeError, "curvature_interval='often' is not a whole"),
-    ],
-)
-def test_bad_values_are_refused(options: dict[str, Any], error: Any, match: str) -> None:
-    with pytest.raises(error, match=match):
-        DHO2(network(), lr=0.1, **options)
-
-
-def test_a_schedule_may_not_return_auto() -> None:
-    run = Run(curvature_interval=lambda step: 1 if step < 1 else "auto", warmup_steps=0)
-    with pytest.raises(TypeError, match="at step 1: curvature_interval='auto' is not a whole"):
-        run.go(2)
 
 
 def test_auto_is_the_default() -> None:
@@ -506,9 +354,3 @@ def test_the_summary_and_the_statistics_tell_interval_and_share() -> None:
     fixed = Run(curvature_interval=7)
     assert fixed.optimizer.statistics()["curvature_interval"] == 7
     assert "budget" not in str(fixed.optimizer.summary())
-
-
-def test_nothing_is_warned_of() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SecondOrderWarning)
-        Run().go(30)

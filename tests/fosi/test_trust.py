@@ -17,21 +17,17 @@ import torch
 from contract import same
 from pairs import ADAM, BATCHES, LAYOUTS, go, network, shards, spread
 from ranks import agreed, assert_same_trajectory
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from second_order import DHO2, MRDHO2, SecondOrderWarning
+from second_order import DHO2, SecondOrderWarning
 from second_order.fosi.trust import (
     TrustRegion,
     judged,
-    largest_scale,
     newton_terms,
     stability_limit,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pool import World
 
 YES, NO = torch.tensor(True), torch.tensor(False)
@@ -100,29 +96,6 @@ def test_steps_come_to_rest_whatever_the_curvature(curvature: float) -> None:
     assert rolling(0.0, 1.0, False, 1.0, 2.1) > 1e12
 
 
-def test_after_a_cut_the_steps_grow_to_whole_ones_again() -> None:
-    line = Line()
-    line.run(20.0, steps=3)
-    assert line.trust.scale < 0.1
-    line.run(0.5, steps=200)
-    assert line.trust.scale == 1.0
-
-
-def test_noise_does_not_cut_short_steps_and_halves_whole_ones_at_most() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for alpha, least in ((0.1, 1.0), (0.5, 0.6), (1.0, 0.3)):
-        trust, w, last = TrustRegion(), torch.zeros(20).double(), torch.zeros(20).double()
-        found = []
-        for _ in range(300):
-            c = w + torch.randn(20, generator=generator).double()
-            verdict = trust.judge(newton_terms(c, c, c, last), alpha, 2.0, YES, YES)
-            last = c
-            w = w - alpha * verdict.share * c
-            found.append(float(verdict.share))
-            assert not verdict.undo
-        assert sum(found) / len(found) >= least, alpha
-
-
 def test_a_step_is_at_most_ten_times_as_long_as_usual() -> None:
     line = Line(alpha=0.1)
     for _ in range(20):
@@ -150,20 +123,6 @@ def test_a_step_that_explodes_is_undone_once(how: str) -> None:
     assert all(map(math.isfinite, line.trust.numbers))
 
 
-def test_new_pairs_get_twice_the_trust_unless_the_loss_has_risen() -> None:
-    for risen, factor in ((False, 2.0), (True, 1.0)):
-        line = Line()
-        line.run(20.0, steps=3)
-        before, usual = line.trust.scale, float(line.trust.numbers[0])
-        line.trust.renewed(risen=risen)
-        assert line.trust.scale == pytest.approx(factor * before)
-        assert line.trust.numbers[2:] == [0.0] * 4
-        assert float(line.trust.numbers[0]) == usual
-    for _ in range(10):
-        line.trust.renewed(risen=False)
-    assert line.trust.scale == 1.0
-
-
 def test_the_rule_is_the_same_on_tensors() -> None:
     """As on a device; over steps that are cut, bounded, taken back, and not finite."""
     generator = torch.Generator().manual_seed(0)
@@ -186,13 +145,6 @@ def test_the_rule_is_the_same_on_tensors() -> None:
         undone, shares = undone + verdict.undo, shares | {verdict.share}
     assert undone >= 1
     assert len(shares) > 20
-
-
-def test_the_largest_scale_is_that_of_any_group() -> None:
-    assert largest_scale([0.1, -0.3]) == 0.3
-    found = largest_scale([torch.tensor(0.1), -0.3, torch.tensor(-0.2)])
-    assert isinstance(found, Tensor)
-    assert float(found) == pytest.approx(0.3)
 
 
 # Quadratics.
@@ -400,106 +352,4 @@ def test_a_checkpoint_from_before_there_was_a_region_loads() -> None:
     assert all(bool(w.isfinite().all()) for w in go(model, optimizer, BATCHES[5:7]))
 
 
-def test_without_accelerators_mrdho2_has_it_too() -> None:
-    model = network()
-    with pytest.warns(SecondOrderWarning, match="nobody computes eigenpairs"):
-        optimizer = MRDHO2(model, lr=0.1, accelerators=0, epoch_steps=3, newton_scale=1.0)
-    loss: Callable[[], Tensor] = lambda: model(BATCHES[0][0]).square().mean()  # noqa: E731
-    for _ in range(12):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step(curvature_closure=loss)
-    assert optimizer.statistics()["trust_scale"] <= 1.0
-    assert optimizer.statistics()["trust_radius"] < math.inf
-
-
 # What it is for.
-
-
-def poisson(seed: int, points: int) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A network for −Δu = 2π² sin πx sin πy on the unit square, and the loss of its residual."""
-    generator = torch.Generator().manual_seed(seed)
-    torch.manual_seed(seed)
-    model = nn.Sequential(
-        nn.Linear(2, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, 1)
-    ).double()
-    inside = torch.rand(points, 2, generator=generator).double()
-    edge = torch.rand(points, 2, generator=generator).double()
-    edge[: points // 2, 0].round_()
-    edge[points // 2 :, 1].round_()
-    force = 2 * math.pi**2 * torch.sin(math.pi * inside).prod(1)
-
-    def loss() -> Tensor:
-        x = inside.clone().requires_grad_()
-        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        second = [
-            torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in (0, 1)
-        ]
-        residual = second[0] + second[1] + force
-        return residual.square().mean() + 100.0 * model(edge).square().mean()
-
-    return model, loss
-
-
-HIDDEN = 12
-
-
-def trained_on_poisson(**options: Any) -> list[float]:
-    """The losses of Adam's steps with 60 full Newton steps, pairs from step 40 for good."""
-    model, loss = poisson(0, 60)
-    optimizer = DHO2(
-        model, base=ADAM, lr=0.01, largest=60, warmup_steps=40, curvature_interval=1000,
-        newton_scale=1.0, subspace_momentum=0.0, curvature_closure=loss, **options,
-    )  # fmt: skip
-    losses = []
-    for _ in range(140):
-        optimizer.zero_grad()
-        value = loss()
-        value.backward()
-        optimizer.step()
-        losses.append(float(value.detach()))
-    return losses
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_full_newton_steps_on_old_pairs_do_not_throw_a_network_away() -> None:
-    found = trained_on_poisson()
-    assert max(found[45:]) < found[0]
-    assert found[-1] < 0.3 * found[40]
-    plain = trained_on_poisson(trust_region=False)
-    assert not max(plain) < 1e3 * plain[0]
-
-
-def trained_head(**options: Any) -> list[float]:
-    """The losses of all digits, by a layer on random features that is trained with full steps."""
-    images, numbers = load_digits(return_X_y=True)
-    torch.manual_seed(0)
-    inputs = torch.tensor(images / 16.0, dtype=torch.float32)
-    features, labels = torch.relu(inputs @ torch.randn(64, 64) / 8), torch.tensor(numbers)
-    head, generator = nn.Linear(64, 10), torch.Generator().manual_seed(0)
-
-    def loss(examples: int) -> Tensor:
-        i = torch.randint(len(labels), (examples,), generator=generator)
-        return nn.functional.cross_entropy(head(features[i]), labels[i])
-
-    optimizer = DHO2(
-        head, base=ADAM, lr=0.01, largest=50, warmup_steps=0, curvature_interval=60,
-        newton_scale=1.0, subspace_momentum=0.0, curvature_closure=lambda: loss(128), **options,
-    )  # fmt: skip
-    losses = []
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss(64).backward()
-        optimizer.step()
-        with torch.no_grad():
-            losses.append(float(nn.functional.cross_entropy(head(features), labels)))
-    return losses
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_minibatches_do_not_throw_a_head_on_frozen_features_away() -> None:
-    found, plain = trained_head(), trained_head(trust_region=False)
-    assert max(found[10:]) < found[0] < 3.0
-    assert found[-1] < 0.4
-    assert max(plain[10:]) > 5.0
-    assert plain[-1] > 1.0

@@ -1,4 +1,4 @@
-"""Every snippet of docs/frameworks.md runs as it stands, in order, and trains what it says.
+"""The snippets for frameworks in docs/stacks.md run as they stand, and train what it says.
 
 What it trains is compared with a plain loop of torch over whole batches: the micro-batches of a
 step in one, with one loss, the mean over all its terms.
@@ -23,7 +23,7 @@ from second_order import DPKFAC, KAISA, parameter_groups
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-PAGE = Path(__file__).parents[2] / "docs" / "frameworks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "stacks.md"
 CASE, STEPS = ZOO["mlp"], 2
 
 pytestmark = [
@@ -57,6 +57,8 @@ def snippets() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for section in re.split(r"^## ", PAGE.read_text("utf-8"), flags=re.MULTILINE)[1:]:
         title, text = section.split("\n", 1)
+        if title == "torch.compile":
+            break
         found[title] = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return found
 

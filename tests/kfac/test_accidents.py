@@ -10,7 +10,7 @@ import pytest
 import torch
 from contract import KRONECKER, each_kronecker, make, take
 from models import ZOO
-from ranks import kaisa, replaced
+from ranks import replaced
 
 from second_order import DistKFAC
 from second_order.kronecker.solvers import SOLVERS
@@ -44,22 +44,6 @@ def test_a_step_that_runs_out_of_memory_strands_no_layer(System: Any) -> None:
 
 
 @each_kronecker
-def test_a_damping_out_of_bounds_costs_no_refresh(System: Any) -> None:
-    """One that is due out of turn, after a load, is made once the damping is right again."""
-    values = [1.0, -1.0, 1.0]
-    model = MLP.model()
-    optimizer = make(System, model, damping=lambda step: values[0], inv_update_steps=100)
-    take(model, optimizer, BATCHES[0])
-    optimizer.load_state_dict(optimizer.state_dict())
-    values.pop(0)
-    with pytest.raises(ValueError, match="damping"):
-        take(model, optimizer, BATCHES[1])
-    values.pop(0)
-    take(model, optimizer, BATCHES[2])
-    assert all(block.solved for block in optimizer._curvature.layers.blocks)
-
-
-@each_kronecker
 def test_nothing_is_kept_after_close(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model)
@@ -85,18 +69,6 @@ def test_callables_are_asked_once_a_step(System: Any, name: str) -> None:
     for batch in BATCHES[:4]:
         take(model, optimizer, batch)
     assert asked == [0, 1, 2, 3]
-
-
-def early(rank: int, world_size: int) -> bool:
-    optimizer = kaisa(MLP.model(), factor_exchange="reduce")
-    optimizer.consolidate(to=None)
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    return not saved["state"]
-
-
-def test_what_is_collected_before_the_first_step_can_be_loaded(world: World) -> None:
-    assert world.run(early, 2) == [True, True]
 
 
 def moves_at_once(rank: int, world_size: int) -> list[bool]:

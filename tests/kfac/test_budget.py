@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import re
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from budgeted import AUTO, CHOSEN, MEASURED, MLP, Run, Time, each_system
-from torch import Tensor, nn
+from budgeted import CHOSEN, MEASURED, Run, each_system
+from torch import Tensor
 from torch.nn import functional
 
 from second_order import KAISA, DistKFAC, SecondOrderWarning
-from second_order.budget import Stopwatch
 from second_order.kfac import curvature
 from second_order.kronecker.background import Ticket
-from second_order.optimizers import base as contract
-from second_order.stages import Meter
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -40,15 +34,6 @@ def test_what_is_chosen_is_what_is_computed_by_hand(System: Any) -> None:
     assert run.refreshes == [*range(MEASURED), 24, 30]
 
 
-@each_system
-def test_by_drift_five_steps_are_measured(System: Any) -> None:
-    by_drift = {"factor_update_steps": None, "inv_update_steps": None}
-    run = Run(System, **by_drift).go(4)
-    assert run.budget.measuring
-    assert run.go(1).budget.measured == pytest.approx((5, 40, 100))
-    assert run.refreshes == run.updates == list(range(5))
-
-
 def test_first_steps_and_outliers_do_not_count() -> None:
     run = Run()
     for step in range(20):
@@ -56,34 +41,6 @@ def test_first_steps_and_outliers_do_not_count() -> None:
         run.go(1)
     assert run.budget.measured == pytest.approx((5, 40, 100))
     assert run.budget.chosen == CHOSEN
-
-
-def test_one_interval_alone() -> None:
-    assert Run(factor_update_steps=10).go(MEASURED).budget.chosen == {"inv_update_steps": 10}
-    run = Run(factor_update_steps=3, overhead=0.0201).go(MEASURED)
-    assert run.budget.chosen == {"inv_update_steps": 117}  # 40 / (2.01 − 5/3)
-    assert Run(inv_update_steps=20, overhead=0.05).go(MEASURED).budget.chosen == {
-        "factor_update_steps": 2  # 5 / (5 − 40/20)
-    }
-    run = Run(inv_update_steps=lambda step: 8 if step > 3 else 100, overhead=0.061).go(MEASURED)
-    assert run.budget.chosen == {"factor_update_steps": 5}  # 5 / (6.1 − 40/8)
-    run = Run(factor_update_steps=3).go(MEASURED + 6)
-    assert run.updates == [*range(MEASURED), 21, 24]
-
-
-def test_the_mean_of_gradients_is_the_bases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a refresh, too, where it is waited for."""
-    run = Run()
-    pending = SimpleNamespace(wait=lambda: run.time.spend(11))
-    monkeypatch.setattr(contract, "start_average", lambda *_: pending)
-    run.go(MEASURED)
-    assert run.budget.measured == pytest.approx((5, 40, 122))
-
-
-def test_the_bases_own_step_is_the_bases() -> None:
-    run = Run()
-    run.optimizer._base_step = run.time.before(run.optimizer._base_step, 7.0)
-    assert run.go(MEASURED).budget.measured == pytest.approx((5, 40, 107))
 
 
 def test_drawing_labels_is_of_the_statistics() -> None:
@@ -134,86 +91,7 @@ def test_nobody_looks_at_a_clock_without_auto_or_afterwards() -> None:
     assert run.go(1).optimizer._training.meter.watch is None
 
 
-def test_a_devices_clock_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, waits, moments = torch.device("cuda", 0), [], iter(range(1000, 100_000, 1000))
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
-        def record(self, stream: Any) -> None:
-            assert stream == "current"
-            self.at = next(moments)  # in milliseconds
-
-        def elapsed_time(self, end: Event) -> float:
-            assert waits
-            return float(end.at - self.at)
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "current")
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-    training: Any = SimpleNamespace(meter=Meter(), device=device)
-    watch = Stopwatch(training, {"solve": "R"})
-    for _ in range(3):
-        with training.meter.stage("solve"), training.meter.stage("base"):
-            pass
-        watch.lap()
-    assert waits == []
-    assert watch.medians("R", "T", "S") == [2, 3, 0]
-    assert waits == [device]
-
-
-def test_an_account_is_closed_by_an_exception() -> None:
-    clock = Time()
-    training: Any = SimpleNamespace(meter=Meter(clock), device=torch.device("cpu"))
-    watch = Stopwatch(training, {"solve": "R"})
-
-    def fail() -> None:
-        with training.meter.stage("solve"):
-            clock.spend(1)
-            raise ValueError("x")
-
-    with pytest.raises(ValueError, match="x"):
-        fail()
-    clock.spend(2)
-    watch.lap()
-    assert watch.medians("R", "T") == [1, 2]
-
-
 # Accidents.
-
-
-def test_steps_that_a_scaler_skips() -> None:
-    """Their passes are part of the next lap, which is one of several."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    run = Run(grad_scaler=scaler)
-    for step in range(MEASURED + 4):
-        run.time.spend(run.T)
-        x, y = MLP.batch(12, seed=step)
-        loss = MLP.loss(run.model(x), y) * (math.inf if step in (0, 4, 8, 9) else 1)
-        run.optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
-    assert run.steps == MEASURED
-    assert run.budget.measured == pytest.approx((5, 40, 100))
-    assert run.budget.chosen == CHOSEN
-
-
-def test_freezing_and_other_layers_change_nothing_that_is_chosen() -> None:
-    run = Run().go(MEASURED)
-    first = next(iter(run.model.parameters()))
-    first.requires_grad_(False)
-    run.go(3)
-    first.requires_grad_(True)
-    run.scale = 100.0
-    run.go(8)
-    assert run.budget.chosen == CHOSEN
-    run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    run.go(2)
-    run.optimizer.close()
-    run.go(8)
-    assert run.budget.chosen == CHOSEN
 
 
 def test_nothing_is_measured_while_all_is_frozen() -> None:
@@ -228,22 +106,6 @@ def test_nothing_is_measured_while_all_is_frozen() -> None:
     run.go(MEASURED - 1)
     assert run.budget.measuring
     assert run.go(1).budget.chosen == CHOSEN
-
-
-def test_closed_before_it_is_chosen() -> None:
-    run = Run().go(2)
-    run.optimizer.close()
-    run.go(10)
-    assert run.budget.chosen == {}
-
-
-def test_a_step_that_raises_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run().go(2)
-    with monkeypatch.context() as patch:
-        patch.setattr(run.curvature.clip, "bound", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            run.go(1)
-    assert run.go(MEASURED - 2).budget.measured == pytest.approx((5, 40, 100))
 
 
 def test_the_weight_of_the_past_follows_the_chosen_interval() -> None:
@@ -289,17 +151,6 @@ def test_the_summary_names_the_intervals() -> None:
     assert "inverses every 6 steps" in str(Run(DistKFAC).go(MEASURED).optimizer.summary())
 
 
-def test_statistics_of_others_have_no_interval_to_choose() -> None:
-    with pytest.raises(ValueError, match=r"factor_update_steps='auto' .* stats_workers=1 .*number"):
-        DistKFAC(MLP.model(), lr=0.1, stats_workers=1, factor_update_steps="auto")
-
-
-def test_a_schedule_may_not_return_auto() -> None:
-    run = Run(factor_update_steps=lambda step: "auto" if step == 1 else 1, inv_update_steps=1)
-    with pytest.raises(TypeError, match="at step 1: factor_update_steps='auto' is not a whole"):
-        run.go(2)
-
-
 # A refresh that costs many steps is told of.
 
 NO_BUDGET: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 10, "overhead": 0.1}
@@ -339,41 +190,6 @@ def test_a_refresh_that_nobody_feels_is_not_told_of() -> None:
     ((step, message),) = told(KAISA, 0.51, 12, T=1e-4)
     assert step == 0
     assert message.startswith("a refresh of the inverses took 0.51 s, and a step of SGD alone 0.0")
-
-
-@pytest.mark.parametrize(
-    ("options", "when", "remedy"),
-    [
-        ({}, "one comes every 10 steps", "a larger inv_update_steps"),
-        (
-            {"inv_update_steps": lambda step: 5},
-            "one comes as inv_update_steps says",
-            "a larger inv_update_steps",
-        ),
-        (
-            AUTO,
-            "one comes at every step until step 20, then as overhead=0.1 allows",
-            "a larger inv_update_steps",
-        ),
-        (
-            {"inv_update_steps": None},
-            "one comes at every step until step 5, then as often as layers drift",
-            "overhead=0.5 or the like makes them rarer",
-        ),
-        (
-            {"inv_update_steps": None, "overhead": None},
-            "one comes as often as layers drift",
-            "overhead=0.5 or the like makes them rarer",
-        ),
-    ],
-)
-def test_how_long_it_goes_on_and_what_changes_it(
-    options: dict[str, Any], when: str, remedy: str
-) -> None:
-    ((step, message),) = told(KAISA, 1001.0, 2, **options)
-    assert step == 0
-    assert f" s: {when}; {remedy}" in message
-    assert "solver='inverse' is cheaper, skip_layers" in message
 
 
 def test_a_device_is_waited_for_where_a_refresh_is_due_alone(

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DPKFAC, KAISA, DistKFAC, RankMismatchError
-from second_order.kfac.checkpoint import ALIKE
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -141,29 +140,6 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
     whole.go(10)
     *_, weights = load_and_train(0, 1, saved)
     torch.testing.assert_close(weights, vector(whole.model), rtol=1e-10, atol=1e-12)
-
-
-def without_intervals(saved: dict[str, Any]) -> dict[str, Any]:
-    for entry in saved["optimizer"]["state"].values():
-        for name in ALIKE:
-            entry["curvature"].pop(name, None)
-    return saved
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_checkpoint_without_them_has_them_measured_anew(world: World, ranks: int) -> None:
-    old = without_intervals(train_and_save(0, 1, MEASURED + 3))
-    for chosen, updates, refreshes in world.run(measure_after, ranks, old):
-        assert chosen == CHOSEN
-        assert updates == [*range(23, 43), 44, 46]
-        assert refreshes == [*range(23, 43)]
-
-
-def measure_after(rank: int, world_size: int, saved: dict[str, Any]) -> Any:
-    run = Run().load(saved)
-    assert run.budget.measuring
-    run.go(MEASURED + 5, rank, world_size)
-    return run.budget.chosen, run.updates, run.refreshes
 
 
 def test_other_options_or_an_unfinished_measurement_are_measured_anew() -> None:

@@ -15,7 +15,7 @@ from shards import fsdp, go_on, narrow, shares
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from second_order import DPKFAC, KAISA, DistKFAC, register_layer
+from second_order import DPKFAC, KAISA, DistKFAC
 
 if TYPE_CHECKING:
     from pool import World
@@ -53,38 +53,6 @@ def test_sharded_models_have_the_curvature_of_whole_ones(world: World, System: A
             torch.testing.assert_close(x, expected["solved"][name], rtol=1e-9, atol=1e-12)
         assert result["numbers"] == pytest.approx(expected["numbers"], rel=1e-9, nan_ok=True)
         assert result["accounts"] == sharded[0]["accounts"]
-
-
-class Backwards(nn.Module):
-    """Its weight is stored (in, out), as GPT-2's are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3))
-        self.bias = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-def test_a_transposed_weight_has_the_curvature_of_its_transpose() -> None:
-    register_layer(Backwards, transposed=True)
-    torch.manual_seed(0)
-    plain, other = nn.Sequential(nn.Linear(4, 3)).double(), nn.Sequential(Backwards()).double()
-    with torch.no_grad():
-        plain[0].weight.copy_(other[0].weight.mT)
-        plain[0].bias.copy_(other[0].bias)
-    x, y = torch.randn(12, 4, dtype=torch.float64), torch.randint(3, (12,))
-    found = []
-    for model in (plain, other):
-        optimizer = make(KAISA, model)
-        take(model, optimizer, (x, y))
-        found.append(optimizer.curvature())
-    v = {"0.weight": torch.randn(3, 4).double(), "0.bias": torch.randn(3).double()}
-    expected = found[0].solve(v, damping=0.1)
-    solved = found[1].solve({**v, "0.weight": v["0.weight"].mT}, damping=0.1)
-    torch.testing.assert_close(solved["0.weight"], expected["0.weight"].mT)
-    torch.testing.assert_close(solved["0.bias"], expected["0.bias"])
 
 
 class Strange(nn.Module):

@@ -88,12 +88,6 @@ def test_the_summary_says_what_auto_has_come_to(
     assert said in str(System(nn.Linear(3, 2), lr=0.1, **options).summary())
 
 
-@each_kronecker
-def test_a_damping_that_is_not_relative_has_to_be_given(System: type[KAISA]) -> None:
-    with pytest.raises(ValueError, match=r"damping='auto' is relative .* give a number"):
-        System(nn.Linear(3, 2), lr=0.1, relative_damping=False)
-
-
 def test_of_two_bases_the_first_is_asked() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     assert options_of(KAISA(model, lr=0.1, base=Muon, rest=SGD)).damping == 0.1
@@ -313,8 +307,3 @@ def test_a_young_training_remembers_a_share_of_its_steps() -> None:
         optimizer.step()
     weight = float(optimizer.state[model[0].weight]["curvature"]["average_weight"])
     assert weight == pytest.approx(1 + 0.5 + 0.25 + 0.125)
-
-
-def test_none_is_twenty_steps_under_any_base() -> None:
-    optimizer = DistKFAC(nn.Linear(3, 2), lr=0.1, factor_decay=None)
-    assert options_of(optimizer).factor_decay == PerStep(0.95)

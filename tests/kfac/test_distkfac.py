@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerated import noted
-from contract import hook_count, same, take
+from contract import hook_count, same
 from models import ZOO
 from ranks import OPTIONS, assert_same_trajectory, go, vector
 from reference import cross_entropy
@@ -28,7 +28,7 @@ from threaded import (
 )
 from torch import nn
 
-from second_order import KAISA, DecayingClip, DecompositionError, SecondOrderError
+from second_order import KAISA, DecayingClip, DecompositionError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,58 +135,11 @@ def test_never_more_than_so_many_steps_under_way(staleness: int) -> None:
     assert_same_trajectory(trajectory, delayed(staleness))
 
 
-def test_an_inverse_that_is_ready_sooner_is_put_to_use_sooner() -> None:
-    model = CASE.model()
-    with distkfac(model, max_staleness=5, inv_update_steps=3) as optimizer:
-        go(model, optimizer, CASE, BATCHES[:4])  # the second launch is at step 3
-        eventually(lambda: landed(optimizer))
-        go(model, optimizer, CASE, BATCHES[4:5])
-        assert all(delay <= 1 for delay in optimizer.delays.values())
-        assert all(age <= 2 for age in optimizer.staleness.values())
-
-
-def test_without_a_bound_nobody_waits_after_the_first_inverse() -> None:
-    """Inverses land once the threads are done; until then the old ones are in use."""
-    model, gate = CASE.model(), Gate()
-    optimizer = distkfac(model)
-    go(model, optimizer, CASE, BATCHES[:1])
-    assert optimizer.delays == dict.fromkeys(LAYERS, 0)
-    assert optimizer.staleness == dict.fromkeys(LAYERS, 1)
-    inverses = [block.inverse for block in optimizer._curvature.layers.blocks]
-    with solving(gate):
-        go(model, optimizer, CASE, BATCHES[1:5])
-        eventually(lambda: gate.waiting == 1)
-        assert [block.inverse for block in optimizer._curvature.layers.blocks] == inverses
-        assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
-        assert optimizer.delays == dict.fromkeys(LAYERS, 0), "of the last that came"
-        age = "inverses are 5 to 5 steps old; the last solves took 0 to 0 steps; 3 under way"
-        assert age in str(optimizer.summary())
-        gate.open()
-        eventually(lambda: landed(optimizer))
-        go(model, optimizer, CASE, BATCHES[5:6])
-    assert all(
-        a is not b.inverse
-        for a, b in zip(inverses, optimizer._curvature.layers.blocks, strict=True)
-    )
-    assert optimizer.delays == dict.fromkeys(LAYERS, 4), "from step 1 to step 5"
-    assert optimizer.staleness == dict.fromkeys(LAYERS, 5)
-    age = "inverses are 5 to 5 steps old; the last solves took 4 to 4 steps; 3 under way"
-    assert age in str(optimizer.summary())
-    optimizer.close()
-
-
 def test_a_layers_first_inverse_is_waited_for() -> None:
     model = CASE.model()
     with solving(Dawdle(0, 0.03)), distkfac(model, inv_update_steps=NEVER) as optimizer:
         found = go(model, optimizer, CASE, BATCHES)
     assert_same_trajectory(found, delayed(0, inv_update_steps=NEVER))
-
-
-def test_before_the_first_step_there_are_no_ages() -> None:
-    optimizer = distkfac(CASE.model())
-    assert (optimizer.staleness, optimizer.delays) == ({}, {})
-    assert "no inverses yet" in str(optimizer.summary())
-    assert threads_of() == 0, "threads are started by the first solve"
 
 
 def falling_damping(step: int) -> float:
@@ -244,11 +197,6 @@ def test_an_exception_on_a_thread_reaches_the_caller_of_step() -> None:
         assert max(optimizer.staleness.values()) <= 4, "solved anew"
 
 
-def failing(solve: Callable[[], Any]) -> Any:
-    solve()
-    return {}
-
-
 def one_factor_failing(solve: Callable[[], Any]) -> Any:
     found = solve()
     del found["G"]
@@ -264,43 +212,6 @@ def test_one_factor_that_fails_on_a_thread_is_told() -> None:
         assert optimizer.summary().failed == len(LAYERS)
     assert all("could not be decomposed at step 1" in line for line in warned)
     assert len(warned) == len(LAYERS)
-
-
-def test_a_failing_decomposition_keeps_the_last_inverse_and_says_so_once() -> None:
-    model = CASE.model()
-    options = {"max_staleness": 0, "inv_update_steps": 2, "max_consecutive_failures": 3}
-    with distkfac(model, **options) as optimizer, noted() as warned:
-        go(model, optimizer, CASE, BATCHES[:2])
-        inverses = [block.inverse for block in optimizer._curvature.layers.blocks]
-        with solving(failing):
-            go(model, optimizer, CASE, BATCHES[2:6])  # fails twice
-        assert [block.inverse for block in optimizer._curvature.layers.blocks] == inverses
-        assert optimizer.staleness == dict.fromkeys(LAYERS, 6)
-        assert optimizer.summary().failed == 3
-        go(model, optimizer, CASE, BATCHES[6:7])
-        assert optimizer.summary().failed == 0
-        assert optimizer.staleness == dict.fromkeys(LAYERS, 1)
-        with solving(failing):
-            go(model, optimizer, CASE, BATCHES[:5])  # fails twice more, which are the first
-            with pytest.raises(DecompositionError, match="decomposed 3 refreshes in a row") as e:
-                go(model, optimizer, CASE, BATCHES[5:7])
-    assert all(repr(name) in str(e.value) for name in LAYERS)
-    assert len(warned) == 3
-    for name, line in zip(LAYERS, warned, strict=True):
-        assert f"layer {name!r} could not be decomposed at step 2" in line
-        assert "its last inverse is kept" in line
-
-
-def test_a_layer_that_is_not_solved_at_all_is_the_bases() -> None:
-    model = CASE.model()
-    with solving(failing), noted() as warned, distkfac(model, kl_clip=None) as optimizer:
-        found = go(model, optimizer, CASE, BATCHES[:2])
-        assert (optimizer.staleness, optimizer.delays) == ({}, {})
-    plain = CASE.model()
-    sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
-    assert same(found, go(plain, sgd, CASE, BATCHES[:2]))
-    assert len(warned) == 3
-    assert all("the base optimizer trains it alone" in line for line in warned)
 
 
 # In scripts.
@@ -354,22 +265,6 @@ def test_closures_micro_batches_and_scalers_change_nothing() -> None:
     assert delays[-1] == dict.fromkeys(LAYERS, 2)
 
 
-def test_schedules_reach_the_base_and_the_clip() -> None:
-    expected = delayed(2, lr=lambda step: 0.1 * 0.5 ** (step // 3), kl_clip=falling)
-    model = CASE.model()
-    with distkfac(model, lr=0.1, kl_clip=falling, **STALE) as optimizer:
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
-        found = []
-        for batch in BATCHES:
-            found += go(model, optimizer, CASE, [batch])
-            scheduler.step()
-    assert_same_trajectory(found, expected)
-
-
-def falling(step: int) -> float:
-    return 1e-3 * 0.7**step
-
-
 def test_the_papers_clip_decays_by_steps() -> None:
     clip = DecayingClip(0.01, 0.9, every=3)
     assert [clip(step) for step in range(7)] == [0.01 * 0.9 ** (step // 3) for step in range(7)]
@@ -379,35 +274,6 @@ def test_the_papers_clip_decays_by_steps() -> None:
     found = train(deterministic=True, max_staleness=1, kl_clip=clip)
     assert_same_trajectory(found, expected)
     assert pickle.loads(pickle.dumps(clip)) == clip
-
-
-def test_one_process_has_nobody_for_statistics_and_says_so() -> None:
-    with noted() as warned:
-        found = train(stats_workers=1, max_staleness=0)
-    (line,) = warned
-    assert "stats_workers=1) with one process" in line
-    assert "from this process's own passes" in line
-    assert same(found, train(max_staleness=0))
-
-
-def test_who_trains_does_not_serve() -> None:
-    with distkfac(CASE.model()) as optimizer:
-        assert optimizer.role == "worker"
-        with pytest.raises(SecondOrderError, match="rank 0 is a worker: it trains"):
-            optimizer.serve(BATCHES, lambda batch: cross_entropy(*batch))
-
-
-def test_gains_and_biases_have_exact_blocks_unless_told_otherwise() -> None:
-    case = ZOO["norms"]
-
-    def names(**options: Any) -> set[str]:
-        model = case.model()
-        with noted(), distkfac(model, **options) as optimizer:
-            take(model, optimizer, case.batch(), case.loss)
-            return set(optimizer.staleness)
-
-    assert names() == {"0", "1", "4", "5", "7"}
-    assert names(exact_blocks=False) == {"0", "4", "7"}
 
 
 # Options.
@@ -471,27 +337,6 @@ def test_wrong_options_are_refused_before_anything_is_changed(
         distkfac(model, **options)
     assert torch.equal(vector(model), before)
     assert (hook_count(model), threads_of()) == (0, 0)
-
-
-@pytest.mark.parametrize(
-    ("option", "later", "message"),
-    [
-        ("factor_update_steps", 0, "factor_update_steps at step 2: .*=0 is below 1"),
-        ("inv_update_steps", 0, "inv_update_steps at step 2: .*=0 is below 1"),
-        ("damping", -1.0, "damping=-1.0 is outside"),
-        ("factor_decay", 1.0, "factor_decay=1.0 is outside"),
-        ("kl_clip", -1.0, "kl_clip=-1.0 is outside"),
-    ],
-)
-def test_a_schedule_that_goes_astray_is_told_at_its_step(
-    option: str, later: float, message: str
-) -> None:
-    model = CASE.model()
-    good = {"damping": 0.1, "factor_decay": 0.9, "kl_clip": 1e-3}.get(option, 1)
-    chosen: dict[str, Any] = {option: lambda step: good if step < 2 else later}
-    optimizer = distkfac(model, max_staleness=0, **chosen)
-    with optimizer, pytest.raises(ValueError, match=message):
-        go(model, optimizer, CASE, BATCHES[:4])
 
 
 def test_without_a_decay_factors_forget_evenly_in_time() -> None:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import io
 import os
-import threading
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,12 +14,9 @@ from threaded import (
     BATCHES,
     CASE,
     LAYERS,
-    BrokenError,
-    Dawdle,
     Gate,
     distkfac,
     eventually,
-    landed,
     solving,
     threads_of,
 )
@@ -33,9 +26,6 @@ from second_order import DistKFAC
 
 if TYPE_CHECKING:
     from conftest import Launcher
-
-NEVER = 10**9
-
 
 # In mid-flight.
 
@@ -48,11 +38,6 @@ def in_flight(model: nn.Module, gate: Gate, **options: Any) -> DistKFAC:
         go(model, optimizer, CASE, BATCHES[1:3])
     assert len(optimizer._curvature.solves.under_way) == 3
     return optimizer
-
-
-def twice(step: int) -> int:
-    """Solves are launched at steps 0 and 1, and then no more."""
-    return 1 if step < 2 else NEVER
 
 
 def test_loading_in_mid_flight_drops_what_is_under_way() -> None:
@@ -74,28 +59,6 @@ def test_loading_in_mid_flight_drops_what_is_under_way() -> None:
     go(model, optimizer, CASE, BATCHES[6:8])
     assert max(optimizer.staleness.values()) <= 3
     optimizer.close()
-
-
-@pytest.mark.parametrize("staleness", [0, 2])
-def test_a_checkpoint_is_one_line(staleness: int) -> None:
-    """With `torch.load`'s defaults; inverses are not in it, and solved at once after it."""
-    options = {"max_staleness": staleness, "deterministic": True, "momentum": 0.9}
-    model, buffer = CASE.model(), io.BytesIO()
-    with distkfac(model, **options) as optimizer:
-        go(model, optimizer, CASE, BATCHES[:4])
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
-        went_on = go(model, optimizer, CASE, BATCHES[4:])
-    buffer.seek(0)
-    state, model = torch.load(buffer), CASE.model(seed=7)
-    with distkfac(model, **options) as optimizer:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        found = go(model, optimizer, CASE, BATCHES[4:])
-        assert optimizer._training.steps == len(BATCHES)
-    if staleness == 0:
-        assert_same_trajectory(found, went_on)
-    else:
-        assert not same(found, went_on)
 
 
 def test_a_fork_in_mid_flight_is_refused_in_the_child() -> None:
@@ -142,24 +105,6 @@ def test_freezing_in_mid_flight_drops_what_is_under_way() -> None:
     optimizer.close()
 
 
-def test_a_group_added_in_mid_flight_is_planned_for() -> None:
-    model, gate = CASE.model(), Gate()
-    params = [*model[0].parameters(), *model[2].parameters()]
-    optimizer = distkfac(params, model=model, inverse_threads=4)
-    go(model, optimizer, CASE, BATCHES[:1])
-    with solving(gate):
-        go(model, optimizer, CASE, BATCHES[1:3])
-    assert sorted(optimizer.staleness) == ["0", "2"]
-    optimizer.add_param_group({"params": list(model[4].parameters())})
-    go(model, optimizer, CASE, BATCHES[3:5])
-    assert sorted(optimizer.staleness) == list(LAYERS)
-    gate.open()
-    eventually(lambda: landed(optimizer))
-    go(model, optimizer, CASE, BATCHES[5:7])
-    assert max(optimizer.staleness.values()) <= 4
-    optimizer.close()
-
-
 # Threads end with the optimizer.
 
 
@@ -176,47 +121,6 @@ def test_threads_end_when_it_is_closed_even_twice() -> None:
     sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
     expected = go(plain, sgd, CASE, BATCHES[2:4])
     assert same(go(model, optimizer, CASE, BATCHES[2:4]), expected), "it goes on as its base"
-
-
-def test_threads_end_with_the_block_also_by_an_exception() -> None:
-    model = CASE.model()
-
-    def script() -> None:
-        with distkfac(model) as optimizer:
-            go(model, optimizer, CASE, BATCHES[:2])
-            assert threads_of() == 1
-            raise BrokenError
-
-    with pytest.raises(BrokenError):
-        script()
-    assert threads_of() == 0
-
-
-def test_threads_end_when_nobody_has_the_optimizer_any_more() -> None:
-    model = CASE.model()
-    optimizer = distkfac(model, inverse_threads=2)
-    with solving(Dawdle(0)):
-        go(model, optimizer, CASE, BATCHES[:3])
-    assert threads_of() == 2
-    gone = weakref.ref(optimizer)
-    del optimizer
-    gc.collect()
-    assert gone() is None
-    eventually(lambda: threads_of() == 0)
-
-
-def test_closing_does_not_wait_for_what_has_not_begun() -> None:
-    model = CASE.model()
-    optimizer = distkfac(model)
-    go(model, optimizer, CASE, BATCHES[:1])
-
-    gate = Gate()
-    with solving(gate):
-        go(model, optimizer, CASE, BATCHES[1:2])
-    eventually(lambda: gate.waiting == 1)
-    threading.Timer(0.1, gate.open).start()
-    optimizer.close()
-    assert (gate.waiting, threads_of()) == (1, 0), "one of three has begun"
 
 
 EXIT = """

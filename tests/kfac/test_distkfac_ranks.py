@@ -93,19 +93,6 @@ def test_without_staleness_it_is_kaisa(world: World, world_size: int) -> None:
         assert_same_trajectory(found, expected, rtol=1e-12, hint=choice)
 
 
-def train(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[Tensor]:
-    case = ZOO[name]
-    model = case.model()
-    with distkfac(model, **options) as optimizer:
-        return go(model, optimizer, case, shards(case.batches(4, 12), rank, world_size))
-
-
-def test_exact_blocks_go_as_on_one_process(world: World) -> None:
-    options = {"max_staleness": 0}
-    expected = train(0, 1, "norms", options)
-    assert_same_trajectory(agreed(world.run(train, 3, "norms", options)), expected)
-
-
 def steps_of_norms(rank: int, world_size: int, batch: Batch) -> dict[str, Tensor]:
     """What the base is given for gains and biases, at the first step."""
     case = ZOO["norms"]
@@ -393,25 +380,3 @@ def test_roles_and_options_that_do_not_go_together_are_refused_everywhere(world:
         )
         assert found["apart"].startswith("RankMismatchError")
         assert found["deterministic"].startswith("RankMismatchError")
-
-
-def scalers(rank: int, world_size: int) -> dict[int, str]:
-    """What is said to a GradScaler, by the number of stats workers."""
-    found = {}
-    for helpers in range(world_size - 1):
-        scaler = torch.amp.GradScaler("cpu")
-        try:
-            distkfac(CASE.model(), stats_workers=helpers, grad_scaler=scaler).close()
-        except ValueError as error:
-            found[helpers] = str(error)
-    return found
-
-
-def test_a_grad_scaler_is_refused_where_several_workers_average(world: World) -> None:
-    """On every rank, the stats worker's included."""
-    for found in world.run(scalers, 3, timeout=LONG):
-        assert sorted(found) == [0, 1]
-        for helpers, message in found.items():
-            averaged = f"gradients averaged by the optimizer over {3 - helpers} processes"
-            assert f"grad_scaler=GradScaler with {averaged}" in message
-            assert "wrap the model in DistributedDataParallel, or use" in message

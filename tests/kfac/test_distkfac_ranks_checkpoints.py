@@ -204,10 +204,3 @@ def test_a_checkpoint_with_stats_workers(
             assert all(map(torch.equal, pair, whole[name]))
         names += parts
     assert sorted(names) == list(LAYERS)
-
-
-def test_one_process_takes_up_a_checkpoint_of_stats_workers(world: World) -> None:
-    results = world.run(play, 3, (saves_worker, saves_stats), {}, "", timeout=2 * LONG)
-    data = roles_of(results)[0][0][0]
-    found = world.run(resumed, 1, data, {"max_staleness": 0})[0]
-    assert len(found) == len(BATCHES) - 4

@@ -5,7 +5,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from pathlib import Path
@@ -13,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import agreed
-from threaded import BATCHES, CASE, LAYERS, LONG, distkfac, eventually, threads_of
+from threaded import BATCHES, LAYERS, LONG
 from torch import Tensor, nn
 from workers import (
     ends_stats,
@@ -80,33 +78,6 @@ def test_a_model_that_grows_beside_a_stats_worker_is_refused(
         told_once(results, "has left, died", "from the training passes again")
 
 
-def at_once_worker(model: nn.Module, optimizer: Any) -> list[str]:
-    curvature = optimizer._curvature
-    helps = optimizer.role == "stats"
-    mailboxes = [curvature.mailbox] if helps else [h.mailbox for h in curvature.helpers.active]
-    optimizer.close()
-    return [mailbox.failure for mailbox in mailboxes]
-
-
-at_once_stats = at_once_worker
-
-
-@pytest.mark.parametrize(("world_size", "helpers"), [(2, 1), (4, 2)])
-def test_closing_at_once_finds_everybody_connected(
-    world: World, world_size: int, helpers: int
-) -> None:
-    """Nobody looks for a store that has gone already, for as long as the timeout."""
-    results = world.run(
-        play,
-        world_size,
-        (at_once_worker, at_once_stats),
-        {"stats_workers": helpers},
-        timeout=2 * LONG,
-    )
-    assert quiet(results)
-    assert all(failure == "" for result in results for failure in result["found"])
-
-
 class OutOfPaperError(Exception):
     pass
 
@@ -130,27 +101,6 @@ def test_serve_returns_when_the_workers_have_ended(world: World, world_size: int
     results = world.run(play, world_size, (ends_worker, ends_stats), {}, how, timeout=LONG)
     assert quiet(results)
     assert roles_of(results)[1][0] >= 1
-
-
-def dropped(rank: int, world_size: int) -> Any:
-    """A worker that closes nothing, and has no optimizer any more."""
-    model = CASE.model()
-    optimizer = distkfac(model, stats_workers=1, helper_timeout=LONG)
-    if optimizer.role == "stats":
-        with optimizer:
-            served = optimizer.serve(BATCHES, lambda batch: loss_of(model, batch))
-        dist.barrier()
-        return served
-    until_fed(model, optimizer)
-    del optimizer
-    gc.collect()
-    eventually(lambda: threads_of("second_order") == 0)
-    dist.barrier()
-    return None
-
-
-def test_serve_returns_when_the_workers_optimizer_is_gone(world: World) -> None:
-    assert world.run(dropped, 2, timeout=LONG)[1] >= 1
 
 
 def fails_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
@@ -212,38 +162,6 @@ def test_a_helper_that_ends_leaves_workers_to_their_own_passes(
     agreed(workers)
     name = f"stats worker {world_size - 1}"
     told_once(results, f"{name} has left, died", "from the training passes again")
-
-
-def one_left_worker(model: nn.Module, optimizer: Any) -> Any:
-    with optimizer:
-        until_fed(model, optimizer)
-        end = time.monotonic() + LONG
-        while len(optimizer._curvature.helpers.active) == 2:
-            assert time.monotonic() < end
-            train_on(model, optimizer, BATCHES[:1])
-            time.sleep(0.002)
-        heard = optimizer._curvature.helpers.active[0].heard
-        while everywhere(optimizer, optimizer._curvature.helpers.active[0].heard - heard) < 2:
-            assert time.monotonic() < end
-            train_on(model, optimizer, BATCHES[:1])
-            time.sleep(0.002)
-        return optimizer._curvature.helpers.own_passes
-
-
-def one_left_stats(model: nn.Module, optimizer: Any) -> str:
-    return (
-        str(fails_stats(model, optimizer, "raises"))
-        if optimizer._training.world.rank == 0
-        else str(ends_stats(model, optimizer, ""))
-    )
-
-
-def test_one_helper_that_ends_leaves_the_others(world: World) -> None:
-    results = world.run(
-        play, 4, (one_left_worker, one_left_stats), {"stats_workers": 2}, timeout=LONG
-    )
-    assert roles_of(results)[0] == [False, False]
-    told_once(results, "stats worker 2 has left, died", "the others go on")
 
 
 def spoiled_worker(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> Any:

@@ -5,8 +5,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import copy
-import io
 import itertools
 import time
 from pathlib import Path
@@ -15,11 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerated import noted
 from contract import assert_same_factors
-from models import ZOO
 from ranks import agreed, assert_same_trajectory, go, vector
-from threaded import BATCHES, CASE, LAYERS, LONG, Delayed, distkfac, eventually
+from threaded import BATCHES, CASE, LAYERS, LONG, Delayed, distkfac
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from workers import (
@@ -40,8 +36,6 @@ from workers import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pool import World
     from reference import Batch
 
@@ -191,65 +185,6 @@ def test_nobody_waits_for_stats_workers(
     assert not any(captured for _, captured in workers)
 
 
-def scaled_on(model: nn.Module, optimizer: Any, batches: Sequence[Batch]) -> list[Tensor]:
-    """As `train_on`, with the optimizer's scaler; the fourth batch overflows, and is skipped."""
-    scaler, found = optimizer._training.scaler, []
-    for i, (x, y) in enumerate(batches):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, (x * float("inf") if i == 3 else x, y))).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        found.append(vector(model))
-    return found
-
-
-def scaled_worker(model: nn.Module, optimizer: Any, sign: Path, how: str) -> Any:
-    with optimizer:
-        found = scaled_on(model, optimizer, BATCHES)
-        assert optimizer._curvature.helpers.own_passes
-        sign.touch()
-        end = time.monotonic() + LONG
-        while optimizer._curvature.helpers.own_passes:
-            assert time.monotonic() < end, "no statistics have come"
-            scaled_on(model, optimizer, BATCHES[:1])
-            time.sleep(0.002)
-        fed = scaled_on(model, optimizer, BATCHES)
-    return found, fed, optimizer._training.scaler.get_scale()
-
-
-def scaled_stats(model: nn.Module, optimizer: Any, sign: Path, how: str) -> int:
-    """Serves, or runs the usual loop, with a scaler of its own that no worker hears of."""
-    if how == "serve":
-        return held_stats(model, optimizer, sign, wrap=False)
-    eventually(sign.exists)
-    with optimizer:
-        while not optimizer._curvature.dismissed:
-            scaled_on(model, optimizer, BATCHES)
-    return 0
-
-
-@pytest.mark.parametrize("how", ["serve", "loop"])
-def test_one_worker_beside_a_stats_worker_takes_a_grad_scaler(
-    world: World, tmp_path: Path, how: str
-) -> None:
-    """Nobody else is to agree on what it skips. Until the stats worker speaks it is one process."""
-    options = {**SYNCHRONOUS, "grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**7)}
-    model = CASE.model()
-    with distkfac(model, **copy.deepcopy(options)) as optimizer:
-        expected = scaled_on(model, optimizer, BATCHES)
-    assert torch.equal(expected[3], expected[2]), "a step is skipped"
-    results = world.run(
-        play, 2, (scaled_worker, scaled_stats), options, tmp_path / "sign", how, timeout=2 * LONG
-    )
-    assert quiet(results)
-    (found, fed, scale), *others = roles_of(results)[0]
-    assert not others
-    assert_same_trajectory(found, expected)
-    assert torch.equal(fed[3], fed[2])
-    assert all(bool(w.isfinite().all()) for w in fed)
-    assert scale == 2.0**5, "halved by the two that overflowed"
-
-
 def loop_worker(model: nn.Module, optimizer: Any, how: str) -> Any:
     trajectory: list[Tensor] = []
     with optimizer:
@@ -371,61 +306,3 @@ def test_a_stats_worker_follows_what_workers_add(
     workers, _ = roles_of(results)
     agreed([found for found, _ in workers])
     assert sorted(name for _, owned in workers for name in owned) == list(LAYERS)
-
-
-KINDS: list[tuple[str, dict[str, Any]]] = [
-    ("norms", {"doubly_factored": {"4": (9, 4)}}),
-    ("batch_norm", {"conv_factors": "cheap", "solver": "eigen"}),
-    ("mlp", {"fisher": "sampled", "symmetry_aware": False}),
-    ("mlp", {"factor_dtype": torch.bfloat16, "inv_dtype": torch.float32}),
-]
-
-
-def kinds(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
-    """Statistics of a helper; then, on rank 0, a checkpoint."""
-    case, buffer = ZOO[name], io.BytesIO()
-    model = case.model()
-    with noted() as warned:
-        optimizer = distkfac(model, stats_workers=1, helper_timeout=LONG, **options)
-        batches = case.batches(3, 12)
-        with optimizer:
-            if optimizer.role == "stats":
-                optimizer.serve(batches, lambda batch: case.loss(model(batch[0]), batch[1]))
-                found = []
-            else:
-                end = time.monotonic() + LONG
-                while optimizer._curvature.helpers.own_passes:
-                    assert time.monotonic() < end
-                    go(model, optimizer, case, [mine(optimizer, batches[0])])
-                heard = optimizer._curvature.helpers.active[0].heard
-                while (
-                    everywhere(optimizer, optimizer._curvature.helpers.active[0].heard - heard) < 2
-                ):
-                    assert time.monotonic() < end
-                    go(model, optimizer, case, [mine(optimizer, batches[0])])
-                found = go(model, optimizer, case, [mine(optimizer, batch) for batch in batches])
-                assert set(optimizer.staleness) == {
-                    block.name for block in optimizer._curvature.layers.blocks
-                }
-                optimizer.consolidate(to=0)
-                if rank == 0:
-                    torch.save(optimizer.state_dict(), buffer)
-    dist.barrier()
-    return found, buffer.getvalue(), warned
-
-
-@pytest.mark.parametrize(("name", "options"), KINDS, ids=["exact", "cheap", "sampled", "bfloat16"])
-def test_statistics_of_every_kind_of_layer_travel(
-    world: World, name: str, options: dict[str, Any]
-) -> None:
-    results = world.run(kinds, 3, name, options, timeout=2 * LONG)
-    found = agreed([trajectory for trajectory, _, _ in results[:2]])
-    assert all(bool(w.isfinite().all()) for w in found)
-    assert not any(warned for _, _, warned in results)
-    state = torch.load(io.BytesIO(results[0][1]))
-    model = ZOO[name].model()
-    with distkfac(model, **options) as optimizer:
-        optimizer.load_state_dict(state)
-        for block in optimizer._curvature.layers.blocks:
-            assert all(factor is not None for factor in block.factors.stored.values())
-            assert float(block.factors.weight) > 2.0

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import EXACT, factors, take
+from contract import factors, take
 from models import ZOO
-from owned import by_choice, dpkfac, train_alike, train_apart
-from placed import SINGLE
+from owned import by_choice, dpkfac, train_apart
 from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard, train, vector
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
@@ -45,17 +44,6 @@ def alone(case: Case, batches: Sequence[Batch], options: dict[str, Any]) -> list
 
 
 # With the same batch everywhere: KAISA.
-
-
-def test_refined_eigenvectors_go_as_with_kaisa(world: World) -> None:
-    """A step of orthogonal iteration is no decomposition: the dense reference knows none."""
-    warm = {"eigen_refresh": "warm", "relative_damping": True, "damping": 1.0}
-    choices = [{**warm, **how} for how in ({}, ALL_REDUCE)]
-    expected = alone(MLP, BATCHES[:5], warm)
-    for found in by_choice(world.run(train_alike, 3, MLP, BATCHES[:5], choices)):
-        assert_same_trajectory(found, expected)
-    full = alone(MLP, BATCHES[:5], {**warm, "eigen_refresh": "full"})
-    assert not torch.allclose(expected[-1], full[-1], rtol=1e-9)
 
 
 # With a batch of its own on each rank.
@@ -210,41 +198,6 @@ def test_one_gradient_that_is_not_finite_spoils_no_other_layer(
         assert after.isfinite().all()
         assert not torch.equal(before, after)
         assert all(not spoiled[1].isfinite().all() for _, spoiled in results)
-
-
-def train_options(
-    rank: int, world_size: int, options: dict[str, Any], dtype: torch.dtype
-) -> list[Tensor]:
-    model = MLP.model(dtype)
-    batches = MLP.batches(7, n=12, dtype=dtype)
-    return go(model, dpkfac(model, **options), MLP, [shard(b, rank, world_size) for b in batches])
-
-
-BF16 = {"factor_dtype": torch.bfloat16, "inv_dtype": torch.bfloat16}
-ROUGH: dict[str, tuple[dict[str, Any], torch.dtype]] = {
-    "sampled": ({"fisher": "sampled"}, torch.float64),
-    "warm": ({"eigen_refresh": "warm"}, torch.float64),
-    "bfloat16 factors": (BF16, torch.float32),
-    "bfloat16 weights": (SINGLE, torch.bfloat16),
-    "bfloat16 all over": (BF16, torch.bfloat16),
-    "float32": (SINGLE, torch.float32),
-}
-
-
-@pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
-@pytest.mark.parametrize(("options", "dtype"), ROUGH.values(), ids=ROUGH)
-def test_low_precision_and_chance_keep_the_ranks_together(
-    world: World, options: dict[str, Any], dtype: torch.dtype, exchange: str
-) -> None:
-    choice = {**options, "relative_damping": True, "damping": 1.0, "gradient_exchange": exchange}
-    found = agreed(world.run(train_options, 3, choice, dtype))
-    assert found[-1].isfinite().all()
-    assert not torch.equal(found[0], found[-1])
-    if "fisher" not in options:
-        exactly = {**choice, **EXACT, "eigen_refresh": "full"}
-        exact = world.run(train_options, 3, exactly, torch.float64)[0]
-        moved = (exact[-1] - vector(MLP.model())).norm()
-        assert (found[-1].double() - exact[-1]).norm() < 0.25 * moved
 
 
 def sampled_factors(rank: int, world_size: int) -> dict[str, Any]:

@@ -14,16 +14,13 @@ import pytest
 import torch
 from models import ZOO
 from owned import dpkfac
-from placed import DPKFAC_OWNER, FROZEN, Forked, letters, loaded_dcp, save_dcp, told, train_thawing
-from ranks import OPTIONS, agreed, assert_same_trajectory, go, replaced, shard, vector
-from reference import cross_entropy
+from placed import DPKFAC_OWNER, FROZEN, letters, loaded_dcp, save_dcp, told, train_thawing
+from ranks import OPTIONS, agreed, assert_same_trajectory, go, replaced, shard
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DPKFAC, KAISA, DecompositionError
+from second_order import DPKFAC, DecompositionError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from pool import World
@@ -53,56 +50,6 @@ def test_layers_frozen_and_thawed_at_any_time_leave_the_ranks_together(
             assert not torch.equal(before, after)
 
 
-def train_forked(
-    rank: int, world_size: int, uses: Sequence[set[int]], wrap: bool, options: dict[str, Any]
-) -> tuple[list[Tensor], list[Tensor | None], list[tuple[bool, str]]]:
-    """`uses`: for each step, the ranks that take the branch. Parameters, gradients before."""
-    torch.manual_seed(0)
-    model = Forked().double()
-    called = DistributedDataParallel(model, find_unused_parameters=True) if wrap else model
-    optimizer = dpkfac(called, kl_clip=None, **options)
-    trajectory, gradients, solved = [vector(model)], [], []
-    for batch, users in zip(BATCHES, uses, strict=False):
-        x, y = shard(batch, rank, world_size)
-        optimizer.zero_grad()
-        cross_entropy(called(x, rank in users), y).backward()
-        before = model.branch.weight.grad
-        gradients.append(None if before is None else before.clone())
-        optimizer.step()
-        trajectory.append(vector(model))
-        (block,) = (b for b in optimizer._curvature.layers.blocks if b.name == "branch")
-        solved.append((block.solved, optimizer._curvature.plan[block].said))
-        if not users and not wrap:
-            assert model.branch.weight.grad is None
-    return trajectory, gradients, solved
-
-
-@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "DDP"])
-@pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
-def test_a_layer_that_its_owner_does_not_see_runs_on_its_gradient(
-    world: World, exchange: str, wrap: bool
-) -> None:
-    """Until it does; used by nobody, its gradient is None, and it stays as it is."""
-    uses: list[set[int]] = [set(), {1}, {1, 2}, {0, 1, 2}, {2}, set()]
-    options = {"gradient_exchange": exchange}
-    results = world.run(train_forked, 3, uses, wrap, options)
-    found = agreed([trajectory for trajectory, _, _ in results])
-    branch = slice(36, 36 + 36)  # the trunk has 5 x 6 + 6; the branch's weight has 6 x 6
-    steps = [b[branch] - a[branch] for a, b in itertools.pairwise(found)]
-    assert not steps[0].any()
-    if not wrap:
-        assert not steps[5].any()
-    for step in range(1, 5):
-        before = [gradients[step] for _, gradients, _ in results]
-        shares = [torch.zeros(6, 6, dtype=torch.float64) if g is None else g for g in before]
-        plain = -OPTIONS["lr"] * torch.stack(shares).mean(0).flatten()
-        assert plain.any()
-        owner_knows = step >= 3
-        for _, _, solved in results:
-            assert solved[step] == (owner_knows, "owner 0")
-        assert torch.allclose(steps[step], plain, rtol=1e-9) == (not owner_knows)
-
-
 def train_uncaptured(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
     """Hooks have gone, as with a copy of the model."""
     model = MLP.model()
@@ -125,22 +72,6 @@ def test_without_any_statistics_it_is_the_base_and_every_rank_says_so(
     for _, messages in results:
         (message,) = (m for m in messages if "no layer gave statistics" in m)
         assert "train the very model that the optimizer was given" in message
-
-
-def add_group(rank: int, world_size: int, System: Any) -> list[Tensor]:
-    """The last layer joins after two steps."""
-    model = MLP.model()
-    first = [p for name, p in model.named_parameters() if not name.startswith("4")]
-    optimizer = System(first, model=model, **OPTIONS)
-    trajectory = go(model, optimizer, MLP, BATCHES[:2])
-    optimizer.add_param_group({"params": list(model.get_submodule("4").parameters())})
-    return trajectory + go(model, optimizer, MLP, BATCHES[2:])
-
-
-def test_a_group_that_is_added_finds_an_owner(world: World) -> None:
-    for world_size in (1, 2, 3):
-        agreed(world.run(add_group, world_size, DPKFAC))
-    assert_same_trajectory(world.run(add_group, 1, DPKFAC)[0], add_group(0, 1, KAISA))
 
 
 # Decompositions that fail.
@@ -168,21 +99,6 @@ def train_failing(
                     return trajectory, failed, told(messages), str(error)
             failed.append(optimizer.summary().failed)
     return trajectory, failed, told(messages), ""
-
-
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_an_owner_that_fails_once_leaves_its_old_inverses(world: World, solver: str) -> None:
-    """As all ranks know; at the next refresh all is well again."""
-    results = world.run(train_failing, 3, 4, 3, {"solver": solver})
-    agreed([trajectory for trajectory, _, _, _ in results])
-    for _, failed, messages, error in results:
-        assert failed == [0, 0, 1, 1, 0, 0, 0]
-        assert not error
-        (message,) = messages
-        assert "could not be decomposed at step 2" in message
-        assert "its last inverse is kept" in message
-    sound = world.run(train_failing, 3, 0, 3, {"solver": solver})
-    assert not torch.allclose(results[0][0][2], sound[0][0][2], rtol=1e-9)
 
 
 @pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
@@ -260,37 +176,6 @@ def test_every_factor_arrives_at_its_new_owner(world: World, assignment: str) ->
         for _, kept, _, _ in results:
             for name, pair in kept.items():
                 assert all(torch.equal(a, b) for a, b in zip(pair, whole[name], strict=True))
-
-
-def damaged(data: bytes, layer: str, *parts: str) -> bytes:
-    state = torch.load(io.BytesIO(data))
-    curvature = state["optimizer"]["state"][int(layer)]["curvature"]
-    for part in parts:
-        del curvature[part]
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-EVERYTHING = "A", "G", "average_weight", "mean_eigenvalues", "examples"
-
-
-@pytest.mark.parametrize("parts", [("A",), ("A", "G"), EVERYTHING], ids=str)
-@pytest.mark.parametrize("after", [1, 2, 3])
-def test_what_an_owner_took_to_its_grave_is_built_anew(
-    world: World, after: int, parts: tuple[str, ...]
-) -> None:
-    """A warning on every rank names the layer; until it has statistics it has its base gradient."""
-    data = damaged(world.run(checkpoint_of, 4, DPKFAC, {})[0], "2", *parts)
-    results = world.run(resume_noting, after, data, DPKFAC, {"kl_clip": None}, timeout=20)
-    found = agreed([trajectory for trajectory, *_ in results])
-    for _, _, messages, unsolved in results:
-        (message,) = messages
-        assert "a factor of layer '2' is lost" in message
-        assert unsolved == [["2"], [], [], []]
-    expected = resume_noting(0, 1, data, KAISA, {"kl_clip": None, "skip_layers": ["2"]})[0]
-    assert_same_trajectory(found[:1], expected[:1])
-    assert not torch.allclose(found[1], expected[1], rtol=1e-6)
 
 
 def load_then(

@@ -16,14 +16,13 @@ from contract import hook_count, take
 from models import ZOO
 from owned import by_choice, dpkfac, train_apart
 from placed import DPKFAC_OWNER, SINGLE, collectives_of_steps, network
-from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, go, shard, vector
+from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DPKFAC, KAISA
 from second_order.distributed import buckets
-from second_order.distributed import world as worlds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -98,44 +97,6 @@ def test_the_owner_hook_sends_one_message_a_bucket(world: World) -> None:
     for (expected, before), (found, after) in zip(directly, by_sums, strict=True):
         assert_same_trajectory(found, expected)
         assert after["all_reduce"] > before["all_reduce"]
-
-
-def train_by_sums(
-    rank: int, world_size: int, by_sum: bool, ring_ranks: int
-) -> list[tuple[list[Tensor], Counter[str]]]:
-    """DPKFAC with its hook and without, and KAISA, whose factors and results have owners."""
-    intervals = {"inv_update_steps": 2, **BASES["SGD"]}
-    found = []
-    with (
-        patch.object(worlds, "goes_by_sum", lambda _, whole, __: by_sum and whole > 0),
-        patch.object(buckets, "RING_RANKS", ring_ranks),
-    ):
-        hooked = train_hooked(rank, world_size, {"bucket_cap_mb": 0.0001}, intervals)
-        found.append((hooked[0], hooked[2]))
-        for System, more in (
-            (DPKFAC, {}),
-            (KAISA, {"grad_worker_fraction": 0.0, "factor_exchange": "reduce"}),
-        ):
-            model = MLP.model()
-            optimizer = System(model, **{**OPTIONS, **intervals, **more})
-            batches = [shard(batch, rank, world_size) for batch in BATCHES]
-            with counted() as counts:
-                found.append((go(model, optimizer, MLP, batches), counts))
-    return found
-
-
-@pytest.mark.parametrize("ring_ranks", [1, 8], ids=["in rounds", "along a ring"])
-def test_by_sums_trajectories_are_those_of_messages_to_owners(
-    world: World, ring_ranks: int
-) -> None:
-    directly = world.run(train_by_sums, 3, False, 8)
-    by_sums = world.run(train_by_sums, 3, True, ring_ranks)
-    for which in range(3):
-        expected = agreed([each[which][0] for each in directly])
-        assert_same_trajectory(agreed([each[which][0] for each in by_sums]), expected)
-        assert all(each[which][1]["all_to_all_single"] > 0 for each in directly)
-        assert all(each[which][1]["all_to_all_single"] == 0 for each in by_sums)
-        assert all((each[which][1]["isend"] > 0) == (ring_ranks == 1) for each in by_sums)
 
 
 def frozen_for_a_step(rank: int, world_size: int, hooked: bool) -> list[Tensor]:
@@ -263,21 +224,6 @@ def test_a_handful_of_collectives_however_many_layers(
         assert max(few[0]) <= 6
 
 
-def without_a_refresh(rank: int, world_size: int) -> int:
-    """With the word before it; what DistributedDataParallel sends is not called by name."""
-    model = DistributedDataParallel(MLP.model())
-    optimizer = dpkfac(model, inv_update_steps=2)
-    take(model, optimizer, shard(BATCHES[0], rank, world_size))
-    with counted() as counts:
-        take(model, optimizer, shard(BATCHES[1], rank, world_size))
-    return counts.total()
-
-
-def test_under_ddp_only_what_is_preconditioned_is_sent(world: World) -> None:
-    assert world.run(without_a_refresh, 2) == [2, 2]
-    assert world.run(without_a_refresh, 1) == [0]
-
-
 def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
     """One large layer for rank 0, two small ones for rank 1, and a norm that is nobody's."""
     norm = nn.LayerNorm(30, bias=False)
@@ -340,20 +286,3 @@ def test_only_an_owner_has_a_layers_factors_inverse_and_hooks(
     names = {rows["0"][0] for rows, _, _ in results}
     assert len({owner for rows, _, _ in results for owner, _, _ in rows.values()}) == world_size
     assert len(names) == 1
-
-
-def hooks_of_the_model(rank: int, world_size: int) -> list[int]:
-    """With sampled labels: of the root, while this rank has layers and after they have gone."""
-    model = nn.Sequential(nn.Linear(5, 3).double())
-    optimizer = dpkfac(model, fisher="sampled")
-    counts = [hook_count(model)]
-    follow_up = [BATCHES[0]] * 2
-    go(model, optimizer, MLP, follow_up)
-    counts.append(hook_count(model))
-    optimizer.close()
-    return [*counts, hook_count(model)]
-
-
-def test_a_rank_without_layers_hooks_nothing(world: World) -> None:
-    """More processes than layers; those with a layer draw labels, from the root's output."""
-    assert world.run(hooks_of_the_model, 3) == [[3, 3, 0], [0, 0, 0], [0, 0, 0]]

@@ -14,11 +14,9 @@ import torch.distributed as dist
 from contract import take
 from models import ZOO
 from placed import network
-from ranks import agreed, assert_same_trajectory, follow, kaisa, replaced, train
+from ranks import kaisa, replaced
 from reference import cross_entropy, empirical_factors
 from torch import Tensor
-
-from second_order.kronecker import solvers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,21 +26,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-BATCHES = MLP.batches(7, n=12)
 REDUCE = {"factor_exchange": "reduce"}
 SPREAD = {**REDUCE, "grad_worker_fraction": 0.5, "colocate_factors": False}
 
 
 # The same trajectory.
-
-
-def test_sampled_labels_are_those_of_the_other_exchange(world: World) -> None:
-    """They differ by rank, so that one process is no measure."""
-    sampled = {"fisher": "sampled", "inv_update_steps": 2}
-    expected = agreed(world.run(train, 2, MLP, BATCHES, sampled))
-    found = agreed(world.run(train, 2, MLP, BATCHES, {**sampled, **REDUCE}))
-    assert_same_trajectory(found, expected)
-    assert not torch.allclose(found[-1], train(0, 1, MLP, BATCHES, {"inv_update_steps": 2})[-1])
 
 
 def factors_of_shards(
@@ -118,22 +106,6 @@ def test_each_factor_is_on_one_rank_and_its_trace_on_all(
     assert all(factors == kept(0, 1, widths, {})[2] for _, _, factors, _ in every)
 
 
-def bytes_of_triangles(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]:
-    with replaced(solvers, {"TRIANGULAR_FROM": 32}):
-        *_, factors, inverses = kept(rank, world_size, [39] * 5, {"solver": "inverse", **options})
-    return factors, inverses
-
-
-def test_large_layers_keep_a_triangle_for_each_factor_and_each_inverse(world: World) -> None:
-    """n (n + 1) / 2 elements; and half of all that on each of two processes with one worker."""
-    layer = (40 * 41 // 2 + 39 * 40 // 2) * 8
-    assert bytes_of_triangles(0, 1, {}) == (4 * layer, 4 * layer)
-    alone = {**REDUCE, "grad_worker_fraction": 0.5}
-    assert world.run(bytes_of_triangles, 2, alone) == [(2 * layer, 2 * layer)] * 2
-    everywhere = {"grad_worker_fraction": 1.0}
-    assert world.run(bytes_of_triangles, 2, everywhere) == [(4 * layer, 4 * layer)] * 2
-
-
 def sent(rank: int, world_size: int, exchange: str) -> tuple[Counter[str], int, int]:
     """Elements by collective in a step that takes statistics alone; those of factors and heads."""
     model = network([9, 8, 7, 3]).float()
@@ -170,26 +142,3 @@ def test_a_factor_is_sent_to_its_keeper_and_to_nobody_else(world: World, world_s
 
 
 # A part of the ranks; a rank that fails.
-
-
-def train_failing(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
-    """At step 2, rank 1 can decompose nothing."""
-    model = MLP.model()
-    optimizer = kaisa(model, **options)
-
-    def fails(matrix: Tensor) -> Any:
-        raise torch.linalg.LinAlgError("linalg.eigh: failed to converge")
-
-    trajectory = []
-    for step, batch in enumerate(BATCHES[:4]):
-        faults = {"eigh": fails} if step == 2 and rank == 1 else {}
-        with replaced(torch.linalg, faults):
-            trajectory += follow(rank, world_size, model, optimizer, MLP, [batch])
-    return trajectory
-
-
-def test_a_keeper_that_fails_once_leaves_the_old_inverse(world: World) -> None:
-    options = {"grad_worker_fraction": 1 / 3}
-    found = agreed(world.run(train_failing, 3, {**options, **REDUCE}))
-    assert_same_trajectory(found, agreed(world.run(train_failing, 3, options)))
-    assert not torch.allclose(found[2], train(0, 1, MLP, BATCHES[:4])[2])

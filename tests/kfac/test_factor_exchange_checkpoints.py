@@ -15,7 +15,7 @@ import pytest
 import torch
 from models import ZOO
 from placed import letters, written
-from ranks import agreed, assert_same_trajectory, counted, follow, kaisa
+from ranks import agreed, assert_same_trajectory, follow, kaisa
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -31,31 +31,6 @@ MLP = ZOO["mlp"]
 BATCHES = MLP.batches(7, n=12)
 REDUCE = {"factor_exchange": "reduce"}
 SPREAD = {**REDUCE, "grad_worker_fraction": 0.5, "colocate_factors": False}
-
-
-def test_one_process_needs_no_consolidation() -> None:
-    model = MLP.model()
-    optimizer = kaisa(model, **REDUCE)
-    follow(0, 1, model, optimizer, MLP, BATCHES[:1])
-    before = optimizer.state_dict()["state"][0]["curvature"]
-    optimizer.consolidate()
-    after = optimizer.state_dict()["state"][0]["curvature"]
-    assert after.keys() == before.keys() >= {"A", "G", "average_weight", "mean_eigenvalues"}
-
-
-def nothing_to_collect(rank: int, world_size: int) -> int:
-    model = MLP.model()
-    optimizer = kaisa(model)
-    follow(rank, world_size, model, optimizer, MLP, BATCHES[:1])
-    with counted() as counts:
-        optimizer.state_dict()
-        optimizer.consolidate(to=1)
-        optimizer.state_dict()
-    return counts.total()
-
-
-def test_with_the_other_exchange_there_is_nothing_to_collect(world: World) -> None:
-    assert world.run(nothing_to_collect, 2) == [0, 0]
 
 
 def consolidated(
@@ -86,42 +61,6 @@ def test_whoever_saves_has_all_factors(world: World, to: int | None) -> None:
             assert letters(saved).total() < 6
     if to is not None:
         assert sum(letters(saved).total() for saved in results) < 12
-
-
-def asked_twice(rank: int, world_size: int, to: int | None) -> list[str]:
-    """The warnings."""
-    model = MLP.model()
-    optimizer = kaisa(model, **REDUCE)
-    follow(rank, world_size, model, optimizer, MLP, BATCHES[:1])
-    optimizer.consolidate(to=to)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer.state_dict()
-        optimizer.state_dict()
-    return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
-
-
-def test_who_asks_for_a_state_that_was_collected_elsewhere_is_told(world: World) -> None:
-    """Once: a rank's own part can be what is wanted."""
-    first, second = world.run(asked_twice, 2, 1)
-    (message,) = first
-    assert "state_dict() on rank 0 lacks some of the state" in message
-    assert "consolidate(to=1) collected it elsewhere" in message
-    assert second == []
-    assert world.run(asked_twice, 2, None) == [[], []]
-
-
-def no_such_rank(rank: int, world_size: int, to: int) -> tuple[str, int]:
-    optimizer = kaisa(MLP.model(), **REDUCE)
-    with counted() as counts, pytest.raises(ValueError, match="there are ranks 0 to") as error:
-        optimizer.consolidate(to=to)
-    return str(error.value), counts.total()
-
-
-@pytest.mark.parametrize("to", [-1, 2, 7])
-def test_consolidating_to_no_rank_is_refused(world: World, to: int) -> None:
-    expected = f"consolidate(to={to}): there are ranks 0 to 1; use None for all of them"
-    assert world.run(no_such_rank, 2, to) == [(expected, 0)] * 2
 
 
 def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
@@ -292,21 +231,6 @@ def expected_after_loss(data: bytes, names: Sequence[str]) -> list[Tensor]:
     return first + follow(0, 1, model, optimizer, MLP, BATCHES[4:])
 
 
-@pytest.mark.parametrize(("statistics", "refreshes"), [(2, 3), (2, 1), (3, 1), (3, 2)])
-def test_a_lost_layer_is_back_after_a_step_whatever_the_intervals(
-    world: World, statistics: int, refreshes: int
-) -> None:
-    """Found out in step 3. Nobody says that it is never called."""
-    data = written(without(world.run(consolidated, 2, 0, REDUCE)[0], (0, "G")))
-    options = {"factor_update_steps": statistics, "inv_update_steps": refreshes, **REDUCE}
-    results = world.run(resume_damaged, 2, data, options)
-    agreed([trajectory for trajectory, _, _ in results])
-    for _, unsolved, messages in results:
-        assert unsolved == [["0"], [], [], []]
-        (message,) = messages
-        assert "a factor of layer '0' is lost" in message
-
-
 def saved_at_once(rank: int, world_size: int, data: bytes) -> dict[str, Any]:
     model = MLP.model()
     optimizer = kaisa(model, **REDUCE)
@@ -326,33 +250,3 @@ def test_a_lost_factor_is_missing_from_the_next_checkpoint_as_well(world: World)
         for index, which in found:
             expected = whole["optimizer"]["state"][index]["curvature"][which]
             assert torch.equal(state[index]["curvature"][which], expected)
-
-
-def saved_twice(
-    rank: int, world_size: int, data: bytes, freeze: bool
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Rank 0 saves, and saves again, while a layer has nothing; and another is frozen then."""
-    saved = torch.load(io.BytesIO(data))
-    model = MLP.model()
-    optimizer = kaisa(model, factor_update_steps=2, **REDUCE)
-    optimizer.load_state_dict(saved["optimizer"])
-    trajectory = follow(rank, world_size, model, optimizer, MLP, BATCHES[3:4])
-    factors: list[Tensor] = []
-    for _ in range(1 if freeze else 2):
-        optimizer.consolidate(to=0)
-        if rank == 0:
-            state = optimizer.state_dict()["state"]
-            parts = [state[index]["curvature"] for index in (2, 4)]
-            factors = [part[letter].clone() for part in parts for letter in "AG"]
-    model.get_submodule("2").requires_grad_(not freeze)
-    return trajectory + follow(rank, world_size, model, optimizer, MLP, BATCHES[4:]), factors
-
-
-@pytest.mark.parametrize("freeze", [False, True])
-def test_a_rank_that_saves_does_not_part_from_the_others(world: World, freeze: bool) -> None:
-    whole = world.run(consolidated, 3, 0, REDUCE)[0]
-    results = world.run(saved_twice, 3, written(without(whole, (0, "G"))), freeze, timeout=20)
-    agreed([trajectory for trajectory, _ in results])
-    kept_parts = [whole["optimizer"]["state"][index]["curvature"] for index in (2, 4)]
-    expected = [part[letter] for part in kept_parts for letter in "AG"]
-    assert all(torch.equal(a, b) for a, b in zip(results[0][1], expected, strict=True))

@@ -13,7 +13,6 @@ import pytest
 import torch
 from contract import take
 from models import ZOO
-from placed import KAISA_ALL_REDUCE, resumed, written
 from ranks import agreed, assert_same_trajectory, follow, kaisa, replaced, vector
 from torch import Tensor
 
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-BATCHES = MLP.batches(7, n=12)
 
 
 def train_counting(
@@ -98,22 +96,3 @@ def test_a_batch_of_another_kind_is_decomposed_anew() -> None:
     assert calls["eigh"] > 0
     take(twin, exact, batch)
     assert_same_trajectory([vector(model)], [vector(twin)], rtol=0.01)
-
-
-def test_a_checkpoint_has_no_eigenvectors_to_start_from() -> None:
-    model = MLP.model()
-    optimizer = kaisa(model, **WARM)
-    follow(0, 1, model, optimizer, MLP, BATCHES[:2])
-    saved = written({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-    assert_same_trajectory(
-        resumed(0, 1, KAISA_ALL_REDUCE, saved, {**WARM, "inv_update_steps": 100}, steps=2)[0],
-        resumed(
-            0,
-            1,
-            KAISA_ALL_REDUCE,
-            saved,
-            {**WARM, "eigen_refresh": "full", "inv_update_steps": 100},
-            steps=2,
-        )[0],
-        rtol=0,
-    )

@@ -15,7 +15,7 @@ import pytest
 import torch
 from contract import factors, take
 from models import ZOO
-from ranks import agreed, assert_same_trajectory, kaisa, replaced, shard, train, vector
+from ranks import agreed, kaisa, replaced, shard, vector
 from reference import cross_entropy, empirical_factors, weighted_mean
 from torch import Tensor, nn
 
@@ -135,20 +135,6 @@ def test_all_ranks_keep_the_old_inverse_of_what_one_could_not_decompose(
         assert all("KeyError: 'out of luck'" in line for line in results[0][2])
 
 
-def train_stale(rank: int, world_size: int, options: dict[str, Any]) -> list[Tensor]:
-    """One process that fails as a whole at the second refresh."""
-    model = MLP.model()
-    optimizer = kaisa(model, **REFRESHED, **options)
-    trajectory = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SecondOrderWarning)
-        for step, batch in enumerate(BATCHES):
-            with failing(options["solver"], "raises", lambda _, now=step: now == 2):
-                take(model, optimizer, shard(batch, rank, world_size))
-            trajectory.append(vector(model))
-    return trajectory
-
-
 def one_side_fails(
     rank: int, world_size: int, size: int, colocate: bool
 ) -> tuple[list[Tensor], list[str]]:
@@ -178,61 +164,7 @@ def test_one_factor_that_fails_is_told(
         assert f"layer {layer!r} could not be decomposed at step 2" in line
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_the_old_inverse_is_what_the_gradient_meets(world: World, solver: str) -> None:
-    """All fail at step 2: as if inverses were refreshed at steps 0, 4, 6."""
-    options = {"solver": solver}
-    expected = train(0, 1, MLP, BATCHES, {**options, "inv_update_steps": all_but_the_second})
-    assert_same_trajectory(train_stale(0, 1, options), expected)
-    assert_same_trajectory(agreed(world.run(train_stale, 2, options)), expected)
-
-
-def all_but_the_second(step: int) -> int:
-    """As an interval: 2, but for step 2."""
-    return 5 if step == 2 else 2
-
-
 # The first decomposition fails: the base gradient.
-
-
-def fail_first(
-    rank: int, world_size: int, where: int, fault: str, skip: bool, options: dict[str, Any]
-) -> tuple[list[Tensor], list[str]]:
-    """On `where`, layer "2" with its 7 + 1 inputs cannot be decomposed at steps 0 and 2."""
-    model = MLP.model()
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        optimizer = kaisa(model, skip_layers=["2"] if skip else (), **REFRESHED, **options)
-        messages.clear()
-        trajectory = []
-        for step, batch in enumerate(BATCHES):
-            spoils = rank == where and step < 4 and not skip
-            with failing("eigen", fault, lambda m, bad=spoils: bad and m.shape[-1] == 8):
-                take(model, optimizer, shard(batch, rank, world_size))
-            trajectory.append(vector(model))
-    return trajectory, caught(messages)
-
-
-@pytest.mark.parametrize("fault", ["raises", "nan"])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_a_layer_never_decomposed_runs_on_its_gradient(
-    world: World, fault: str, workers: int
-) -> None:
-    """As if it were skipped, until a refresh succeeds; the others are preconditioned."""
-    options = {"grad_worker_fraction": workers / 4}
-    for where in range(4):
-        results = world.run(fail_first, 4, where, fault, False, options)
-        trajectory = agreed([trajectory for trajectory, _ in results])
-        warned = results[where][1]
-        assert all(lines == warned for _, lines in results)
-        if warned:  # it was this rank's to decompose
-            break
-    (line,) = warned
-    assert "layer '2' could not be decomposed at step 0" in line
-    assert "the base optimizer trains it alone until a refresh succeeds" in line
-    skipped, _ = fail_first(0, 1, 0, fault, True, {})
-    assert_same_trajectory(trajectory[:4], skipped[:4])
-    assert not torch.allclose(trajectory[4], skipped[4])
 
 
 # It goes on failing: an error, everywhere.
@@ -400,17 +332,3 @@ def test_what_is_not_finite_anywhere_leaves_the_averages_as_they_were(world: Wor
         assert (dropped_before, dropped) == (0, 3)
         for name in LAYERS:
             assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True))
-
-
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_one_inf_gradient_spoils_no_other_layer(world: World, workers: int) -> None:
-    """The layer itself is lost, as with any optimizer; the clip leaves it out of its sum."""
-    options = {"grad_worker_fraction": workers / 4, "kl_clip": 1e-6}
-    results = world.run(spoiled, 4, {2}, "0", math.inf, False, options)
-    others = slice(5 * 7 + 7, None)
-    agreed([[parameters[others] for _, _, parameters in rank] for rank in results])
-    (_, _, before), (averages, _, after) = results[0]
-    assert not after.isfinite().all()
-    assert after[others].isfinite().all()
-    assert not torch.equal(before[others], after[others])
-    assert all(factor.isfinite().all() for pair in averages.values() for factor in pair)

@@ -14,7 +14,7 @@ from contract import asking, make
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, shard, vector
 from reference import cross_entropy
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC, SecondOrderWarning
@@ -101,43 +101,6 @@ def test_gradients_that_nobody_averaged_are_not_stepped_and_that_is_told(
         assert "'0.weight', '0.bias'; call zero_grad() after freezing" in said[0]
 
 
-class Branches(nn.Module):
-    """A layer that only rank 0 uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.own, self.head = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, *, own: bool) -> Tensor:
-        x = torch.tanh(self.shared(x))
-        y: Tensor = self.head(self.own(x) if own else x)
-        return y
-
-
-def used_by_one(rank: int, world_size: int, name: str) -> list[Tensor]:
-    """What only rank 0 has a gradient of is frozen after the backward, everywhere."""
-    torch.manual_seed(0)
-    System, options = CASES[name]
-    model, found = Branches().double(), []
-    optimizer = make(System, model, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SecondOrderWarning)
-        for step in range(4):
-            x, y = torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3
-            optimizer.zero_grad()
-            cross_entropy(model(x, own=rank == 0), y).backward()
-            if step == FREEZE:
-                model.own.requires_grad_(False)
-            optimizer.step()
-            found.append(vector(model))
-    return found
-
-
-@pytest.mark.parametrize("name", ["KAISA", "DPKFAC", "DPKFAC-all-reduce", "DistKFAC"])
-def test_a_frozen_layer_that_one_rank_alone_has_used(world: World, name: str) -> None:
-    agreed(world.run(used_by_one, 2, name))
-
-
 def frozen_under_the_hook(rank: int, world_size: int) -> list[Tensor]:
     """DPKFAC's hook has taken the mean to one rank when the layer is frozen."""
     model, found = MLP.model(), []
@@ -160,23 +123,3 @@ def frozen_under_the_hook(rank: int, world_size: int) -> list[Tensor]:
 
 def test_a_layer_frozen_after_the_owner_hook_has_run(world: World) -> None:
     agreed(world.run(frozen_under_the_hook, 2))
-
-
-def added_then_frozen(rank: int, world_size: int) -> list[Tensor]:
-    """A group that is added and frozen before it has ever been stepped."""
-    model, found = MLP.model(), []
-    optimizer = make(KAISA, list(model[2:].parameters()), model=model)
-    optimizer.add_param_group({"params": list(model[0].parameters())})
-    for step, batch in enumerate(BATCHES):
-        x, y = shard(batch, rank, world_size)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        if step == 0:
-            model[0].requires_grad_(False)
-        optimizer.step()
-        found.append(vector(model))
-    return found
-
-
-def test_an_added_group_frozen_before_its_first_step(world: World) -> None:
-    assert_same_trajectory(agreed(world.run(added_then_frozen, 2)), added_then_frozen(0, 1))

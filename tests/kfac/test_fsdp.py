@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from models import TransposedLinear
-from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, replaced, shard
+from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, replaced
 from reference import half_squared_error
 from shards import (
     ADAM,
@@ -18,7 +17,6 @@ from shards import (
     CHOICES,
     MOMENTUM,
     accumulated,
-    batches,
     by_choice,
     fsdp,
     go_on,
@@ -28,8 +26,7 @@ from shards import (
     train_sharded,
     whole,
 )
-from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -95,12 +92,6 @@ def test_replicas_of_shards_train_as_one(world: World) -> None:
     found = by_choice(world.run(train_sharded, 4, choices, "blocks", replicas=2))
     for choice, mine, theirs in zip(choices, found, expected, strict=True):
         assert_same_trajectory(mine, theirs, rtol=TIGHT, hint=choice)
-
-
-def test_a_middle_that_is_recomputed_gives_the_same_statistics(world: World) -> None:
-    plain = by_choice(world.run(train_sharded, 2, CHOICES[:1], "blocks"))
-    again = by_choice(world.run(train_sharded, 2, CHOICES[:1], "blocks", recomputes=True))
-    assert_alike(again, plain)
 
 
 def test_a_compiled_model_that_is_sharded_trains_as_it_does_plain(world: World) -> None:
@@ -199,34 +190,6 @@ def test_ranks_keep_their_rows_and_the_factors_of_their_layers(world: World) -> 
 # Precision, and other stacks.
 
 
-def in_bfloat16(rank: int, world_size: int) -> tuple[float, float, list[torch.dtype]]:
-    """How far A and G are from those in float32, at most, and dtypes of gradients and factors."""
-    found, dtypes = [], []
-    for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
-        model = fsdp(narrow(dtype=torch.float32), mp_policy=policy)
-        options = {**OPTIONS, "factor_dtype": torch.float32, "inv_dtype": torch.float32}
-        optimizer = KAISA(model, **options)
-        before = whole(model)
-        for batch in batches(1, dtype=torch.float32):
-            x, y = shard(batch, rank, world_size)
-            half_squared_error(model(x).float(), y).backward()
-            dtypes += [p.grad.dtype for p in model.parameters() if p.grad is not None]
-            optimizer.step()
-        blocks = optimizer._curvature.layers.blocks
-        found.append([b.factors.matrix(k, torch.float64) for b in blocks for k in "AG"])
-        dtypes += [b.factors.stored[k].dtype for b in blocks for k in "AG"]
-        moved = float((whole(model) - before).abs().max())
-    apart = [float((a - b).norm() / b.norm()) for b, a in zip(*found, strict=True)]
-    return max(apart), moved, dtypes
-
-
-def test_passes_in_bfloat16_leave_factors_and_gradients_in_float32(world: World) -> None:
-    for apart, moved, dtypes in world.run(in_bfloat16, 2):
-        assert 0.0 < apart < 0.05
-        assert moved > 1e-4
-        assert set(dtypes) == {torch.float32}
-
-
 def with_a_scaler(rank: int, world_size: int, scaled: bool) -> list[Tensor]:
     """The second step is skipped: with a scaler, for an overflow in rows of one rank."""
     model, trajectory = fsdp(narrow()), []
@@ -297,56 +260,3 @@ def test_the_summary_names_the_worker_of_each_layer(world: World) -> None:
     (lines, _) = world.run(summaries, 2)
     assert lines[0].startswith("Conv2d solve and precondition ")
     assert len({line.split()[-1] for line in lines[:4]}) == 2, "work is divided"
-
-
-class OwnNorm(nn.Module):
-    """A norm of a class of one's own, whose constructor wants an argument."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
-
-
-def known_by_what_they_compute(
-    rank: int, world_size: int, before: bool, layers: bool | None
-) -> tuple[int, Tensor]:
-    """The number of preconditioned parameters, and the trajectory; None: nothing is sharded."""
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(6, 6), OwnNorm(6), TransposedLinear(6, 5, bias=True), nn.Tanh(), nn.Linear(5, 3)
-    )
-    model.double()
-
-    def shard() -> None:
-        if layers is None:
-            return
-        for layer in model if layers else []:
-            fully_shard(layer)
-        fully_shard(model)
-
-    if not before:
-        shard()
-    optimizer = KAISA(model, **OPTIONS, exact_blocks=True)
-    if before:
-        shard()
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(3):
-        x = torch.randn(8, 6, generator=generator, dtype=torch.float64)[rank::world_size]
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    known = optimizer._curvature.preconditioned()
-    return sum(p.numel() for p in known), whole(model)
-
-
-def test_layers_known_by_what_they_compute_keep_their_blocks(world: World) -> None:
-    """Whether the optimizer is made before or after, and layers are groups of their own or not."""
-    count, expected = world.run(known_by_what_they_compute, 2, False, None)[0]
-    assert count == 42 + 6 + 35 + 18
-    for before, layers in ((False, False), (False, True), (True, False), (True, True)):
-        for found, trajectory in world.run(known_by_what_they_compute, 2, before, layers):
-            assert found == count, (before, layers)
-            torch.testing.assert_close(trajectory, expected, rtol=TIGHT, atol=1e-12)

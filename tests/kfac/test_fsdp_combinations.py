@@ -59,27 +59,6 @@ def test_trajectories_are_those_of_ddp(world: World, way: str) -> None:
     assert float((base[-1] - expected[-1]).abs().max()) > 1e-3
 
 
-def accumulated(rank: int, world_size: int, told: bool) -> list[Tensor]:
-    """Two micro-batches to a step; FSDP2 is told which is the last if `told`."""
-    model, trajectory = fsdp(narrow(), "layers"), []
-    optimizer = KAISA(model, **{**OPTIONS, **MOMENTUM})
-    for first, second in zip(*[iter(shares(rank, world_size, 4))] * 2, strict=True):
-        optimizer.zero_grad()
-        for x, y in (first, second):
-            if told:
-                model.set_requires_gradient_sync(x is second[0])
-                model.set_is_last_backward(x is second[0])
-            (half_squared_error(model(x), y) / 2).backward()
-        optimizer.step()
-        trajectory.append(whole(model))
-    return trajectory
-
-
-def test_a_last_backward_that_is_told_changes_nothing(world: World) -> None:
-    expected = agreed(world.run(accumulated, 2, False))
-    assert_same_trajectory(agreed(world.run(accumulated, 2, True)), expected, rtol=1e-10)
-
-
 def over_muon(rank: int, world_size: int, sharded: bool, System: Any) -> tuple[Tensor, Tensor]:
     """What Muon is given at a step, and where it goes; without a system, by Muon alone."""
     torch.manual_seed(0)

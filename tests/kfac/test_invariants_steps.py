@@ -114,18 +114,6 @@ def test_12_a_relative_damping_follows_the_loss(
 
 
 @each_solver
-@settings(max_examples=10)
-@given(log_c=st.floats(-5, 5), damping=DAMPINGS, seed=SEEDS)
-def test_12_the_sampled_fisher_does_not_know_the_loss(
-    solver: str, log_c: float, damping: float, seed: int
-) -> None:
-    c, batch = math.exp(log_c), MLP.batch(4, seed=seed)
-    options: dict[str, Any] = {"damping": damping, "fisher": "sampled", "solver": solver}
-    P, scaled = (preconditioned(MLP, batch, scale, **options) for scale in (1.0, c))
-    close([joined(scaled)], [c * joined(P)])
-
-
-@each_solver
 @pytest.mark.parametrize("power", [0, 1])
 def test_12_not_with_damping_left_alone_or_with_c(solver: str, power: int) -> None:
     batch = MLP.batch()
@@ -334,23 +322,6 @@ def test_19_every_group_counts_with_its_own_learning_rate(
     close(matrices(model).values(), [nu * matrix for matrix in P.values()])
 
 
-def test_19_what_is_not_preconditioned_is_not_clipped() -> None:
-    case = ZOO["norms"]
-    x, y = case.batch()
-    model, alone = case.model(), case.model()
-    case.loss(alone(x), y).backward()
-    take(model, make(KAISA, model, kl_clip=1e-9), (x, y))
-    for name in ("1", "5"):  # the norms
-        for p, q in zip(
-            model.get_submodule(name).parameters(),
-            alone.get_submodule(name).parameters(),
-            strict=True,
-        ):
-            assert torch.equal(p.grad, q.grad)
-    for matrix in matrices(model).values():
-        assert matrix.abs().max() < 1e-3  # and the others are
-
-
 # The clip under a schedule: a constant bound is that of the largest learning rate, and shrinks with
 # the square of the rate; a callable one is taken as it is.
 
@@ -426,30 +397,6 @@ def test_a_callable_clip_is_taken_as_it_is(schedule: str) -> None:
     close(found, reference(lambda step: bounds[step]))
     other = reference(lambda step: bounds[step] * (rates[step] / peaks[step]) ** 2)
     assert error(other[-1], found[-1]) > 1e-6
-
-
-@given(kappa=st.floats(1e-9, 1e-6), share=st.floats(1e-2, 1.0))
-def test_while_it_is_active_the_clip_makes_the_bound_the_change(kappa: float, share: float) -> None:
-    """By hand, at the second step: lr² ν² Σ|P·∇| = κ (lr / peak)²."""
-    first, second = MLP.batches(2)
-    model = MLP.model()
-    optimizer = make(KAISA, model, lr=0.1, kl_clip=kappa)
-    take(model, optimizer, first)
-    optimizer.param_groups[0]["lr"] = lr = 0.1 * share
-    before = copy.deepcopy(model)
-    before.zero_grad()
-    cross_entropy(before(second[0]), second[1]).backward()
-    gradients = matrices(before)
-    take(model, optimizer, second)
-    averages = factors(optimizer)
-    P = {
-        name: ref.damped_dense_solve(*averages[name], gradient, 0.1)
-        for name, gradient in gradients.items()
-    }
-    clipped = matrices(model)
-    nu = float(joined(clipped).norm() / joined(P).norm())
-    assert nu < 1
-    assert lr**2 * nu**2 * products(P, gradients) == pytest.approx(kappa * share**2, rel=1e-8)
 
 
 # 20. Infinite damping, rescaled, gives the base optimizer's direction; identity curvature gives the

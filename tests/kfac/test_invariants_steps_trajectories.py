@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-MLP = ZOO["mlp"]
 each_solver = pytest.mark.parametrize("solver", ["eigen", "inverse"])
 # One of every kind of layer and use.
 KINDS = ["mlp", "sequence_mlp", "shared_conv", "conv_rectangular", "conv1d", "conv3d"]
@@ -93,17 +92,6 @@ def test_trajectories_of_models_with_more_than_factored_layers(name: str, solver
     # The reference knows nothing of nn.MultiheadAttention: tests/kronecker/test_attention.py does.
     options["skip_layers"] = ["1.attention"] if name == "transformer" else []
     close(run(case, batches, kfac_approx=approx, **options), kfac.trajectory(batches))
-
-
-def test_trajectories_see_the_intervals() -> None:
-    """The control of the above: each pair of intervals is a trajectory of its own."""
-    batches = MLP.batches(4, n=6)
-    ends = [
-        run(MLP, batches, factor_update_steps=f, inv_update_steps=i)[-1]
-        for f, i in itertools.product((1, 2), (1, 3))
-    ]
-    for a, b in itertools.combinations(ends, 2):
-        assert error(a, b) > 1e-6
 
 
 @each_solver

@@ -51,16 +51,6 @@ def test_one_process_is_the_reference() -> None:
     assert_same_trajectory(by_reference(MLP, BATCHES, {}), expected)
 
 
-def test_the_clip_of_the_tests_is_active_at_some_steps_and_not_at_others() -> None:
-    """Always active, it would hide a common scale of all gradients, such as 1 / (N − 1)."""
-    model, clipped = MLP.model(), []
-    optimizer = kaisa(model)
-    for batch in BATCHES:
-        take(model, optimizer, batch)
-        clipped.append(optimizer.statistics()["clip"] < 1)
-    assert set(clipped) == {True, False}
-
-
 class Cast(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.double()
@@ -195,23 +185,6 @@ def test_a_frozen_layer_holds_no_inverse() -> None:
     model[2].requires_grad_(False)
     take(model, optimizer, BATCHES[1])
     assert [row.inverse_bytes > 0 for row in optimizer.summary().rows] == [True, False, True]
-
-
-@pytest.mark.parametrize("dense", [0, 1, 3])
-def test_a_schedule_says_when_refreshes_come(dense: int) -> None:
-    model, changed, before = MLP.model(), [], None
-
-    def every(step: int) -> int:
-        return 1 if step < dense else 100
-
-    optimizer = kaisa(model, inv_update_steps=every, factor_update_steps=every)
-    for step, batch in enumerate(MLP.batches(6)):
-        take(model, optimizer, batch)
-        now = optimizer._curvature.layers.blocks[0].inverse
-        if now is not before:
-            changed.append(step)
-        before = now
-    assert changed == list(range(max(dense, 1)))
 
 
 @pytest.mark.parametrize("how", ["loaded", "thawed"])

@@ -13,12 +13,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import factors, take
+from contract import take
 from models import ZOO
-from ranks import agreed, assert_same_trajectory, by_reference, counted, follow, kaisa, train
-from torch import Tensor, nn
-
-from second_order import SecondOrderWarning
+from ranks import agreed, assert_same_trajectory, counted, follow, kaisa, train
+from torch import Tensor
 
 if TYPE_CHECKING:
     from conftest import Launcher
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-BATCHES = MLP.batches(4, n=12)
 HALVES = {"grad_worker_fraction": 0.5}
 
 
@@ -35,11 +32,6 @@ HALVES = {"grad_worker_fraction": 0.5}
 INTERVALS = {"inv_update_steps": 3, "factor_update_steps": 1}
 LONG = MLP.batches(7, n=12)
 BOUNDARY = 3  # where the inverses are refreshed anyhow
-
-
-def placed(world_size: int, options: dict[str, Any]) -> dict[str, Any]:
-    """The middle of the three regimes, where there is one."""
-    return {**INTERVALS, **options, "grad_worker_fraction": 0.5 if world_size % 2 == 0 else 1.0}
 
 
 def train_and_save(
@@ -84,16 +76,6 @@ def test_four_ranks_with_any_fraction_load_a_checkpoint_of_any_other(
     options = {**INTERVALS, "grad_worker_fraction": fraction}
     data = world.run(train_and_save, 4, {**INTERVALS, "grad_worker_fraction": 0.5})[0]
     assert_same_trajectory(agreed(world.run(load_and_train, 4, data, options)), expected)
-
-
-def test_between_refreshes_a_checkpoint_continues_alike_on_any_number(world: World) -> None:
-    """Inverses are computed anew then: another trajectory, but the same one everywhere."""
-    data = world.run(train_and_save, 2, placed(2, {}), 4)[0]
-    expected = by_reference(MLP, LONG, INTERVALS, refresh_at=4)[4:]
-    for after in (1, 2, 3, 4):
-        for wasted in (0, 2):
-            parallel = world.run(load_and_train, after, data, placed(after, {}), 4, wasted=wasted)
-            assert_same_trajectory(agreed(parallel), expected, hint=f"on {after}")
 
 
 def test_a_checkpoint_into_a_group(world: World) -> None:
@@ -192,22 +174,3 @@ def test_a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors() -> No
         loaded._curvature.layers.blocks, donor._curvature.layers.blocks, strict=True
     ):
         torch.testing.assert_close(mine.factors.means, its.factors.means)
-
-
-def test_a_checkpoint_loads_where_a_layer_is_frozen_from_the_start() -> None:
-    """Its A has no homogeneous coordinate then; it starts anew when it thaws, and says so."""
-    model = MLP.model()
-    optimizer = kaisa(model)
-    take(model, optimizer, BATCHES[0])
-    saved = optimizer.state_dict()
-    resumed = MLP.model()
-    first = next(m for m in resumed.modules() if isinstance(m, nn.Linear))
-    first.requires_grad_(False)
-    optimizer = kaisa(resumed.parameters(), model=resumed)
-    with pytest.warns(SecondOrderWarning, match="not taken over: it is frozen"):
-        optimizer.load_state_dict(saved)
-    assert len(factors(optimizer)) == len(saved["state"]) // 2 - 1
-    first.requires_grad_(True)
-    for batch in BATCHES[1:]:
-        take(resumed, optimizer, batch)
-    assert len(factors(optimizer)) == len(saved["state"]) // 2

@@ -14,8 +14,8 @@ from contract import factors, take
 from models import ZOO
 from placed import Forked
 from ranks import OPTIONS, agreed, assert_same_trajectory, counted, follow, kaisa, shard, vector
-from reference import cross_entropy, empirical_factors
-from torch import Tensor, nn
+from reference import cross_entropy
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import SecondOrderWarning
@@ -59,11 +59,6 @@ def test_all_ranks_start_from_the_first_ones_parameters_and_buffers(world: World
     for tensors in results:
         for tensor, first in zip(tensors, expected, strict=True):
             assert torch.equal(tensor, first)
-
-
-def test_without_averaging_parameters_are_the_users_business(world: World) -> None:
-    first, second = world.run(starts, 2, False)
-    assert not torch.equal(first[0], second[0])
 
 
 def train_forked(
@@ -150,48 +145,6 @@ def test_a_dead_layer_that_one_rank_alone_calls_is_not_called_unused(
     for solvers, warned in world.run(train_dead, 2, user, colocate):
         assert len(set(solvers)) == (1 if colocate else 2)
         assert warned == []
-
-
-def forked_statistics(rank: int, world_size: int) -> tuple[Any, Tensor]:
-    torch.manual_seed(0)
-    model = Forked().double()
-    optimizer = kaisa(model, kl_clip=None, damping=1e12, lr=1e12, **HALVES)
-    before = vector(model)
-    x, y = shard(BATCHES[0], rank, world_size)
-    cross_entropy(model(x, rank != 0), y).backward()
-    optimizer.step()
-    return factors(optimizer)["branch"], before - vector(model)
-
-
-def test_what_a_rank_skips_is_averaged_over_the_others(world: World) -> None:
-    """Statistics over those who have some; gradients over all, where skipping counts zero."""
-    results = world.run(forked_statistics, 4)
-    torch.manual_seed(0)
-    model = Forked().double()
-    gradient = torch.zeros(36 + 42 + 21, dtype=torch.float64)
-    sums = [torch.zeros(1, 7, 7, dtype=torch.float64), torch.zeros(1, 6, 6, dtype=torch.float64)]
-    for rank in range(4):
-        x, y = shard(BATCHES[0], rank, 4)
-        model.zero_grad()
-        cross_entropy(model(x, rank != 0), y).backward()
-        gradient += (
-            torch.cat(
-                [
-                    (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
-                    for p in model.parameters()
-                ]
-            )
-            / 4
-        )
-        if rank != 0:
-            upper = nn.Sequential(model.trunk, nn.Tanh(), model.branch, nn.Tanh(), model.head)
-            found = empirical_factors(upper, x, y, cross_entropy, "2")
-            sums = [total + part / 3 for total, part in zip(sums, found, strict=True)]
-    for averages, step in results:
-        torch.testing.assert_close(averages[0], sums[0], rtol=1e-10, atol=1e-12)
-        torch.testing.assert_close(averages[1], sums[1], rtol=1e-10, atol=1e-12)
-        # With a huge damping, and a learning rate as huge, the step is the gradient.
-        torch.testing.assert_close(step, gradient, rtol=1e-6, atol=1e-6)
 
 
 def train_without_layers(rank: int, world_size: int, how: str) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from contract import take
 from models import ZOO
 from placed import KAISA_ALL_REDUCE, collectives_of_steps, falling, network
-from ranks import counted, kaisa, shard
+from ranks import kaisa, shard
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4, n=12)
-HALVES = {"grad_worker_fraction": 0.5}
-
-
 # Ranks that differ.
 
 
@@ -133,31 +130,6 @@ def test_ranks_that_differ_are_told_at_construction(world: World, variant: str) 
 # Groups of processes.
 
 
-def groups_made(rank: int, world_size: int, workers: int) -> list[int]:
-    """At construction, by three steps, and by layers frozen and a group added."""
-    model = network([5, *[4] * 11, 3])
-    counts = []
-    with counted("new_group") as made:
-        first = [p for name, p in model.named_parameters() if not name.startswith("22")]
-        optimizer = kaisa(first, model=model, grad_worker_fraction=workers / world_size)
-        counts.append(made["new_group"])
-        for batch in BATCHES[:3]:
-            take(model, optimizer, shard(batch, rank, world_size))
-        counts.append(made["new_group"])
-        model.get_parameter("4.weight").requires_grad_(False)
-        take(model, optimizer, shard(BATCHES[0], rank, world_size))
-        optimizer.add_param_group({"params": list(model.get_submodule("22").parameters())})
-        take(model, optimizer, shard(BATCHES[0], rank, world_size))
-        counts.append(made["new_group"])
-    return counts
-
-
-@pytest.mark.parametrize(("workers", "groups"), [(1, 1), (2, 3), (4, 1)])
-def test_no_group_a_layer(world: World, workers: int, groups: int) -> None:
-    """One for words, a row and a column, once; no row or column where it is everybody."""
-    assert world.run(groups_made, 4, workers) == [[groups] * 3] * 4
-
-
 # How many collectives.
 
 
@@ -212,13 +184,6 @@ def test_a_smaller_fraction_keeps_fewer_inverses(world: World) -> None:
         assert all(lines == results[0][2] for _, _, lines, _ in results)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-def test_an_inverse_holds_no_more_memory_than_it_says(world: World, workers: int) -> None:
-    """No message of all ranks, padded to the longest, stays alive behind a small part of it."""
-    for _, inverse, _, held in world.run(kept, 4, workers):
-        assert held <= 1.1 * inverse
-
-
 def placed_as(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[Any]:
     models = [
         nn.ModuleList([nn.Linear(9, 10), *(nn.Linear(4, 5) for _ in range(8))]) for _ in choices
@@ -242,24 +207,3 @@ def test_layers_are_placed_as_asked_for(world: World) -> None:
     ]
     assert len(set(map(str, expected))) == 3, "apart, both costs come to the same"
     assert world.run(placed_as, 2, choices) == [expected] * 2
-
-
-def placements(rank: int, world_size: int) -> list[str]:
-    optimizer = kaisa(network([5, 4, 4, 4, 3]), **HALVES)
-    return [row.computed_by for row in optimizer.summary().rows]
-
-
-def test_the_summary_says_who_computes_what(world: World) -> None:
-    """n³ of the layers (5+1, 4), (4+1, 4) twice, and (4+1, 3): 280, 189, 189, 152."""
-    assert (
-        world.run(placements, 4)
-        == [
-            [
-                "solve 0, precondition 0+1",
-                "solve 2, precondition 2+3",
-                "solve 3, precondition 2+3",
-                "solve 1, precondition 0+1",
-            ]
-        ]
-        * 4
-    )

@@ -93,22 +93,6 @@ def test_the_whole_batch_trains_as_by_the_dense_reference() -> None:
     assert_same_trajectory(trajectory, by_reference(MLP, BATCHES, {}))
 
 
-@each_kronecker
-def test_a_sums_clip_is_the_means_at_a_rate_as_much_smaller(System: Any) -> None:
-    whole, before = trained(System, None, **SGD)
-    model = MLP.model()
-    optimizer = make(System, model, loss_reduction="sum", **{**SGD, "lr": 0.05 / N})
-    for batch in BATCHES:
-        optimizer.zero_grad()
-        for x, y in pieces(batch, SIZES):
-            functional.cross_entropy(model(x), y, reduction="sum").backward()
-        optimizer.step()
-    assert off([vector(model)], whole) < 1e-10
-    clip = optimizer.statistics()["clip"]
-    assert clip < 1
-    assert clip == pytest.approx(before.statistics()["clip"])
-
-
 def trace(matrices: Tensor) -> float:
     return float(matrices.diagonal(dim1=-2, dim2=-1).sum())
 
@@ -147,24 +131,6 @@ def test_layers_of_every_kind(System: Any, name: str) -> None:
     assert_same_trajectory(found, whole)
 
 
-@each_kronecker
-def test_rows_without_a_term_count_for_nothing(System: Any) -> None:
-    """Padded to unequal lengths, with labels that the loss ignores."""
-    x, y = BATCHES[0]
-    ends = []
-    for sizes, more in (((N,), 0), (SIZES, 3), ((30, 10), 0)):
-        model = MLP.model()
-        optimizer = make(System, model, loss_reduction="step_mean")
-        for one, labels in pieces((x, y), sizes):
-            padded = functional.pad(one, (0, 0, 0, more))
-            ignored = functional.pad(labels, (0, more), value=-100)
-            (functional.cross_entropy(model(padded), ignored, reduction="sum") / N).backward()
-        optimizer.step()
-        ends.append(factors(optimizer))
-    assert_same_factors(ends[1], ends[0])
-    assert_same_factors(ends[2], ends[0])
-
-
 def test_two_losses_of_one_forward_have_the_terms_of_one() -> None:
     model, twin = MLP.model(), MLP.model()
     optimizer, plain = make(KAISA, model, loss_reduction="step_mean"), make(KAISA, twin)
@@ -175,34 +141,6 @@ def test_two_losses_of_one_forward_have_the_terms_of_one() -> None:
     optimizer.step()
     plain.step()
     assert_same_factors(factors(optimizer), factors(plain))
-
-
-def test_scaled_losses() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    model, twin = MLP.model(), MLP.model()
-    optimizer = make(KAISA, model, loss_reduction="step_mean", grad_scaler=scaler)
-    plain = make(KAISA, twin, loss_reduction="step_mean")
-    for x, y in pieces(BATCHES[0], SIZES):
-        scaler.scale(MLP.loss(model(x), y) * (len(x) / N)).backward()
-    scaler.step(optimizer)
-    cut(twin, BATCHES[0])
-    plain.step()
-    assert_same_factors(factors(optimizer), factors(plain))
-
-
-def test_factors_of_gradients_take_the_gradient_for_a_mean() -> None:
-    found = []
-    for reduction, sizes in (("mean", (N,)), ("step_mean", SIZES)):
-        model = nn.Sequential(nn.Linear(5, 7), nn.RNNCell(7, 3)).double()
-        with torch.no_grad():
-            for i, p in enumerate(model.parameters()):
-                p.copy_(torch.linspace(-1, 1, p.numel(), dtype=p.dtype).view_as(p) / (i + 1))
-        optimizer = make(KAISA, model, loss_reduction=reduction, other_matrices="gradient")
-        cut(model, BATCHES[0], sizes)
-        optimizer.step()
-        found.append(factors(optimizer))
-    assert len(found[0]) > 1
-    assert_same_factors(found[1], found[0])
 
 
 # On several processes, with unequal shares of the terms.
@@ -326,10 +264,6 @@ def test_other_owners_layers_are_counted_at_most(world: World) -> None:
         assert sum(counted for counted, *_ in found) == (0 if number is None else 1)
 
 
-def test_owners_agree_on_what_they_train(world: World) -> None:
-    agreed(world.run(divided, 2, DPKFAC, SGD))
-
-
 # Found out: a model that is given the number of all targets.
 
 
@@ -414,39 +348,6 @@ def test_the_record_of_the_loss_tells_whether_the_number_is_used(
     assert optimizer._curvature.layers.reduction == reduction
 
 
-def test_a_model_that_ignores_the_number_is_told_of() -> None:
-    model = Ignoring()
-    optimizer = make(KAISA, model)
-    for x, y in pieces(BATCHES[0], (20, 20)):
-        model(x, y, num_items_in_batch=N).backward()
-    with pytest.warns(SecondOrderWarning, match="does not divide by it.*accumulation_steps=1"):
-        optimizer.step()
-
-
-def test_a_model_that_is_not_given_it_has_means() -> None:
-    whole, _ = trained(KAISA, None, **SGD)
-    optimizer, (line,) = told(KAISA, (20, 20), None, **SGD)
-    assert off([vector(optimizer._training.model)], whole) < 1e-10
-    assert "loss_reduction='step_mean'" in line
-
-
-def test_drawn_labels_are_divided_by_nothing() -> None:
-    found = []
-    for options in ({}, {"loss_reduction": "step_mean"}):
-        model = MLP.model()
-        optimizer = make(KAISA, model, fisher="sampled", **options)
-        cut(model, BATCHES[0])
-        optimizer.step()
-        found.append(factors(optimizer))
-    assert_same_factors(*found)
-
-
-@pytest.mark.parametrize("options", [{"loss_reduction": "mean"}, {"accumulation_steps": 2}])
-def test_what_is_told_by_an_option_stands(options: dict[str, Any]) -> None:
-    optimizer, _ = told(KAISA, (20, 20), **options)
-    assert optimizer._curvature.layers.reduction != "step_mean"
-
-
 def test_only_a_training_pass_tells() -> None:
     model = Told()
     optimizer = make(KAISA, model)
@@ -478,21 +379,6 @@ def test_the_hook_goes_with_the_optimizer() -> None:
     assert not plain._forward_hooks
 
 
-def test_a_compiled_model_is_found_out() -> None:
-    torch.compiler.reset()
-    model = Told()
-    optimizer = make(KAISA, model)
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for x, y in pieces(BATCHES[0], SIZES):
-        compiled(x, y, num_items_in_batch=torch.tensor(N)).backward()
-    optimizer.step()
-    twin = MLP.model()
-    plain = make(KAISA, twin)
-    cut(twin, BATCHES[0], (N,))
-    plain.step()
-    assert_same_trajectory([vector(model)], [vector(twin)])
-
-
 def differently(rank: int, world_size: int) -> str:
     model = Told()
     optimizer = make(KAISA, model)
@@ -509,35 +395,6 @@ def test_ranks_that_are_told_differently(world: World) -> None:
 
 
 # Guessed, and told.
-
-
-def said_of(sizes: Sequence[int], means: bool, **options: Any) -> list[str]:
-    """Warnings of losses that seem to be no means, in 16 steps."""
-    model = MLP.model()
-    optimizer = make(KAISA, model, **options)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in BATCHES * 4:
-            optimizer.zero_grad()
-            for x, y in pieces(batch, sizes):
-                by = 1 / len(sizes) if means else len(x) / N
-                (MLP.loss(model(x), y) * by).backward()
-            optimizer.step()
-    return [str(w.message) for w in caught if "do not shrink" in str(w.message)]
-
-
-@pytest.mark.parametrize("sizes", [(4, 36), (3, 30, 1, 6)])
-@pytest.mark.parametrize("base", [SGD, ADAM], ids=["SGD", "Adam"])
-def test_losses_divided_by_one_number_are_told_from_means(sizes: Any, base: Any) -> None:
-    (line,) = said_of(sizes, means=False, **base)
-    assert "loss_reduction='step_mean'" in line
-    assert not said_of(sizes, means=True, **base)
-
-
-def test_nothing_is_said_of_what_is_told_or_cannot_be_known() -> None:
-    assert not said_of(SIZES, means=False, loss_reduction="mean")
-    assert not said_of(SIZES, means=False, loss_reduction="step_mean")
-    assert not said_of((20, 20), means=False)
 
 
 def test_a_number_of_passes_beside_it_is_refused() -> None:

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, kaisa, replaced, shard, vector
 from reference import cross_entropy
-from shards import MOMENTUM, train_sharded
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import KAISA, RankMismatchError
+from second_order import RankMismatchError
 from second_order.kfac import pipelined as pipeline
 
 if TYPE_CHECKING:
@@ -369,29 +368,6 @@ def test_steps_of_other_numbers_of_pairs_in_turn_send_no_layer_twice(world: Worl
     """What was complete in one of the last two steps is what is waited for."""
     for found in world.run(alternating, 2):
         assert len(set(found[2:])) == 1
-
-
-def test_more_ranks_and_larger_buckets_make_the_same_training(world: World) -> None:
-    for name, limit in (("accumulated", 700), ("ordered", 1)):
-        results = world.run(both, 3, name, limit)
-        expected, found = (agreed([each[i] for each in results]) for i in range(2))
-        assert_same_trajectory(found, expected)
-
-
-def sharded(rank: int, ranks: int, compiles: bool) -> tuple[list[list[Tensor]], Log]:
-    """Trajectories under FSDP2, by either exchange."""
-    choices = [(KAISA, MOMENTUM), (KAISA, {**MOMENTUM, "factor_exchange": "pipelined"})]
-    log: Log = []
-    with replaced(pipeline, {"FUSED_BYTES": 1}), logged(log):
-        return train_sharded(rank, ranks, choices, "blocks", compiles=compiles), log
-
-
-@pytest.mark.parametrize("compiles", [False, True])
-def test_models_that_are_sharded_and_compiled(world: World, compiles: bool) -> None:
-    results = world.run(sharded, 2, compiles)
-    for (expected, found), log in results:
-        assert_same_trajectory(found, expected, rtol=1e-10)
-        assert any(where == "pass" for where, _ in log)
 
 
 # What goes wrong.

@@ -25,7 +25,6 @@ from placed import (
     resumed,
     save_dcp,
     saved,
-    train_placed,
 )
 from ranks import agreed, assert_same_trajectory, counted, train
 from woven import woven
@@ -116,41 +115,6 @@ def test_the_checkpoints_of_all_placements_have_the_same_entries(
     one = torch.load(io.BytesIO(saved(0, 1, KAISA_ALL_REDUCE, INTERVALS)))["optimizer"]["state"]
     for index, entry in torch.load(io.BytesIO(data))["optimizer"]["state"].items():
         assert set(entry["curvature"]) == set(one[index]["curvature"])
-
-
-@each_placement
-@pytest.mark.parametrize("triangular", [True, False])
-def test_triangles_and_squares_read_each_others_checkpoints(
-    world: World, triangular: bool, placement: Placement
-) -> None:
-    plain = [{**INTERVALS, "momentum": 0.9, "solver": each} for each in ("eigen", "inverse")]
-    ours = [{**options, "symmetry_aware": triangular} for options in plain]
-    others = [{**options, "symmetry_aware": not triangular} for options in plain]
-    readers = placement, KAISA_ALL_REDUCE
-    sizes = woven((2, 4), (1, 2, 3), part=2)
-    for before in (2, 4):
-        data = world.run(save_all, before, placement, ours)[whose(placement)]
-        of_solvers = list(zip(data, zip(ours, others, strict=True), strict=True))
-        for after in [after for number, after in sizes if number == before]:
-            chosen = woven(readers, of_solvers, (0, 1), part=2, first=after)
-            resumptions = [(reader, data, ways[i]) for reader, (data, ways), i in chosen]
-            warnings_as_all_go_on(world, after, resumptions, hint=f"from {before}")
-
-
-@each_placement
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_sampled_labels_are_drawn_as_if_nothing_had_happened(
-    world: World, world_size: int, placement: Placement
-) -> None:
-    """They depend on step and rank alone, so that a resumed run draws the same ones."""
-    sampled = {"fisher": "sampled", **INTERVALS}
-    whole = agreed(world.run(train_placed, world_size, placement, MLP, LONG, sampled))
-    data = world.run(saved, world_size, placement, sampled)[whose(placement)]
-    torch.manual_seed(123)
-    results = world.run(resumed, world_size, placement, data, sampled)
-    assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), whole[BOUNDARY:])
-    empirical = train(0, 1, MLP, LONG, {"inv_update_steps": 3})
-    assert not torch.allclose(whole[-1], empirical[-1])
 
 
 @each_placement

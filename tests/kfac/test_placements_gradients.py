@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from contract import take
 from models import ZOO
 from placed import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, told
@@ -105,58 +104,6 @@ def test_ddp_is_looked_through_and_changes_nothing(
     results = world.run(train_wrapped, world_size, placement, as_view, given, options)
     assert all(named for _, named in results)
     assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), expected)
-
-
-@each_placement
-@pytest.mark.parametrize("as_view", [True, False])
-def test_ddp_and_sampled_labels(world: World, as_view: bool, placement: Placement) -> None:
-    """The sampled loss has gradients of its own, of which DDP must not hear."""
-    options = {"fisher": "sampled", "inv_update_steps": 2}
-    results = world.run(train_wrapped, 2, placement, as_view, "the model", options)
-    expected = agreed(world.run(train_shards, 2, placement, options))
-    assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), expected)
-
-
-def train_by_hand(
-    rank: int, world_size: int, placement: Placement, average: bool, options: dict[str, Any]
-) -> list[Tensor]:
-    model = MLP.model()
-    optimizer = placement.make(model, gradient_averaging=False, **options)
-    trajectory = []
-    for batch in BATCHES:
-        x, y = shard(batch, rank, world_size)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        for p in model.parameters() if average else ():
-            assert p.grad is not None
-            dist.all_reduce(p.grad)
-            p.grad /= world_size
-        optimizer.step()
-        trajectory.append(vector(model))
-    return trajectory
-
-
-@each_placement
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_can_be_averaged_by_the_user(
-    world: World, world_size: int, placement: Placement
-) -> None:
-    expected = expected_of_shards(world, world_size, placement, MOMENTUM)
-    parallel = world.run(train_by_hand, world_size, placement, True, MOMENTUM)
-    assert_same_trajectory(agreed(parallel), expected)
-
-
-@each_placement
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_gradients_that_nobody_averages_are_not_the_mean(
-    world: World, world_size: int, placement: Placement
-) -> None:
-    """KAISA's ranks stay apart then; DPKFAC's owners take their own for everybody's."""
-    expected = expected_of_shards(world, world_size, placement, MOMENTUM)
-    first, second, *_ = world.run(train_by_hand, world_size, placement, False, MOMENTUM)
-    assert not torch.allclose(first[-1], expected[-1], rtol=1e-4)
-    if placement.System is KAISA:
-        assert not torch.equal(first[0], second[0])
 
 
 # Ranks and layers that have none.

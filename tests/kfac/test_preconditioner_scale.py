@@ -12,7 +12,6 @@ from contract import each_kronecker, make, take
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
-from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Muon, RMSprop
 
 from second_order import KAISA
@@ -99,37 +98,3 @@ def test_auto_follows_the_base(System: type[SecondOrderOptimizer]) -> None:
 def test_of_two_bases_the_first_is_asked() -> None:
     optimizer: Any = KAISA(ZOO["mlp"].model(), lr=0.1, base=Muon, rest=SGD)
     assert optimizer._curvature._options.preconditioner_scale == "gradient"
-
-
-class Gated(torch.nn.Module):
-    """Two Linears, of which a gate lets little of the second through."""
-
-    def __init__(self, gate: float) -> None:
-        super().__init__()
-        self.open, self.shut, self.gate = torch.nn.Linear(6, 4), torch.nn.Linear(6, 4), gate
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.open(x) + self.gate * self.shut(x)
-
-
-def longest(System: Any, gate: float, **options: Any) -> float:
-    """The largest entry of P of the layer behind the gate."""
-    torch.manual_seed(0)
-    model = Gated(gate)
-    optimizer = make(System, model, lr=0.0, kl_clip=None, damping=0.5, **options)
-    model(torch.randn(16, 6, dtype=torch.float64)).square().mean().backward()
-    optimizer.step()
-    weight = model.shut.weight.grad
-    assert weight is not None
-    return float(weight.abs().max())
-
-
-@each_kronecker
-def test_steps_behind_a_tiny_gate_are_long_by_relative_damping_alone(System: Any) -> None:
-    """As docs/kfac.md says, with its remedies: outputs move as ever, the weights far."""
-    relative = [longest(System, gate, relative_damping=True) for gate in (1e-2, 1e-4)]
-    assert relative[1] == pytest.approx(100 * relative[0], rel=0.01)
-    for remedy in ({"relative_damping": False}, {"preconditioner_scale": "gradient"}):
-        wide, narrow = (longest(System, gate, **remedy) for gate in (1e-2, 1e-4))
-        assert 0.0 < narrow < 0.02 * wide

@@ -12,7 +12,6 @@ from accelerated import noted
 from threaded import BATCHES, CASE, LAYERS, distkfac
 from torch import Tensor, nn
 
-from second_order import DecompositionError
 from second_order.kfac.options import FORGETFUL
 from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
 
@@ -83,10 +82,9 @@ def helping(optimizer: Any) -> Post:
     """Make it a stats worker of one worker."""
     post: Any = Post()
     post.closed_there = True
-    training, layers = optimizer._training, optimizer._curvature.layers
-    worker = StatsWorker(
-        training, layers, lambda _: [], lambda blocks, _: [0] * len(blocks), 0, 1.0
-    )
+    training, curvature = optimizer._training, optimizer._curvature
+    worker = StatsWorker(training, curvature._options, curvature._system, 0, 1.0)
+    worker.layers = curvature.layers
     worker.mailbox, worker.optimized = post, [True] * len(training.whole_model())
     optimizer._curvature = worker
     return post
@@ -128,7 +126,7 @@ def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
     worker = distkfac(model)
     helped(worker).came[TO_WORKER.format(0)] = sent
     worker._curvature.prepare()
-    worker._curvature.take_statistics(False)
+    worker._curvature._take_statistics(False)
     for block in worker._curvature.layers.blocks:
         for ours, theirs in zip(
             block.factors.matrices(torch.float64), expected[block.name], strict=True
@@ -166,18 +164,6 @@ def test_a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step() -> No
             (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
         optimizer.step()
         sent.append(post.sent[TO_WORKER.format(0)][0])
-    for other in sent[1:]:
-        torch.testing.assert_close(other, sent[0])
-
-
-def test_what_is_served_is_neither_scaled_nor_divided() -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    sent = []
-    told = ({"accumulation_steps": 4}, {"loss_reduction": "step_mean"}, {"grad_scaler": scaler})
-    for options in ({}, *told):
-        model = CASE.model()
-        optimizer = distkfac(model, **options)
-        sent.append(message(model, optimizer, lambda model=model: loss_on(model), "serve")[0])
     for other in sent[1:]:
         torch.testing.assert_close(other, sent[0])
 
@@ -230,7 +216,7 @@ def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
     post.came[TO_WORKER.format(0)] = [heads, numbers], note
     with noted() as warned:
         worker._curvature.prepare()
-        worker._curvature.take_statistics(False)
+        worker._curvature._take_statistics(False)
     assert len(warned) == 1
     weights = [
         float(block.factors.weight) for block in worker._curvature.layers.blocks if block.factors
@@ -312,46 +298,6 @@ def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
     assert list(post.sent) == ["point/0", "point/1", "point/2"]
 
 
-def test_what_goes_wrong_at_a_launch_is_told_and_strands_no_layer(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = CASE.model()
-    with distkfac(model, max_staleness=1, inv_update_steps=2) as optimizer:
-
-        def train(steps: int) -> None:
-            for _ in range(steps):
-                optimizer.zero_grad()
-                loss_on(model).backward()
-                optimizer.step()
-
-        train(1)
-        submit = optimizer._curvature.solves.pool.submit
-        calls: list[int] = []
-
-        def failing(work: Any) -> Any:
-            calls.append(1)
-            if len(calls) == 2:
-                raise torch.OutOfMemoryError("no memory")
-            return submit(work)
-
-        monkeypatch.setattr(optimizer._curvature.solves.pool, "submit", failing)
-        with pytest.raises(DecompositionError, match="no memory"):
-            train(3)
-        train(6)
-        assert max(optimizer.staleness.values()) <= 4
-
-
-def test_checkpointing_code_steps_a_stats_worker_without_waiting() -> None:
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    model = CASE.model()
-    optimizer = distkfac(model)
-    post = helping(optimizer)
-    get_optimizer_state_dict(model, optimizer)
-    assert not post.sent
-    assert "want" not in post.numbers
-
-
 def hear(worker: Any, post: Post, number: int, sent: Any, edition: int) -> None:
     """Take a step, with a message that is about layers as they were at an edition."""
     tensors, note = sent
@@ -371,78 +317,3 @@ def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
         hear(worker, post, i, sent, edition)
         assert worker._curvature.helpers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]
-
-
-def test_points_and_statistics_say_of_which_layers_they_are() -> None:
-    """The edition goes from a worker to a stats worker, and comes back."""
-    model = CASE.model()
-    optimizer = distkfac(model)
-    post = helping(optimizer)
-    optimizer._curvature.layers.capture.enabled = True
-    point = [torch.cat([p.detach().reshape(-1) for p in model.parameters()])]
-    post.came["point/0"] = point, noted_point(6) | {"edition": 7}
-    optimizer.serve([None], lambda _: loss_on(model))
-    assert post.sent[TO_WORKER.format(0)][1]["edition"] == 7
-    helpers = StatsWorkers(1, 1.0)
-    helpers.active = [Helper("stats worker 1", Post())]  # type: ignore[arg-type]
-    helpers.begin_anew()
-    helpers.active[0].mailbox.tell("want", 0)
-    helpers.offer(TWO, lambda copies, deliver: deliver(copies))
-    sent = helpers.active[0].mailbox.sent["point/0"]  # type: ignore[attr-defined]
-    assert sent[1]["edition"] == 1
-
-
-@pytest.mark.parametrize("how", ["added", "unfrozen"])
-def test_a_layer_that_begins_to_train_is_not_said_to_be_without_statistics(how: str) -> None:
-    """Passes were not captured until then: it is added before those of a step, unfrozen after."""
-    model, other = CASE.model(), CASE.model()
-    late = list(model[4].parameters())
-    params = [p for name in "02" for p in model.get_submodule(name).parameters()]
-    if how == "unfrozen":
-        params += late
-        for p in late:
-            p.requires_grad_(False)
-    other[4].requires_grad_(False)
-    with noted() as warned:
-        worker = distkfac(params, model=model)
-        post = helped(worker)
-        sent = message(other, distkfac(other), lambda: loss_on(other), "step")
-
-        def step(number: int) -> None:
-            if number < 2:
-                post.came[TO_WORKER.format(number)] = sent
-            worker.zero_grad()
-            loss_on(model).backward()
-            if how == "unfrozen" and number == 1:
-                model[4].requires_grad_(True)
-            worker.step()
-
-        step(0)
-        assert not worker._curvature.helpers.own_passes
-        if how == "added":
-            worker.add_param_group({"params": late})
-        step(1)
-        taken = (
-            worker._curvature.layers.blocks[2].factors is not None
-            and worker._curvature.layers.blocks[2].factors.weight > 0
-        )
-        assert taken == (how == "added")
-    assert warned == []
-
-
-def test_a_stats_workers_hooks_stay_while_nothing_is_added() -> None:
-    """New ones would have a compiled model compiled anew."""
-    model = CASE.model()
-    optimizer = distkfac(model)
-    post = helping(optimizer)
-    tensors = list(model.parameters())
-    before = optimizer._curvature.layers.capture
-    for number in range(2):
-        flat = torch.cat([p.detach().reshape(-1) for p in tensors])
-        note = noted_point(6)
-        note["optimized"][-2:] = [number == 0] * 2
-        post.came[f"point/{number}"] = [flat], note
-        loss_on(model).backward()
-        optimizer.step()
-        assert (optimizer._curvature.layers.capture is before) == (number == 0)
-    assert [block.name for block in optimizer._curvature.layers.blocks] == list(LAYERS[:2])

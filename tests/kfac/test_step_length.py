@@ -23,7 +23,6 @@ from second_order.contract.saved import SavedPart
 from second_order.kfac import feedback as rule
 from second_order.kfac.feedback import ADAPTIVE, PLAIN, STEP_LENGTH, Lengths, StepLength
 from second_order.kfac.options import ADAPTIVE_FLOOR, FLOOR
-from second_order.kfac.precondition import bound_for
 
 if TYPE_CHECKING:
     from pool import World
@@ -90,16 +89,6 @@ def test_it_follows_what_steps_do(told: list[float], every: int, lengths: Length
     assert all(lengths.least <= tau <= lengths.most for tau in found)
 
 
-def test_large_steps_of_long_ago_hold_no_later_ones_back() -> None:
-    """τ falls as the loss rises, and is back some steps after it does so no more."""
-    length = StepLength(PLAIN)
-    for step in range(80):
-        length.follow(-10.0 if 5 <= step < 15 else 1e-6, 0.1, step)
-        if step == 14:
-            assert length.factor < 0.1
-    assert length.factor == PLAIN.most
-
-
 def test_the_scale_of_the_loss_is_no_matter() -> None:
     a, b = StepLength(PLAIN), StepLength(PLAIN)
     for s in (1.0, -0.5, 0.2, -3.0, 0.1):
@@ -107,15 +96,6 @@ def test_the_scale_of_the_loss_is_no_matter() -> None:
         b.follow(1e6 * s, 0.1, 0)
     assert a.factor == pytest.approx(b.factor, rel=1e-12)
     assert a.factor < 1
-
-
-def test_what_is_not_known_changes_nothing() -> None:
-    length = StepLength(PLAIN)
-    length.follow(-1.0, 0.1, 0)
-    before = copy.copy(length.__dict__)
-    for s in (math.nan, math.inf, -math.inf):
-        length.follow(s, 0.1, 1)
-    assert length.__dict__ == before
 
 
 @pytest.mark.parametrize(
@@ -143,20 +123,6 @@ def test_over_an_adaptive_base_steps_are_longer_while_the_rate_moves(
             length.load({torch.zeros(()): SavedPart(0, "curvature", "weight", saved)})
             assert length.saved() == saved
     assert longer == list(expected)
-
-
-@pytest.mark.parametrize("told", [1.0, -1.0])
-def test_what_a_schedule_leaves_is_followed_on(told: float) -> None:
-    length = StepLength(ADAPTIVE)
-    for step in range(100):
-        length.follow(told, 0.01 * min(step, 20), step)
-    assert length.factor == (ADAPTIVE.most if told > 0 else ADAPTIVE.least)
-
-
-def test_a_gradient_of_zero_says_nothing() -> None:
-    length = StepLength(PLAIN)
-    length.follow(0.0, 0.1, 0)
-    assert length.factor == 1.0
 
 
 # What is measured, and what is scaled.
@@ -234,26 +200,6 @@ def test_preconditioned_weights_alone_are_scaled_and_no_base_sees_it(
         assert all(torch.equal(a[k], b[k]) for k in a)
 
 
-@each_kronecker
-def test_over_an_adaptive_base_steps_are_twice_as_long(System: Any) -> None:
-    """At the second of two rates, not at the first one."""
-    ends, lengths = [], []
-    for clip in ("auto", None):
-        model = MLP.model()
-        optimizer = make(System, model, **{**ADAM, "kl_clip": clip})
-        steps = []
-        for batch, rate in zip(BATCHES[:3], (0.01, 0.02, 0.03), strict=False):
-            before = [p.detach().clone() for p in model.parameters()]
-            optimizer.param_groups[0]["lr"] = rate
-            take(model, optimizer, batch)
-            steps.append([p.detach() - b for p, b in zip(model.parameters(), before, strict=True)])
-            lengths.append(optimizer.statistics()["step_length"])
-        ends.append(steps)
-    assert lengths == [1.0, 2.0, 2.0, 1.0, 1.0, 1.0]
-    for longer, once in zip(*(steps[0] for steps in ends), strict=True):
-        assert torch.equal(longer, once)
-
-
 def test_a_number_or_none_leaves_steps_as_they_are() -> None:
     for clip in (None, 1e-3, lambda step: 1e-3):
         model = MLP.model()
@@ -287,46 +233,6 @@ def friedman() -> Batch:
         for each in datasets.make_friedman1(2048, 10, noise=0.5, random_state=3)
     )
     return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
-
-
-def regression(
-    rank: int, world_size: int, system: str, steps: int, options: Any
-) -> tuple[list[float], float]:
-    """Losses of each step's whole batch, and τ at the end."""
-    x, y = friedman()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = nn.Sequential(
-            *(nn.Linear(10, 128), nn.ReLU()),
-            *(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 1)),
-        )
-    optimizer = SYSTEMS[system](model, lr=0.3, momentum=0.9, **options)
-    draw, losses = torch.Generator().manual_seed(0), []
-    for _ in range(steps):
-        rows = torch.randint(len(x), (256,), generator=draw)
-        with torch.no_grad():
-            losses.append(float(nn.functional.mse_loss(model(x[rows]), y[rows])))
-        mine, theirs = shard((x[rows], y[rows]), rank, world_size)
-        take(model, optimizer, (mine, theirs), nn.functional.mse_loss)
-    return losses, optimizer.statistics()["step_length"]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("system", ["KAISA", "DPKFAC"])
-def test_a_regression_does_not_rise(world: World, system: str, world_size: int) -> None:
-    results = world.run(regression, world_size, system, 30, {})
-    losses, factor = results[0]
-    assert all(found == results[0] for found in results)
-    assert max(losses) < 2 * losses[0]
-    assert losses[-1] < 0.9 * losses[0]
-    assert factor < 0.5
-
-
-def test_it_would_rise_by_the_clip_alone() -> None:
-    clip = float(bound_for(torch.tensor(256.0)))
-    losses, factor = regression(0, 1, "KAISA", 30, {"kl_clip": clip})
-    assert max(losses) > 4 * losses[0]
-    assert factor == 1.0
 
 
 # Checkpoints.
@@ -419,13 +325,6 @@ def after_one(rank: int, world_size: int, system: str) -> tuple[float, dict[str,
         if rank in layer.workers
     }
     return curvature.solves.mean_curvature, own
-
-
-@each_kronecker
-def test_a_damping_that_is_given_has_no_floor(System: Any) -> None:
-    (found, own, _) = dampings(0, 1, System.__name__, {"damping": 0.5})
-    for name, damping in found.items():
-        assert damping == pytest.approx(0.5 * own[name], rel=1e-9)
 
 
 def first_step(lr: float, clip: Any) -> Tensor:

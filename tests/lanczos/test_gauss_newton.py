@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ZOO
-from reference import cross_entropy, empirical_fisher, exact_fisher, ggn
+from reference import cross_entropy, empirical_fisher, ggn
 from reference import hessian as dense_hessian
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -86,12 +86,6 @@ def test_gauss_newton_is_the_dense_one(name: str) -> None:
         assert loss == pytest.approx(float(case.loss(twin(x), y).detach()))
     assert float((hessian - expected).abs().max()) > 1e-3 * float(expected.abs().max())
     assert_close(matrix(closure, trained, "hessian"), hessian)  # of Outputs, too
-
-
-def test_it_is_the_fisher_of_a_softmax() -> None:
-    model, closure = outputs_of("mlp")
-    x, _ = MLP.batch(6)
-    assert_close(matrix(closure, model.parameters()), exact_fisher(model, x, "categorical"))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -206,25 +200,6 @@ def test_many_processes_have_the_matrix_of_the_union(world: World, kind: str) ->
     for found in results:
         torch.testing.assert_close(found.eigenvalues, expected.eigenvalues, rtol=1e-9, atol=0)
         assert torch.equal(found.eigenvectors, results[0].eigenvectors)
-
-
-def failing(rank: int, world_size: int) -> None:
-    model, (x, y) = MLP.model(), MLP.batch(6)
-
-    def closure() -> Any:
-        z = model(x)
-        return cross_entropy(z, y) if rank == 1 else Outputs(z, lambda z: cross_entropy(z, y))
-
-    try:
-        eigenpairs(closure, model, curvature="gauss-newton", process_group=dist.group.WORLD)
-    finally:
-        dist.all_reduce(torch.ones(1))
-
-
-def test_a_loss_alone_on_one_process_is_everyones_error(world: World) -> None:
-    for rank, error in enumerate(world.run(failing, 2, expect_errors=True, timeout=20)):
-        assert isinstance(error, CurvatureError)
-        assert ("return second_order.lanczos.Outputs" in str(error)) == (rank == 1)
 
 
 # What cannot be done is said, with what to do.

@@ -214,17 +214,6 @@ def test_a_start_in_an_invariant_subspace_stays_in_it() -> None:
     assert_pairs(more, A, 1e-9)
 
 
-def test_a_warm_start_saves_products() -> None:
-    A = symmetric(1.1**i for i in range(60))
-    cold = of_quadratic(A, largest=4, iterations=60, tol=1e-3)
-    changed = A + 1e-3 * symmetric(range(60), seed=1)
-    again = of_quadratic(changed, largest=4, iterations=60, tol=1e-3)
-    start = cold.eigenvectors.sum(0)
-    warm = of_quadratic(changed, largest=4, iterations=60, tol=1e-3, start=start)
-    assert warm.products < again.products
-    assert torch.equal(start, cold.eigenvectors.sum(0))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize(
     "values",

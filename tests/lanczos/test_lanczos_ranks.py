@@ -130,17 +130,6 @@ def test_fewer_unknowns_than_processes(world: World, size: int) -> None:
     assert row_bounds(size, 3) == {1: [0, 0, 0, 1], 2: [0, 0, 1, 2], 4: [0, 1, 2, 4]}[size]
 
 
-def from_one_start(rank: int, world_size: int, start: Tensor) -> Eigenpairs:
-    return on_shards(rank, world_size, [5, 7], True, {"start": start, "tol": 1e-6})
-
-
-def test_a_warm_start_is_the_whole_vector_everywhere(world: World) -> None:
-    start = alone(12, {"iterations": 111, "tol": 1e-12}).eigenvectors.sum(0)
-    found = bitwise(world.run(from_one_start, 2, start))
-    assert_same_pairs(found, alone(12, {"start": start, "tol": 1e-6}), 1e-7)
-    assert found.products < 10
-
-
 def with_other_rounding(rank: int, world_size: int) -> Eigenpairs:
     """Rank 1's decompositions are its own, and far off, which shows more than rounding would."""
     native = torch.linalg.eigh

@@ -17,8 +17,6 @@ from contract import (
     assert_same_curvature,
     assert_same_factors,
     curvature_of,
-    each_kronecker,
-    each_of_five,
     each_system,
     factors,
     make,
@@ -36,7 +34,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from second_order import SecondOrderWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from pool import World
     from reference import Batch
@@ -47,13 +45,6 @@ pytestmark = [
 ]
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(5)
-
-
-@pytest.fixture(autouse=True)
-def dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize(
@@ -107,37 +98,6 @@ def test_a_step_in_one_graph_is_refused_with_the_reason() -> None:
         step()
 
 
-@each_of_five
-def test_a_training_step_in_one_graph_is_refused_with_the_remedy(System: Any) -> None:
-    """Whichever of the optimizer's methods comes first in the graph."""
-    model = MLP.model()
-    optimizer = make(System, model)
-    x, y = BATCHES[0]
-
-    def zeroed_first() -> None:
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    def zeroed_last() -> None:
-        cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    remedy = "compile the model, or the function around the step without fullgraph"
-    for step in (zeroed_first, zeroed_last):
-        torch._dynamo.reset()
-        # By default torch refuses any backward in a graph, whatever the optimizer.
-        with (
-            torch._dynamo.config.patch(trace_autograd_ops=True),
-            pytest.raises(Exception, match=remedy),
-        ):
-            torch.compile(step, backend="eager", fullgraph=True)()
-    with pytest.raises(Exception, match=remedy):
-        torch.compile(zeroed_first, backend="eager", fullgraph=True)()
-    assert optimizer.statistics()["step"] == 0
-
-
 def test_a_training_step_compiled_as_a_whole() -> None:
     """The graph ends at `backward`, as it does for every optimizer."""
     model, twin = MLP.model(), MLP.model()
@@ -153,47 +113,6 @@ def test_a_training_step_compiled_as_a_whole() -> None:
 
     for batch in BATCHES[:3]:
         torch.testing.assert_close(train(*batch), take(twin, plain, batch))
-    assert_near(model, twin)
-    assert_same_factors(factors(optimizer), factors(plain))
-
-
-def test_batches_of_all_sizes_layers_that_freeze_and_thaw_and_accumulation() -> None:
-    model, twin = MLP.model(), MLP.model()
-    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=True)
-    optimizer, plain = make(KAISA, model), make(KAISA, twin)
-    x, y = BATCHES[0]
-    for examples in (8, 5, 7):
-        take(compiled, optimizer, (x[:examples], y[:examples]))
-        take(twin, plain, (x[:examples], y[:examples]))
-    for trains in (False, True):
-        for each in (model, twin):
-            each[0].requires_grad_(trains)
-        for batch in BATCHES[1:3]:
-            take(compiled, optimizer, batch)
-            take(twin, plain, batch)
-    for called, each in ((compiled, optimizer), (twin, plain)):
-        each.zero_grad()
-        for x, y in BATCHES[3:]:
-            (cross_entropy(called(x), y) / 2).backward()
-        each.step()
-    assert_near(model, twin)
-    assert_same_factors(factors(optimizer), factors(plain))
-
-
-def test_a_backward_that_is_compiled_too() -> None:
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(KAISA, model), make(KAISA, twin)
-
-    @torch.compile(backend="eager")
-    def backward(x: Tensor, y: Tensor) -> None:
-        cross_entropy(model(x), y).backward()
-
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        for batch in BATCHES[:2]:
-            optimizer.zero_grad()
-            backward(*batch)
-            optimizer.step()
-            take(twin, plain, batch)
     assert_near(model, twin)
     assert_same_factors(factors(optimizer), factors(plain))
 
@@ -331,13 +250,3 @@ def test_no_step_is_taken_without_hooks(System: Any) -> None:
     assert same(model, before)
     take(model, optimizer, BATCHES[0])
     assert curvature_of(optimizer) or System.__name__ == "DHO2"
-
-
-@each_kronecker
-def test_scripting_with_hooks_names_the_call(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    with pytest.raises(AttributeError, match=r"with optimizer.hooks_removed\(\)"):
-        torch.jit.script(model)
-    optimizer.close()
-    torch.jit.script(model)

@@ -15,7 +15,6 @@ from contract import (
     curvature_of,
     each_kronecker,
     each_system,
-    eigenpairs_only,
     factors,
     make,
     same,
@@ -23,13 +22,13 @@ from contract import (
 )
 from models import ZOO
 from reference import cross_entropy
-from states import flat, saved_and_loaded, train, unhooked
+from states import flat, saved_and_loaded, train
 from torch.optim.lr_scheduler import StepLR
 
 from second_order import DHO2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 each_base = pytest.mark.parametrize("base", BASES)
@@ -63,27 +62,6 @@ def test_every_base_trains_on_the_preconditioned_gradient(System: Any, base: str
         inside = vectors @ flat([p.grad for p in model.parameters()])
         torch.testing.assert_close(inside, torch.zeros_like(inside), rtol=0, atol=1e-12)
         twin.load_state_dict(model.state_dict())
-
-
-@each_system
-@pytest.mark.parametrize(
-    "name", ["NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD", "Adafactor"]
-)
-def test_the_other_bases_of_torch_do_as_they_do_alone(System: Any, name: str) -> None:
-    """Each initialises its state in its own way; a checkpoint in between changes nothing."""
-    Base = getattr(torch.optim, name)
-    model, twin = MLP.model(), MLP.model()
-    optimizer = make(System, model, base=Base, lr=0.01, **base_only(System))
-    plain = Base(twin.parameters(), lr=0.01)
-    train(model, optimizer)
-    resumed = make(System, model, base=Base, lr=0.01, **base_only(System))
-    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    train(model, resumed, start=3)
-    train(twin, plain)
-    again = Base(twin.parameters(), lr=0.01)  # torch casts what it loads: so must the control
-    again.load_state_dict(saved_and_loaded(plain.state_dict()))
-    train(twin, again, start=3)
-    assert same(model, twin)
 
 
 @each_system
@@ -129,37 +107,6 @@ def test_a_checkpoint_of_a_fresh_optimizer_loads(System: Any, base: str) -> None
     assert same(model, twin)
 
 
-class Counting(torch.optim.SGD):
-    """Makes its state at construction, as Adagrad does, and sooner than it is needed."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, lr=lr)
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["steps"] = 0
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["steps"] += 1
-        unhooked(torch.optim.SGD.step)(self, closure)
-
-
-@each_system
-@pytest.mark.parametrize("how", ["constructed", "loaded"])
-def test_state_that_the_base_makes_at_construction_is_kept(System: Any, how: str) -> None:
-    """Adagrad before torch 2.13 relies on it."""
-    model = MLP.model()
-    optimizer = make(System, model, base=Counting)
-    if how == "loaded":
-        fresh = make(System, model, base=Counting)
-        fresh.load_state_dict(optimizer.state_dict())
-        optimizer = fresh
-    train(model, optimizer, 2)
-    assert optimizer.state[model[0].weight]["base"]["steps"] == 2
-
-
 @each_system
 def test_checkpoint_gives_what_is_known_of_the_curvature(System: Any) -> None:
     """An average goes on where it was: a restart would weigh the next statistic with 1."""
@@ -197,33 +144,6 @@ def test_checkpoint_gives_the_number_of_the_step(System: Any) -> None:
     assert {e["curvature"]["steps"] for e in resumed.state_dict()["state"].values()} == {4}
 
 
-@eigenpairs_only
-def test_checkpoint_gives_the_numbers_of_the_step_and_of_the_last_refresh(System: Any) -> None:
-    """The next refresh is due where it was, and schedules go on."""
-    asked: list[tuple[str, int]] = []
-
-    def schedule(name: str, value: float) -> Callable[[int], Any]:
-        return lambda step: asked.append((name, step)) or value
-
-    model = MLP.model()
-    optimizer = make(System, model, curvature_interval=3)
-    train(model, optimizer, 3)  # refreshed at step 1
-    resumed = make(
-        System,
-        model,
-        curvature_interval=schedule("interval", 3),
-        newton_scale=schedule("scale", 0.5),
-    )
-    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    train(model, resumed, 1, start=3)
-    assert asked == [("interval", 3), ("scale", 3)]
-    assert resumed.curvature.step == 1
-    train(model, resumed, 1, start=4)
-    assert resumed.curvature.step == 4
-    entries = resumed.state_dict()["state"].values()
-    assert {(e["curvature"]["steps"], e["curvature"]["refreshed_at"]) for e in entries} == {(5, 4)}
-
-
 @each_system
 def test_learning_rate_set_after_a_load_reaches_the_base(System: Any) -> None:
     """`load_state_dict` makes new groups and a new state: the base works on those."""
@@ -242,19 +162,6 @@ def test_learning_rate_set_after_a_load_reaches_the_base(System: Any) -> None:
     before = [p.detach().clone() for p in model.parameters()]
     take(model, optimizer, BATCHES[5])
     assert same(model.parameters(), before)
-
-
-@each_system
-def test_momentum_loaded_is_the_momentum_used(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, **base_only(System), momentum=0.9)
-    train(model, optimizer)
-    p = next(model.parameters())
-    buffer = optimizer.state_dict()["state"][0]["base"]["momentum_buffer"].clone()
-    optimizer.load_state_dict(optimizer.state_dict())
-    take(model, optimizer, BATCHES[3])
-    expected = 0.9 * buffer + p.grad
-    torch.testing.assert_close(optimizer.state[p]["base"]["momentum_buffer"], expected)
 
 
 @each_system
@@ -354,49 +261,6 @@ def test_factors_of_wrong_shape_are_refused_before_anything_changes(
     after = optimizer.state_dict()
     assert after["param_groups"] == before["param_groups"]
     torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
-
-
-@eigenpairs_only
-@pytest.mark.parametrize(
-    ("rows", "shape", "message"),
-    [
-        (4, (2, 2), r"eigenvectors of shape \(2, 2\), .* a parameter of shape \(3, 6\)"),
-        (2, (3, 6), "has 2 eigenvectors .* where there are 4 eigenvalues"),
-    ],
-)
-def test_eigenvectors_of_wrong_shape_are_refused_before_anything_changes(
-    System: Any, rows: int, shape: tuple[int, ...], message: str
-) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, momentum=0.9)
-    train(model, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["lr"] = 7.0
-    saved["state"][0]["curvature"]["eigenvectors"].zero_()
-    saved["state"][4]["curvature"]["eigenvectors"] = torch.zeros(rows, *shape)
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=message):
-        optimizer.load_state_dict(saved)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
-
-
-@each_system
-def test_groups_of_wrong_size_are_refused_before_anything_changes(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    train(model, optimizer)
-    before = copy.deepcopy(optimizer.state_dict())
-    other = ZOO["conv"].model()
-    theirs = make(System, other)
-    for batch in ZOO["conv"].batches(2):
-        take(other, theirs, batch)
-    saved = theirs.state_dict()
-    saved["param_groups"][0]["params"].append(99)
-    with pytest.raises(ValueError, match=r"factor|eigenvectors|group"):
-        optimizer.load_state_dict(saved)
-    torch.testing.assert_close(optimizer.state_dict()["state"], before["state"], rtol=0, atol=0)
 
 
 @each_kronecker

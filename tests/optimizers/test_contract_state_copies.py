@@ -12,14 +12,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import (
-    BASES,
-    asking,
-    assert_same_curvature,
     assert_same_factors,
     curvature_of,
     each_kronecker,
     each_variant,
-    eigenpairs_only,
     factors,
     hook_count,
     make,
@@ -110,19 +106,6 @@ def test_saving_the_model_takes_no_optimizer_along(System: Any, fisher: str) -> 
 
 
 @each_kronecker
-@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
-def test_removing_the_optimizer_removes_its_hooks(System: Any, fisher: str) -> None:
-    model = MLP.model()
-    model[0].register_forward_hook(lambda *_: None)
-    optimizer = make(System, model, fisher=fisher)
-    train(model, optimizer, 1)
-    assert hook_count(model) > 1
-    del optimizer
-    gc.collect()
-    assert hook_count(model) == 1  # the user's own
-
-
-@each_kronecker
 def test_an_optimizer_goes_as_soon_as_nobody_has_it(System: Any) -> None:
     """Its hooks with it, before anybody looks for garbage."""
     model = MLP.model()
@@ -136,22 +119,6 @@ def test_an_optimizer_goes_as_soon_as_nobody_has_it(System: Any) -> None:
         assert hook_count(model) == 0
     finally:
         gc.enable()
-
-
-@eigenpairs_only
-@pytest.mark.parametrize("base", ["SGD", "Adam"])
-def test_nothing_is_left_of_an_optimizer_that_goes(System: Any, base: str) -> None:
-    """It hangs nothing on the model, nor does the model, or the closure, keep it."""
-    Base, options = BASES[base]
-    model = MLP.model()
-    optimizer = make(System, model, base=Base, **options)
-    optimizer.curvature_closure = lambda: cross_entropy(model(BATCHES[0][0]), BATCHES[0][1])
-    train(model, optimizer)
-    assert hook_count(model) == 0
-    alive = weakref.ref(optimizer), weakref.ref(optimizer._curvature.subspace.basis.vectors)
-    del optimizer
-    gc.collect()
-    assert [ref() for ref in alive] == [None, None]
 
 
 @each_kronecker
@@ -196,15 +163,6 @@ def test_a_closed_optimizer_goes_on_as_its_base(
 
 
 @each_kronecker
-def test_a_closed_optimizer_stays_closed_when_a_group_is_added(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model[0].parameters(), model=model)
-    optimizer.close()
-    optimizer.add_param_group({"params": list(model[2].parameters())})
-    assert hook_count(model) == 0
-
-
-@each_kronecker
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
 def test_two_optimizers_of_one_model_do_not_disturb_each_other(System: Any, fisher: str) -> None:
     """Each captures its own layers' pairs, also after the other is gone."""
@@ -217,35 +175,3 @@ def test_two_optimizers_of_one_model_do_not_disturb_each_other(System: Any, fish
     gc.collect()
     train(model, body, 1)
     assert float(body.state_dict()["state"][0]["curvature"]["average_weight"]) == 1.95
-
-
-@eigenpairs_only
-def test_two_optimizers_of_parts_of_a_model_have_eigenpairs_of_their_own(System: Any) -> None:
-    """Each of its block of the Hessian, as if the other were not there."""
-    model, twin = MLP.model(), MLP.model()
-    body = make(System, model[0].parameters(), model=model)
-    head = make(System, model[4].parameters(), model=model)
-    alone = make(System, twin[0].parameters())
-    for x, y in BATCHES:
-        twin[4].load_state_dict(model[4].state_dict())
-        take(twin, alone, (x, y))
-        model.zero_grad()
-        cross_entropy(model(x), y).backward()
-        for optimizer in (body, head):
-            optimizer.step(**asking(model, optimizer, (x, y)))
-        assert same(model[0], twin[0])
-    assert_same_curvature(curvature_of(body), curvature_of(alone), rtol=0)
-    assert body.curvature.refreshes == head.curvature.refreshes > 1
-
-
-@each_kronecker
-@pytest.mark.parametrize("order", ["first", "second"])
-def test_an_optimizer_of_the_same_layers_may_come_and_go(System: Any, order: str) -> None:
-    model = MLP.model()
-    pair = {"first": make(System, model), "second": make(System, model)}
-    kept = pair.pop(order)
-    pair.clear()
-    gc.collect()
-    train(model, kept, 1)
-    assert len(factors(kept)) == 3
-    assert float(kept.state_dict()["state"][0]["curvature"]["average_weight"]) == 1

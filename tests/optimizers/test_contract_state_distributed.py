@@ -10,7 +10,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from contract import (
     BASES,
-    asking,
     assert_same_curvature,
     base_only,
     curvature_of,
@@ -19,7 +18,6 @@ from contract import (
     same,
 )
 from models import ZOO
-from reference import cross_entropy
 from states import saved_and_loaded, train
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -34,7 +32,6 @@ from second_order import DHO2
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-BATCHES = MLP.batches(6)
 
 flattened = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
 DCP_BASES = pytest.mark.parametrize("base", ["SGD", "Adam", "AdamW", "RMSprop"])
@@ -90,16 +87,6 @@ def test_distributed_checkpoint_does_to_the_base_what_it_does_to_it_alone(
 
 
 @each_system
-def test_distributed_checkpoint_has_an_entry_for_every_trainable_parameter(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    for entries in (get(model, optimizer, False)["state"],):
-        assert entries.keys() == dict(model.named_parameters()).keys()
-    train(model, optimizer)
-    assert get(model, optimizer, False)["state"].keys() == dict(model.named_parameters()).keys()
-
-
-@each_system
 @pytest.mark.parametrize(
     ("base", "flat", "into"),
     woven(["SGD", "Adam", "AdamW", "RMSprop"], [False, True], ["fresh", "mid-run"], part=2),
@@ -147,24 +134,6 @@ def test_distributed_checkpoint_on_disk(System: Any, tmp_path: Any) -> None:
     train(twin, resumed, start=3)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
-
-
-@each_system
-@pytest.mark.parametrize("what", ["all", "nothing for us", "no gradient"])
-def test_a_first_step_with_zero_learning_rate_is_a_step(System: Any, what: str) -> None:
-    """A warm-up from 0 must not be taken for the empty step of checkpointing code."""
-    model = MLP.model()
-    options = base_only(System) if what == "nothing for us" else {}
-    if System is DHO2:
-        options["warmup_steps"] = 0
-    optimizer = make(System, model, lr=0.0, **options)
-    x, y = BATCHES[0]
-    loss = cross_entropy(model(x), y)
-    (loss * 0.0 if what == "no gradient" else loss).backward()
-    optimizer.step(**asking(model, optimizer, BATCHES[0]))
-    known = 1 if System is DHO2 else 3
-    assert len(curvature_of(optimizer)) == (0 if what == "nothing for us" else known)
-    assert optimizer.state_dict()["state"][0]["curvature"]["steps"] == 1
 
 
 @each_system

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,10 +11,6 @@ import pytest
 import torch
 from contract import (
     BASES,
-    EXACT,
-    PAIRS,
-    assert_same_curvature,
-    assert_same_factors,
     base_only,
     curvature_of,
     each_kronecker,
@@ -28,7 +23,6 @@ from contract import (
     take,
 )
 from models import ZOO
-from reference import cross_entropy
 from states import flat, train, unhooked
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
@@ -100,39 +94,6 @@ def test_a_group_added_in_mid_run_is_spanned_from_the_next_refresh_on(System: An
     assert all("eigenvectors" in e["curvature"] for e in optimizer.state_dict()["state"].values())
 
 
-@eigenpairs_only
-@pytest.mark.parametrize("base", ["SGD", "Adam"])
-def test_groups_cut_the_vector_and_change_nothing(System: Any, base: str) -> None:
-    Base, options = BASES[base]
-    model, twin = MLP.model(), MLP.model()
-    groups = [{"params": list(layer.parameters())} for layer in model if list(layer.parameters())]
-    optimizer = make(System, groups, base=Base, **options)
-    plain = make(System, twin, base=Base, **options)
-    train(model, optimizer, 6)
-    train(twin, plain, 6)
-    assert_same_curvature(curvature_of(optimizer), curvature_of(plain), rtol=1e-7)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-11)
-
-
-@each_kronecker
-def test_biases_in_a_group_of_their_own(System: Any) -> None:
-    """As for weight decay: the layer is one block all the same, each parameter in its group."""
-    model, twin = MLP.model(), MLP.model()
-    groups = [
-        {"params": [p for p in model.parameters() if p.dim() == 2], "lr": 0.2},
-        {"params": [p for p in model.parameters() if p.dim() == 1]},
-    ]
-    optimizer, plain = make(System, groups, model=model, lr=0.1), make(System, twin, lr=0.1)
-    before = MLP.model()
-    train(model, optimizer, 1)
-    train(twin, plain, 1)
-    assert_same_factors(factors(optimizer), factors(plain), rtol=0)
-    for p, q, old in zip(*(m.parameters() for m in (model, twin, before)), strict=True):
-        expected = old + (q - old) * (2 if p.dim() == 2 else 1)
-        torch.testing.assert_close(p, expected, rtol=1e-12, atol=1e-14)
-
-
 @each_system
 @pytest.mark.parametrize("form", ["generators", "lists", "one tensor", "named"])
 def test_groups_may_be_given_in_every_form_torch_takes(System: Any, form: str) -> None:
@@ -152,27 +113,6 @@ def test_groups_may_be_given_in_every_form_torch_takes(System: Any, form: str) -
     train(twin, expected)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-
-
-@each_kronecker
-def test_a_group_added_lists_again_nothing_that_was_listed(System: Any) -> None:
-    model = ZOO["norms"].model()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        first = [*model[0].parameters(), *model[1].parameters()]
-        optimizer = make(System, first, model=model)
-        optimizer.add_param_group({"params": list(model[4].parameters())})
-        optimizer.add_param_group({"params": list(model[5].parameters())})
-    texts = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
-    assert sum("1 norm layer" in text for text in texts) == 2
-
-
-@each_system
-def test_groups_given_are_not_changed(System: Any) -> None:
-    model = MLP.model()
-    groups = [{"params": list(model.parameters()), "lr": 0.01}]
-    make(System, groups, model=model)
-    assert groups[0].keys() == {"params", "lr"}
 
 
 # Schedulers and the base's own switches: with identity curvature nothing may differ from the base.
@@ -229,17 +169,6 @@ def test_real_curvature_is_not_the_base_alone(System: Any) -> None:
     assert not same(model, twin)
 
 
-@each_system
-def test_a_scheduler_sees_that_step_was_called(System: Any, recwarn: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    scheduler = StepLR(optimizer, 1)
-    for batch in BATCHES[:2]:
-        take(model, optimizer, batch)
-        scheduler.step()
-    assert not [w for w in recwarn if "lr_scheduler.step" in str(w.message)]
-
-
 SWITCHES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD foreach": (torch.optim.SGD, {"momentum": 0.9, "foreach": True}),
     "SGD one by one": (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
@@ -277,39 +206,6 @@ def test_the_bases_switches_pass_through(System: Any, switch: str) -> None:
     assert optimizer.param_groups[0][name] == options[name]
 
 
-@eigenpairs_only
-@pytest.mark.parametrize("switch", [s for s in SWITCHES if "maximize" not in s])
-def test_the_bases_switches_leave_the_split_as_it_is(System: Any, switch: str) -> None:
-    """Which kernels step the base makes no difference but of rounding."""
-    Base, options = SWITCHES[switch]
-    options = {"lr": 0.02, **options}
-    plain_options = {k: v for k, v in options.items() if k not in ("foreach", "fused")}
-    plain_options["lr"] = 0.02
-    model, twin = MLP.model(), MLP.model()
-    optimizer = make(System, model, base=Base, **options)
-    plain = make(System, twin, base=Base, foreach=False, **plain_options)
-    train(model, optimizer, 4)
-    train(twin, plain, 4)
-    assert optimizer.curvature.step == 3
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-8)
-
-
-@eigenpairs_only
-@pytest.mark.parametrize("base", ["SGD", "AdamW", "RMSprop"])
-def test_maximizing_the_negative_loss_is_minimizing_the_loss(System: Any, base: str) -> None:
-    Base, options = BASES[base]
-    model, twin = MLP.model(), MLP.model()
-    optimizer = make(System, model, base=Base, maximize=True, **options)
-    plain = make(System, twin, base=Base, **options)
-    for batch in BATCHES:
-        take(model, optimizer, batch, lambda outputs, y: -cross_entropy(outputs, y))
-        take(twin, plain, batch)
-    assert optimizer.curvature.step == plain.curvature.step == 5
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-11)
-
-
 @each_system
 def test_a_tensor_learning_rate_changed_in_place_is_followed(System: Any) -> None:
     model, twin = MLP.model(), MLP.model()
@@ -328,20 +224,6 @@ def test_a_tensor_learning_rate_changed_in_place_is_followed(System: Any) -> Non
     before = [p.detach().clone() for p in model.parameters()]
     train(model, optimizer, 1)
     assert same(model.parameters(), before)
-
-
-@each_system
-def test_capturable_reaches_the_base(System: Any) -> None:
-    """On the CPU Adam itself refuses it at the first step, with its own words."""
-    model, twin = MLP.model(), MLP.model()
-    optimizer = make(System, model, base=torch.optim.Adam, capturable=True)
-    plain = torch.optim.Adam(twin.parameters(), capturable=True)
-    assert optimizer.param_groups[0]["capturable"] is True
-    with pytest.raises(AssertionError) as expected:
-        train(twin, plain, 1)
-    with pytest.raises(AssertionError) as found:
-        train(model, optimizer, 1)
-    assert str(found.value) == str(expected.value)
 
 
 @each_system
@@ -406,15 +288,3 @@ def test_signature_of_step_is_that_of_torch(System: Any) -> None:
     assert inspect.ismethod(make(System, MLP.model()).step)
     assert not getattr(make(System, MLP.model()), "_step_supports_amp_scaling", False)
     assert issubclass(System, torch.optim.Optimizer)
-
-
-@each_system
-def test_defaults_are_the_bases(System: Any) -> None:
-    """OneCycleLR and CyclicLR read `defaults["momentum"]` and `defaults["betas"]`."""
-    model = MLP.model()
-    sgd = make(System, model, momentum=0.8)
-    adam = make(System, model, base=torch.optim.Adam, betas=(0.7, 0.8))
-    assert sgd.defaults["momentum"] == 0.8
-    assert adam.defaults["betas"] == (0.7, 0.8)
-    ours = (PAIRS if System is DHO2 else EXACT).keys() - {"lr"}
-    assert ours.isdisjoint(sgd.param_groups[0])  # options of ours are no group's

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import (
-    BASES,
     assert_same_curvature,
     assert_same_factors,
     curvature_of,
@@ -26,7 +25,6 @@ from stepped import assert_near, reference
 from torch import Tensor, nn
 
 from second_order import CurvatureError, SecondOrderWarning
-from second_order.fosi import pieces as flat
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -166,69 +164,3 @@ def test_convolutions_of_every_kind_in_both_layouts(
         ):
             if found is not None:
                 torch.testing.assert_close(found, start - LR * change, rtol=1e-8, atol=1e-10)
-
-
-@eigenpairs_only
-@pytest.mark.parametrize("packed_below", [2, flat.PACKED_BELOW])
-@pytest.mark.parametrize("base", ["SGD", "Adam"])
-@pytest.mark.parametrize("name", ["conv", "conv3d"])
-def test_channels_last_trains_as_contiguous(
-    System: Any, name: str, base: str, packed_below: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Parameters packed together, and each by itself where it is, as large ones are."""
-    Base, options = BASES[base]
-    case = ZOO[name]
-    plain, model = case.model(), case.model()
-    layout = LAYOUTS[case.batch()[0].dim()]
-    model = model.to(memory_format=layout)
-    assert not all(p.is_contiguous() for p in model.parameters())
-    expected = make(System, plain, base=Base, **options)
-    for batch in case.batches(4):
-        take(plain, expected, batch)
-    monkeypatch.setattr(flat, "PACKED_BELOW", packed_below)
-    optimizer = make(System, model, base=Base, **options)
-    for x, y in case.batches(4):
-        take(model, optimizer, (x.to(memory_format=layout), y))
-    assert len(optimizer._curvature.vector.chunks) == (
-        1 if packed_below > 2 else len(list(model.parameters()))
-    )
-    assert optimizer.curvature.refreshes == 2
-    assert_near(model, plain, rtol=1e-7, atol=1e-9)
-
-
-@each_kronecker
-def test_a_non_contiguous_sequence_into_a_linear(System: Any) -> None:
-    class Transposed(nn.Module):
-        """Positions first, as attention has them: (N, T, d) -> (T, N, d) and back."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.head = nn.Linear(4, 6), nn.Linear(6, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x.transpose(0, 1))
-            return self.head(torch.tanh(x).transpose(0, 1))
-
-    case = ZOO["sequence_mlp"]
-    model = Transposed().double()
-    expected = reference(model, case.batch(), case.loss)
-    optimizer = make(System, model)
-    take(model, optimizer, case.batch(), case.loss)
-    assert_same_factors(factors(optimizer), expected)
-
-
-@each_kronecker
-def test_input_by_keyword(System: Any) -> None:
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(5, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(input=x)
-
-    model = Keyword().double()
-    optimizer = make(System, model)
-    take(model, optimizer, BATCHES[0])
-    x = torch.cat([BATCHES[0][0], torch.ones(8, 1, dtype=torch.float64)], 1)
-    torch.testing.assert_close(factors(optimizer)["layer"][0][0], x.T @ x / len(x))

@@ -14,17 +14,15 @@ from contract import (
     curvature_of,
     each_kronecker,
     each_system,
-    eigenpairs_only,
     factors,
     make,
     same,
     take,
 )
-from models import CLASSES, ZOO
+from models import ZOO
 from reference import cross_entropy
 from stepped import SCALERS, assert_near, each_scaler, reference
 from torch import Tensor, nn
-from torch.nn import functional
 
 from second_order import DHO2
 
@@ -81,21 +79,6 @@ def test_a_scaler_that_the_optimizer_was_not_told_of_is_refused(System: Any) -> 
         scaled(model, optimizer, SCALERS["torch.amp"](), BATCHES[0], unscale=False)
     assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
     scaled(model, optimizer, torch.amp.GradScaler("cpu", enabled=False), BATCHES[0], unscale=False)
-
-
-@eigenpairs_only
-@pytest.mark.parametrize("scaler", ["torch.amp", "torch.cpu.amp"])
-def test_one_process_of_eigenpairs_need_not_be_told_of_its_scaler(System: Any, scaler: str) -> None:
-    """Gradients come unscaled, and the curvature closure's loss was never scaled."""
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model), make(System, twin)
-    scaling = SCALERS[scaler]()
-    for batch in BATCHES:
-        scaled(model, optimizer, scaling, batch, unscale=False)
-        take(twin, plain, batch)
-    assert scaling.get_scale() > 1024
-    assert_same_curvature(curvature_of(optimizer), curvature_of(plain))
-    assert_near(model, twin)
 
 
 def infinite_gradient(layer: nn.Module) -> Any:
@@ -195,88 +178,3 @@ def test_factors_under_autocast_are_float32_and_near_the_float64_reference(
         for actual, right in zip(found, expected[name], strict=True):
             assert float((actual - right).norm() / right.norm()) < 1e-2
     assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-@eigenpairs_only
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_eigenvalues_under_autocast_are_near_those_of_float64(
-    System: Any, dtype: torch.dtype
-) -> None:
-    """The curvature closure evaluates under autocast as well; vectors are float32."""
-    case = ZOO["conv"]
-    x, y = case.batch(64)
-    exact, model = case.model(), case.model(torch.float32)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=dtype == torch.float16)
-    own = {"warmup_steps": 0, "smallest": 0, "lanczos_tol": 1e-3, "lanczos_iterations": 60}
-    plain, optimizer = make(System, exact, **own), make(System, model, grad_scaler=scaler, **own)
-    take(exact, plain, (x, y))
-
-    def loss() -> Tensor:
-        with torch.autocast("cpu", dtype):
-            return cross_entropy(model(x.float()), y)
-
-    scaler.scale(loss()).backward()
-    scaler.step(optimizer, curvature_closure=loss)
-    found, right = (o.curvature.eigenvalues for o in (optimizer, plain))
-    assert float((found - right).norm() / right.norm()) < 3e-2
-    vectors = optimizer.state_dict()["state"][0]["curvature"]["eigenvectors"]
-    assert vectors.dtype == torch.float32
-    assert_near(model.double(), exact, rtol=0, atol=5e-3)
-
-
-@each_kronecker
-@pytest.mark.parametrize("where", ["outside", "inside", "sampled"])
-def test_sums_under_autocast_are_not_rounded_wherever_the_backward_runs(
-    System: Any, where: str
-) -> None:
-    """With inputs that bf16 holds exactly A is exact; a product in bf16 would keep eight bits."""
-    model = nn.Linear(5, CLASSES, bias=False)
-    x = torch.randint(-9, 10, (64, 5)).float()
-    y = torch.randint(CLASSES, (64,))
-    own = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
-    optimizer = make(System, model, fisher="sampled" if where == "sampled" else "empirical", **own)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = cross_entropy(model(x), y)
-        if where == "inside":
-            loss.backward()
-    if where != "inside":
-        loss.backward()
-    optimizer.step()
-    A = factors(optimizer)[optimizer._curvature.layers.blocks[0].name][0][0]
-    exact = x.double().T @ x.double() / 64
-    assert torch.equal(A, exact)
-    assert not torch.equal(exact.bfloat16().double(), exact)
-
-
-@each_kronecker
-def test_a_residual_added_in_place_under_autocast_is_as_legal_as_without_us(System: Any) -> None:
-    """Autocast lets autograd save a bf16 copy, so the layer's float32 input is free to change."""
-
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.layer = nn.LayerNorm(5), nn.Linear(5, 5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.norm(x)
-            x += self.layer(x)
-            return x
-
-    case = ZOO["mlp"]
-    own = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
-    results = []
-    for attach in (False, True):
-        model = nn.Sequential(Residual(), nn.Linear(5, CLASSES))
-        torch.nn.init.eye_(model[0].layer.weight)
-        optimizer = make(System, model, **own) if attach else None
-        x, y = case.batch(dtype=torch.float32)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = cross_entropy(model(x), y)
-        loss.backward()
-        results.append(optimizer)
-    optimizer = results[-1]
-    optimizer.step()
-    x = functional.layer_norm(case.batch()[0], (5,))
-    expected = x.T @ x / len(x)
-    found = factors(optimizer)["0.layer"][0][0, :5, :5]
-    assert float((found - expected).norm() / expected.norm()) < 1e-2

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from contract import assert_same_factors, each_kronecker, factors, make, take
-from models import CLASSES, ZOO, Checkpointed
+from models import CLASSES, ZOO
 from reference import cross_entropy
-from stepped import SCALERS, fixed_labels, inputs_of, reference, weights
+from stepped import SCALERS, fixed_labels, reference
 from torch import Tensor, nn
 from torch.nn import functional
-
-from second_order import SecondOrderWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,24 +45,6 @@ def test_sampled_fisher_touches_no_gradient_and_no_random_state(System: Any) -> 
 
 
 @each_kronecker
-def test_sampled_labels_are_drawn_anew_each_step_and_the_same_in_each_run(System: Any) -> None:
-    runs = []
-    for _ in range(2):
-        model = MLP.model()
-        optimizer = sampled(System, model, lr=0.0, factor_decay=0.0)
-        seen = []
-        for _ in range(3):
-            take(model, optimizer, BATCHES[0])
-            seen.append(factors(optimizer)["4"][1])
-        runs.append(seen)
-        torch.rand(7)  # whatever else the run draws
-    assert not torch.equal(runs[0][0], runs[0][1])
-    assert not torch.equal(runs[0][1], runs[0][2])
-    for one, other in zip(*runs, strict=True):
-        assert torch.equal(one, other)
-
-
-@each_kronecker
 def test_sampled_labels_of_micro_batches_are_drawn_one_by_one(System: Any) -> None:
     """Two passes of one batch with the same labels would be as one."""
     found = []
@@ -93,44 +71,6 @@ def test_sampled_fisher_with_the_datas_labels_is_the_empirical_one(System: Any, 
     optimizer = sampled(System, model, fixed_labels(batch[1]))
     take(model, optimizer, batch)
     assert_same_factors(factors(optimizer), expected)
-
-
-@each_kronecker
-def test_sampled_fisher_under_non_reentrant_checkpointing(System: Any) -> None:
-    x, y = BATCHES[0]
-    torch.manual_seed(0)
-    model = Checkpointed(False).double()
-    plain = copy.deepcopy(model)
-    plain.reentrant = None
-    expected = reference(plain, (x, y))
-    optimizer = sampled(System, model, fixed_labels(y))
-    take(model, optimizer, (x, y))
-    assert_same_factors(factors(optimizer), expected)
-    assert weights(optimizer) == {1}
-
-
-@each_kronecker
-def test_sampled_fisher_under_autocast(System: Any) -> None:
-    case = ZOO["conv"]
-    x, y = case.batch(32)
-    expected = reference(case.model(), (x, y))
-    model = case.model(torch.float32)
-    own = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
-    optimizer = sampled(System, model, fixed_labels(y), **own)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = cross_entropy(model(x.float()), y)
-    loss.backward()
-    optimizer.step()
-    for name, found in factors(optimizer).items():
-        for actual, right in zip(found, expected[name], strict=True):
-            assert float((actual - right).norm() / right.norm()) < 2e-2
-    # And with labels of its own, in half precision logits.
-    optimizer = sampled(System, case.model(torch.float32), **own)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = cross_entropy(optimizer._training.model(x.float()), y)
-    loss.backward()
-    optimizer.step()
-    assert all(bool(f.isfinite().all()) for pair in factors(optimizer).values() for f in pair)
 
 
 @each_kronecker
@@ -214,74 +154,3 @@ def test_sampled_fisher_refuses_outputs_without_logits_and_names_the_remedy(
     with pytest.raises(TypeError, match="pass likelihood= a callable that takes the output"):
         model(BATCHES[0][0])
     del optimizer
-
-
-@each_kronecker
-def test_sampled_fisher_with_a_callable_takes_any_output(System: Any) -> None:
-    x, y = BATCHES[0]
-    torch.manual_seed(0)
-    model = Wrapped(lambda logits: [3, {"scores": logits}]).double()
-    labels = fixed_labels(y)
-    optimizer = sampled(System, model, lambda output: labels(output[1]["scores"]))
-    plain = Wrapped(FORMS["tensor"]).double()
-    plain.load_state_dict(model.state_dict())
-    expected = reference(plain, (x, y))
-    model(x)[1]["scores"].sum().backward()
-    optimizer.step()
-    assert_same_factors(factors(optimizer), expected)
-
-
-@each_kronecker
-def test_sampled_fisher_tells_when_the_model_itself_is_never_called(System: Any) -> None:
-    model = MLP.model()
-    optimizer = sampled(System, model)
-    x, y = BATCHES[0]
-    for layer in model:
-        x = layer(x)
-    cross_entropy(x, y).backward()
-    with pytest.warns(SecondOrderWarning, match="needs the model itself to be called"):
-        optimizer.step()
-
-
-@each_kronecker
-def test_sampled_fisher_survives_zero_grad_between_forward_and_backward(System: Any) -> None:
-    """Some training loops reset gradients there; only completed passes are dropped."""
-    model = MLP.model()
-    optimizer = sampled(System, model)
-    x, y = BATCHES[0]
-    loss = cross_entropy(model(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    assert all(float(G.abs().sum()) > 0 for _, G in factors(optimizer).values())
-
-
-@each_kronecker
-def test_sampled_fisher_holds_no_input_of_a_layer_called_by_itself(System: Any) -> None:
-    model = MLP.model()
-    optimizer = sampled(System, model)
-    take(model, optimizer, BATCHES[0])
-    alive = inputs_of(model[2])
-    model[2](model[0](BATCHES[1][0]))
-    gc.collect()
-    assert [ref.expired() for ref in alive] == [True]
-
-
-@each_kronecker
-def test_sampled_fisher_of_a_model_that_detaches_its_logits(System: Any) -> None:
-    """There is nothing to differentiate then: no statistics, and no error from inside a forward."""
-
-    class Detached(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.probe, self.layer = nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.probe(x).detach(), self.layer(x)
-
-    model = Detached().double()
-    optimizer = sampled(System, model)
-    x, y = BATCHES[0]
-    cross_entropy(model(x)[1], y).backward()
-    optimizer.step()
-    assert not any(float(G.abs().sum()) for _, G in factors(optimizer).values())

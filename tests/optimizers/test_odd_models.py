@@ -6,7 +6,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import re
-import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from second_order import DHO2, DPKFAC, MRDHO2, SecondOrderWarning
-from second_order.kronecker.model_blocks import BlockRules, find_blocks
 
 if TYPE_CHECKING:
     from pool import World
@@ -80,40 +78,6 @@ def test_transforms_are_named_as_what_hides_gradients(System: Any, step: Any) ->
     assert "torch.compile" not in message
 
 
-def by_autograd_grad(model: nn.Module) -> None:
-    params = list(model.parameters())
-    for p, gradient in zip(
-        params, torch.autograd.grad(cross_entropy(model(X), Y), params), strict=True
-    ):
-        p.grad = gradient
-
-
-@each_kronecker
-def test_gradients_that_are_put_into_grad_by_hand_are_named(System: Any) -> None:
-    (message,) = warned(System, net(), by_autograd_grad)
-    assert "no layer gave statistics" in message
-    assert "torch.autograd.grad" in message
-    assert "torch.compile" not in message
-
-
-class Half(nn.Module):
-    """One layer inside of vmap, and one outside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside, self.outside = nn.Linear(4, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.outside(torch.tanh(torch.vmap(self.inside)(x)))
-        return y
-
-
-@each_kronecker
-def test_one_layer_inside_of_a_transform_is_named(System: Any) -> None:
-    (message,) = warned(System, Half(), backward)
-    assert message.startswith("no statistics arrived for 'inside': torch.func transforms")
-
-
 @each_kronecker
 def test_per_sample_gradients_beside_training_take_nothing_away(System: Any) -> None:
     def step(model: nn.Module) -> None:
@@ -144,82 +108,7 @@ def test_compiled_modules_are_trained_by_the_base_and_named(System: Any, how: An
         assert "torch.jit has compiled it and runs no hooks; train the plain module" in message
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
-def test_what_is_tied_to_a_compiled_module_goes_with_it() -> None:
-    plain = nn.Linear(4, 4)
-    model = nn.Sequential(plain, torch.jit.script(nn.Sequential(plain)), nn.Linear(4, 3))
-    owned = {id(p): p.numel() for p in model.parameters()}
-    blocks, left = find_blocks(model, owned, (), {}, torch.float32, True, BlockRules())
-    assert [block.name for block in blocks] == ["2"]
-    assert {row.name: row.parameters for row in left} in ({"0": 20, "1.0": 0}, {"1.0": 20, "0": 0})
-
-
 # Sizes.
-
-
-class Wide(nn.Module):
-    """A head of 20,000 outputs, one of 20,000 inputs, and an embedding of as many words."""
-
-    def __init__(self, size: int = 20_000) -> None:
-        super().__init__()
-        self.words = nn.Embedding(size, 4)
-        self.body, self.head, self.tail = nn.Linear(4, 2), nn.Linear(2, size), nn.Linear(size, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        words = self.words(torch.arange(len(x)))
-        y: Tensor = self.tail(torch.tanh(self.head(self.body(x + words))))
-        return y
-
-
-@each_kronecker
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-def test_huge_factors_cost_no_time_and_their_layers_are_named(System: Any, solver: str) -> None:
-    model, began = Wide(), time.process_time()
-    (message,) = warned(System, model, backward, steps=3, solver=solver)
-    assert time.process_time() - began < 20.0  # minutes, with a decomposition
-    assert "head (Linear: a factor of 20000 rows exceeds max_factor_dim=8192)" in message
-    assert "tail (Linear: a factor of 20001 rows exceeds max_factor_dim=8192)" in message
-    assert "words" not in message
-    assert "body" not in message
-
-
-@each_kronecker
-def test_max_factor_dim_is_the_largest_factor_that_there_is(System: Any) -> None:
-    for most, left in ((6, []), (5, ["2"]), (2, ["0", "2"])):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            optimizer = make(System, net(), max_factor_dim=most)
-        rows = {row.name: row for row in optimizer.summary().rows}
-        assert [name for name, row in rows.items() if row.status == "base"] == left
-        assert all("max_factor_dim" in rows[name].detail for name in left)
-
-
-class Empty(nn.Module):
-    """A layer without inputs, one without outputs, and one that has both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, of an empty initialisation
-            self.inputs, self.outputs = nn.Linear(0, 4), nn.Linear(4, 0)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        nothing = self.outputs(x)
-        y: Tensor = self.head(x + self.inputs(nothing)) + nothing.sum()
-        return y
-
-
-@each_system
-def test_layers_of_no_size_are_left_to_the_base_and_named(System: Any) -> None:
-    said = warned(System, Empty(), backward)
-    if System not in KRONECKER:
-        assert said == []
-        return
-    (message,) = said
-    assert "inputs (Linear: its weight is empty: (4, 0))" in message
-    assert "outputs (Linear: its weight is empty: (0, 4))" in message
-    assert "head" not in message
 
 
 # FullyShardedDataParallel of the first version.
@@ -341,10 +230,3 @@ def test_statistics_that_overflow_in_the_sum_are_dropped_and_told_of(
             told += 1
             assert "the statistics of '0' overflow torch.float32 when they are added up" in message
     assert told == (1 if KRONECKER[system] is DPKFAC else 2)  # whose owner alone knows
-
-
-def test_a_layer_whose_statistics_always_overflow_is_not_called_unused(world: World) -> None:
-    for _, said, dropped in world.run(overflowing, 2, 0, {"begin": 0}):
-        (message,) = said
-        assert message.startswith("the statistics of '0' overflow torch.float32")
-        assert dropped == 5

@@ -6,7 +6,6 @@ Learning rates fall: the papers' bounds and Newton steps do not follow them.
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ from contract import EXACT, take
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, shard, vector
 from reference import ReferenceKFAC, cross_entropy
-from stored import rows
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -221,58 +219,7 @@ def test_mrdho2(world: World) -> None:
 
 # What a setting is for.
 
-SETTINGS: dict[Any, dict[str, Any]] = {
-    KAISA: paper_settings(KAISA),
-    DPKFAC: paper_settings(DPKFAC),
-    DistKFAC: paper_settings(DistKFAC, epoch_steps=10),
-}
-PLACED = "assignment", "gradient_exchange"  # where something is done, and not what
-
-
-@pytest.mark.parametrize("System", SETTINGS)
-def test_every_value_counts(System: Any) -> None:
-    """Over SGD or over Adam, where a default is another."""
-    case, own = (CONV, DISTKFAC) if System is DistKFAC else (MLP, EXACT)
-    bases: list[dict[str, Any]] = [SGD, {"lr": 0.01, "base": torch.optim.Adam}]
-    batches, known = case.batches(22, n=8), inspect.signature(System).parameters
-
-    def ends(settings: dict[str, Any]) -> Tensor:
-        each = (trajectory(System, case, batches, **{**base, **own, **settings}) for base in bases)
-        return torch.cat([found[-1] for found in each])
-
-    whole = ends(SETTINGS[System])
-    for name, value in SETTINGS[System].items():
-        usual = name == "factor_update_steps" and SETTINGS[System]["inv_update_steps"] == 1
-        if value == known[name].default or name in PLACED or usual:
-            continue
-        others = {key: each for key, each in SETTINGS[System].items() if key != name}
-        if name == "damping":  # one without relative_damping has to be given
-            others["damping"] = 2 * value
-        assert float((ends(others) - whole).abs().max()) > 1e-8, name
-
-
-@pytest.mark.parametrize("System", [DistKFAC, DHO2, MRDHO2])
-def test_what_counts_in_epochs_has_to_know_them(System: Any) -> None:
-    with pytest.raises(ValueError, match=f"{System.__name__}, epoch_steps=len\\(loader\\)"):
-        paper_settings(System)
-
 
 def test_other_classes_have_no_paper() -> None:
     with pytest.raises(TypeError, match="one of the classes KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2"):
         paper_settings(torch.optim.SGD)  # type: ignore[arg-type]
-
-
-def test_a_changed_dict_changes_nobody_elses() -> None:
-    paper_settings(KAISA)["damping"] = 1.0
-    assert paper_settings(KAISA)["damping"] == 0.003
-
-
-def test_distkfacs_damping_has_to_be_given() -> None:
-    with pytest.raises(ValueError, match="relative_damping=False give a number"):
-        DistKFAC(MLP.model(), lr=0.1, **paper_settings(DistKFAC, epoch_steps=10))
-
-
-def test_the_page_lists_kaisas() -> None:
-    table = rows("docs/kaisa.md", "keyword", "paper", "where")
-    listed = [name.strip("`") for names in table for name in names.split(", ")]
-    assert sorted(listed) == sorted(paper_settings(KAISA))

@@ -16,10 +16,9 @@ import torch
 from accelerated import BATCHES as EPOCH_BATCHES
 from accelerated import CASE as EPOCH_CASE
 from accelerated import loss_of, mrdho2
-from contract import EIGENPAIRS, KRONECKER, PLAIN, each_kronecker, each_of_five, make, same, take
+from contract import PLAIN, each_kronecker, each_of_five, make, same, take
 from models import ZOO
 from ranks import kaisa, shard
-from torch.autograd import profiler
 
 from instruments import sent_bytes
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
@@ -56,73 +55,6 @@ def test_asking_changes_nothing_and_the_names_are_always_the_same(System: Any) -
         trajectories.append([p.detach().clone() for p in model.parameters()])
     assert same(*trajectories)
     assert not same(trajectories[0], MLP.model())
-
-
-@each_kronecker
-def test_intervals_are_those_of_the_last_step(System: Any) -> None:
-    """A schedule is not asked for the coming one."""
-    model = MLP.model()
-    rare = {"factor_update_steps": lambda step: 1 if step < 2 else 5}
-    optimizer = make(System, model, **rare)
-    found = []
-    for batch in BATCHES[:3]:
-        take(model, optimizer, batch, MLP.loss)
-        found.append(optimizer.statistics()["factor_update_steps"])
-    assert found == [1, 1, 5]
-
-
-@each_kronecker
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("scale", ["newton", "gradient"])
-def test_what_is_said_of_layers_is_what_dense_matrices_say(
-    System: Any, solver: str, scale: str
-) -> None:
-    model = MLP.model()
-    options = {"relative_damping": True, "damping": 0.3, "kl_clip": 1e-3, "solver": solver}
-    options["preconditioner_scale"] = scale
-    optimizer = make(System, model, inv_update_steps=3, **options)
-    for batch in BATCHES:
-        take(model, optimizer, batch, MLP.loss)
-        if optimizer.statistics()["age/inverses"] == 0:  # factors that the inverses are of
-            blocks = list(optimizer._curvature.plan)
-            factors = [block.ensure_factors() for block in blocks]
-            matrices = [f.matrices(torch.float64) for f in factors]
-            dampings = [0.3 * float(f.mean_curvature()) for f in factors]
-            expected = conditions(matrices, dampings, solver)
-    found = optimizer.statistics()
-    assert found["age/inverses"] == 1  # solved at steps 0 and 3, of 0 to 4
-    assert found["age/statistics"] == 0
-    assert (found["factor_update_steps"], found["inv_update_steps"]) == (1, 3)
-    assert found["damping"] == 0.3
-    assert found["damping/min"] == pytest.approx(min(dampings))
-    assert found["damping/max"] == pytest.approx(max(dampings))
-    assert found["layers"] == found["layers/solved"] == len(blocks)
-    now = [block.ensure_factors().matrices(torch.float64) for block in blocks]
-    for position, letter in enumerate("AG"):
-        traces = [float(m[position].diagonal(dim1=-2, dim2=-1).sum()) for m in now]
-        assert found[f"trace_{letter}/min"] == pytest.approx(min(traces))
-        assert found[f"trace_{letter}/max"] == pytest.approx(max(traces))
-    if solver == "eigen":
-        assert found["condition/max"] == pytest.approx(max(expected))
-        assert found["condition/min"] == pytest.approx(min(expected))
-    else:
-        assert max(expected) / 2 < found["condition/max"] < max(expected) * 2
-
-
-def conditions(matrices: Any, dampings: list[float], solver: str) -> list[float]:
-    """Of A ⊗ G + γ, or of (A + π√γ) ⊗ (G + √γ/π)."""
-    found = []
-    for pair, damping in zip(matrices, dampings, strict=True):
-        a, g = (m if m.dim() == 3 else torch.diag_embed(m) for m in pair)
-        if solver == "eigen":
-            dense = torch.kron(g[0], a[0]) + damping * torch.eye(g.shape[-1] * a.shape[-1])
-            found.append(float(torch.linalg.cond(dense)))
-            continue
-        pi = math.sqrt(float(a[0].trace()) / len(a[0]) / (float(g[0].trace()) / len(g[0])))
-        parts = ((a[0], pi * math.sqrt(damping)), (g[0], math.sqrt(damping) / pi))
-        damped = [m + x * torch.eye(len(m)) for m, x in parts]
-        found.append(math.prod(float(torch.linalg.cond(m)) for m in damped))
-    return found
 
 
 @each_kronecker
@@ -229,31 +161,6 @@ def test_all_accounts_together_are_the_whole_time() -> None:
     assert (found["seconds/statistics"], found["total_seconds/statistics"]) == (0.0, 26.0)
 
 
-@each_of_five
-def test_without_a_profiler_no_range_is_entered(System: Any) -> None:
-    """One takes microseconds even where nobody listens."""
-    model = MLP.model()
-    optimizer = make(System, model)
-    entered = []
-    enter = profiler.record_function.__enter__
-
-    def note(self: Any) -> Any:
-        entered.append(self.name)
-        return enter(self)
-
-    with patch.object(profiler.record_function, "__enter__", note):
-        take(model, optimizer, BATCHES[0], MLP.loss)
-        take(model, optimizer, BATCHES[1], MLP.loss)
-        assert not [name for name in entered if name.startswith("second_order.")]
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as result:
-            take(model, optimizer, BATCHES[2], MLP.loss)
-    shown = {event.name for event in result.events() or []}
-    wanted = {"base", "split", "newton"} if System in EIGENPAIRS else {"capture", "solve", "base"}
-    if System is not MRDHO2:
-        assert {f"second_order.{name}" for name in wanted} <= shown
-    assert set(entered) & shown
-
-
 def bytes_of_steps(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
     """Of a step, as the accounts have them, and as torch.distributed is given them."""
     model, found = MLP.model(), []
@@ -336,15 +243,3 @@ def test_the_page_has_every_name_and_no_other() -> None:
     expected |= {"seconds/…", "total_seconds/…", "bytes/…", "total_bytes/…"}
     accounts = {*kronecker_statistics.ACCOUNTS, *eigenpair_statistics.ACCOUNTS}
     assert named == expected | accounts
-
-
-def test_each_system_gives_the_names_of_its_kind() -> None:
-    for System in [*KRONECKER, DHO2, MRDHO2]:
-        found = {n for n in make(System, MLP.model()).statistics() if "seconds/" not in n}
-        ours = eigenpair_statistics if System in EIGENPAIRS else kronecker_statistics
-        epochs = eigenpair_statistics.EPOCH_NAMES if System is MRDHO2 else ()
-        named = {n for n in found if "bytes/" not in n}
-        assert named == {"step", *ours.NAMES, *epochs}
-        assert {n.removeprefix("bytes/") for n in found if n.startswith("bytes/")} == set(
-            ours.ACCOUNTS
-        )

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from contract import each_kronecker, each_system, eigenpairs_only, make, take
+from contract import each_kronecker, each_system, make, take
 from models import ZOO
-from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn import functional
 
-from second_order import DPKFAC, DistKFAC, LayerRow, SecondOrderWarning, Summary
+from second_order import DPKFAC, DistKFAC, LayerRow, SecondOrderWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -55,82 +54,6 @@ def test_every_parameter_of_the_optimizer_is_counted_once(System: Any, name: str
 
 
 @each_kronecker
-def test_parameters_of_no_module_are_the_bases(System: Any) -> None:
-    """A temperature beside the model is in the groups, so it is in the table."""
-    model, temperature = ZOO["mlp"].model(), nn.Parameter(torch.ones(5))
-    optimizer = make(System, [*model.parameters(), temperature], model=model)
-    summary = optimizer.summary()
-    count = sum(p.numel() for p in model.parameters())
-    assert sum(row.parameters for row in summary.rows) == count + 5
-    assert summary.preconditioned_share == pytest.approx(count / (count + 5))
-
-
-@eigenpairs_only
-def test_a_row_for_every_parameter_also_for_those_of_no_module(System: Any) -> None:
-    """Status and bytes are those of the moment."""
-    case = ZOO["mlp"]
-    model, temperature = case.model(), nn.Parameter(torch.ones(5, dtype=torch.float64))
-    model[2].bias.requires_grad_(False)
-    optimizer = make(System, [*model.parameters(), temperature], model=model)
-    names = [name for name, _ in model.named_parameters()]
-    frozen, loose = names.index("2.bias"), len(names)
-    for step, batch in enumerate(case.batches(2)):
-        rows = optimizer.summary().rows
-        assert [row.name for row in rows] == [*names, "(not in the model)"]
-        assert rows[0].kind == "7x5"
-        assert [row.parameters for row in rows] == [
-            p.numel() for p in (*model.parameters(), temperature)
-        ]
-        assert {row.status for i, row in enumerate(rows) if i != frozen} == {"base"}
-        assert rows[frozen].status == "frozen"
-        assert optimizer.summary().total_bytes == 0
-        assert f"step {step}" in optimizer.summary().title
-        take(model, optimizer, batch)
-    rows = optimizer.summary().rows
-    assert {row.status for i, row in enumerate(rows) if i != frozen} == {"preconditioned"}
-    assert rows[frozen].status == "frozen"
-    for i, row in enumerate(rows):
-        assert row.factor_bytes + row.inverse_bytes == (
-            0 if i == frozen else 4 * 8 * row.parameters
-        )
-    summary = optimizer.summary()
-    state = optimizer.state_dict()["state"].values()
-    saved = [entry["curvature"].get("eigenvectors") for entry in state]
-    assert summary.total_bytes == sum(v.nbytes for v in saved if v is not None)
-    assert summary.preconditioned_share == 1.0  # of those that train
-    assert rows[loose].parameters == 5
-
-
-@eigenpairs_only
-def test_the_table_of_parameters_reads_as_text(System: Any) -> None:
-    case = ZOO["transformer"]
-    model = case.model()
-    optimizer = make(System, model, base=torch.optim.AdamW, lr=0.125)
-    title = "DHO2 over AdamW, lr 0.125, 3 largest and 1 smallest eigenpairs, layout row, 1 process"
-    assert str(optimizer.summary()).startswith(f"{title}, step 0\n")
-    assert "no eigenpairs yet: the base steps alone" in str(optimizer.summary())
-    for batch in case.batches(2):
-        take(model, optimizer, batch)
-    summary, report = optimizer.summary(), optimizer.curvature
-    text = str(summary)
-    lines = text.splitlines()
-    assert lines[0] == f"{title}, step 2"
-    table = [line for line in lines if line.split(" ")[0] in {row.name for row in summary.rows}]
-    assert len(table) == len(summary.rows) == len(list(model.parameters()))
-    for row in summary.rows:
-        (line,) = (line for line in table if line.split(" ")[0] == row.name)
-        for text_of_row in (row.kind, row.detail, f"{row.parameters:,}"):
-            assert text_of_row in line
-    starts = {line.index(row.status) for row, line in zip(summary.rows, table, strict=True)}
-    assert len(starts) == 1, "columns are not aligned"
-    values = ", ".join(f"{value:.3g}" for value in report.eigenvalues.tolist())
-    assert f"eigenvalues at step 1: {values}" in text
-    products = f"refreshes: 1, not finite: 0; Hessian-vector products: {report.total_products}"
-    assert products in lines[-1]
-    assert "100.0% of the parameters preconditioned" in text
-
-
-@each_kronecker
 def test_the_bases_rows_tell_why(System: Any) -> None:
     class Own(nn.Module):
         def __init__(self) -> None:
@@ -149,20 +72,6 @@ def test_the_bases_rows_tell_why(System: Any) -> None:
     assert all(name == "0" or name in reasons or name.startswith("4") for name in rows)
     assert "0" not in reasons
     assert not any(row.factor_bytes or row.computed_by for n, row in rows.items() if n != "0")
-
-
-@each_kronecker
-def test_status_follows_requires_grad(System: Any) -> None:
-    model = ZOO["mlp"].model()
-    optimizer = make(System, model)
-    model[2].requires_grad_(False)
-    take(model, optimizer, ZOO["mlp"].batch())
-    assert {name: row.status for name, row in by_name(optimizer).items()} == {
-        "0": "preconditioned",
-        "2": "frozen",
-        "4": "preconditioned",
-    }
-    assert by_name(optimizer)["2"].computed_by == ""
 
 
 @each_kronecker
@@ -199,22 +108,6 @@ def test_bytes_are_those_of_the_tensors(
 
 
 @each_kronecker
-def test_share_of_the_parameters_that_are_preconditioned(System: Any) -> None:
-    model = ZOO["norms"].model()
-    optimizer = make(System, model)
-    take(model, optimizer, ZOO["norms"].batch())
-    ours = sum(p.numel() for i in (0, 4, 7) for p in model[i].parameters())
-    total = sum(p.numel() for p in model.parameters())
-    rows = by_name(optimizer)
-    if rows["5"].status == "base":  # norms have no factors here
-        assert optimizer.summary().preconditioned_share == pytest.approx(ours / total)
-    everything = make(System, ZOO["norms"].model(), skip_layers=["*"])
-    assert everything.summary().preconditioned_share == 0.0
-    assert Summary("nothing", []).preconditioned_share == 0.0
-    assert "0.0%" in str(Summary("nothing", []))
-
-
-@each_kronecker
 def test_the_table_reads_as_text(System: Any) -> None:
     model = ZOO["transformer"].model()
     optimizer = make(System, model, base=torch.optim.AdamW, lr=0.125, skip_layers=["1.down"])
@@ -238,35 +131,6 @@ def test_the_table_reads_as_text(System: Any) -> None:
 
 
 @each_kronecker
-def test_sizes_in_the_table_are_of_this_process(System: Any) -> None:
-    row = LayerRow("fc", "Linear", 12345, "preconditioned", "A 3², G 2²", "", 3 * 2**20, 2**20)
-    text = str(Summary("title", [row], dropped=3, failed=1))
-    assert "12,345" in text
-    assert "4,096.0" in text
-    assert "factors 3.00 MiB, inverses 1.00 MiB" in text
-    assert "statistics dropped: 3; layers failing to decompose: 1" in text
-    assert "100.0% of the parameters" in text
-
-
-@each_kronecker
-def test_dropped_statistics_are_counted_until_the_end(System: Any) -> None:
-    model = ZOO["mlp"].model()
-    optimizer = make(System, model, lr=0.0)
-    (x, y), other, *_ = ZOO["mlp"].batches(3)
-    x = x.clone()
-    x[0, 0] = float("inf")
-    cross_entropy(model(x), y).backward()
-    optimizer.zero_grad()  # dropping the pass does not undo that it was not finite
-    dropped = optimizer.summary().dropped
-    assert dropped >= 1
-    take(model, optimizer, other)
-    assert optimizer.summary().dropped == dropped
-    model[0].bias.requires_grad_(False)  # its factors change size
-    take(model, optimizer, other)
-    assert optimizer.summary().dropped == dropped
-
-
-@each_kronecker
 def test_failing_decompositions_are_counted_and_recover(
     System: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,17 +150,6 @@ def test_failing_decompositions_are_counted_and_recover(
     assert "layers failing to decompose: 3" in str(optimizer.summary())
     take(model, optimizer, batches[2])
     assert optimizer.summary().failed == 0
-
-
-@each_system
-def test_the_title_follows_the_schedule(System: Any) -> None:
-    model = ZOO["mlp"].model()
-    optimizer = make(System, model, lr=0.5)
-    for batch in ZOO["mlp"].batches(2):
-        take(model, optimizer, batch)
-    optimizer.param_groups[0]["lr"] = 0.25
-    assert "lr 0.25" in optimizer.summary().title
-    assert "step 2" in optimizer.summary().title
 
 
 # What is said at construction: the share first, and what would raise it.
@@ -350,17 +203,6 @@ class Vision(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return x.mean(1)
-
-
-class Dense(nn.Module):
-    """A product of which no rule is known: its weight is called otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(16, 16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.kernel)
 
 
 def said_of(System: Any, given: Any, /, **options: Any) -> tuple[str, Any]:
@@ -440,11 +282,3 @@ def test_where_less_than_half_is_covered_the_remedies_are_said(System: Any, mode
     assert said < 0.5
     assert optimizer.summary().preconditioned_share == pytest.approx(said, abs=1e-3)
     assert "other_matrices='gradient'" in message
-
-
-@each_kronecker
-def test_a_long_list_has_the_largest_first(System: Any) -> None:
-    model = nn.ModuleList([nn.PReLU(i) for i in range(1, 15)]).append(nn.Linear(30, 30)).double()
-    message, _ = said_of(System, model)
-    names = ", ".join(f"{i} (PReLU)" for i in range(13, 3, -1))
-    assert f"without curvature: {names}, 4 more; " in message

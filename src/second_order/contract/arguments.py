@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ __all__ = [
     "read_arguments",
     "refuse_ddp_over_helpers",
     "refuse_meta",
+    "tell_of_strangers",
 ]
 
 
@@ -120,6 +122,32 @@ def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
             f"{which} is on the meta device, and has no numbers: materialise first, by "
             f"model.to_empty(device=...) and what fills it, then make {name}; with FSDP2: "
             f"fully_shard(model), model.to_empty(device=...), then {name}"
+        )
+
+
+def tell_of_strangers(
+    training: Training, params: Sequence[Tensor], base: str, needs_model: bool
+) -> None:
+    """Warn of parameters that are not the model's, and of a launch without a process group."""
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1 and training.world.group is None:
+        training.warn(
+            f"WORLD_SIZE is {launched}, but no process group is initialised: each process "
+            f"trains alone; call torch.distributed.init_process_group() before making the "
+            f"optimizer"
+        )
+    owned = {id(p) for p in training.model.parameters()}
+    strange = [str(tuple(p.shape)) for p in params if id(p) not in owned]
+    if params and len(strange) == len(params):
+        raise ValueError(
+            f"none of the {len(params)} parameters belongs to "
+            f"model={type(training.model).__name__}, so {training.name} would be no more than "
+            f"{base}; pass the model itself, not a copy of it or another one"
+        )
+    if strange and needs_model:
+        training.warn(
+            f"{len(strange)} of {len(params)} parameters are not the model's, and are trained "
+            f"by {base} alone, without curvature: of shapes {', '.join(strange[:10])}"
         )
 
 

@@ -45,6 +45,8 @@ def start_average(training: Training, route: Route) -> PendingAverage:
         TypeError: For a sparse gradient.
     """
     world, params = training.world, training.averaged_params() if training.averages else []
+    if training.averages:
+        _drop_frozen(training)
     if not params:  # all are frozen, or others average
         return PendingAverage()
     layout = torch.contiguous_format
@@ -76,3 +78,18 @@ def start_average(training: Training, route: Route) -> PendingAverage:
                     p.grad = g
 
     return PendingAverage(finish)
+
+
+def _drop_frozen(training: Training) -> None:
+    """Drop gradients of frozen parameters, which are not averaged: they differ between ranks."""
+    params = (p for group in training.groups for p in group["params"] if not p.requires_grad)
+    left = [p for p in params if p.grad is not None and p not in training.trained]
+    for p in left:
+        p.grad = None
+    if left and training.first_time("frozen gradients"):
+        names = training.names()
+        listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in left[:20])
+        training.warn(
+            f"frozen parameters have gradients that the processes have not averaged, and that are "
+            f"dropped: {listed}; call zero_grad() after freezing"
+        )

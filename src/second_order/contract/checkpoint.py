@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, optim
 
@@ -29,7 +29,6 @@ from second_order.sharded import is_checkpointing, is_dtensor, is_sharded_checkp
 __all__ = [
     "HEADER",
     "VERSION",
-    "Checkpoint",
     "add_collected",
     "export_base_state",
     "header",
@@ -38,8 +37,9 @@ __all__ = [
 ]
 
 LEAST_RATE = -1e-8  # schedulers round learning rates to a little below zero
-SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
-SWITCHES |= {"decoupled_weight_decay"}  # settings that versions of torch add and take away
+DECOUPLED = "decoupled_weight_decay"
+SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize", DECOUPLED}
+"""Settings that versions of torch add and take away."""
 
 VERSION = 1
 """Of the checkpoints that are written."""
@@ -56,30 +56,12 @@ def header(steps: int, base: optim.Optimizer) -> dict[str, Any]:
     return {"steps": steps, "version": VERSION, "base_class": {type(base).__name__: 1}}
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint as it has been read and checked.
-
-    Attributes:
-        base: The base's parts, by the parameters' keys, as they are to be loaded.
-        groups: The parameter groups, as they are to be loaded.
-        curvature: The ``"curvature"`` parts, by parameter.
-        steps: Number of steps taken.
-        absent: Names of parameters that train, and that the checkpoint has no entry for.
-    """
-
-    base: dict[Any, dict[str, Any]]
-    groups: list[Mapping[str, Any]]
-    curvature: dict[Tensor, SavedPart]
-    steps: int
-    absent: list[str]
-
-
 def read_checkpoint(
     state_dict: Mapping[str, Any],
     base: optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
-) -> Checkpoint:
+) -> tuple[dict[str, Any], dict[Tensor, SavedPart], int, list[str]]:
     """Read a checkpoint of a wrapper, or of its base alone.
 
     Args:
@@ -87,6 +69,10 @@ def read_checkpoint(
         base: The base that is to load it, one or two.
         groups: Parameter groups of the optimizer that is to load it.
         names: Names of parameters, by id.
+
+    Returns:
+        What torch is to load, with the base's parts alone; the ``"curvature"`` parts, by parameter;
+        the number of steps taken; and names of parameters that train, and that it lacks.
 
     Raises:
         ValueError: If an entry does not fit, or the state is another base's; named in the error.
@@ -124,7 +110,8 @@ def read_checkpoint(
     if isinstance(base, TwoBases):
         saved = [{**g, REST: ours[REST]} for g, ours in zip(saved, groups, strict=True)]
     steps = _check_headers(curvature.values())
-    return Checkpoint(loaded, saved, curvature, steps, absent if any(curvature.values()) else [])
+    absent = absent if any(curvature.values()) else []
+    return {**state_dict, "state": loaded, "param_groups": saved}, curvature, steps, absent
 
 
 def _check_is_state(value: Any) -> None:
@@ -147,27 +134,26 @@ def _check_groups(
     saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], base: optim.Optimizer
 ) -> None:
     """Raise ValueError unless groups have the same sizes, bases and order of names."""
-    marks, two = [group.get(REST) for group in saved], isinstance(base, TwoBases)
-    if not two and True in marks:
+    marks, ours = ([group.get(REST) for group in each] for each in (saved, groups))
+    if True in marks and not isinstance(base, TwoBases):
         raise ValueError(
             f"the checkpoint is of an optimizer with two bases, and here is {name_of(base)} alone: "
             f"make it with rest=, or take one base's part by export_base_state(checkpoint, "
             f"rest=False). Nothing has been loaded"
         )
-    theirs, ours = ([len(g.get("params", ())) for g in each] for each in (saved, groups))
-    if theirs != ours:
+    sizes, wanted = ([len(g.get("params", ())) for g in each] for each in (saved, groups))
+    if sizes != wanted:
         raise ValueError(
-            f"the checkpoint has {len(theirs)} parameter groups with {theirs} parameters, the "
-            f"optimizer {len(ours)} parameter groups with {ours}, those of {name_of(base)} apart; "
-            f"make the same groups before loading"
+            f"the checkpoint has {len(sizes)} parameter groups with {sizes} parameters, the "
+            f"optimizer {len(wanted)} parameter groups with {wanted}, those of {name_of(base)} "
+            f"apart; make the same groups before loading"
         )
-    for i, (mark, group) in enumerate(zip(marks, groups, strict=True)):
-        if two and mark not in (None, group[REST]):
-            raise ValueError(
-                f"the checkpoint's param_groups[{i}][{REST!r}] is {mark}, and here it is "
-                f"{group[REST]}: other weights went to each base; make the optimizer with the same "
-                f"rest_layers and groups. Nothing has been loaded"
-            )
+    if any(mark not in (None, mine) for mark, mine in zip(marks, ours, strict=True)):
+        raise ValueError(
+            f"the checkpoint's groups have {REST!r}: {marks}, and here it is {ours}: other weights "
+            f"went to each base; make the optimizer with the same rest_layers and groups. Nothing "
+            f"has been loaded"
+        )
     called, mine = ([n for g in each for n in g.get(NAMES) or []] for each in (saved, groups))
     if called != mine and sorted(called) == sorted(mine):  # a wrapper may have renamed them
         name, other = next(pair for pair in zip(called, mine, strict=True) if pair[0] != pair[1])
@@ -183,8 +169,10 @@ def _check_settings(
 ) -> None:
     """Raise ValueError if group i is of another base, or its learning rate no number."""
     mine, lacking = type(base).__name__, base.defaults.keys() - theirs.keys() - SWITCHES
+    if theirs.get(DECOUPLED, False) != base.defaults.get(DECOUPLED, False):  # Adam and AdamW
+        lacking = {DECOUPLED} if DECOUPLED in theirs else lacking
     if not written_by and lacking:
-        written_by = f"an optimizer without {sorted(lacking)}"
+        written_by = f"an optimizer with other {sorted(lacking)}"
     if written_by not in ("", mine):
         raise ValueError(
             f"the checkpoint was saved by {written_by}, and the base here is {mine}: their states "

@@ -13,17 +13,19 @@ optimizer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of, nameless, settings_of, unhooked_step
+from second_order.contract.groups import NAMES, members_of, nameless, settings_of, unhooked_step
+from second_order.contract.training import Training
 from second_order.options import check_flag
 from second_order.patterns import first_match, unmatched_patterns
+from second_order.report import Recipe, RecipeRow
 
-__all__ = ["REST", "TwoBases", "base_of", "name_of", "switch_of"]
+__all__ = ["REST", "TwoBases", "base_of", "name_of", "recipe_of", "switch_of"]
 
 REST = "rest"
 """The entry of a group that says whether ``rest`` trains it; absent where there is one base."""
@@ -181,6 +183,20 @@ def name_of(base: torch.optim.Optimizer) -> str:
 def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:
     """The base that trains a group: one of two, or the only one."""
     return base.parts[bool(group[REST])] if isinstance(base, TwoBases) else base
+
+
+def recipe_of(training: Training, preconditioned: Iterable[Tensor]) -> Recipe:
+    """A table of how each parameter in the groups is trained."""
+    names, ours, rows = training.names(), {*map(id, preconditioned)}, []
+    for group in training.groups:
+        base, decay = name_of(base_of(training.base, group)), group.get("weight_decay")
+        decay = None if decay is None else float(decay)
+        known = [names.get(id(p), "(not in the model)") for p in group["params"]]
+        for p, name in zip(group["params"], group.get(NAMES) or known, strict=True):
+            status = "preconditioned" if id(p) in ours else "plain gradient"
+            status = status if p.requires_grad else "frozen"
+            rows.append(RecipeRow(name, tuple(p.shape), base, float(group["lr"]), decay, status))
+    return Recipe(f"{training.name} over {training.base_name}, step {training.steps}", rows)
 
 
 def switch_of(

@@ -16,8 +16,7 @@ from second_order.budget import BUDGET, PRICES
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
 from second_order.distributed.world import World
-from second_order.fosi.pieces import FlatLayout
-from second_order.fosi.sharded_base import gather_parts
+from second_order.fosi.pieces import FlatLayout, gather_parts
 from second_order.fosi.subspace import ColumnBasis, Subspace
 from second_order.fosi.trust import check_numbers
 from second_order.lanczos.vector_space import row_bounds

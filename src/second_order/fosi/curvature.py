@@ -28,19 +28,17 @@ from second_order.fosi.checkpoint import (
     eigenpair_parts,
     gather_eigenpairs,
 )
-from second_order.fosi.eigenpairs import Closures, CurvatureClosure, Eigenpairs
+from second_order.fosi.eigenpairs import Closures, CurvatureClosure, RefreshedPairs
 from second_order.fosi.metrics import (
     ACCOUNTS,
-    metrics_of,
     newton_share,
+    pair_metrics,
     parameter_rows,
     refresh_share,
 )
 from second_order.fosi.options import (
     FOSIOptions,
-    check_differences,
     check_one_vector,
-    check_row_layout,
     check_shards,
     newton_scale_at,
 )
@@ -101,12 +99,12 @@ class FOSICurvature(Curvature):
         if closure is not None:
             check_closure(closure)
         self.closure = CurvatureClosure(closure)
-        self.pairs = Eigenpairs(training, options, self.vector)
+        self.pairs = RefreshedPairs(training, options, self.vector)
         self.closed = False
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
-        self._rooms: list[Room | Tensor] = []  # where they are
+        self._rooms: list[Room] = []  # where they are
 
     @property
     def steps_by_pairs(self) -> bool:
@@ -156,9 +154,7 @@ class FOSICurvature(Curvature):
 
     def check_shards(self, params: Sequence[Tensor]) -> None:
         """Raise TypeError unless parameters that FSDP2 has sharded can be worked with."""
-        check_shards(self.training.name, params)
-        check_row_layout(params, self.options)
-        check_differences(self.training.name, params, self.options)
+        check_shards(self.training.name, params, self.options)
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -368,7 +364,7 @@ class FOSICurvature(Curvature):
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         trust = pairs.trust if self.options.trust_region else None
-        found = metrics_of(self.subspace, self.found()[0], pairs.tally, last, trust)
+        found = pair_metrics(self.subspace, self.found()[0], pairs.tally, last, trust)
         interval = self.options.curvature_interval
         if interval == AUTO:
             found["curvature_interval"] = pairs.budget.interval(pairs.tally.step)

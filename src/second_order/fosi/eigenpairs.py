@@ -44,8 +44,7 @@ __all__ = [
     "FRESH",
     "Closures",
     "CurvatureClosure",
-    "Eigenpairs",
-    "Found",
+    "RefreshedPairs",
     "Tally",
     "publish",
     "wanted_pairs",
@@ -127,17 +126,7 @@ class Tally:
         self.refreshes += 1
 
 
-@dataclass(frozen=True)
-class Found:
-    """Eigenpairs that other processes have computed, finite on all."""
-
-    values: Tensor  # û, (r,), the largest first; float64 on the CPU
-    residuals: Tensor  # (r,), float64 on the CPU
-    vectors: Tensor  # this process's, whole, (r_p, n); or its rows of all, (r, rows)
-    loss: float  # of the batch that they were computed on, at the same point
-
-
-class Eigenpairs:
+class RefreshedPairs:
     """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``.
 
     Attributes:
@@ -307,18 +296,24 @@ class Eigenpairs:
                 f"first refresh to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
             )
 
-    def take(self, found: Found) -> None:
-        """Use eigenpairs that other processes have computed. A collective."""
+    def take(self, values: Tensor, residuals: Tensor, vectors: Tensor, loss: float) -> None:
+        """Use eigenpairs that other processes have computed, finite on all. A collective.
+
+        Args:
+            values: ``(r,)`` û, the largest first; float64 on the CPU.
+            residuals: ``(r,)``, float64 on the CPU.
+            vectors: This process's part of the eigenvectors.
+            loss: The loss of the batch that they were computed on, at the same point.
+        """
         self.drop_unsound()
         self.tell_undone()
         self.first_used = self._training.steps + 1
-        self._guard(found.loss)
+        self._guard(loss)
         with self._vector.plain():
-            momentum, count = self._momentum(), len(found.values)
+            momentum, count = self._momentum(), len(values)
             self.drop()
             largest = min(self._options.largest, count)
-            basis = self._basis(found.vectors, count)
-            self._use(basis, found.values, found.residuals, largest, momentum)
+            self._use(self._basis(vectors, count), values, residuals, largest, momentum)
         publish(self._training)
 
     def _basis(self, vectors: Tensor, count: int) -> Basis:

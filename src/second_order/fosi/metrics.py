@@ -14,7 +14,7 @@ from torch import Tensor
 
 from second_order.contract.training import Training
 from second_order.fosi.eigenpairs import Tally
-from second_order.fosi.pieces import Piece
+from second_order.fosi.pieces import ParamPiece
 from second_order.fosi.subspace import RowBasis, Subspace
 from second_order.fosi.trust import TrustRegion
 from second_order.report import EpochReport, LayerRow
@@ -25,8 +25,8 @@ __all__ = [
     "EPOCH_NAMES",
     "NAMES",
     "epoch_metrics",
-    "metrics_of",
     "newton_share",
+    "pair_metrics",
     "parameter_rows",
     "refresh_share",
 ]
@@ -49,7 +49,7 @@ EPOCH_NAMES = ("epoch/number", "epoch/waited", "epoch/applied")
 """Further names of a system with epochs."""
 
 
-def metrics_of(
+def pair_metrics(
     subspace: Subspace | None, values: Tensor, tally: Tally, step: int, trust: TrustRegion | None
 ) -> dict[str, float]:
     """Numbers on eigenpairs and the refreshes that found them.
@@ -111,7 +111,7 @@ def newton_share(subspace: Subspace, moved: Sequence[Tensor], of: Sequence[int])
 
 
 def parameter_rows(
-    training: Training, pieces: Sequence[Piece], vectors: Tensor | None
+    training: Training, pieces: Sequence[ParamPiece], vectors: Tensor | None
 ) -> list[LayerRow]:
     """A line of the summary for each parameter; ``vectors`` are the eigenvectors here, if any."""
     here, names = {piece.param: piece.size for piece in pieces}, training.names()

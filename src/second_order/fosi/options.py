@@ -42,10 +42,8 @@ __all__ = [
     "FinalUpdate",
     "Layout",
     "PairOptions",
-    "check_differences",
     "check_given",
     "check_one_vector",
-    "check_row_layout",
     "check_shards",
     "frozen_body",
     "newton_scale_at",
@@ -91,6 +89,16 @@ def check_kind(name: str, value: Any) -> None:
     if value != "fisher":  # which may mean two, as is said next
         check_choice(name, value, get_args(CurvatureKind))
     check_curvature(value)
+
+
+COUNT = partial(check_whole, low=0, remedy="0 for none of them")
+WARMUP = partial(check_whole, low=0, remedy="0 to begin with a refresh")
+CLIP = partial(check_number, low=1.0, remedy="1.0 for no scaling")
+TOLERANCE = partial(check_number, low=0.0, open_high=True, remedy="1e-2 is the default")
+FLOOR = partial(check_number, low=0.0, high=1.0, remedy="0.01 is usual")
+SHARE = partial(
+    check_number, low=0.0, open_low=True, high=10.0, remedy="0.2: 20 % of a step of the base"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,35 +165,18 @@ class FOSIOptions:
         ValueError: For a value outside its bounds.
     """
 
-    largest: int = keyword(10, partial(check_whole, low=0, remedy="0 for none of them"))
-    smallest: int = keyword(0, partial(check_whole, low=0, remedy="0 for none of them"))
+    largest: int = keyword(10, COUNT)
+    smallest: int = keyword(0, COUNT)
     curvature_interval: AutoInterval = keyword(AUTO, check_interval, AUTO)
-    overhead: float = keyword(
-        0.2,
-        partial(
-            check_number,
-            low=0.0,
-            open_low=True,
-            high=10.0,
-            remedy="0.2 is the default: 20 % of a step of the base",
-        ),
-    )
-    warmup_steps: int | None = keyword(
-        None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
-    )
+    overhead: float = keyword(0.2, SHARE)
+    warmup_steps: int | None = keyword(None, WARMUP, None)
     newton_scale: Schedule = keyword(0.1, check_newton_scale, callable)
-    lr_scale_clip: float | None = keyword(
-        None, partial(check_number, low=1.0, remedy="1.0 for no scaling"), None
-    )
+    lr_scale_clip: float | None = keyword(None, CLIP, None)
     lr_scale_guard: bool = keyword(True, check_flag)
     lanczos_iterations: int | None = keyword(None)
-    lanczos_tol: float = keyword(
-        1e-2, partial(check_number, low=0.0, open_high=True, remedy="1e-2 is the default")
-    )
+    lanczos_tol: float = keyword(1e-2, TOLERANCE)
     lanczos_dtype: torch.dtype | None = keyword(None, check_lanczos_dtype, None)
-    eigenvalue_floor: float = keyword(
-        1e-2, partial(check_number, low=0.0, high=1.0, remedy="0.01 is usual")
-    )
+    eigenvalue_floor: float = keyword(1e-2, FLOOR)
     subspace_momentum: float | Literal["average", "base"] = keyword("average", check_momentum)
     warm_start: bool = keyword(True, check_flag)
     trust_region: bool = keyword(True, check_flag)
@@ -196,11 +187,8 @@ class FOSIOptions:
 
     def __post_init__(self) -> None:
         check_keywords(self)
-        if self.lanczos_iterations is not None:
-            least = max(self.wanted, 1)
-            check_whole(
-                "lanczos_iterations", self.lanczos_iterations, least, "4 (largest + smallest)"
-            )
+        if (most := self.lanczos_iterations) is not None:
+            check_whole("lanczos_iterations", most, max(self.wanted, 1), "4 (largest + smallest)")
         if self.smallest > 0 and self.curvature != "hessian":
             raise ValueError(
                 f"smallest={self.smallest} with curvature={self.curvature!r}: it has no negative "
@@ -273,9 +261,7 @@ class EpochOptions(FOSIOptions):
     epoch_steps: int = keyword(100)
     final_update: FinalUpdate = keyword("guarded", one_of(*get_args(FinalUpdate)))
     helper_timeout: float = keyword(60.0, check_timeout)
-    warmup_steps: int | None = keyword(
-        None, partial(check_whole, low=0, remedy="0 to begin with a refresh"), None
-    )
+    warmup_steps: int | None = keyword(None, WARMUP, None)
     layout: Layout = "column"
 
     def __post_init__(self) -> None:
@@ -309,45 +295,42 @@ def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> fl
     return scale * (lr / peak) if peak > 0.0 else 0.0
 
 
-def check_shards(name: str, params: Sequence[Tensor]) -> None:
-    """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows."""
+def check_shards(name: str, params: Sequence[Tensor], options: FOSIOptions) -> None:
+    """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows.
+
+    Its products are by differences then.
+    """
     shards = [p for p in params if is_dtensor(p)]
-    if shards and len(shards) < len(params):
-        raise TypeError(
-            f"{name}: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
-            f"vector spans all; shard the rest, too, without ignored_params"
-        )
-    if any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
-        raise TypeError(
-            f"{name}: the parameters are sharded over a mesh with replicas (HSDP), and each "
-            f"process is to have rows of its own; shard over a mesh of one dimension"
-        )
-
-
-def check_row_layout(params: Sequence[Tensor], options: FOSIOptions) -> None:
-    """Raise TypeError where sharded parameters come with a chosen layout="column"."""
-    if options.layout == "column" and any(map(is_dtensor, params)):
-        raise TypeError(
-            "DHO2: layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) "
-            "leaves it rows; use layout='row'"
-        )
-
-
-def check_differences(name: str, params: Sequence[Tensor], options: FOSIOptions) -> None:
-    """Raise TypeError unless products by differences will do where parameters are sharded."""
-    if not any(map(is_dtensor, params)):
+    why = ""
+    if not shards:
         return
-    if options.hvp not in ("auto", "differences"):
-        raise TypeError(
-            f"{name}: hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has "
-            f"first ones only; use hvp='differences'"
+    if len(shards) < len(params):
+        why = (
+            f"fully_shard has sharded {len(shards)} of {len(params)} parameters, and one vector "
+            f"spans all; shard the rest, too, without ignored_params"
         )
-    if options.curvature != "hessian":
-        raise TypeError(
-            f"{name}: curvature={options.curvature!r} takes derivatives of outputs, and "
-            f"fully_shard (FSDP2) has those of a loss only; use curvature='hessian', or "
-            f"DistributedDataParallel"
+    elif any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
+        why = (
+            "the parameters are sharded over a mesh with replicas (HSDP), and each process is to "
+            "have rows of its own; shard over a mesh of one dimension"
         )
+    elif options.layout == "column" and not isinstance(options, EpochOptions):
+        why = (
+            "layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) leaves "
+            "it rows; use layout='row'"
+        )
+    elif options.hvp not in ("auto", "differences"):
+        why = (
+            f"hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has first ones "
+            f"only; use hvp='differences'"
+        )
+    elif options.curvature != "hessian":
+        why = (
+            f"curvature={options.curvature!r} takes derivatives of outputs, and fully_shard "
+            f"(FSDP2) has those of a loss only; use curvature='hessian', or DistributedDataParallel"
+        )
+    if why:
+        raise TypeError(f"{name}: {why}")
 
 
 def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:

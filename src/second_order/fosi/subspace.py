@@ -24,7 +24,7 @@ from torch import Tensor
 
 from second_order.distributed.world import World
 from second_order.fosi.pieces import Chunk
-from second_order.fosi.trust import Flag, Verdict
+from second_order.fosi.trust import Flag, Number, TrustVerdict
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
@@ -279,19 +279,12 @@ class Subspace:
         return taken, taken * decay + gain * c if nesterov else taken
 
     def bounded(
-        self, step: Tensor, momentum: Tensor, sound: Flag, verdict: Verdict, back: float | Tensor
+        self, step: Tensor, momentum: Tensor, sound: Flag, verdict: TrustVerdict, back: Number
     ) -> tuple[Tensor, Tensor, Flag]:
-        """Make of a Newton step what the trust region allows of it.
+        """Make of a Newton step and momentum, if ``sound``, what the trust region allows of them.
 
-        Args:
-            step: |û|⁻¹ times the coefficients from :meth:`ahead`.
-            momentum: The momentum from there.
-            sound: Whether they are finite.
-            verdict: What to do.
-            back: The share of the last step that takes it back.
-
-        Returns:
-            The step, the momentum, and whether they are to be taken.
+        ``back`` is the share of the last step that takes it back. Returns the step, the momentum,
+        and whether they are to be taken.
         """
         if isinstance(verdict.undo, Tensor) and isinstance(sound, Tensor):
             new = torch.where(verdict.undo, back * self.last, step * verdict.share)

@@ -27,8 +27,9 @@ from second_order.contract.saved import SavedPart
 
 __all__ = [
     "Flag",
+    "Number",
     "TrustRegion",
-    "Verdict",
+    "TrustVerdict",
     "check_numbers",
     "choose",
     "judged",
@@ -111,7 +112,7 @@ def _ratio(a: Number, b: Number) -> Number:
     return a / (b + (b == 0.0))
 
 
-class Verdict(NamedTuple):
+class TrustVerdict(NamedTuple):
     """What is to be done at a step; plain values on the CPU, tensors elsewhere."""
 
     share: Number  # τ, the share of the Newton step to take
@@ -125,7 +126,7 @@ def judged(
     limit: float,
     sound: Flag,
     finite: Flag,
-) -> tuple[list[Number], Verdict]:
+) -> tuple[list[Number], TrustVerdict]:
     """The rule of :meth:`TrustRegion.judge`: the numbers after the step, and what to do."""
     promise, descent, last = terms
     usual, scale, change, model, before, length = numbers
@@ -153,7 +154,7 @@ def judged(
         choose(undo, cut, choose(kept, new, old))
         for cut, new, old in zip(less, after, numbers, strict=True)
     ]
-    return chosen, Verdict(share, undo)
+    return chosen, TrustVerdict(share, undo)
 
 
 class TrustRegion:
@@ -197,7 +198,7 @@ class TrustRegion:
 
     def judge(
         self, terms: Tensor, alpha: Number, limit: float, sound: Flag, finite: Flag
-    ) -> Verdict:
+    ) -> TrustVerdict:
         """Look at what the last step has done, and bound the one to come.
 
         Args:

@@ -19,8 +19,15 @@ from torch import Tensor, nn
 
 from second_order.contract.averaging import Routed
 from second_order.contract.training import Training
-from second_order.fosi.pieces import Chunk, FlatLayout, Piece, Room, ShardedLayout, chunks_of
-from second_order.fosi.sharded_base import ShardedBase, gather_state, works_by_element
+from second_order.fosi.pieces import (
+    FlatLayout,
+    Room,
+    ShardedBase,
+    ShardedLayout,
+    chunks_of,
+    gather_state,
+    works_by_element,
+)
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.vector_space import RowSpace, ShardSpace
@@ -52,16 +59,9 @@ class ParameterVector:
         ValueError: If rows are to be spread and the base needs whole tensors.
     """
 
-    layout: FlatLayout
-    pieces: list[Piece]
-    chunks: list[Chunk]
-
     def __init__(self, training: Training, *, spread: bool, dtype: torch.dtype | None) -> None:
-        self._training, self._dtype = training, dtype
-        self._wanted = spread
-        self.in_parts = False
-        self._stepper: ShardedBase | None = None
-        self._cut()
+        self._training, self._dtype, self._wanted = training, dtype, spread
+        self.restart()
         if self.spread and not self.sharded and not works_by_element(type(training.base)):
             raise ValueError(
                 f"layout='row' on {training.world.size} processes steps {training.base_name} on "
@@ -69,8 +69,12 @@ class ParameterVector:
                 f"layout='column'"
             )
 
-    def _cut(self) -> None:
-        world, groups = self._training.world, self._groups()
+    def restart(self) -> None:
+        """Cut the vector anew, where the base's state is whole: in the beginning, after a load."""
+        self.in_parts = False
+        self._stepper: ShardedBase | None = None
+        world = self._training.world
+        groups = [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
         self.sharded = any(is_dtensor(p) for group in groups for p in group)
         self.spread = (self._wanted or self.sharded) and world.size > 1
         self.layout = (
@@ -80,9 +84,6 @@ class ParameterVector:
         )
         self.pieces = self.layout.of(world.rank if self.spread else 0)
         self.chunks = chunks_of(self.pieces)
-
-    def _groups(self) -> list[list[Tensor]]:
-        return [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
 
     def follow(self) -> bool:
         """Cut the vector anew where parameters were added, frozen or unfrozen; returns whether.
@@ -97,11 +98,6 @@ class ParameterVector:
         for p, part in whole.items():
             self._training.base.state[p] = part
         return True
-
-    def restart(self) -> None:
-        """Cut the vector anew after a load, with a base's state that is whole."""
-        self.in_parts, self._stepper = False, None
-        self._cut()
 
     # ------------------------------------------------------------------------------- numbers
 
@@ -154,40 +150,27 @@ class ParameterVector:
 
     def values(self) -> list[Tensor]:
         """The parameters that are here, a tensor each chunk; until the next call, or the other."""
-        dtype = self.dtype
-        return [chunk.values(dtype, chunk.room(dtype)) for chunk in self.chunks]
+        return [chunk.values(self.dtype) for chunk in self.chunks]
 
     def gradients(self) -> list[Tensor]:
         """The gradients that are here, a tensor each chunk; as long as :meth:`values`."""
-        dtype = self.dtype
-        return [chunk.gradients(dtype, chunk.room(dtype)) for chunk in self.chunks]
+        return [chunk.gradients(self.dtype) for chunk in self.chunks]
 
-    def keep(self, rooms: list[Room | Tensor]) -> list[Tensor]:
+    def keep(self, rooms: list[Room]) -> list[Tensor]:
         """A copy of the parameters that are here, a tensor each chunk.
 
-        Args:
-            rooms: Where to; filled at the first call, by what the next ones are to be given.
+        The first call fills ``rooms``, which the next ones are to be given, to copy to.
         """
         if not rooms:
-            dtype = self.dtype
-            rooms += [
-                Room(chunk.whole, dtype) if chunk.whole else torch.empty_like(chunk.values(dtype))
-                for chunk in self.chunks
-            ]
-        kept = []
-        for chunk, room in zip(self.chunks, rooms, strict=True):
-            if isinstance(room, Room):
-                kept.append(room.take(chunk.whole))
-            else:
-                kept.append(room.copy_(chunk.values(room.dtype)))
-        return kept
+            rooms += [Room(chunk.pieces, self.dtype) for chunk in self.chunks]
+        return [chunk.keep(room) for chunk, room in zip(self.chunks, rooms, strict=True)]
 
     def flat(self) -> Tensor:
         """The parameters that are here as one tensor, which loses nothing of them."""
         dtype = self.layout.dtype
         if not self.chunks:  # a process may have no rows
             return torch.empty(0, dtype=dtype, device=self.device)
-        return torch.cat([chunk.values(dtype) for chunk in self.chunks])
+        return torch.cat([chunk.keep(Room(chunk.pieces, dtype)) for chunk in self.chunks])
 
     def overwrite(self, flat: Tensor) -> None:
         """Set the parameters that are here."""

@@ -57,14 +57,7 @@ def saved_factors(
     common: Mapping[str, Any],
     of_layers: Sequence[Any],
 ) -> dict[Tensor, dict[str, Any]]:
-    """The factors that this process keeps, by the layers' weights; shared, not copied.
-
-    Args:
-        layers: The layers of the model.
-        taken: Tells whether this process has any statistics of a layer.
-        common: Entries that are saved with every layer.
-        of_layers: What has further entries of each layer, the same on every process.
-    """
+    """The factors that this process keeps, by the layers' weights; shared, not copied."""
     active = set(layers.active)
     found: dict[Tensor, dict[str, Any]] = {}
     for block in layers.blocks:
@@ -122,10 +115,6 @@ def check_saved_factors(
 
     A layer that is frozen may have been saved with its bias, and one that has no block here with
     any sizes: of such layers, factors that do not fit are not loaded.
-
-    Args:
-        saved: The ``"curvature"`` parts of a checkpoint.
-        blocks: The layers to be loaded.
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
     tensors, alike = {*LETTERS, MEANS}, {*ALIKE, *CHOSEN}
@@ -154,13 +143,7 @@ def move_factors(
     plan: Mapping[KroneckerBlock, LayerPlan],
     before: Mapping[KroneckerBlock, LayerPlan],
 ) -> None:
-    """Send the factors of layers whose keepers have changed to the new keepers.
-
-    Args:
-        world: The processes.
-        plan: The plan of the layers, in the same order on every rank.
-        before: The plan before this one, of the layers that had one.
-    """
+    """Send the factors of layers whose keepers have changed to the new keepers."""
     routes: dict[Item, tuple[int, Sequence[int]]] = {}
     for block, layer in plan.items():
         for letter in block.shape.letters:
@@ -185,11 +168,6 @@ def gather_factors(
     world: World, plan: Mapping[KroneckerBlock, LayerPlan], ranks: Sequence[int]
 ) -> dict[KroneckerBlock, dict[str, Tensor]]:
     """Collect copies of the factors that other ranks keep.
-
-    Args:
-        world: The processes.
-        plan: The plan of every layer, in the same order on every rank.
-        ranks: The ranks that want the factors.
 
     Returns:
         By layer, the factors that this rank does not keep, under "A" and "G"; empty on ranks not

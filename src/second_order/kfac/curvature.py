@@ -42,7 +42,7 @@ from second_order.kfac.feedback import ADAPTIVE, PLAIN, Feedback, StepLength
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
 from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
-from second_order.kfac.pipelined import Coming, Pipeline
+from second_order.kfac.pipelined import Pipeline
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -59,10 +59,9 @@ from second_order.kfac.precondition import (
     precondition_by_owners,
     precondition_by_workers,
 )
-from second_order.kfac.schedule import Cadence
+from second_order.kfac.schedule import JUDGED, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
 from second_order.kfac.solve import Solves
-from second_order.kfac.stats_workers import StatsWorkers
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
@@ -106,7 +105,7 @@ class KFAC(Curvature):
         training: Training,
         options: KFACOptions,
         system: System,
-        helpers: StatsWorkers | None = None,
+        helpers: Any = None,
     ) -> None:
         super().__init__(training)
         self._options, self._system, self.helpers = options, system, helpers
@@ -131,7 +130,7 @@ class KFAC(Curvature):
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
-        self._closed, self.workers = False, 0
+        self._closed, self._coming, self.workers = False, False, 0
         self.coefficient: Tensor | None = None
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
         self.clip = Clip(training, options, self.layers, counted if helpers is None else "helpers")
@@ -162,11 +161,6 @@ class KFAC(Curvature):
         """The options, and the layers."""
         return self.layers.description(self._system.said)
 
-    def require_no_growth(self) -> None:
-        """Raise SecondOrderError if the model has grown, and stats workers lack what is new."""
-        if self.helpers is not None:
-            self.helpers.require_no_growth(self.training)
-
     def check_processes(self) -> None:
         """Raise ValueError if these processes and devices cannot do what is asked."""
         self.solves.check_device()
@@ -194,12 +188,19 @@ class KFAC(Curvature):
     def _look(self) -> None:
         self.layers.forget_plan()
         self.layers.connect()
-        self._follow()
+        if self.layers.follow():
+            self._compile()
         self.layers.name_those_left()
         self.watch()
 
     def replan(self) -> None:
-        """Look for the model's layers again."""
+        """Look for the model's layers again.
+
+        Raises:
+            SecondOrderError: If the model has grown, and stats workers lack what is new.
+        """
+        if self.helpers is not None:
+            self.helpers.require_no_growth(self.training)
         if not self._closed:
             self.layers.find()
             self._look_at_shards()
@@ -209,78 +210,72 @@ class KFAC(Curvature):
 
     def prepare(self) -> None:
         """Plan anew where layers have changed: gradients go to those that precondition them."""
-        self._follow()
+        if self.layers.follow():
+            self._compile()
         if self.hook is not None:
             self.hook.share_moved(self.owners())
 
     def precondition(self, pending: PendingAverage) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
         meter, cadence, step = self.training.meter, self._cadence, self._step
-        helpers, solves, coming = self.helpers, self.solves, None
+        helpers, solves, length = self.helpers, self.solves, self.step_length
+        solves.refreshed = False
         takes = cadence.takes_statistics()
         if takes or helpers is not None or self._pipeline is not None:
             with meter.stage("statistics"):
                 age = self.training.steps - cadence.updated_at
-                coming = self._take_statistics(takes)
+                self._take_statistics(takes)
                 if takes and step.of_gradients:
                     self._take_gradients(pending, age)
         due = cadence.due()
-        if due and cadence.judges_cost:  # what the passes have queued is not the refresh's
+        if due and self.training.steps < JUDGED:  # what the passes have queued is not the refresh's
             settle(self.training.device)
-        if due or coming or solves.wanted or solves.under_way or helpers is not None:
+        if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()
-                try:
-                    heard = solves.refresh(due, pending, news, coming)
-                finally:
-                    if coming is not None:
-                        coming.finish()
+                heard = solves.refresh(due, pending, news)
                 if helpers is not None:
                     helpers.hear(heard, self.training)
         with meter.stage("average_gradients"):
             pending.wait()
-        self._feedback.measure(step, self.sharded)
+        if solves.refreshed or length.kept:
+            self._feedback.measure(step, self.sharded)
         with meter.stage("precondition"):
             self.coefficient = self._preconditioned()
-        self.step_length.keep(step.layers, solves.refreshed or self._may_refresh)
+        self._coming = bool(solves.under_way) or cadence.may_come
+        if (asked := solves.refreshed or self._coming) or length.factor != 1.0:
+            length.keep(step.layers, asked)
 
     def correct(self) -> None:
         """Scale the step, and offer the parameters to stats workers; the step is over."""
-        self._feedback.follow(self._step)
+        solves, cadence = self.solves, self._cadence
+        if solves.refreshed:
+            self._feedback.follow(self._step)
+            self._coming = bool(solves.under_way) or cadence.may_come
         if self.step_length.kept:
-            self.step_length.scale(asked=self._may_refresh)
+            self.step_length.scale(asked=self._coming)
         if self.helpers is not None:
-            self.helpers.offer(self.training, self.solves.post)
-        self._cadence.tell()
-        self.budget.lap(working=bool(self.plan))
-
-    @property
-    def _may_refresh(self) -> bool:
-        """Whether inverses may be put to use at the next step."""
-        return bool(self.solves.under_way) or self._cadence.may_come
+            self.helpers.offer(self.training, solves.post)
+        if solves.refreshed or self.training.steps < JUDGED:
+            cadence.tell()
+        if self.budget.measuring:
+            self.budget.lap(working=bool(self.plan))
 
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
         own = self.helpers is None or self.helpers.own_passes
         due = own and self._cadence.takes_statistics()
         self.layers.expect(due)
-        if self.layers.collector.counted is not self._counted:  # a refresh has found it silent
+        owned = self._system.owners is not None
+        if owned and self.layers.collector.counted is not self._counted:  # it has been silent
             self.layers.watch(self._takes, self._counted)
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
 
-    def _take_statistics(self, due: bool) -> Coming | None:
-        """Update the running averages by the statistics of the step's passes and of helpers.
-
-        Args:
-            due: Whether those of the passes are due.
-
-        Returns:
-            The layers whose averages are still to be updated, as their sums arrive; None if all
-            averages are those of this step.
-        """
+    def _take_statistics(self, due: bool) -> None:
+        """Update the averages by statistics of the step's passes, if ``due``, and of helpers."""
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
-        world, steps, coming = self.training.world, self.training.steps, None
+        world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
             due = due and helpers.own_passes and layers.capture.enabled  # during the passes
         more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
@@ -292,17 +287,17 @@ class KFAC(Curvature):
         if due:
             decay = cadence.decay()
             exchange = partial(sum_statistics, world, step.layers)
-            if self._pipeline is not None:
-                self._pipeline.expect(self._wire)
-                coming = self._pipeline.coming(layers, exchange, decay)
+            if pipeline is not None:
+                pipeline.expect(self._wire)
+                sums = pipeline.sums(layers, exchange)
             else:
                 sums = layers.sums(step.taken)
                 with self.training.meter.stage("exchange"):
                     exchange(sums, self._wire)
-                layers.take_in(layers.whole_steps(sums, world.size, more), decay)
+            layers.take_in(layers.whole_steps(sums, world.size, more), decay)
             cadence.updated_at = steps
-        elif self._pipeline is not None:
-            self._pipeline.drain()
+        elif pipeline is not None:
+            pipeline.drain()
         if helpers is not None:
             mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == world.rank}
             for found in helpers.statistics(mine, fed):
@@ -312,7 +307,6 @@ class KFAC(Curvature):
                     block.expect()
                 layers.take_in(found, decay)
             helpers.tell(self.training)
-        return coming
 
     def _more_terms(self) -> Tensor | float:
         """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.
@@ -403,11 +397,9 @@ class KFAC(Curvature):
         alone = self._system.owners is None or self.training.world.size == 1
         return None if alone else self.layers.counting
 
-    def _follow(self) -> None:
-        """Compile the step anew if layers were frozen or unfrozen since the last one."""
+    def _compile(self) -> None:
+        """Compile the step anew, as layers were frozen or unfrozen since the last one."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
-        if not layers.follow():
-            return
         shapes = {block: block.shape for block in layers.active}
         changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
         self._shapes |= shapes
@@ -521,8 +513,8 @@ class KFAC(Curvature):
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """Collect copies of the factors that other ranks keep; a collective."""
-        if not self._closed:
-            self._follow()
+        if not self._closed and self.layers.follow():
+            self._compile()
         found = gather_factors(self.training.world, self.known, ranks)
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
 
@@ -532,6 +524,7 @@ class KFAC(Curvature):
             self.helpers.close()
         self.solves.close()
         self.layers.close()
+        self.clip.follow()
         if self.drift is not None:
             self.drift.follow(())
         if self._pipeline is not None:
@@ -543,15 +536,10 @@ class KFAC(Curvature):
             self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
-        """The factors as an object of their own; a collective if some are kept elsewhere.
-
-        Args:
-            dtype: Dtype of the copies.
-            gather: Whether to get factors that other processes keep.
-        """
+        """The factors as an object of their own; a collective if some are kept elsewhere."""
         gather = gather and bool(self.kept_elsewhere)
-        if gather:
-            self._follow()
+        if gather and self.layers.follow():
+            self._compile()
         damping, layers = self.solves.damping, self.layers
         return fitted_curvature(
             self.training, self._options, layers, self.known, damping, dtype, gather
@@ -609,14 +597,7 @@ def sum_statistics(
     sums: Mapping[KroneckerBlock, StatisticsSums],
     wire: torch.dtype | None = None,
 ) -> None:
-    """Add statistics over the ranks that contribute, in place.
-
-    Args:
-        world: The ranks.
-        layers: The plan of each layer.
-        sums: Sums of the layers whose statistics this rank takes.
-        wire: Dtype in which factors' sums travel; None for their own.
-    """
+    """Add statistics over the ranks that contribute, in place."""
     if world.size == 1:
         return
     heads: list[tuple[Tensor, int | None]] = []

@@ -90,11 +90,10 @@ PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
 class StepLength:
     """The factor of the steps of preconditioned weights; the same on every rank.
 
-    Args:
-        lengths: Bounds and rates; None for the same τ throughout.
-
     Attributes:
         factor: τ.
+        follows: Whether it follows what steps do.
+        kept: Whether a step is kept, the last or the coming one, to be scaled or looked at.
     """
 
     def __init__(self, lengths: Lengths | None = None) -> None:
@@ -104,37 +103,28 @@ class StepLength:
         self._looked_at, self._rate, self._rate_changed = -1, math.nan, -1
         self._before: dict[Tensor, Tensor] = {}
         self._step: dict[Tensor, Tensor] = {}  # -Δ
-
-    @property
-    def follows(self) -> bool:
-        """Whether τ follows what steps do."""
-        return self._lengths is not None
+        self.follows, self.kept = lengths is not None, False
 
     def measured(self, params: Iterable[Tensor]) -> Tensor | None:
         """S of parameters whose mean gradients are here; None where the last step is not known."""
-        step, self._step = self._step, {}
-        found = [
-            torch.vdot(local(p.grad).flatten(), step[p].flatten().to(p.grad.dtype)).float()
-            for p in params
-            if p.grad is not None and p in step
-        ]
+        step, self._step, self.kept, found = self._step, {}, False, []
+        for p in params:
+            if p.grad is not None and p in step:
+                gradient = local(p.grad).flatten()
+                found.append(torch.vdot(gradient, step[p].flatten().to(p.grad.dtype)).float())
         return torch.stack([each.to(found[0].device) for each in found]).sum() if found else None
 
     def keep(self, solved: Iterable[KroneckerBlock], asked: bool) -> None:
         """Keep what the base's step is scaled from, and looked at by if it is ``asked`` about."""
         self._step, self._before = {}, {}
         if (self.follows and asked) or self.factor != 1.0:
-            params = (p for block in solved if block.solved for p in block.params)
-            self._before = {p: local(p).detach().clone() for p in params}
+            for block in solved:
+                if block.solved:
+                    self._before |= {p: local(p).detach().clone() for p in block.params}
+        self.kept = bool(self._before)
 
     def follow(self, s: float, rate: float, step: int) -> None:
-        """Change τ at a refresh.
-
-        Args:
-            s: What the last step did; NaN tells nothing.
-            rate: The learning rate.
-            step: The step of the refresh.
-        """
+        """Change τ at a refresh."""
         bounds = self._lengths
         if bounds is None:
             return
@@ -165,19 +155,14 @@ class StepLength:
         self._rate = rate
         return self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
 
-    @property
-    def kept(self) -> bool:
-        """Whether the coming step of the base is to be scaled or looked at."""
-        return bool(self._before)
-
     def scale(self, asked: bool) -> None:
         """Scale the base's step by τ, if it is kept; it may be ``asked`` about at the next one."""
-        before, self._before = self._before, {}
+        before, self._before, self.kept = self._before, {}, asked and self.follows
         now = [local(p) for p in before]
         old = list(before.values())
         if self.factor != 1.0:
             torch._foreach_lerp_(now, old, 1.0 - self.factor)
-        if asked and self.follows:
+        if self.kept:
             torch._foreach_sub_(old, now)
             self._step = before
 
@@ -192,7 +177,7 @@ class StepLength:
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over what a checkpoint has; the step before is not known."""
-        self._step, self._before = {}, {}
+        self._step, self._before, self.kept = {}, {}, False
         wanted = set(STEP_LENGTH)
         found = next((part for part in saved.values() if part.keys() >= wanted), None)
         if self._lengths is None or found is None:
@@ -205,15 +190,7 @@ class StepLength:
 
 
 class Feedback:
-    """What a training follows after its refreshes; the same on every rank.
-
-    Args:
-        training: The training to serve.
-        options: The options; where nothing follows a refresh, nothing is sent.
-        solves: The layers' inverses, and γ.
-        drift: The layers' intervals by drift, or None.
-        step_length: The length of steps.
-    """
+    """What a training follows after its refreshes; the same on every rank."""
 
     def __init__(
         self,
@@ -229,61 +206,64 @@ class Feedback:
         self._measured: Tensor | None = None  # s of the step before, at a step with a refresh
 
     def measure(self, step: StepPlan, rows: bool) -> None:
-        """Look at the last step, at a refresh, before gradients are preconditioned.
-
-        Args:
-            step: What this rank does.
-            rows: Whether every rank has rows of all gradients.
-        """
-        stepping = []
-        if self._solves.refreshed:
-            told = {*step.told}
-            blocks = [b for b in step.layers if b in told or (rows and is_dtensor(b.weight))]
-            stepping = [p for block in blocks if block.solved for p in block.params]
-        self._measured = self._step_length.measured(stepping)
+        """Look at the last step, at a refresh, before gradients are preconditioned."""
+        told, stepping = {*step.told}, []
+        for block in step.layers:
+            if block.solved and (block in told or (rows and is_dtensor(block.weight))):
+                stepping += block.params
+        self._measured = self._step_length.measured(stepping if self._solves.refreshed else ())
 
     def follow(self, step: StepPlan) -> None:
         """Let γ, intervals and the length of steps follow a refresh; a collective."""
-        if not self._solves.refreshed or not self._follows:
+        if not self._follows:
             return
         drift, world, blocks = self._drift, self._training.world, [*step.layers]
         with self._training.meter.stage("agree"):
-            told = [block for block in step.told if block.solved]
-            curvature = [b.ensure_factors().mean_curvature() for b in told if b.factors is not None]
+            told, work = {*step.told}, 0
+            curvature: list[Tensor] = []
             changes: list[Tensor | None] = []
-            if drift is not None:
-                found, mine = [block.take_change() for block in blocks], {*told}
-                changes = [c if b in mine else None for b, c in zip(blocks, found, strict=True)]
-            total = None
-            if curvature:
-                total = torch.stack([each.to(curvature[0].device) for each in curvature]).sum()
-            work = float(sum(block.state.work for block in told))
-            counts = [float(self._measured is not None), float(len(curvature)), work]
-            sizes = (1, 1, *(3 for _ in changes))
-            heard = [*counts, *_numbers([self._measured, total, *changes], sizes)]
+            for block in blocks:
+                mine = block.solved and block in told
+                if mine:
+                    work += block.state.work
+                if mine and block.factors is not None:
+                    each = block.factors.mean_curvature()
+                    curvature.append(each.to(curvature[0].device) if curvature else each)
+                if drift is not None:
+                    change = block.take_change()
+                    changes.append(change if mine else None)
+            total = torch.stack(curvature).sum() if curvature else None
+            heard = [float(self._measured is not None), float(len(curvature)), float(work)]
+            heard += _numbers([self._measured, total, *changes], (1, 1, *[3] * len(changes)))
             if world.size > 1:
                 message = torch.tensor(heard, dtype=torch.float64)
                 world.on_cpu().all_reduce([message]).wait()
                 heard = message.tolist()
-        known, layers, work, s, mean, *changed = heard
-        ours = {id(p) for block in blocks for p in block.params}
-        groups = (g for g in self._training.groups if not ours.isdisjoint(map(id, g["params"])))
-        rate = max((float(group["lr"]) for group in groups), default=0.0)
+        known, layers, passes, s, mean, *changed = heard
+        rate = 0.0
+        if self._step_length.follows:
+            ours: set[Tensor] = set().union(*(block.params for block in blocks))
+            for group in self._training.groups:
+                if not ours.isdisjoint(group["params"]):
+                    rate = max(rate, float(group["lr"]))
         self._step_length.follow(s if known else math.nan, rate, self._training.steps)
         if layers and math.isfinite(mean):
             self._solves.mean_curvature = mean / layers
         if drift is not None:
             price = PRICE[self._options.solver] / world.size
-            drift.hear(blocks, changed, work, [price * solve_cost_of(b) for b in blocks])
+            drift.hear(blocks, changed, passes, [price * solve_cost_of(b) for b in blocks])
 
 
 def _numbers(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> list[float]:
     """Entries of tensors, zeros for None; a device is waited for once."""
-    known = [t for t in tensors if t is not None]
-    flat = [t.reshape(-1).to(known[0].device, torch.float32) for t in known]
-    entries = iter(torch.cat(flat).tolist() if flat else [])
-    return [
-        0.0 if t is None else float(next(entries))
-        for t, size in zip(tensors, sizes, strict=True)
-        for _ in range(size)
-    ]
+    flat: list[Tensor] = []
+    for tensor in tensors:
+        if tensor is not None:
+            one = tensor.reshape(-1).to(torch.float32)
+            flat.append(one.to(flat[0].device) if flat else one)
+    entries: list[float] = torch.cat(flat).tolist() if flat else []
+    found: list[float] = []
+    for tensor, size in zip(tensors, sizes, strict=True):
+        found += [0.0] * size if tensor is None else entries[:size]
+        entries = entries if tensor is None else entries[size:]
+    return found

@@ -313,12 +313,7 @@ class Layers:
     def sums(
         self, blocks: Sequence[KroneckerBlock], micro_batches: int | None = None
     ) -> dict[KroneckerBlock, StatisticsSums]:
-        """The statistics of some layers since the last step; those of all layers are cleared.
-
-        Args:
-            blocks: The layers.
-            micro_batches: What :meth:`micro_batches` says of all layers, if these are not all.
-        """
+        """The statistics of some layers since the last step; those of all layers are cleared."""
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
         dtype = self._options.factor_dtype
         sums = {block: block.staged.sums(parts).to(dtype) for block in blocks}
@@ -336,11 +331,6 @@ class Layers:
 
         Of losses divided by the N examples of the whole step a gradient d is 1 / N of an example's,
         times the number of processes, over which the sums of gradients are averaged.
-
-        Args:
-            sums: Sums of some layers.
-            processes: Number of processes whose gradients are averaged.
-            more: The step's examples, relative to those in the sums.
         """
         if self.reduction != "step_mean":
             return dict(sums)
@@ -353,10 +343,6 @@ class Layers:
         """Update the running averages by sums over all processes, weighted by their examples.
 
         Sums that do not fit their dtype are dropped, and noted; no device is waited for.
-
-        Args:
-            sums: Sums of some layers; emptied here.
-            decay: Weight of the past in the averages.
         """
         for block, each in sums.items():
             over = drop_overflow(each, block.shape)
@@ -404,8 +390,11 @@ class Layers:
                 f"layers' inputs or the loss down, or use factor_dtype=torch.float64"
             )
 
-    def tell_of_silence(self, silent: Sequence[KroneckerBlock]) -> None:
-        """Warn, once each, of the layers of which no statistic has ever come."""
+    def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
+        """Warn, once each, of those of some layers of which no statistic has ever come."""
+        silent = [block for block in agreed if block.state.silent]
+        if not silent:
+            return
         training = self._training
         if len(silent) == len(self.active):
             if training.first_time("no statistics"):
@@ -446,11 +435,7 @@ class Layers:
         return [p for block in heard for p in block.params]
 
     def summary(self, said: Mapping[str, str]) -> Summary:
-        """A table of every layer, and of the parameters left to the base.
-
-        Args:
-            said: The ranks that work on a layer, in words, by its name.
-        """
+        """A table of every layer, and of the parameters left to the base."""
         trains = self._left_training()
         rows = [
             LayerRow(

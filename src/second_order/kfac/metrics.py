@@ -52,14 +52,7 @@ NAMES = (
 def metrics_of(
     layers: Layers, plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, step: int
 ) -> dict[str, float]:
-    """Numbers on layers, factors and inverses. Waits for the device.
-
-    Args:
-        layers: The layers of the model.
-        plan: The layers that train.
-        solves: The layers' inverses.
-        step: The number of the last step, from 0; -1 before it.
-    """
+    """Numbers on layers, factors and inverses. Waits for the device."""
     found = dict.fromkeys(NAMES, math.nan)
     blocks = list(plan)
     solved = [block for block in blocks if block.solved]
@@ -135,15 +128,6 @@ def fitted_curvature(
     gather: bool,
 ) -> KroneckerCurvature:
     """Copy the running averages into an object of their own.
-
-    Args:
-        training: The training.
-        options: The options of the training.
-        layers: The layers of the model.
-        plan: The plan of every layer that has trained, in the same order on every rank.
-        damping: γ of the last refresh, as the option has it; NaN before one.
-        dtype: Dtype of the copies.
-        gather: Whether to get factors that other processes keep: a collective.
 
     Raises:
         SecondOrderError: If no layer has had statistics.

@@ -392,7 +392,7 @@ def _settle_intervals(ours: dict[str, Any]) -> None:
     if inverses is None and ours["refresh"] != "drift":
         inverses = USUAL_INTERVAL
     if factors is None and inverses is not None:
-        oftener = isinstance(inverses, int) and inverses < USUAL_INTERVAL
+        oftener = type(inverses) is int and 0 < inverses < USUAL_INTERVAL
         factors = inverses if oftener else USUAL_INTERVAL
     if inverses is not None and ours["refresh"] == "drift":
         ours["refresh"] = "interval"

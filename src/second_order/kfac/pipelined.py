@@ -3,8 +3,7 @@
 in the passes   a layer whose statistics are complete joins its bucket; a bucket whose layers all
                 are sets out, after those before it
 at the step     the other buckets set out; ranks agree on layers whose statistics have changed since
-                they were sent; each bucket's sums are taken in as they come; the layers that have
-                changed are sent again
+                they were sent; these are sent again
 
 Between two steps every rank sends every bucket once, in one order, whatever its passes do: a layer
 that no pass has reached goes as zeros. So it does not matter which rank sends a bucket in a pass
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +33,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
 from second_order.kronecker.layers import FactorShape
 
-__all__ = ["FUSED_BYTES", "Coming", "Pipeline", "Sums"]
+__all__ = ["FUSED_BYTES", "Pipeline", "Sums"]
 
 FUSED_BYTES = 2**20
 """Bytes of a bucket, unless one layer alone has more."""
@@ -77,35 +76,8 @@ class SentState(NamedTuple):
         return same and (self.staged.empty or self.micro_batches == micro_batches)
 
 
-class Coming:
-    """Layers whose averages are updated as their sums arrive, all of them once it has finished."""
-
-    def __init__(self, coming: Iterator[Sums], take_in: Callable[[Sums], None]) -> None:
-        self._coming, self._take_in = coming, take_in
-
-    def __call__(self, wanted: list[KroneckerBlock]) -> Iterator[list[KroneckerBlock]]:
-        """The layers of a list, each as soon as its averages are those of this step."""
-        left = wanted
-        for sums in self._coming:
-            arrived = set(sums)
-            self._take_in(sums)
-            yield [block for block in left if block in arrived]
-            left = [block for block in left if block not in arrived]
-        yield left
-
-    def finish(self) -> None:
-        """Take in all that has not been asked for."""
-        for sums in self._coming:
-            self._take_in(sums)
-
-
 class Pipeline:
-    """The exchange of a training's statistics, begun in its passes.
-
-    Args:
-        training: The training.
-        dtype: Dtype of the factors' sums.
-    """
+    """The exchange of a training's statistics, begun in its passes."""
 
     def __init__(self, training: Training, dtype: torch.dtype) -> None:
         self._training, self._dtype = training, dtype
@@ -156,12 +128,7 @@ class Pipeline:
         self._forget()
 
     def expect(self, wire: torch.dtype | None) -> None:
-        """Send what the coming passes bring, as the coming step wants statistics.
-
-        Args:
-            wire: Dtype in which the factors' sums travel; None for their own. Once a pass has
-                brought anything the one before stays: buckets may have left.
-        """
+        """Send what the coming passes bring, as the coming step wants statistics."""
         if not (self._sent or self._reached):
             self._wire = wire
         self._expected = True
@@ -208,29 +175,15 @@ class Pipeline:
                 pending.wait()
         self._rest()
 
-    def coming(
-        self, layers: Layers, exchange: Callable[[Sums, torch.dtype | None], None], decay: float
-    ) -> Coming:
-        """Send what is left, and return what updates the layers' averages, bucket by bucket.
+    def sums(self, layers: Layers, exchange: Callable[[Sums, torch.dtype | None], None]) -> Sums:
+        """Send what is left, and wait for the sums of all ranks; a collective.
 
-        A collective, and so is what it returns, to its end. The layers' statistics are cleared.
-
-        Args:
-            layers: The layers of the model.
-            exchange: Sums statistics over all ranks at once, in place, by the dtype in which they
-                travel.
-            decay: Weight of the past in the averages.
+        The layers' statistics are cleared.
         """
         meter, world = self._training.meter, self._training.world
-
-        def take_in(sums: Sums) -> None:
-            with meter.stage("statistics"):
-                layers.take_in(layers.whole_steps(sums, world.size), decay)
-
         blocks = [slot.block for slot in self._slots]
         if not blocks:
-            layers.sums([])
-            return Coming(iter(()), take_in)
+            return layers.sums([])
         micro_batches = layers.micro_batches(blocks)
         with meter.stage("exchange"):
             for bucket in self._buckets[len(self._sent) :]:
@@ -243,39 +196,19 @@ class Pipeline:
         self._learn(blocks, micro_batches)
         with meter.stage("exchange"):
             agreed.wait()
-        again = [b for b, flag in zip(blocks, changed.tolist(), strict=True) if flag]
-        local = layers.sums(again, micro_batches)
-        if self._loan is not None:
-            self._loan.settled = False
-        return Coming(self._arriving(buckets, sent, local, exchange), take_in)
-
-    def _arriving(
-        self,
-        buckets: Sequence[Sequence[Slot]],
-        sent: Sequence[Sequence[_Sent]],
-        local: Sums,
-        exchange: Callable[[Sums, torch.dtype | None], None],
-    ) -> Iterator[Sums]:
-        """The sums of each bucket without those that have changed, and then these."""
-        meter = self._training.meter
-        for bucket, parts in zip(buckets, sent, strict=True):
-            with meter.stage("exchange"):
+            again = [b for b, flag in zip(blocks, changed.tolist(), strict=True) if flag]
+            local, found = layers.sums(again, micro_batches), {}
+            for bucket, parts in zip(buckets, sent, strict=True):
                 for pending, _ in parts:
                     pending.wait()
                 sums = iter([each for _, copies in parts for each in copies])
-            heads = [next(sums) for _ in bucket]
-            found = {}
-            for slot, head in zip(bucket, heads, strict=True):
-                factors = {letter: next(sums).to(self._dtype) for letter in slot.shape.letters}
-                if slot.block not in local:
+                heads = [next(sums) for _ in bucket]
+                for slot, head in zip(bucket, heads, strict=True):
+                    factors = {k: next(sums).to(self._dtype) for k in slot.shape.letters}
                     found[slot.block] = StatisticsSums(factors, head)
-            yield found
-        if self._loan is not None:
-            self._loan.settled = True
-        if local:
-            with meter.stage("exchange"):
+            if local:
                 exchange(local, self._wire)
-            yield local
+        return {**found, **local}
 
     def _learn(self, blocks: Sequence[KroneckerBlock], micro_batches: int) -> None:
         """Expect as many pairs as in one of the last two steps, in the first rank's order."""

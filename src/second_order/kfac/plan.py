@@ -277,15 +277,7 @@ def compile_step(
     wire: torch.dtype | None,
     takes: Callable[[KroneckerBlock], bool],
 ) -> StepPlan:
-    """List what this rank does; a collective, for the groups of its row and its column.
-
-    Args:
-        world: The ranks.
-        grid: The grid of ranks; a row of it preconditions a layer.
-        layers: The plan of each layer that trains.
-        wire: Dtype in which decompositions travel; None for their own.
-        takes: Tells whether this rank's batches go into a layer's factors.
-    """
+    """List what this rank does; a collective, for the groups of its row and its column."""
     here = grid.row(grid.row_of(world.rank))
     results: dict[torch.dtype, dict[KroneckerBlock, int]] = {}
     for block, layer in layers.items():

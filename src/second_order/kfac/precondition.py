@@ -59,11 +59,11 @@ def kl_change(
     Returns:
         A scalar on the layers' device; nothing waits for it.
     """
-    terms = [
-        torch.linalg.vecdot(p.flatten(), g.flatten()).abs() * lr**2
-        for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True)
-    ]
-    products = torch.stack([term.to(terms[0].device, terms[0].dtype) for term in terms])
+    terms: list[Tensor] = []
+    for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True):
+        term = torch.linalg.vecdot(p.flatten(), g.flatten()).abs() * lr**2
+        terms.append(term.to(terms[0]) if terms else term)
+    products = torch.stack(terms)
     return torch.where(torch.isfinite(products), products, 0.0).sum()
 
 
@@ -107,6 +107,7 @@ class Clip:
     ) -> None:
         self._training, self._options = training, options
         self._layers, self._counted = layers, counted
+        self._by_batch = options.kl_clip == AUTO
         self._group_of: dict[KroneckerBlock, int] = {}
         self._batches: tuple[int, list[KroneckerBlock], Tensor] | None = None
 
@@ -119,7 +120,7 @@ class Clip:
 
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip."""
-        if self._options.kl_clip == AUTO:
+        if self._by_batch:
             return 1.0
         kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
         if callable(self._options.kl_clip) and kl_clip is not None:
@@ -135,39 +136,39 @@ class Clip:
         """Σ lr² |P·∇| over layers, over κ where that follows the batch; 0 for none.
 
         Args:
-            results: P, the preconditioned gradient, of each layer.
+            results: P, the preconditioned gradient, of each layer, and of others perhaps.
             gradients: ∇, the mean gradient, of each layer.
-            among: The layers whose batches κ follows; none for those of ``results``.
+            among: The layers whose batches κ follows; none for those of ``gradients``.
         """
-        if not results:
+        if not gradients:
             return torch.zeros(())
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
-        groups, by_batch = self._training.groups, self._options.kl_clip == AUTO
-        rates = [groups[self._group_of[block]][which] for block in results]
-        rates = [*map(_raised, rates)] if by_batch else rates
-        change = kl_change(list(results.values()), [gradients[b] for b in results], rates)
-        return change / self._bound_for_batch([*(among or results)], change) if by_batch else change
+        groups, by_batch, rates, mine = self._training.groups, self._by_batch, [], []
+        for block in gradients:
+            rate = groups[self._group_of[block]][which]
+            mine.append(results[block])
+            if by_batch and isinstance(rate, Tensor):  # below 0.1 the geometric mean of the two
+                rate = torch.where(rate < USUAL_LR, (rate * USUAL_LR).sqrt(), rate)
+            elif by_batch and rate < USUAL_LR:
+                rate = math.sqrt(rate * USUAL_LR)
+            rates.append(rate)
+        change = kl_change(mine, list(gradients.values()), rates)
+        if not by_batch:
+            return change
+        known, blocks, updates = self._batches, list(among or gradients), self._layers.updates
+        if known is None or known[0] != updates or known[1] != blocks:
+            known = self._batches = updates, blocks, self._bound_for_batch(blocks)
+        return change / known[2].to(change)
 
-    def _bound_for_batch(self, blocks: list[KroneckerBlock], like: Tensor) -> Tensor:
+    def _bound_for_batch(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
         """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
         if self._counted == "helpers":
-            return torch.tensor(USUAL_BOUND).to(like)
-        known, updates = self._batches, self._layers.updates
-        if known is None or known[0] != updates or known[1] != blocks:
-            counts = [block.ensure_factors().examples for block in blocks]
-            examples = torch.stack([count.to(counts[0].device) for count in counts]).max()
-            ranks = self._training.world.size if self._counted == "one" else 1
-            known = self._batches = updates, blocks, bound_for(examples * ranks)
-        return known[2].to(like)
-
-
-def _raised(lr: float | Tensor) -> float | Tensor:
-    """The rate by which "auto" reckons: below 0.1 the geometric mean of the two."""
-    if isinstance(lr, Tensor):
-        return torch.where(lr < USUAL_LR, (lr * USUAL_LR).sqrt(), lr)
-    return math.sqrt(lr * USUAL_LR) if lr < USUAL_LR else lr
+            return torch.tensor(USUAL_BOUND)
+        counts = [block.ensure_factors().examples for block in blocks]
+        examples = torch.stack([count.to(counts[0].device) for count in counts]).max()
+        return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))
 
 
 def precondition_by_workers(
@@ -175,40 +176,32 @@ def precondition_by_workers(
 ) -> Tensor | None:
     """Precondition by gradient workers, which send P to the other ranks; write ν P.
 
-    Every rank has the mean gradients, gets all results, and clips by itself.
-
-    Args:
-        step: What this rank does.
-        training: The training that the gradients are of.
-        clip: The clip of the steps.
-        dtype: The dtype of the inverses.
-
-    Returns:
-        ν, a scalar; None where nothing is clipped.
+    Every rank has the mean gradients, gets all results, and clips by itself. Returns ν, a scalar;
+    None where nothing is clipped.
     """
-    found, mine = {}, {}
+    gradients: dict[KroneckerBlock, Tensor] = {}
+    mine: dict[KroneckerBlock, Tensor] = {}
     for block in step.layers:
         if block.solved:
             gradient = block.gradient(block.work_dtype)
             if gradient is not None:
-                found[block] = gradient
+                gradients[block] = gradient
             if block.inverse is not None:  # without a gradient, too: others expect a message
                 mine[block] = block.precondition(gradient, dtype)
     if step.column.size > 1:
         with training.meter.stage("exchange"):
             mine = _given_to_all(step, mine, training.device)
-    if not found:
+    if not gradients:
         return None
-    coefficient = None
     with training.meter.stage("clip"):
-        if (bound := clip.bound()) is not None:
-            chosen = {block: mine[block] for block in found}
-            coefficient = kl_clip_coefficient(clip.change(chosen, found), bound)
-        for block in found:
+        bound, coefficient = clip.bound(), None
+        if bound is not None:
+            coefficient = kl_clip_coefficient(clip.change(mine, gradients), bound)
+        for block in gradients:
             result, scale = mine[block], coefficient
-            block.write_gradient(
-                result, 1.0 if scale is None else scale.to(result.device, result.dtype)
-            )
+            if scale is not None:
+                scale = scale.to(result.device, result.dtype)
+            block.write_gradient(result, 1.0 if scale is None else scale)
     return coefficient
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "DRIFT",
     "DRIFT_ALIKE",
     "DRIFT_INTERVAL",
+    "JUDGED",
     "LONGEST",
     "PLAIN",
     "Bounds",
@@ -53,7 +54,7 @@ LONGEST = 32
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
 SMALL = 5e8  # operations that take as long as what a step costs besides its products
 COSTLY, SHORT = 10, 0.5  # a refresh that is told of: in steps of the base, and in seconds
-JUDGED = 100  # steps whose refreshes may be told of
+JUDGED = 100  # steps whose refreshes may be told of, for which a device is waited for
 BY_DRIFT, BY_BUDGET = 5, 20  # number of steps that are measured
 
 
@@ -247,13 +248,6 @@ def _median(values: Sequence[float]) -> float:
 class Cadence:
     """When statistics and refreshes are due, and how much of the past an update keeps.
 
-    Args:
-        training: The training whose steps are counted.
-        options: The intervals, and the weight of the past.
-        layers: The layers, some of which may be new.
-        helped: Whether other processes take the statistics, which then cost nothing here.
-        waits: Whether all solves are waited for: then that is of a refresh's cost.
-
     Attributes:
         updated_at: The step of the last update of the running averages.
         budget: Chooses the intervals that are "auto".
@@ -317,11 +311,6 @@ class Cadence:
             check_interval(f"{option} at step {step}: {option}", every)
         return 1 if every == AUTO else int(every)
 
-    @property
-    def judges_cost(self) -> bool:
-        """Whether a costly refresh is told of at this step, for which a device is waited for."""
-        return self._training.steps < JUDGED
-
     def tell(self) -> None:
         """Warn, once each, of a budget that keeps drifting layers waiting, and of a dear refresh.
 
@@ -334,7 +323,7 @@ class Cadence:
                 f"{drift.held} layers have drifted so far that they want one oftener; a larger "
                 f"overhead allows it, and skip_layers=[...] spares wide layers"
             )
-        if not self.judges_cost:
+        if training.steps >= JUDGED:
             return
         base = training.meter.spent(ELSEWHERE, "average_gradients", "base")
         refresh = training.meter.spent("solve", "solve_exchange")
@@ -358,12 +347,7 @@ class Cadence:
         )
 
     def decay(self, age: int | None = None, *, exactly: bool = False) -> float:
-        """The averages' weight of the past at an update.
-
-        Args:
-            age: Steps since the last update, if this one has been noted already.
-            exactly: Whether to count them where factors have an interval, and not that.
-        """
+        """The averages' weight of the past at an update."""
         past, steps = self._options.factor_decay, self._training.steps
         since = steps - self.updated_at if age is None else age
         if self._options.factor_update_steps is not None and not exactly:

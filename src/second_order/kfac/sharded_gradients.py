@@ -57,15 +57,6 @@ def precondition_rows(
 ) -> Tensor | None:
     """Precondition the layers that are solved, each on its worker, and write ν P by rows.
 
-    Args:
-        buckets: What travels together, of :func:`buckets_of`.
-        step: What this rank does.
-        training: The training that the gradients are of.
-        clip: The clip of the steps.
-        dtype: The dtype of the inverses.
-        batch_of_all: Whether the clip follows the batch of the layer that sees most among all
-            layers; among those of each worker otherwise.
-
     Returns:
         ν, a scalar; None where nothing is clipped.
     """

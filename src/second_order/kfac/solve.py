@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -35,12 +35,9 @@ from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
 from second_order.options import value_at
 
-__all__ = ["Arriving", "Refreshed", "Solve", "Solved", "Solves", "Verdict"]
+__all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
-
-Arriving: TypeAlias = Callable[[list[KroneckerBlock]], Iterable[list[KroneckerBlock]]]
-"""Gives all layers of a list in parts, as they become ready."""
 
 Solved: TypeAlias = dict[str, Decomposition]
 """A layer's decompositions, by the factors' letters; without those that failed."""
@@ -100,6 +97,7 @@ class Solves:
 
     Attributes:
         wanted: Whether a refresh is due out of turn.
+        refreshed: Whether layers have been put to use at this step; the same on every rank.
         under_way: The solves under way, by layer.
         taken_at: By layer, the step whose factors the inverse in use was made from.
         installed_at: By layer, the step at which that inverse was put to use.
@@ -140,14 +138,9 @@ class Solves:
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
-        self._installed = -1  # the last step at which any was
+        self.refreshed = False
         if self.traces is not None:
             self.traces.forget()
-
-    @property
-    def refreshed(self) -> bool:
-        """Whether layers have been put to use at this step; the same on every rank."""
-        return self._installed == self.training.steps
 
     def check_device(self) -> None:
         """Raise ValueError if layers are to be solved on a device that does not exist."""
@@ -157,7 +150,6 @@ class Solves:
         due: Sequence[KroneckerBlock],
         pending: PendingAverage,
         news: Sequence[float] = (),
-        arriving: Arriving | None = None,
     ) -> Sequence[float]:
         """Solve the layers that are due, and install what the ranks agree is solved.
 
@@ -166,8 +158,6 @@ class Solves:
             pending: The gradients: nothing may be under way in the world while a part of it
                 communicates, since NCCL's communicators are not to be used at the same time.
             news: Further numbers for the ranks to agree on; of the same length on every rank.
-            arriving: Gives layers of a list in parts, each once its running averages are those of
-                this step; None if all are.
 
         Returns:
             The news of all ranks, the largest of each.
@@ -182,16 +172,14 @@ class Solves:
                 damping = value_at(self.options.damping, self.training.steps)
                 check_damping(damping)  # everywhere, before it begins
                 self.damping = float(damping)
-            heard, agreed, hopeless = self.run(due, pending, news, arriving)
+            heard, agreed, hopeless = self.run(due, pending, news)
         except DecompositionError:
             raise
         except BaseException:  # solves under way may have lost their results
             self.under_way.clear()
             self.wanted = True
             raise
-        silent = [block for block in agreed if block.state.silent]
-        if silent:
-            self.layers.tell_of_silence(silent)
+        self.layers.tell_of_silence(agreed)
         if hopeless:
             raise DecompositionError(
                 f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
@@ -201,11 +189,7 @@ class Solves:
         return heard
 
     def run(
-        self,
-        due: Sequence[KroneckerBlock],
-        pending: PendingAverage,
-        news: Sequence[float],
-        arriving: Arriving | None,
+        self, due: Sequence[KroneckerBlock], pending: PendingAverage, news: Sequence[float]
     ) -> Refreshed:
         """Do the refresh.
 
@@ -215,17 +199,17 @@ class Solves:
         parts: list[list[KroneckerBlock]] = []
         filled, agreed, hopeless = 0.0, [], []
         for block in due:
-            stored = (block.stored_shape(letter) for letter in block.shape.letters)
-            size = self.options.inv_dtype.itemsize * 2 * sum(map(math.prod, stored))
+            size = 0
+            for letter in block.shape.letters:
+                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shape(letter))
             if not parts or (self.training.world.size == 1 and filled + size > PART_BYTES):
                 parts.append([])
                 filled = 0.0
             parts[-1].append(block)
             filled += size
         for part in parts:
-            for arrived in [part] if arriving is None else arriving(part):
-                with self.training.meter.stage("launch"):
-                    self.submit(arrived)
+            with self.training.meter.stage("launch"):
+                self.submit(part)
             self.layers.tell_of_sums()
             news, came, failing = self.agree(pending, news)
             agreed += came
@@ -260,11 +244,13 @@ class Solves:
     def ready(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The layers that this rank is to solve now, with γ; the others get their verdicts."""
         options, rank, damping = self.options, self.training.world.rank, self.damping
-        self.under_way |= {block: Solve(self.training.steps) for block in blocks}
-        mine = [b for b in blocks if rank in self.plan[b].solvers]
-        others = []  # who know γ by themselves, unless it is sent
-        if not self.heads:
-            others = [b for b in blocks if b not in mine and rank in self.plan[b].workers]
+        mine, others = [], []  # others know γ by themselves, unless it is sent
+        for block in blocks:
+            self.under_way[block] = Solve(self.training.steps)
+            if rank in self.plan[block].solvers:
+                mine.append(block)
+            elif not self.heads and rank in self.plan[block].workers:
+                others.append(block)
         least = options.damping_floor * self.mean_curvature
         try:
             for block in blocks:
@@ -292,14 +278,17 @@ class Solves:
     def _with_statistics(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The layers that this rank can solve; the others get their verdicts."""
         device, ready = self.training.device, []
-        news = [b for b in blocks if b.ensure_factors() not in self._seen]
-        weights = [block.ensure_factors().weight.to(device) for block in news]
-        counts = torch.stack(weights).tolist() if weights else []
-        unseen = {block for block, count in zip(news, counts, strict=True) if not count > 0}
+        weights = {
+            block: block.ensure_factors().weight.to(device)
+            for block in blocks
+            if block.ensure_factors() not in self._seen
+        }
+        counts = torch.stack(list(weights.values())).tolist() if weights else []
+        known = dict(zip(weights, counts, strict=True))
         for block in blocks:
             if block.lost:
                 self.under_way[block].verdict = Verdict.LOST
-            elif block in unseen:
+            elif not known.get(block, 1.0) > 0:
                 # The pairs of a dead layer have been heard: they have no example.
                 silent = block.state.asked and not block.state.heard
                 self.under_way[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
@@ -397,7 +386,7 @@ class Solves:
                 inverse = self.solver.combine(received.pop(block), solve.damping, solve.scale)
                 self.dampings[block] = solve.damping
             block.install(inverse, None if self.drift is None else self.options.inv_dtype)
-            self._installed = self.installed_at[block] = self.training.steps
+            self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
         return failing
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from second_order.contract.averaging import PendingAverage
 from second_order.errors import DecompositionError
 from second_order.kfac.plan import solve_cost_of
-from second_order.kfac.solve import Arriving, Refreshed, Solve, Solved, Solves, Verdict
+from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict
 from second_order.kronecker.background import Streams, Ticket, WorkerPool, retrieve, take_snapshot
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
@@ -99,11 +99,7 @@ class SolvesOnThreads(Solves):
         self.pool.submit(lambda: send(fetch()))
 
     def run(
-        self,
-        due: Sequence[KroneckerBlock],
-        pending: PendingAverage,
-        news: Sequence[float],
-        arriving: Arriving | None,
+        self, due: Sequence[KroneckerBlock], pending: PendingAverage, news: Sequence[float]
     ) -> Refreshed:
         """Submit what is due, install what has come, and submit what is due of that again."""
         before, stage = list(self.under_way), self.training.meter.stage

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -37,14 +37,17 @@ from second_order.distributed.mailbox import (
 )
 from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
 from second_order.errors import SecondOrderError
+from second_order.kfac.curvature import KFAC
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import ACCOUNTS, NAMES
+from second_order.kfac.options import KFACOptions
+from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.collector import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
 
-__all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers"]
+__all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers", "with_stats_workers"]
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
@@ -84,12 +87,7 @@ def _in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:
 
 
 def statistics_of(sums: Mapping[str, StatisticsSums], edition: int) -> Message:
-    """Make a message of statistics: all heads and all factors in a flat tensor each.
-
-    Args:
-        sums: The sums by layer; none where there is nothing to tell.
-        edition: Number of changes of the layers so far.
-    """
+    """Make a message of statistics: all heads and all factors in a flat tensor each."""
     heads = [each.head for each in sums.values()]
     factors = [t for each in sums.values() for t in each.factors.values()]
     flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
@@ -142,10 +140,6 @@ class Helper:
 
 class StatsWorkers:
     """The stats workers, as a gradient worker knows them.
-
-    Args:
-        count: Number of stats workers.
-        patience: Seconds without a sign of life after which a stats worker is given up.
 
     Attributes:
         active: The stats workers that are alive.
@@ -202,10 +196,6 @@ class StatsWorkers:
         """Send the newest parameters to the stats workers that want them; worker 0 does.
 
         Statistics that are still on their way hold the next point back: none queue up.
-
-        Args:
-            training: The training that has the parameters.
-            send: Takes copies of tensors, and a function to call with them on the CPU.
         """
         for helper in self.active if self._rank == 0 else ():
             wanted = helper.mailbox.heard("want")
@@ -223,12 +213,7 @@ class StatsWorkers:
     def statistics(
         self, mine: Mapping[str, KroneckerBlock], fed: Iterable[str] = ()
     ) -> Iterator[Sums]:
-        """The sums of each message that has come since the last step.
-
-        Args:
-            mine: The layers that this process owns, by name.
-            fed: Layers that had statistics from the training passes.
-        """
+        """The sums of each message that has come since the last step."""
         self.known.update(name for name in fed if name in mine)
         for helper in self.active:
             message = helper.mailbox.arrived(f"stats/{helper.heard}/{self._rank}")
@@ -294,15 +279,8 @@ class StatsWorkers:
 class StatsWorker(Curvature):
     """A process that computes statistics for the others' training, and does not train.
 
-    Args:
-        training: The workers' training, with this process's copy of the model.
-        layers: The layers of that model.
-        description: The lines that must be equal on all processes.
-        owners: Gives the rank that owns each layer, for a number of workers.
-        count: Number of stats workers.
-        patience: Seconds without a sign of life after which the workers are given up.
-
     Attributes:
+        layers: The layers of the model.
         mailbox: The mailbox to the workers; None before roles are given, and after a goodbye.
         optimized: Which parameters and buffers the workers optimize.
     """
@@ -314,15 +292,14 @@ class StatsWorker(Curvature):
     def __init__(
         self,
         training: Training,
-        layers: Layers,
-        description: Callable[[Layers], list[str]],
-        owners: Callable[[Sequence[KroneckerBlock], int], Sequence[int]],
+        options: KFACOptions,
+        system: System,
         count: int,
         patience: float,
     ) -> None:
         super().__init__(training)
-        self.layers = layers
-        self._description, self._owners = description, owners
+        self.layers = Layers(training, options, system.rules, system.conv_approximation)
+        self._system = system
         self._count, self._patience = count, patience
         self._workers = training.world.size - count
         self.mailbox: Mailbox | None = None
@@ -331,11 +308,11 @@ class StatsWorker(Curvature):
         self._everybody: tuple[str, ...] = ()
         self._asked = self._sent = self._edition = 0
         self.optimized: list[bool] = []
-        layers.find()
+        self.layers.find()
 
     def description(self) -> list[str]:
         """The workers' options, and the layers."""
-        return self._description(self.layers)
+        return self.layers.description(self._system.said)
 
     def check_processes(self) -> None:
         """Raise ValueError if no process would be left to train."""
@@ -372,19 +349,12 @@ class StatsWorker(Curvature):
         self.layers.find(theirs or None)
         self._look()
 
-    def require_no_growth(self) -> None:
-        """Follow the workers, which refuse to grow."""
-
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Raise ValueError: a stats worker's model stays whole."""
         raise ValueError(whole_models(self.training.name, "stats"))
 
-    @property
-    def instead(self) -> Callable[[], None]:
+    def instead(self) -> None:
         """Send the statistics of the last passes, and get the newest parameters."""
-        return self._take_part
-
-    def _take_part(self) -> None:
         self._deliver()
         self._fetch()
 
@@ -470,10 +440,10 @@ class StatsWorker(Curvature):
         sums = self.layers.sums([block for block in active if not block.staged.empty])
         sums = self.layers.whole_steps(sums, 1)
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
-        owners = self._owners(active, self._workers)
-        for block, owner in zip(active, owners, strict=True):
+        plan = self._system.plan(list(map(dims_of, active)), self._workers)
+        for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
-                parts[owner][block.name] = sums[block]
+                parts[layer.solver("A")][block.name] = sums[block]
         self.layers.collector.settle()
         if self.mailbox is not None:
             for rank, each in enumerate(parts):
@@ -511,3 +481,30 @@ class StatsWorker(Curvature):
         if self._store is not None and mailbox.closed_there:  # other workers still listen
             await_goodbyes(self._store, self._everybody, patience)
             self._store = None
+
+
+def with_stats_workers(
+    training: Training,
+    options: KFACOptions,
+    system: System,
+    *,
+    count: int,
+    patience: float,
+    on_device: bool,
+) -> Curvature:
+    """Make this rank's curvature where the last ranks compute statistics for the others."""
+    if on_device:
+        system = replace(system, said=f"{system.said} {training.device.type}")
+    if count and training.world.size == 1:
+        training.warn(
+            f"{training.name}(stats_workers={count}) with one process: nobody computes "
+            f"statistics on the side, so they are taken from this process's own passes"
+        )
+        count = 0
+    if not count:
+        return KFAC(training, options, system)
+    system = replace(system, plan=partial(distkfac_plan, keeps_all=False))
+    if training.world.rank < training.world.size - count:
+        return KFAC(training, options, system, StatsWorkers(count, patience))
+
+    return StatsWorker(training, options, system, count, patience)

@@ -56,12 +56,6 @@ def judge(now: Mark, before: Mark, bounds: tuple[float, float], settled: bool) -
 
     The trace of a settled layer does not count, but a schedule of the damping does: what it adds is
     in no trace of the statistics.
-
-    Args:
-        now: The layer at this refresh.
-        before: The layer at its last solve.
-        bounds: Upper and lower.
-        settled: Whether the layer has settled before.
     """
     upper, lower = bounds
     distance = 0.0 if settled else moved(now.trace, before.trace)
@@ -98,10 +92,6 @@ class TraceRefresh:
         """This rank's verdicts on layers that keep their inverses; a device is waited for once.
 
         A layer without an inverse is solved, and one whose last solve failed.
-
-        Args:
-            dampings: γ of the layers that this rank can solve.
-            damping: γ as the option has it.
         """
         traces: list[Tensor] = [
             block.ensure_factors().mean_curvature() + of for block, of in dampings.items()

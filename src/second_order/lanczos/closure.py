@@ -52,19 +52,14 @@ class Outputs:
 class Evaluation:
     """A closure's loss at the parameters as they are.
 
-    Attributes:
-        loss: The mean loss, a scalar. Its graph reaches the parameters; with "gauss-newton" it
-            ends at ``leaves``.
-        examples: The weight of that mean.
-        roots: The tensors whose Jacobian makes the curvature: the outputs for "gauss-newton", the
-            examples' losses ``(N,)`` for "empirical-fisher", none for "hessian".
-        leaves: The detached outputs that the loss was evaluated at, one a root, for "gauss-newton".
+    The roots are the tensors whose Jacobian makes the curvature: the outputs for "gauss-newton",
+    the examples' losses ``(N,)`` for "empirical-fisher", none for "hessian".
     """
 
-    loss: Tensor
-    examples: float
+    loss: Tensor  # the mean, a scalar; with "gauss-newton" its graph ends at the leaves
+    examples: float  # the weight of that mean
     roots: list[Tensor]
-    leaves: list[Tensor]
+    leaves: list[Tensor]  # the detached outputs that it was evaluated at, with "gauss-newton"
 
 
 def check_curvature(value: Any) -> None:

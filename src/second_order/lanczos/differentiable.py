@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import Evaluation
 
-__all__ = ["Graph", "Parts", "derivatives", "explained", "outputs_curvature"]
+__all__ = ["Graph", "Parts", "derivatives", "outputs_curvature", "remedied"]
 
 Parts: TypeAlias = Sequence[Tensor | None]
 """A part for each parameter; None for zeros."""
@@ -83,7 +83,7 @@ def _along(
     if not curved:
         return [None] * len(inputs)
     outputs, along = zip(*curved, strict=True)
-    with explained():
+    with remedied():
         return torch.autograd.grad(outputs, inputs, along, retain_graph=retain, allow_unused=True)
 
 
@@ -114,7 +114,7 @@ def derivatives(
     used: list[Any] = []
     hooks = [node.register_prehook(lambda _, f=f: used.append(f)) for node, f in custom]
     try:
-        with explained():
+        with remedied():
             found = torch.autograd.grad(roots, params, along, create_graph=twice, allow_unused=True)
     finally:
         for hook in hooks:
@@ -154,7 +154,7 @@ _TOLD = {  # what autograd says, and what is to be done
 
 
 @contextmanager
-def explained() -> Iterator[None]:
+def remedied() -> Iterator[None]:
     """Turn autograd's errors on second derivatives into CurvatureErrors with a remedy."""
     try:
         yield

@@ -33,8 +33,8 @@ from second_order.lanczos.differentiable import (
     Graph,
     Parts,
     derivatives,
-    explained,
     outputs_curvature,
+    remedied,
 )
 from second_order.lanczos.undisturbed import Undisturbed
 from second_order.sharded import dtypes_of_passes, local
@@ -316,7 +316,7 @@ class ShardedHessian(Hessian):
         """The sum total + factor · the mean gradient over all processes' examples."""
         for loss_fn in self._again():
             found = self._evaluate(loss_fn)
-            with explained():
+            with remedied():
                 (found.loss * found.examples).backward()
         everyone = torch.tensor(self.examples, dtype=torch.float64, device=self._device)
         self._world.all_reduce([everyone]).wait()

@@ -22,13 +22,10 @@ ASK_ALWAYS, ASK_EVERY = 32, 4
 
 
 class Space:
-    """The space of a recurrence's vectors, of which this process holds all rows; or some, below.
+    """The space of a recurrence's vectors, whose rows this process has: all, with a plain product.
 
-    Args:
-        product: Multiplies by a symmetric matrix, ``(n,) -> (n,)``.
-        size: Size n of the matrix.
-        dtype: Dtype of the vectors.
-        device: Device of the vectors.
+    That multiplies by a symmetric matrix of this size, ``(n,) -> (n,)``. `vector_space.py` has
+    spaces of which processes have some rows each.
     """
 
     def __init__(
@@ -66,36 +63,21 @@ def normal(size: int, seed: int, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Ritz:
-    """Eigenpairs of B, ascending, and how well they are eigenpairs of H.
+    """Eigenpairs of B, ascending, float64 on the CPU; all NaN where it could not be decomposed."""
 
-    All NaN where B could not be decomposed.
-
-    Attributes:
-        values: ``(m,)`` θ, float64 on the CPU.
-        vectors: ``(m, m)`` U, a column a pair.
-        residuals: ``(m,)`` ‖Hx − θx‖ = β_m |s_{mi}| of the Ritz vector x = D U[:, i].
-    """
-
-    values: Tensor
-    vectors: Tensor
-    residuals: Tensor
+    values: Tensor  # (m,) θ
+    vectors: Tensor  # (m, m) U, a column a pair
+    residuals: Tensor  # (m,) ‖Hx − θx‖ = β_m |s_{mi}| of the Ritz vector x = D U[:, i]
 
 
 @dataclass(frozen=True)
 class Tridiagonal:
-    """The result of a recurrence: D and B.
+    """The result of a recurrence: D, and B on the CPU in float64."""
 
-    Attributes:
-        basis: ``(m, rows)``, this process's rows of D, transposed: orthonormal vectors.
-        diagonal: ``(m,)`` the diagonal of B, float64 on the CPU.
-        off_diagonal: ``(m,)`` B's m − 1 entries beside it, and ‖h‖ after the last step.
-        finite: Whether every number has been finite.
-    """
-
-    basis: Tensor
-    diagonal: Tensor
-    off_diagonal: Tensor
-    finite: bool
+    basis: Tensor  # (m, rows), this process's rows of D, transposed: orthonormal vectors
+    diagonal: Tensor  # (m,), of B
+    off_diagonal: Tensor  # (m,), B's m − 1 entries beside it, and ‖h‖ after the last step
+    finite: bool  # whether every number has been
 
     def ritz(self) -> Ritz:
         """The Ritz pairs of B."""
@@ -132,7 +114,7 @@ def tridiagonalise(
         start: ``(rows,)``, this process's rows of the start vector, of any length but 0.
         iterations: Number m of iterations at most; no more than n are made.
         at_least: Where the Krylov space is exhausted earlier than after so many vectors, the
-            recurrence goes on from a random vector orthogonal to it.
+            recurrence goes on from a random vector orthogonal to it, of this ``seed``.
         finished: Called after each iteration from ``at_least`` on; True ends the run.
         seed: Seed of those random vectors.
     """

@@ -53,28 +53,16 @@ ParamsOrModel: TypeAlias = nn.Module | Iterable[Tensor]
 
 @dataclass(frozen=True)
 class Pairs:
-    """Ritz pairs as the recurrence leaves them.
+    """Ritz pairs as the recurrence leaves them, the largest first, then the smallest, ascending."""
 
-    Attributes:
-        values: ``(r,)`` the largest in descending order, then the smallest in ascending order;
-            float64 on the CPU.
-        residuals: ``(r,)`` ‖Hv − θv‖ by the recurrence, without rounding; float64 on the CPU.
-        largest: Number of pairs that are the largest ones.
-        iterations: Number of products the run took.
-        norm: The largest |θ| of the whole run, which ‖H‖ is at least.
-        basis: ``(m, rows)`` D, transposed.
-        combination: ``(m, r)`` the columns of U that are wanted.
-        trouble: Why there are no pairs, if a number was not finite, or B could not be decomposed.
-    """
-
-    values: Tensor
-    residuals: Tensor
-    largest: int
-    iterations: int
-    norm: float
-    basis: Tensor
-    combination: Tensor
-    trouble: str = ""
+    values: Tensor  # (r,) float64 on the CPU
+    residuals: Tensor  # (r,) ‖Hv − θv‖ by the recurrence, without rounding; alike
+    largest: int  # number of pairs that are the largest ones
+    iterations: int  # number of products the run took
+    norm: float  # the largest |θ| of the whole run, which ‖H‖ is at least
+    basis: Tensor  # (m, rows) D, transposed
+    combination: Tensor  # (m, r) the columns of U that are wanted
+    trouble: str = ""  # why there are none: a number not finite, or B not decomposed
 
     def bounds(self) -> Tensor:
         """Bounds on ‖Hv − θv‖, ``(r,)``: the residuals, or rounding if that is larger."""
@@ -105,16 +93,11 @@ def extreme_pairs(
     tol: float = 1e-2,
     seed: int = 0,
 ) -> Pairs:
-    """The algebraically largest and smallest eigenpairs, by one recurrence.
+    """The algebraically largest and smallest eigenpairs, by one recurrence from ``(rows,)``.
 
-    Args:
-        space: The product and the sums.
-        start: ``(rows,)``, this process's rows of the start vector.
-        largest: Number k of largest pairs.
-        smallest: Number l of smallest pairs.
-        iterations: Number m of iterations at most; None for :func:`default_iterations`.
-        tol: The run ends once every wanted pair has a residual of at most tol |θ|.
-        seed: Seed of random vectors where the Krylov space is exhausted early.
+    Of ``iterations`` at most, by default :func:`default_iterations`; it ends once every wanted pair
+    has a residual of at most tol |θ|. The seed is of random vectors where the Krylov space is
+    exhausted early.
     """
     wanted = min(largest + smallest, space.size)
     largest = min(largest, wanted)

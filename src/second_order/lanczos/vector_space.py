@@ -32,16 +32,10 @@ class RowSpace(Space):
 
     A context to multiply in, with autocast off for all but the loss. A process whose loss cannot be
     evaluated raises its error on entering, and all others with it. A product that fails on one
-    process gives NaN on all of them, so that no process is left waiting.
-
-    Args:
-        hessian: The Hessian of this process's batch.
-        world: The processes.
-        dtype: Dtype of the vectors.
-        sign: 1, or −1 for the Hessian of the negative loss.
+    process gives NaN on all of them, so that no process is left waiting; there :attr:`error` tells
+    why. With a sign of −1 it is the Hessian of the negative loss.
 
     Attributes:
-        size: Size n of the vectors.
         rows: The slice of the n rows that this process holds.
         error: The error of a product on this process, or None.
     """
@@ -144,12 +138,8 @@ class RowSpace(Space):
 class ShardSpace(RowSpace):
     """Vectors of which this process holds the rows that FSDP2 has left it of the parameters.
 
-    Args:
-        hessian: The :class:`~second_order.lanczos.hvp.ShardedHessian` of all processes' batches.
-        world: The processes.
-        dtype: Dtype of the vectors.
-        sign: 1, or −1 for the Hessian of the negative loss.
-        mine: Takes this process's rows out of a whole vector, in the parameters' order.
+    Of a :class:`~second_order.lanczos.hvp.ShardedHessian`; ``mine`` takes the rows here out of a
+    whole vector, in the parameters' order.
     """
 
     def __init__(

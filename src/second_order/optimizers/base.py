@@ -13,7 +13,6 @@ sees as its whole state for p, and ``"curvature"``, which belongs to the curvatu
 
 from __future__ import annotations
 
-import os
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,10 +29,10 @@ from second_order.contract.arguments import (
     check_sharding,
     read_arguments,
     refuse_meta,
+    tell_of_strangers,
 )
 from second_order.contract.averaging import start_average
 from second_order.contract.checkpoint import (
-    Checkpoint,
     add_collected,
     export_base_state,
     header,
@@ -50,9 +49,9 @@ from second_order.contract.groups import (
     unhooked_step,
     whole_group,
 )
-from second_order.contract.saved import BASE, CURVATURE, BaseState
+from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
 from second_order.contract.training import Training, warns_at_its_end
-from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, switch_of
+from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, recipe_of, switch_of
 from second_order.distributed.roles import Role, whole_models
 from second_order.distributed.world import World
 from second_order.options import (
@@ -65,7 +64,7 @@ from second_order.options import (
     follow_learning_rates,
     split_base_keywords,
 )
-from second_order.report import Recipe, RecipeRow, Summary
+from second_order.report import Recipe, Summary
 from second_order.sharded import dtensors_exist, is_checkpointing, is_dtensor, like, local
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
@@ -90,30 +89,16 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
 class SecondOrderOptimizer(torch.optim.Optimizer):
     """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
 
+    The systems' own keywords are on their pages; here are what they add to them.
+
     Args:
         params_or_model: A module, whose trainable parameters are optimized, or parameters or
             groups.
-        model: The module, where ``params_or_model`` is not one.
-        base: Class of the first-order optimizer.
         base_kwargs: Keyword arguments of ``base``.
         own_keywords: Names of the optimizer's own options, for messages.
         curvature: Makes the curvature of a training.
         needs_model: Whether a model is required.
-        gradient_averaging: "auto": average gradients over the processes unless the model is wrapped
-            in DistributedDataParallel; True or False: always or never.
-        grad_scaler: The GradScaler that scales the loss, if one does.
-        process_group: The processes to work with; None for the default group.
-        debug: Every how many steps ranks compare their parameters and states; True or False.
-        rest: Class of a second first-order optimizer, for all that is no hidden weight; None for
-            one base.
-        rest_layers: Patterns of modules that ``rest`` trains besides.
-        rest_kwargs: Keyword arguments of ``rest`` where they differ from those of the base.
         helper_role: Role of the ranks that help, if there are several ranks; None where all train.
-
-    Raises:
-        TypeError: For an unknown keyword, a base that is no optimizer class, or a missing model.
-        ValueError: For a value outside its bounds.
-        RankMismatchError: On every rank, if descriptions or parameters' shapes differ.
     """
 
     def __init__(
@@ -155,7 +140,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         averages = averages and world.size > 1
         training = Training(name, model, known, under_ddp, world, averages, grad_scaler)
         self._training, self._constructed, self._unwatched = training, False, False
-        self._tell_of_strangers(params, (rest or base).__name__, needs_model)
+        tell_of_strangers(training, params, (rest or base).__name__, needs_model)
         if rest is None:
             self._base = base(nameless(groups), **base_kwargs)
         else:
@@ -174,30 +159,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._curvature = curvature(training)
         check_scaler(grad_scaler, training.averages, world.size)
         self._start_together(helper_role)
-
-    def _tell_of_strangers(self, params: Sequence[Tensor], base: str, needs_model: bool) -> None:
-        """Warn of parameters that are not the model's, and of a launch without a process group."""
-        training = self._training
-        launched = os.environ.get("WORLD_SIZE", "1")
-        if launched.isdigit() and int(launched) > 1 and training.world.group is None:
-            training.warn(
-                f"WORLD_SIZE is {launched}, but no process group is initialised: each process "
-                f"trains alone; call torch.distributed.init_process_group() before making the "
-                f"optimizer"
-            )
-        owned = {id(p) for p in training.model.parameters()}
-        strange = [str(tuple(p.shape)) for p in params if id(p) not in owned]
-        if params and len(strange) == len(params):
-            raise ValueError(
-                f"none of the {len(params)} parameters belongs to "
-                f"model={type(training.model).__name__}, so {training.name} would be no more than "
-                f"{base}; pass the model itself, not a copy of it or another one"
-            )
-        if strange and needs_model:
-            training.warn(
-                f"{len(strange)} of {len(params)} parameters are not the model's, and are trained "
-                f"by {base} alone, without curvature: of shapes {', '.join(strange[:10])}"
-            )
 
     def _start_together(self, helper_role: Role | None) -> None:
         """Agree with the other processes, and start from the same parameters."""
@@ -279,7 +240,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             pending = start_average(training, curvature.route)
         curvature.precondition(pending)
         with training.meter.stage("base"):
-            self._drop_frozen_gradients()
             curvature.step_base(partial(unhooked_step, self._base))
         curvature.correct()
         training.trained = set(training.training_params())
@@ -332,22 +292,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return all(float(group["lr"]) == 0.0 for group in self.param_groups) and all(
             p.grad is not None and not bool(local(p.grad).count_nonzero()) for p in params
         )
-
-    def _drop_frozen_gradients(self) -> None:
-        """Drop gradients of frozen parameters: they have not been averaged."""
-        training = self._training
-        params = members_of(self.param_groups) if training.averages else ()
-        frozen = [p for p in params if not p.requires_grad and p not in training.trained]
-        left = [p for p in frozen if p.grad is not None]
-        for p in left:
-            p.grad = None
-        if left and training.first_time("frozen gradients"):
-            names = training.names()
-            listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in left[:20])
-            training.warn(
-                f"frozen parameters had gradients that the processes have not averaged, and that "
-                f"are dropped: {listed}; call zero_grad() after freezing"
-            )
 
     def _look_for_places(self) -> None:
         """Find the modules' entries that the parameters have, to see later what replaces them."""
@@ -483,13 +427,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 raise
             finally:
                 self._agree(doing, named=True)
+            self._curvature.replan()
         except Exception:
             self.param_groups[:] = before
             raise
         newcomers = members_of(self.param_groups[len(before) :])
         training.trained |= {p for p in newcomers if p.requires_grad}
         self._look_for_places()
-        self._curvature.replan()
 
     @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
@@ -511,12 +455,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             ranks = range(size) if to is None else [to]
             self._training.collected = self._curvature.gather(ranks), to
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Call :meth:`consolidate`: the name that torch's ZeroRedundancyOptimizer has for it.
-
-        Lightning calls it before it saves a checkpoint.
-        """
-        self.consolidate(to)
+    # The name that torch's ZeroRedundancyOptimizer has for it: Lightning calls it before it saves.
+    consolidate_state_dict = consolidate
 
     def state_dict(self) -> dict[str, Any]:
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
@@ -564,24 +504,24 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         self._take_shards()
-        training, names = self._training, self._training.names()
-        found: list[Checkpoint] = []
+        training, names, groups = self._training, self._training.names(), self.param_groups
+        saved: dict[Tensor, SavedPart] = {}
+        steps, absent = 0, list[str]()
 
         def read(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            found.append(read_checkpoint(state, self._base, self.param_groups, names))
-            self._curvature.check(found[0].curvature)
+            nonlocal saved, steps, absent
             # Loading casts floating state to the parameter's dtype, so curvature goes around it.
-            return {**state, "state": found[0].base, "param_groups": found[0].groups}
+            loaded, saved, steps, absent = read_checkpoint(state, self._base, groups, names)
+            self._curvature.check(saved)
+            return loaded
 
         last = self.register_load_state_dict_pre_hook(read)  # after what users' hooks make of it
         try:
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        base, _, saved, training.steps, absent = found[0]
-        self._consistency.loaded = True
-        training.collected = None
-        if base and not any(saved.values()):
+        training.steps, training.collected, self._consistency.loaded = steps, None, True
+        if self.state and not any(saved.values()):
             training.warn(
                 f"the state loaded is of {training.base_name} alone: it is taken over, and the "
                 f"curvature starts anew"
@@ -623,24 +563,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
         Reading it waits for the device where learning rates are tensors there.
         """
-        training, rows = self._training, []
-        names, preconditioned = training.names(), {*map(id, self._curvature.preconditioned())}
-        for group in self.param_groups:
-            base, decay = name_of(base_of(self._base, group)), group.get("weight_decay")
-            called = group.get(NAMES) or [""] * len(group["params"])
-            for p, name in zip(group["params"], called, strict=True):
-                status = "preconditioned" if id(p) in preconditioned else "plain gradient"
-                rows.append(
-                    RecipeRow(
-                        name=name or names.get(id(p), "(not in the model)"),
-                        shape=tuple(p.shape),
-                        base=base,
-                        lr=float(group["lr"]),
-                        weight_decay=None if decay is None else float(decay),
-                        status=status if p.requires_grad else "frozen",
-                    )
-                )
-        return Recipe(f"{training.name} over {training.base_name}, step {training.steps}", rows)
+        return recipe_of(self._training, self._curvature.preconditioned())
 
     @contextmanager
     def hooks_removed(self) -> Iterator[None]:

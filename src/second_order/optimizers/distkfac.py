@@ -32,8 +32,7 @@ from second_order.kfac.options import (
 )
 from second_order.kfac.plan import System, distkfac_plan
 from second_order.kfac.solve_async import Background, SolvesOnThreads
-from second_order.kfac.stats_workers import StatsWorker
-from second_order.kfac.with_helpers import with_stats_workers
+from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.keywords import Rate, settled, signed
 from second_order.optimizers.kronecker_optimizer import (
@@ -204,16 +203,6 @@ class DistKFAC(KroneckerOptimizer):
             )
         self._take_shards()
         return self._curvature.serve(batches, loss_fn)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; stats workers follow by themselves.
-
-        Raises:
-            SecondOrderError: If the model has grown, and there are stats workers.
-        """
-        if self.__dict__.get("_constructed"):
-            self._curvature.require_no_growth()
-        super().add_param_group(param_group)
 
     def summary(self) -> Summary:
         """A table of every layer, with how old the inverses in use are.

@@ -58,8 +58,8 @@ class KAISAOptions:
             sends statistics to the process that decomposes the factor, and nobody else keeps it:
             half the traffic, and memory that falls with the number of processes; a checkpoint then
             needs :meth:`consolidate`, or ``torch.distributed.checkpoint``. "pipelined" is
-            "all_reduce" in buckets that leave while the backward pass still runs, and decomposes
-            factors in the order in which they arrive (Shi et al. 2021): the same training.
+            "all_reduce" in buckets that leave while the backward pass still runs (Shi et al. 2021):
+            the same training.
         exchange_dtype: Dtype in which statistics and decompositions travel, where they do; None:
             that in which they are kept. ``torch.bfloat16`` halves the bytes of float32, and rounds
             to 8 bits; all processes get the same numbers. Statistics of the first 20 steps, and

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.divided import Divided, Helper, divided_curvature
+from second_order.fosi.epochs import Accelerating, Divided, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.eigenpair_optimizer import EigenpairOptimizer, PairKeywords
+from second_order.optimizers.dho2 import EigenpairOptimizer, PairKeywords
 from second_order.optimizers.keywords import Rate, settled, signed
 from second_order.options import picked
 from second_order.report import EpochReport
@@ -144,7 +144,7 @@ class MRDHO2(EigenpairOptimizer):
             ValueError: If there is no batch.
         """
         self._take_shards()
-        if not isinstance(self._curvature, Helper):
+        if not isinstance(self._curvature, Accelerating):
             raise SecondOrderError(
                 f"rank {self._training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'accelerator'"

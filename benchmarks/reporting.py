@@ -1,0 +1,75 @@
+"""Where all benchmarks write: tables on the console, records as JSON, figures as PNG."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
+BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, RED, PURPLE, GREY = "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#bbbbbb"
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on."""
+    cpu, information = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if information.exists():
+        names = [s for s in information.read_text().splitlines() if s.startswith("model name")]
+        cpu = names[0].partition(":")[2].strip() if names else cpu
+    return {
+        "date": date.today().isoformat(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "load": f"{os.getloadavg()[1]:.1f} processes on average in the last five minutes",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    }
+
+
+def store(path: Path | None, indent: int | None = 1, **parts: Any) -> None:
+    """Write parts of a record as JSON, with the machine; nothing where no file is wanted."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"machine": machine(), **parts}, indent=indent) + "\n", "utf-8")
+
+
+def table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str] | None], left: int = 1
+) -> Table:
+    """A table whose first columns are words and whose others are numbers; None parts its rows."""
+    result = Table(title=title)
+    for i, column in enumerate(columns):
+        result.add_column(column, justify="left" if i < left else "right")
+    for row in rows:
+        if row is None:
+            result.add_section()
+        else:
+            result.add_row(*row)
+    return result
+
+
+def show(*shown: Table | str) -> None:
+    """Print tables and lines, wide enough where nobody looks at a terminal."""
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    for each in shown:
+        console.print(each)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as the pages show it."""
+    with mpl.rc_context({"hatch.linewidth": 0.7}):
+        figure.savefig(path, dpi=150)
