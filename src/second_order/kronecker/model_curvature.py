@@ -281,9 +281,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         for layer in self.values():
             if any(name in named for name in layer.shapes):
                 found.update(layer.to_vector(f(layer, layer.to_matrix(named))))
-        result: Vector = (
-            found if isinstance(vector, Mapping) else [found.get(name) for name in self.names]
-        )
+        result: Vector = found if named is vector else [found.get(name) for name in self.names]
         return cast(V, result)
 
     def _named(self, vector: Vector) -> Mapping[str, Tensor]:
