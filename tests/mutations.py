@@ -1132,7 +1132,7 @@ MUTANTS = [
     _mutant(
         "one batch of everything",
         "kronecker/decompositions.py",
-        "if key not in current or filled[key] + problem.nbytes > most:",
+        "if key not in current or filled[key] + nbytes > most:",
         "if key not in current:",
         "solvers::factors_are_built_batch_by_batch",
     ),
