@@ -1132,7 +1132,7 @@ MUTANTS = [
     _mutant(
         "one batch of everything",
         "kronecker/decompositions.py",
-        "if key not in current or filled[key] + problem.nbytes > most:",
+        "if key not in current or filled[key] + nbytes > most:",
         "if key not in current:",
         "solvers::factors_are_built_batch_by_batch",
     ),
@@ -2385,7 +2385,7 @@ MUTANTS = [
     ),
     _mutant(
         "a curvature object of another covariance",
-        "kronecker/layer_curvature.py",
+        "kronecker/model_curvature.py",
         "normal * (like + damping).rsqrt()",
         "normal / (like + damping)",
         "model_curvature::samples_have_the_inverse_as_covariance",
