@@ -402,6 +402,7 @@ def test_what_the_language_model_gains_over_muon_and_soap() -> None:
             assert statistics.mean(gains) > 2 * error
             said.append(f"{statistics.mean(gains):.3f} ± {error:.3f}")
         assert " and ".join(said) in page, (ours, said)
+    assert " and ".join(said) in text_of("README.md"), "with nothing set"
 
 
 TASK_COLUMNS = [
