@@ -52,7 +52,6 @@ from second_order.contract.groups import (
 from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
 from second_order.contract.training import Training, warns_at_its_end
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, recipe_of, switch_of
-from second_order.distributed.checkpointing import is_checkpointing
 from second_order.distributed.roles import Role, whole_models
 from second_order.distributed.world import World
 from second_order.options import (
@@ -66,7 +65,7 @@ from second_order.options import (
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
-from second_order.sharded import dtensors_exist, is_dtensor, like, local
+from second_order.sharded import dtensors_exist, is_checkpointing, is_dtensor, like, local
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
