@@ -75,10 +75,6 @@ class Curvature:
         """The function that a helper calls at a step instead of training; None on a worker."""
         return None
 
-    def nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return True
-
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has; primitives."""
         return []

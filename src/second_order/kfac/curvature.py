@@ -429,10 +429,6 @@ class KFAC(Curvature):
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
 
-    def nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return self.layers.nothing_captured
-
     def drop_pending(self) -> None:
         """Drop the statistics of backward passes already completed."""
         self.layers.drop_pending()

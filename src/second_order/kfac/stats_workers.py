@@ -358,10 +358,6 @@ class StatsWorker(Curvature):
         self._deliver()
         self._fetch()
 
-    def nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return self.layers.nothing_captured
-
     def drop_pending(self) -> None:
         """Drop the statistics of backward passes already completed."""
         self.layers.drop_pending()
