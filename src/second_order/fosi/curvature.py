@@ -355,7 +355,7 @@ class FOSICurvature(Curvature):
 
     accounts = ACCOUNTS
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         trust = pairs.trust if self.options.trust_region else None

@@ -549,7 +549,7 @@ class KFAC(Curvature):
         """The parameters of layers that train, and of which statistics come."""
         return self.layers.preconditioned()
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, traces, condition, ages and failures."""
         last, nu = self.training.steps - 1, self.coefficient
         found = metrics_of(self.layers, self.plan, self.solves, last)

@@ -451,7 +451,7 @@ class StatsWorker(Curvature):
         """The parameters of the layers whose statistics this process takes."""
         return self.layers.preconditioned()
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The workers' names, with NaN: this process preconditions nothing."""
         return dict.fromkeys(NAMES, math.nan)
 

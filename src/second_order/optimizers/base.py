@@ -529,7 +529,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature = self._curvature
         steps = {"step": float(self._training.steps)}
         accounts = self._training.meter.read(curvature.accounts)
-        return {**steps, **curvature.statistics(), **accounts}
+        return {**steps, **curvature.metrics(), **accounts}
 
     def recipe(self) -> Recipe:
         """A table of which base trains each parameter, how, and whether it is preconditioned."""
