@@ -1317,8 +1317,8 @@ MUTANTS = [
     _mutant(
         "a first zero step taken for a checkpoint's",
         "optimizers/base.py",
-        'all(float(group["lr"]) == 0.0 for group in self.param_groups) and all(',
-        "all(",
+        "training.steps == 0 and is_checkpointing()",
+        "training.steps == 0",
         "contract_state::a_first_step_with_zero_gradients_is_a_step",
     ),
     _mutant(

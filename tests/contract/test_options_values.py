@@ -228,38 +228,6 @@ def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., 
 
 
 @eigenpairs_only
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"largest": 0, "smallest": 1, "newton_scale": 0, "lr_scale_clip": 1, "lanczos_tol": 0},
-        {"largest": 1, "lanczos_iterations": 1, "eigenvalue_floor": 0, "subspace_momentum": 0},
-        {"largest": 200, "curvature_interval": 1, "eigenvalue_floor": 1, "lr_scale_guard": False},
-        {
-            "largest": 5,
-            "smallest": 200,
-            "newton_scale": 1,
-            "hvp": "recomputed",
-            "warm_start": False,
-            "trust_region": False,
-        },
-        {"lr": 0.0, "layout": "column", "lanczos_dtype": torch.float32, "seed": 7},
-    ],
-    ids=str,
-)
-def test_boundary_values_are_accepted_and_taken_steps_with(
-    System: Any, options: dict[str, Any]
-) -> None:
-    """More pairs than there are parameters are as many as there are parameters."""
-    model = mlp()
-    optimizer = System(model, warmup_steps=0, **{"lr": 0.01, **options})
-    train_twice(optimizer, model)
-    wanted = options.get("largest", 10) + options.get("smallest", 0)
-    size = sum(p.numel() for p in model.parameters())
-    assert len(optimizer.curvature.eigenvalues) == min(wanted, size)
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-@eigenpairs_only
 @pytest.mark.parametrize("closure", [3, "loss", [], [None], torch.tensor(1.0)], ids=str)
 def test_a_curvature_closure_that_is_no_function_is_refused_wherever_it_is_given(
     System: Any, closure: Any
