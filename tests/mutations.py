@@ -240,14 +240,14 @@ MUTANTS = [
     ),
     _mutant(
         "heads to owners only",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "heads.append((each.head, None))",
         'heads.append((each.head, layers[block].keeper("A")))',
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
     ),
     _mutant(
         "heads are not summed",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "heads.append((each.head, None))",
         "heads.append((each.head.clone(), None))",
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
@@ -1132,7 +1132,7 @@ MUTANTS = [
     _mutant(
         "one batch of everything",
         "kronecker/decompositions.py",
-        "if key not in current or filled[key] + problem.nbytes > most:",
+        "if key not in current or filled[key] + nbytes > most:",
         "if key not in current:",
         "solvers::factors_are_built_batch_by_batch",
     ),
@@ -2385,7 +2385,7 @@ MUTANTS = [
     ),
     _mutant(
         "a curvature object of another covariance",
-        "kronecker/layer_curvature.py",
+        "kronecker/model_curvature.py",
         "normal * (like + damping).rsqrt()",
         "normal / (like + damping)",
         "model_curvature::samples_have_the_inverse_as_covariance",
@@ -2543,8 +2543,8 @@ MUTANTS = [
     _mutant(
         "the room of packed parameters that is not written back",
         "fosi/pieces.py",
-        "                torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
-        "                pass",
+        "            torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
+        "            pass",
         "dho2::steps_are_those_of_dense_algebra",
     ),
     _mutant(
@@ -2621,7 +2621,7 @@ MUTANTS = [
     ),
     _mutant(
         "numbers of examples in bfloat16",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "[(world, heads)] + [",
         "[(world.wired(wire), heads)] + [",
         "exchange_dtype::factors_and_decompositions_take_half_the_bytes",

@@ -118,3 +118,15 @@ def told_error(error: float | None) -> str:
     if error is None:
         return ""
     return f"{error:.2g}" if error >= 1e-4 else re.sub(r"e-0?", "e-", f"{error:.0e}")
+
+
+def test_what_a_worker_waits_for() -> None:
+    """A step, beside SGD with a process that works next to it, and alone; "guarded", by task."""
+    found = only(stored("hidden")["rows"], update="guarded")
+    over = [round(100 * abs(row["to floor"] - 1)) for row in found]
+    alone = [100 * (row["to alone"] - 1) for row in found]
+    told = re.search(r"a worker's step is (.*?) than SGD's beside .*? worker, and (.*?) longer",
+                     text_of("docs/mrdho2.md"))  # fmt: skip
+    assert told is not None
+    assert [int(each) for each in re.findall(r"(\d+) %", told[1])] == over
+    assert numbers(told[2].replace("to", "")) == [round(min(alone)), round(max(alone))]

@@ -23,7 +23,6 @@ from second_order.contract.curvature import Curvature
 from second_order.contract.groups import members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.fosi.checkpoint import (
     check_saved_pairs,
     eigenpair_parts,
@@ -50,6 +49,7 @@ from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
 from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
+from second_order.sharded import is_checkpointing, is_sharded_checkpoint
 
 __all__ = ["FOSICurvature"]
 

@@ -31,7 +31,6 @@ from second_order.contract.averaging import PendingAverage
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.buckets import pack_by_dtype
-from second_order.distributed.checkpointing import is_sharded_checkpoint
 from second_order.distributed.mailbox import Mailbox, Message, Patience, await_goodbyes, open_store
 from second_order.distributed.roles import Role, assign_roles, whole_models
 from second_order.fosi.accelerator import Accelerator, Batches
@@ -45,7 +44,7 @@ from second_order.fosi.subspace import Basis, ColumnBasis, newton_rates
 from second_order.fosi.trust import Flag
 from second_order.fosi.vector import ParameterVector
 from second_order.report import EpochReport
-from second_order.sharded import is_dtensor
+from second_order.sharded import is_dtensor, is_sharded_checkpoint
 
 __all__ = [
     "LEAST_FALL",

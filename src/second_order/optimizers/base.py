@@ -52,7 +52,6 @@ from second_order.contract.groups import (
 from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
 from second_order.contract.training import Training, warns_at_its_end
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, recipe_of, switch_of
-from second_order.distributed.checkpointing import is_checkpointing
 from second_order.distributed.roles import Role, whole_models
 from second_order.distributed.world import World
 from second_order.options import (
@@ -66,7 +65,7 @@ from second_order.options import (
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
-from second_order.sharded import dtensors_exist, is_dtensor, like, local
+from second_order.sharded import dtensors_exist, is_checkpointing, is_dtensor, like, local
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -90,12 +89,7 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
 class SecondOrderOptimizer(torch.optim.Optimizer):
     """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
 
-    The systems' own keywords are on their pages; here are what they add to them.
-
     Args:
-        params_or_model: A module, whose trainable parameters are optimized, or parameters or
-            groups.
-        base_kwargs: Keyword arguments of ``base``.
         own_keywords: Names of the optimizer's own options, for messages.
         curvature: Makes the curvature of a training.
         needs_model: Whether a model is required.
@@ -478,24 +472,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return found
 
     def export_base_state(self, rest: bool = False) -> dict[str, Any]:
-        """The state that the base alone would have saved, for ``load_state_dict`` of its class.
-
-        Args:
-            rest: Whether to give the part of ``rest`` and not of ``base``, if there are two bases.
-
-        Raises:
-            SecondOrderError: If other processes keep some of the state; see :meth:`state_dict`.
-            ValueError: For ``rest=True`` without two bases.
-        """
+        """The state that the base, or ``rest``, would have saved; see :meth:`state_dict`."""
         return export_base_state(self.state_dict(), rest)
 
     @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer, or a state of its base alone.
+        """Load a checkpoint that any number of processes wrote, or a state of the base alone.
 
-        A checkpoint written by any number of processes loads on any other. Inverses are not saved:
-        they are recomputed at the next step. The state of the base optimizer alone is taken as the
-        base's part, and curvature starts anew.
+        Inverses are not saved: they are recomputed at the next step. With a state of the base alone
+        curvature starts anew.
 
         Raises:
             ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds
@@ -560,10 +545,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return {**steps, **curvature.statistics(), **accounts}
 
     def recipe(self) -> Recipe:
-        """A table of which base trains each parameter, how, and whether it is preconditioned.
-
-        Reading it waits for the device where learning rates are tensors there.
-        """
+        """A table of which base trains each parameter, how, and whether it is preconditioned."""
         return recipe_of(self._training, self._curvature.preconditioned())
 
     @contextmanager
