@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
-from second_order.kronecker.examples import LiveRows
 from second_order.kronecker.factors import KroneckerFactors
+from second_order.kronecker.layers import FactorShape, Form, LiveRows, PairStatistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,6 +30,18 @@ def close(actual: Any, expected: Any, rtol: float = 1e-10) -> None:
         torch.testing.assert_close(
             a, b, rtol=rtol, atol=rtol * float(b.detach().abs().max()) + 1e-14
         )
+
+
+def pair_statistics(
+    module: nn.Module, x: Tensor, d: Tensor, *, dtype: torch.dtype, **form: Any
+) -> PairStatistics:
+    kind = kinds.KINDS[kinds.key_of(module) or ""]
+    x = x.to(dtype) if x.is_floating_point() else x
+    return kind.statistics(module, x, d.to(dtype), Form(**form))
+
+
+def factor_shape(module: nn.Module, bias: bool) -> FactorShape:
+    return kinds.KINDS[kinds.key_of(module) or ""].shape(module, bias)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -240,14 +240,14 @@ MUTANTS = [
     ),
     _mutant(
         "heads to owners only",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "heads.append((each.head, None))",
         'heads.append((each.head, layers[block].keeper("A")))',
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
     ),
     _mutant(
         "heads are not summed",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "heads.append((each.head, None))",
         "heads.append((each.head.clone(), None))",
         "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
@@ -773,15 +773,15 @@ MUTANTS = [
     _mutant(
         "gradients beside the loss as examples",
         "kronecker/capture.py",
-        "if reaches_parameters(call.module, self.fsdp):",
+        "if autograd.reaches_parameters(call.module, self.fsdp):",
         "if True:",
         "examples::gradients_beside_the_loss_are_no_examples",
     ),
     _mutant(
         "drawn labels of an attack as examples",
         "kronecker/capture.py",
-        "reached = {module: reaches_parameters(module, alive.fsdp) for module, *_ in pairs}",
-        "reached = {module: True for module, *_ in pairs}",
+        "autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs",
+        "True for module, *_ in pairs",
         "examples::gradients_beside_the_loss_are_no_examples",
     ),
     _mutant(
@@ -926,7 +926,7 @@ MUTANTS = [
     ),
     _mutant(
         "rows that only begin with a zero as dead",
-        "kronecker/examples.py",
+        "kronecker/layers.py",
         "dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]",
         "dead = suspects",
         "examples::rows_that_begin_with_zeros_are_examples",
@@ -2408,7 +2408,7 @@ MUTANTS = [
     _mutant(
         "gradients beside the loss as examples, in a graph",
         "kronecker/capture.py",
-        "if not reaches_parameters(module, self.fsdp):",
+        "if not autograd.reaches_parameters(module, self.fsdp):",
         "if False:",
         "compiled::evaluation_attacks_and_frozen_layers_give_nothing",
     ),
@@ -2543,8 +2543,8 @@ MUTANTS = [
     _mutant(
         "the room of packed parameters that is not written back",
         "fosi/pieces.py",
-        "                torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
-        "                pass",
+        "            torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
+        "            pass",
         "dho2::steps_are_those_of_dense_algebra",
     ),
     _mutant(
@@ -2621,7 +2621,7 @@ MUTANTS = [
     ),
     _mutant(
         "numbers of examples in bfloat16",
-        "kfac/curvature.py",
+        "kfac/plan.py",
         "[(world, heads)] + [",
         "[(world.wired(wire), heads)] + [",
         "exchange_dtype::factors_and_decompositions_take_half_the_bytes",

@@ -79,3 +79,18 @@ def backward(model: nn.Module, x: Tensor | None = None) -> None:
 def summed(output: Any, call: int) -> Tensor:
     """A sampler that draws no labels."""
     return output.square().sum()
+
+
+class Keeper(Recorder):
+    """A recorder that keeps copies: a graph uses the memory of a pair again."""
+
+    def consume(
+        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
+    ) -> None:
+        super().consume(module, x.clone(), d.clone(), pass_id, source, again)
+        self.again = [*getattr(self, "again", []), again]
+
+    def of(self, model: nn.Module) -> list[Pair]:
+        """The pairs in an order that does not depend on how they came."""
+        place = {module: i for i, module in enumerate(model.modules())}
+        return sorted(self.pairs, key=lambda p: (p.pass_id, place[p.module], float(p.d.norm())))

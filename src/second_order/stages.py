@@ -77,29 +77,29 @@ def sent(nbytes: int) -> None:
     _BYTES[0] += nbytes
 
 
-def _is_profiling() -> bool:
-    # Of this thread, of those that take over its state, and of all threads.
-    running: bool = torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled
-    return running
-
-
 class span:  # noqa: N801
-    """A range of the profiler by a stage's name, if one runs; a context manager."""
+    """A range of the profiler by a stage's name, if one runs, and a stage of a meter, if given."""
 
-    __slots__ = ("_name", "_range")
+    __slots__ = ("_before", "_meter", "_name", "_range")
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, meter: Meter | None = None) -> None:
+        self._name, self._meter, self._before = name, meter, ""
         self._range: Any = None
 
     def __enter__(self) -> None:
-        if _is_profiling():
+        meter = self._meter
+        if meter is not None:
+            self._before = meter.switch(account(self._name, meter.open))
+        # Of this thread, of those that take over its state, and of all threads.
+        if torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled:
             self._range = profiler.record_function(RANGES + self._name)
             self._range.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         if self._range is not None:
             self._range.__exit__(*error)
+        if self._meter is not None:
+            self._meter.switch(self._before)
 
 
 class Meter:
@@ -107,28 +107,29 @@ class Meter:
 
     Attributes:
         now: Returns the time in seconds, from any origin.
+        open: The account that is open.
         watch: Is told of each account that is opened; None for nobody.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.now = now
         self.watch: Callable[[str], None] | None = None
-        self._open, self._since, self._bytes = ELSEWHERE, now(), _BYTES[0]
+        self.open, self._since, self._bytes = ELSEWHERE, now(), _BYTES[0]
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
         self._total: dict[str, list[float]] = {}
 
-    def stage(self, name: str) -> _Stage:
+    def stage(self, name: str) -> span:
         """Measure the enclosed work as a stage, and show it to a profiler that runs."""
-        return _Stage(self, name)
+        return span(name, self)
 
     def switch(self, to: str) -> str:
         """Close the open account, and open another; returns the one before."""
-        before, now, total = self._open, self.now(), _BYTES[0]
+        before, now, total = self.open, self.now(), _BYTES[0]
         spent = self._step.setdefault(before, [0.0, 0])
         spent[0] += now - self._since
         spent[1] += total - self._bytes
-        self._open, self._since, self._bytes = to, now, total
+        self.open, self._since, self._bytes = to, now, total
         if self.watch is not None:
             self.watch(to)
         return before
@@ -155,22 +156,3 @@ class Meter:
             found |= {f"seconds/{name}": last[0], f"total_seconds/{name}": total[0]}
             found |= {f"bytes/{name}": last[1], f"total_bytes/{name}": total[1]}
         return found
-
-
-class _Stage(span):
-    """A stage under way."""
-
-    __slots__ = ("_before", "_meter")
-
-    def __init__(self, meter: Meter, name: str) -> None:
-        super().__init__(name)
-        self._meter = meter
-
-    def __enter__(self) -> None:
-        meter = self._meter
-        self._before = meter.switch(account(self._name, meter._open))
-        super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._meter.switch(self._before)

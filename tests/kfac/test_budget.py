@@ -138,19 +138,6 @@ def test_a_budget_that_cannot_be_kept_is_told_of_once() -> None:
 # Options and the summary.
 
 
-def test_the_summary_names_the_intervals() -> None:
-    run = Run()
-    line = "intervals by budget, overhead 0.1: being measured until step 20"
-    assert run.optimizer.summary().intervals == line
-    run.go(MEASURED)
-    line = (
-        "intervals by budget, overhead 0.1: statistics every 2 steps, inverses every 6 steps; "
-        "measured: statistics 5e+03 ms, a refresh 4e+04 ms, a step of the base 1e+05 ms"
-    )
-    assert line in str(run.optimizer.summary()).splitlines()
-    assert "inverses every 6 steps" in str(Run(DistKFAC).go(MEASURED).optimizer.summary())
-
-
 # A refresh that costs many steps is told of.
 
 NO_BUDGET: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 10, "overhead": 0.1}

@@ -10,15 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from budgeted import CHOSEN, MEASURED, MLP, Run
 from contract import make
 from ranks import agreed, vector
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from second_order import DPKFAC, KAISA, DistKFAC, RankMismatchError
 
@@ -176,14 +171,3 @@ def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str)
     with pytest.raises(ValueError, match=match):
         run.load(saved)
     assert run.budget.chosen == CHOSEN
-
-
-def test_they_go_through_a_distributed_checkpoint(tmp_path: Path) -> None:
-    first = Run().go(24)
-    dcp.save({"o": get_optimizer_state_dict(first.model, first.optimizer)}, checkpoint_id=tmp_path)
-    second = Run()
-    state = {"o": get_optimizer_state_dict(second.model, second.optimizer)}
-    dcp.load(state, checkpoint_id=tmp_path)
-    set_optimizer_state_dict(second.model, second.optimizer, state["o"])
-    assert second.steps == 24
-    assert second.budget.chosen == CHOSEN

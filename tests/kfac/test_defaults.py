@@ -66,28 +66,6 @@ def test_defaults_follow_the_base(System: type[KAISA]) -> None:
     assert {name: getattr(said, name) for name in given} == given
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, "damping 0.5 of the mean curvature; clip by the batch; factors remember 200 steps"),
-        (
-            {"base": AdamW},
-            "damping 0.1 of the mean curvature; clip none; factors remember 45 steps",
-        ),
-        (
-            {"damping": 0.5, "relative_damping": False, "kl_clip": 1e-3, "factor_decay": 0.9},
-            "damping 0.5; clip 0.001; weight of the past 0.9 an update",
-        ),
-    ],
-    ids=["SGD", "AdamW", "given"],
-)
-@each_kronecker
-def test_the_summary_says_what_auto_has_come_to(
-    System: type[KAISA], options: dict[str, Any], said: str
-) -> None:
-    assert said in str(System(nn.Linear(3, 2), lr=0.1, **options).summary())
-
-
 def test_of_two_bases_the_first_is_asked() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     assert options_of(KAISA(model, lr=0.1, base=Muon, rest=SGD)).damping == 0.1

@@ -11,7 +11,6 @@ from accelerated import noted
 from contract import hook_count, same
 from models import ZOO
 from ranks import OPTIONS, assert_same_trajectory, go, vector
-from reference import cross_entropy
 from threaded import (
     BATCHES,
     CASE,
@@ -215,54 +214,6 @@ def test_one_factor_that_fails_on_a_thread_is_told() -> None:
 
 
 # In scripts.
-
-STALE: dict[str, Any] = {"deterministic": True, "max_staleness": 2}
-
-
-def test_closures_micro_batches_and_scalers_change_nothing() -> None:
-    expected = train(**STALE)
-    halves = [[(x[:6], y[:6]), (x[6:], y[6:])] for x, y in BATCHES]
-
-    model = CASE.model()
-    with distkfac(model, **STALE) as optimizer:
-        found = []
-        for x, y in BATCHES:
-
-            def closure(x: Any = x, y: Any = y, optimizer: Any = optimizer) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = cross_entropy(model(x), y)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure).item() > 0
-            found.append(vector(model))
-    assert same(found, expected)
-
-    model = CASE.model()
-    with distkfac(model, accumulation_steps=2, **STALE) as optimizer:
-        found = []
-        for parts in halves:
-            optimizer.zero_grad()
-            for x, y in parts:
-                (cross_entropy(model(x), y) / 2).backward()
-            optimizer.step()
-            found.append(vector(model))
-    assert_same_trajectory(found, expected)
-
-    model, scaler = CASE.model(), torch.amp.GradScaler("cpu", init_scale=2.0**7)
-    with distkfac(model, grad_scaler=scaler, **STALE) as optimizer:
-        found, delays = [], []
-        for step, (x, y) in enumerate(BATCHES):
-            for spoiled in [False] if step != 4 else [True, False]:  # a step that is skipped
-                optimizer.zero_grad()
-                loss = cross_entropy(model(x), y) * (float("inf") if spoiled else 1.0)
-                scaler.scale(loss).backward()
-                scaler.step(optimizer)
-                scaler.update()
-            found.append(vector(model))
-            delays.append(dict(optimizer.delays))
-    assert_same_trajectory(found, expected)
-    assert delays[-1] == dict.fromkeys(LAYERS, 2)
 
 
 def test_the_papers_clip_decays_by_steps() -> None:

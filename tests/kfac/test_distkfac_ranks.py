@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerated import noted
 from contract import take
 from models import ZOO
 from placed import network
-from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard, vector
-from reference import cross_entropy, dense_solve, empirical_fisher
+from ranks import OPTIONS, agreed, assert_same_trajectory, go, vector
 from threaded import (
     BATCHES,
     CASE,
@@ -26,11 +23,8 @@ from threaded import (
     LONG,
     BrokenError,
     Dawdle,
-    Gate,
     delayed,
     distkfac,
-    eventually,
-    landed,
     solving,
     threads_of,
 )
@@ -45,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from pool import World
-    from reference import Batch
 
 NEVER = 10**9
 
@@ -91,31 +84,6 @@ def test_without_staleness_it_is_kaisa(world: World, world_size: int) -> None:
         expected = agreed([result[i][0] for result in results])
         found = agreed([result[i][1] for result in results])
         assert_same_trajectory(found, expected, rtol=1e-12, hint=choice)
-
-
-def steps_of_norms(rank: int, world_size: int, batch: Batch) -> dict[str, Tensor]:
-    """What the base is given for gains and biases, at the first step."""
-    case = ZOO["norms"]
-    model = case.model()
-    with distkfac(model, max_staleness=0, kl_clip=None, solver="eigen") as optimizer:
-        go(model, optimizer, case, [shard(batch, rank, world_size)])
-    return {name: parameters_to_gradient(model.get_submodule(name)) for name in ("1", "5")}
-
-
-def parameters_to_gradient(module: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
-
-
-def test_exact_blocks_of_many_processes_are_dense_solves_of_the_whole_batch(world: World) -> None:
-    case = ZOO["norms"]
-    model, batch = case.model(), case.batch(12)
-    case.loss(model(batch[0]), batch[1]).backward()
-    for found in world.run(steps_of_norms, 3, batch):
-        for name, step in found.items():
-            F = empirical_fisher(model, *batch, cross_entropy, name)
-            gradient = parameters_to_gradient(model.get_submodule(name))
-            expected = dense_solve(F, gradient, OPTIONS["damping"])
-            torch.testing.assert_close(step, expected, rtol=1e-8, atol=1e-10)
 
 
 def kept(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]:
@@ -190,37 +158,6 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
             most = options["max_staleness"]
             expected = delayed(most, solver=solver, gradient_scale=scaled)
             assert_same_trajectory(found, expected)
-
-
-def held(rank: int, world_size: int, sign: Path) -> Any:
-    """Rank 1's threads are held for four steps."""
-    model, gate = CASE.model(), Gate()
-    batches = shards(BATCHES, rank, world_size)
-    with distkfac(model) as optimizer:
-        trajectory = go(model, optimizer, CASE, batches[:1])
-        with solving(gate if rank == 1 else lambda solve: solve()):
-            trajectory += go(model, optimizer, CASE, batches[1:5])
-        owned = [b.name for b, o in owned_by(optimizer) if o == 1]
-        before = optimizer.staleness, optimizer.delays
-        gate.open()
-        eventually(lambda: landed(optimizer))
-        dist.barrier()
-        trajectory += go(model, optimizer, CASE, batches[5:6])
-        after = optimizer.staleness, optimizer.delays
-    return trajectory, owned, before, after
-
-
-def test_nobody_waits_for_threads_of_another_process(world: World, tmp_path: Path) -> None:
-    results = world.run(held, 2, tmp_path / "sign", timeout=LONG)
-    agreed([trajectory for trajectory, *_ in results])
-    owned = results[0][1]
-    assert 0 < len(owned) < 3
-    for _, _, (ages, delays), (ages_after, delays_after) in results:
-        assert {name: ages[name] for name in owned} == dict.fromkeys(owned, 5)
-        assert {name: delays[name] for name in owned} == dict.fromkeys(owned, 0)
-        assert {name: delays_after[name] for name in owned} == dict.fromkeys(owned, 4)
-        assert {name: ages_after[name] for name in owned} == dict.fromkeys(owned, 5)
-    assert results[0][1:] == results[1][1:]
 
 
 def ddp(rank: int, world_size: int) -> list[Tensor]:
@@ -338,25 +275,6 @@ def test_an_exception_on_a_thread_reaches_all_callers(
             else:
                 assert cause == "NoneType"
                 assert message.startswith("a thread of another process that solves for")
-
-
-@pytest.mark.parametrize(("limit", "raised"), [(9, []), (3, [4, 5]), (2, [3, 4, 5])])
-def test_failing_decompositions_of_one_are_everybodys(
-    world: World, limit: int, raised: list[int]
-) -> None:
-    """All keep the last inverse, say so once, and raise together."""
-    options = {"max_staleness": 0, "max_consecutive_failures": limit}
-    results = world.run(broken, 2, "failing", options, timeout=LONG)
-    agreed([trajectory for trajectory, *_ in results])
-    for _, errors, owned, warned in results:
-        assert [step for step, _, _ in errors] == raised
-        assert len(warned) == len(owned)
-        for name, line in zip(owned, warned, strict=True):
-            assert f"layer {name!r} could not be decomposed at step 2" in line
-            assert "its last inverse is kept" in line
-        for _, message, _ in errors:
-            assert f"could not be decomposed {limit} refreshes in a row" in message
-            assert all(repr(name) in message for name in owned)
 
 
 # Roles that cannot be.

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from ranks import agreed
-from threaded import BATCHES, LAYERS, LONG
+from threaded import BATCHES, LONG
 from torch import Tensor, nn
 from workers import (
     ends_stats,
-    everywhere,
     loss_of,
     play,
     quiet,
@@ -162,56 +160,3 @@ def test_a_helper_that_ends_leaves_workers_to_their_own_passes(
     agreed(workers)
     name = f"stats worker {world_size - 1}"
     told_once(results, f"{name} has left, died", "from the training passes again")
-
-
-def spoiled_worker(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> Any:
-    """Until the helper's tenth message has been heard."""
-    with optimizer:
-        trajectory: list[Tensor] = []
-        end = time.monotonic() + LONG
-        while everywhere(optimizer, min(h.heard for h in optimizer._curvature.helpers.active)) < 10:
-            assert time.monotonic() < end
-            trajectory += train_on(model, optimizer, BATCHES[:1])
-            time.sleep(0.002)
-        trajectory += train_on(model, optimizer, BATCHES)
-        weights = [float(block.factors.weight) for block in optimizer._curvature.layers.blocks]
-        ages = optimizer.staleness
-        return trajectory, optimizer._curvature.helpers.own_passes, weights, ages
-
-
-def spoiled_stats(model: nn.Module, optimizer: Any, sound: int, stop: Path) -> int:
-    """All its batches but the first so many are spoiled."""
-    calls = itertools.count()
-
-    def loss(batch: Batch) -> Tensor:
-        return loss_of(model, batch) * (1.0 if next(calls) < sound else float("nan"))
-
-    with optimizer:
-        return optimizer.serve(BATCHES, loss)
-
-
-@pytest.mark.parametrize("sound", [0, 2])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_statistics_that_are_not_finite_are_dropped_and_told_once(
-    world: World, tmp_path: Path, world_size: int, sound: int
-) -> None:
-    """Without any that are sound, or any more, workers go on with their own."""
-    results = world.run(
-        play,
-        world_size,
-        (spoiled_worker, spoiled_stats),
-        {},
-        sound,
-        tmp_path / "stop",
-        timeout=LONG,
-    )
-    workers, _ = roles_of(results)
-    found = agreed([trajectory for trajectory, *_ in workers])
-    assert all(bool(w.isfinite().all()) for w in found)
-    told = [result["warned"] for result in results if result["role"] == "worker"]
-    assert all(len(lines) <= 1 for lines in told), told
-    assert any(lines for lines in told)
-    assert all("not finite: they are dropped" in line for lines in told for line in lines)
-    for _, own_passes, _, ages in workers:
-        assert own_passes
-        assert set(ages) == set(LAYERS), "all layers are preconditioned"

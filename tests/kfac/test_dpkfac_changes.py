@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from models import ZOO
-from owned import dpkfac
 from placed import DPKFAC_OWNER, FROZEN, letters, loaded_dcp, save_dcp, told, train_thawing
-from ranks import OPTIONS, agreed, assert_same_trajectory, go, replaced, shard
+from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard
 from torch import Tensor
 
-from second_order import DPKFAC, DecompositionError
+from second_order import DPKFAC
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,70 +49,7 @@ def test_layers_frozen_and_thawed_at_any_time_leave_the_ranks_together(
             assert not torch.equal(before, after)
 
 
-def train_uncaptured(rank: int, world_size: int) -> tuple[list[Tensor], list[str]]:
-    """Hooks have gone, as with a copy of the model."""
-    model = MLP.model()
-    optimizer = dpkfac(model)
-    optimizer._curvature.layers.capture.detach()
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        return go(model, optimizer, MLP, BATCHES[:3]), told(messages)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_without_any_statistics_it_is_the_base_and_every_rank_says_so(
-    world: World, world_size: int
-) -> None:
-    results = world.run(train_uncaptured, world_size)
-    model = MLP.model()
-    base = torch.optim.SGD(model.parameters(), lr=OPTIONS["lr"])
-    found = agreed([trajectory for trajectory, _ in results])
-    assert_same_trajectory(found, go(model, base, MLP, BATCHES[:3]))
-    for _, messages in results:
-        (message,) = (m for m in messages if "no layer gave statistics" in m)
-        assert "train the very model that the optimizer was given" in message
-
-
 # Decompositions that fail.
-
-
-def train_failing(
-    rank: int, world_size: int, until: int, limit: int, options: dict[str, Any]
-) -> tuple[list[Tensor], list[int], list[str], str]:
-    """From step 2 on and before `until`, rank 1 can decompose nothing; an error ends it."""
-    model = MLP.model()
-    optimizer = dpkfac(model, inv_update_steps=2, max_consecutive_failures=limit, **options)
-
-    def fails(matrix: Tensor, *args: Any, **kwargs: Any) -> Any:
-        raise torch.linalg.LinAlgError("failed to converge")
-
-    trajectory, failed = [], []
-    with warnings.catch_warnings(record=True) as messages:
-        warnings.simplefilter("always")
-        for step, batch in enumerate(BATCHES):
-            spoils = rank == 1 and 2 <= step < until
-            with replaced(torch.linalg, {"eigh": fails, "cholesky_ex": fails} if spoils else {}):
-                try:
-                    trajectory += go(model, optimizer, MLP, [shard(batch, rank, world_size)])
-                except DecompositionError as error:
-                    return trajectory, failed, told(messages), str(error)
-            failed.append(optimizer.summary().failed)
-    return trajectory, failed, told(messages), ""
-
-
-@pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
-@pytest.mark.parametrize("limit", [1, 2])
-def test_too_many_failures_of_one_owner_are_an_error_on_every_rank(
-    world: World, limit: int, exchange: str
-) -> None:
-    """At the same step, with the same parameters until then."""
-    options = {"gradient_exchange": exchange}
-    results = world.run(train_failing, 3, 100, limit, options, timeout=20)
-    found = agreed([trajectory for trajectory, _, _, _ in results])
-    assert len(found) == 2 * limit
-    for _, _, _, error in results:
-        assert error == results[0][3]
-        assert f"could not be decomposed {limit} refreshes in a row" in error
 
 
 # Checkpoints.

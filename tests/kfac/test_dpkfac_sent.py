@@ -15,7 +15,7 @@ import torch
 from contract import hook_count, take
 from models import ZOO
 from owned import by_choice, dpkfac, train_apart
-from placed import DPKFAC_OWNER, SINGLE, collectives_of_steps, network
+from placed import SINGLE, network
 from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -205,23 +205,6 @@ def test_no_factor_is_sent_and_gradients_cost_what_they_must(
         assert set(counts) <= {"all_reduce", "all_to_all_single"}, "nothing uncounted is sent"
     control = world.run(sent, world_size, KAISA, intervals)
     assert volume(control, 2) > 1.5 * volume(control, 1), "factors would be seen"
-
-
-@pytest.mark.parametrize("exchange", ["owner", "all_reduce"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_handful_of_collectives_however_many_layers(
-    world: World, world_size: int, exchange: str
-) -> None:
-    """A word; gradients to owners; which solves failed; gradients to all.
-
-    One each for another dtype.
-    """
-    options = {"gradient_exchange": exchange}
-    for dtype, more in ((torch.float32, 0), (torch.bfloat16, 2)):
-        few = world.run(collectives_of_steps, world_size, DPKFAC_OWNER, 3, dtype, options)
-        many = world.run(collectives_of_steps, world_size, DPKFAC_OWNER, 8, dtype, options)
-        assert few == many == [[4 + more, 3 + more, 3 + more]] * world_size
-        assert max(few[0]) <= 6
 
 
 def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:

@@ -101,40 +101,6 @@ def test_collected_factors_go_with_the_next_step(world: World) -> None:
         assert all(size == 0 and not allowed for size, allowed in stepped)
 
 
-def save_frozen(rank: int, world_size: int) -> dict[str, Any]:
-    """A layer is frozen when the checkpoint is written, and thaws afterwards."""
-    model = MLP.model()
-    optimizer = kaisa(model.parameters(), model=model, **REDUCE)
-    follow(rank, world_size, model, optimizer, MLP, BATCHES[:2])
-    model.get_submodule("2").requires_grad_(False)
-    follow(rank, world_size, model, optimizer, MLP, BATCHES[2:3])
-    optimizer.consolidate()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def resume_thawed(rank: int, world_size: int, data: bytes, first: bool) -> list[Tensor]:
-    """`first`: the layer is frozen when the checkpoint is loaded."""
-    saved = torch.load(io.BytesIO(data))
-    model = MLP.model(seed=5)
-    optimizer = kaisa(model.parameters(), model=model, **REDUCE)
-    model.get_submodule("2").requires_grad_(not first)
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    model.get_submodule("2").requires_grad_(True)
-    return follow(rank, world_size, model, optimizer, MLP, BATCHES[3:])
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_checkpoint_has_the_factors_of_frozen_layers(world: World, first: bool) -> None:
-    saved = save_frozen(0, 1)
-    expected = resume_thawed(0, 1, written(saved), first)
-    data = written(world.run(save_frozen, 3)[0])
-    assert letters(torch.load(io.BytesIO(data))) == {"A": 3, "G": 3}
-    for after in (2, 3):
-        parallel = world.run(resume_thawed, after, data, first)
-        assert_same_trajectory(agreed(parallel), expected, hint=f"on {after}")
-
-
 # torch.distributed.checkpoint.
 
 

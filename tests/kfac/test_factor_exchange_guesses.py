@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import take
 from models import ZOO
-from ranks import agreed, assert_same_trajectory, follow, kaisa, replaced, vector
+from ranks import agreed, follow, kaisa, replaced
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -72,27 +71,3 @@ def test_refined_eigenvectors_train_as_eigendecompositions_do(
     assert full_counts == {"eigh": 15 * 6}
     assert counts["qr"] == 15 * 6, "three layers, two factors each"
     assert counts["eigh"] < 0.2 * counts["qr"]
-
-
-def test_a_batch_of_another_kind_is_decomposed_anew() -> None:
-    """Eigenvectors of the past are no guide to factors that have nothing to do with it."""
-    model = MLP.model()
-    optimizer = kaisa(model, factor_decay=0.0, **WARM)
-    take(model, optimizer, MLP.batch(48))
-    other = torch.randn(48, 5, dtype=torch.float64) @ torch.diag(torch.logspace(2, -2, 5)).double()
-    calls: Counter[str] = Counter()
-    native = torch.linalg.eigh
-
-    def counting(matrix: Tensor) -> Any:
-        calls["eigh"] += len(matrix)
-        return native(matrix)
-
-    twin = MLP.model()
-    exact = kaisa(twin, factor_decay=0.0, **{**WARM, "eigen_refresh": "full"})
-    take(twin, exact, MLP.batch(48))
-    batch = (other, torch.zeros(48, dtype=torch.int64))
-    with replaced(torch.linalg, {"eigh": counting}):
-        take(model, optimizer, batch)
-    assert calls["eigh"] > 0
-    take(twin, exact, batch)
-    assert_same_trajectory([vector(model)], [vector(twin)], rtol=0.01)

@@ -229,28 +229,6 @@ def test_failures_that_are_not_in_a_row_are_no_error(world: World) -> None:
 # No damping.
 
 
-def undamped(rank: int, world_size: int, options: dict[str, Any]) -> Tensor:
-    """Two examples leave most of A and G without curvature."""
-    model = MLP.model()
-    optimizer = kaisa(model, damping=0.0, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SecondOrderWarning)
-        take(model, optimizer, shard(MLP.batch(2), rank, world_size))
-    return vector(model)
-
-
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_directions_without_curvature_and_damping_are_no_nan(
-    world: World, solver: str, world_size: int
-) -> None:
-    """1 / 0 is a failure like others, or no step: never NaN in the parameters."""
-    options = {"solver": solver, "grad_worker_fraction": 0.0}
-    results = world.run(undamped, world_size, options)
-    assert all(parameters.isfinite().all() for parameters in results)
-    agreed([[parameters] for parameters in results])
-
-
 # Statistics that are not finite.
 
 

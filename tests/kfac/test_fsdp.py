@@ -190,28 +190,6 @@ def test_ranks_keep_their_rows_and_the_factors_of_their_layers(world: World) -> 
 # Precision, and other stacks.
 
 
-def with_a_scaler(rank: int, world_size: int, scaled: bool) -> list[Tensor]:
-    """The second step is skipped: with a scaler, for an overflow in rows of one rank."""
-    model, trajectory = fsdp(narrow()), []
-    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
-    optimizer = KAISA(model, **{**OPTIONS, **MOMENTUM}, grad_scaler=scaler)
-    for step, (x, y) in enumerate(shares(rank, world_size)):
-        optimizer.zero_grad()
-        scaler.scale(half_squared_error(model(x), y)).backward()
-        if step == 1 and rank == 1:
-            model.conv.weight.grad.to_local().fill_(torch.inf)
-        if step != 1 or scaled:
-            scaler.step(optimizer)
-            scaler.update()
-        trajectory.append(whole(model))
-    return trajectory
-
-
-def test_a_scaled_loss_trains_as_the_plain_one(world: World) -> None:
-    plain, scaled = (agreed(world.run(with_a_scaler, 2, on)) for on in (False, True))
-    assert_same_trajectory(scaled, plain, rtol=TIGHT)
-
-
 def partly_sharded(rank: int, world_size: int, sharded: bool) -> list[Tensor]:
     """FSDP2 ignores two layers, whose gradients the optimizer averages."""
     model = narrow()

@@ -120,27 +120,6 @@ def test_a_trajectory_with_adam_for_base(solver: Any, scale: str) -> None:
     assert error(sgd[-1], expected[-1]) > 1e-3
 
 
-@each_solver
-def test_a_trajectory_of_callables(solver: Any) -> None:
-    """Damping, decay, clip and intervals, each a function of the step."""
-    case = ZOO["conv_grouped"]
-    batches = case.batches(6, n=6)
-    options: dict[str, Any] = {
-        "lr": 0.1,
-        "damping": lambda step: 0.3 * 0.5**step,
-        "factor_decay": lambda step: 0.5 + 0.08 * step,
-        "kl_clip": lambda step: 1e-3 / (step + 1),
-        "factor_update_steps": lambda step: 1 if step < 2 else 2,
-        "inv_update_steps": lambda step: 1 + step // 3,
-        "solver": solver,
-    }
-    found = run(case, batches, **options)
-    close(found, ReferenceKFAC(case.model(), **options).trajectory(batches))
-    for name in options.keys() - {"lr", "solver"}:
-        other = run(case, batches, **{**options, name: options[name](0)})
-        assert error(other[-1], found[-1]) > 1e-6, name
-
-
 # Damping in units of a layer's mean curvature.
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from contract import take
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, counted, follow, kaisa, train
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
-HALVES = {"grad_worker_fraction": 0.5}
-
-
 # Checkpoints: invariant 28.
 
 INTERVALS = {"inv_update_steps": 3, "factor_update_steps": 1}
@@ -76,21 +72,6 @@ def test_four_ranks_with_any_fraction_load_a_checkpoint_of_any_other(
     options = {**INTERVALS, "grad_worker_fraction": fraction}
     data = world.run(train_and_save, 4, {**INTERVALS, "grad_worker_fraction": 0.5})[0]
     assert_same_trajectory(agreed(world.run(load_and_train, 4, data, options)), expected)
-
-
-def test_a_checkpoint_into_a_group(world: World) -> None:
-    """Loading needs no collective either: two ranks of four load, the others know nothing."""
-    expected = train(0, 1, MLP, LONG, INTERVALS)[BOUNDARY:]
-    data = world.run(train_and_save, 4, {**INTERVALS, **HALVES})[1]
-    results = world.run(load_in_group, 4, data, INTERVALS)
-    assert_same_trajectory(agreed([results[1], results[2]]), expected)
-
-
-def load_in_group(rank: int, world_size: int, data: bytes, options: dict[str, Any]) -> Any:
-    group = dist.new_group([1, 2])
-    if rank not in (1, 2):
-        return None
-    return load_and_train(rank - 1, 2, data, {**options, "process_group": group})
 
 
 def labels_by_rank(rank: int, world_size: int) -> Any:

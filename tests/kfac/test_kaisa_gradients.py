@@ -46,21 +46,6 @@ def test_ddp_leaves_nothing_to_average(world: World) -> None:
     assert world.run(collectives_under_ddp, 2) == [1, 1]
 
 
-def starts(rank: int, world_size: int, averaging: Any) -> list[Tensor]:
-    model = ZOO["batch_norm"].model(seed=rank)
-    model.get_buffer("1.running_mean").fill_(rank)
-    kaisa(model, gradient_averaging=averaging)
-    return [t.clone() for t in model.state_dict().values()]
-
-
-def test_all_ranks_start_from_the_first_ones_parameters_and_buffers(world: World) -> None:
-    results = world.run(starts, 3, "auto")
-    expected = ZOO["batch_norm"].model(seed=0).state_dict().values()
-    for tensors in results:
-        for tensor, first in zip(tensors, expected, strict=True):
-            assert torch.equal(tensor, first)
-
-
 def train_forked(
     rank: int, world_size: int, uses: Sequence[set[int]], wrap: bool, options: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor | None, Any]]:

@@ -93,30 +93,6 @@ def test_the_whole_batch_trains_as_by_the_dense_reference() -> None:
     assert_same_trajectory(trajectory, by_reference(MLP, BATCHES, {}))
 
 
-def trace(matrices: Tensor) -> float:
-    return float(matrices.diagonal(dim1=-2, dim2=-1).sum())
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-def test_other_conventions_are_off_by_what_they_say() -> None:
-    """The control. Over 4 and 36 rows "mean" takes d for 2 n times too small, and not 40."""
-    x, y = BATCHES[0]
-    right = empirical_factors(MLP.model(), x, y, MLP.loss, "4")[1]
-    found = {}
-    for reduction in ("mean", "sum", "step_mean"):
-        model = MLP.model()
-        optimizer = make(KAISA, model, loss_reduction=reduction)
-        cut(model, BATCHES[0])
-        optimizer.step()
-        found[reduction] = trace(factors(optimizer)["4"][1]) / trace(right)
-    assert found["mean"] == pytest.approx(2.92, rel=0.1)
-    assert found["sum"] == pytest.approx(N**-2)
-    assert found["step_mean"] == pytest.approx(1.0)
-    whole, _ = trained(KAISA, None, **SGD)
-    assert off(trained(KAISA, SIZES, loss_reduction="mean", **SGD)[0], whole) > 0.1
-    assert off(trained(KAISA, SIZES, loss_reduction="sum", **SGD)[0], whole) > 0.1
-
-
 @each_kronecker
 @pytest.mark.parametrize(
     "name",

@@ -89,15 +89,6 @@ def test_it_follows_what_steps_do(told: list[float], every: int, lengths: Length
     assert all(lengths.least <= tau <= lengths.most for tau in found)
 
 
-def test_the_scale_of_the_loss_is_no_matter() -> None:
-    a, b = StepLength(PLAIN), StepLength(PLAIN)
-    for s in (1.0, -0.5, 0.2, -3.0, 0.1):
-        a.follow(s, 0.1, 0)
-        b.follow(1e6 * s, 0.1, 0)
-    assert a.factor == pytest.approx(b.factor, rel=1e-12)
-    assert a.factor < 1
-
-
 @pytest.mark.parametrize(
     ("rate", "expected"),
     [
@@ -301,30 +292,6 @@ def test_damping_has_a_floor_by_all_layers(world: World, system: str, world_size
                 assert damping == pytest.approx(expected, rel=1e-5)
                 raised += own[name] < floor * told["mean"]
         assert raised > 0
-
-
-def test_the_mean_is_over_all_layers_of_all_ranks(world: World) -> None:
-    """One rank's in KAISA, who keep the same; in DPKFAC each owner tells of its own."""
-    for system, world_size in (("KAISA", 2), ("DPKFAC", 2), ("KAISA", 1)):
-        results = world.run(after_one, world_size, system)
-        own = {name: each for _, known in results for name, each in known.items()}
-        assert len(own) == 3
-        for mean, _ in results:
-            assert mean == pytest.approx(sum(own.values()) / 3, rel=1e-5)
-
-
-def after_one(rank: int, world_size: int, system: str) -> tuple[float, dict[str, float]]:
-    model = MLP.model()
-    options = {"relative_damping": True, "damping": "auto"}
-    optimizer = make(SYSTEMS[system], model, **options)
-    take(model, optimizer, shard(BATCHES[0], rank, world_size))
-    curvature = optimizer._curvature
-    own = {
-        block.name: float(block.ensure_factors().mean_curvature())
-        for block, layer in curvature.plan.items()
-        if rank in layer.workers
-    }
-    return curvature.solves.mean_curvature, own
 
 
 def first_step(lr: float, clip: Any) -> Tensor:

@@ -347,19 +347,6 @@ def test_a_model_that_changes_is_solved_anew_and_watched_again(change: str) -> N
 # What is told.
 
 
-def test_statistics_and_summary_tell_what_was_spared() -> None:
-    model = MLP.model()
-    optimizer = make(KAISA, model, **SETTLING)
-    assert math.isnan(optimizer.statistics()["spared"])
-    trained(optimizer, model, BATCHES[:4])
-    found, rule = optimizer.statistics(), traces(optimizer)
-    assert found["spared"] == rule.spared / (4 * LAYERS) > 0
-    assert found["layers/settled"] == len(rule.settled) > 0
-    assert f"{rule.spared} of {4 * LAYERS} solves spared" in str(optimizer.summary())
-    other = make(KAISA, MLP.model())
-    assert "spared" not in str(other.summary())
-
-
 @each_kronecker
 def test_bounds_that_would_do_nothing_are_refused(System: Any) -> None:
     with pytest.raises(ValueError, match=r"trace_bounds=\(0.2, 0.0\) with refresh='drift'"):

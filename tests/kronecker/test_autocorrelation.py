@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from blocks import pair_statistics
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -112,7 +113,7 @@ def statistics(conv: Conv, x: Tensor, d: Tensor, least: float) -> layers.PairSta
     """With autocorrelations for patch matrices of at least so many elements."""
     bias, dtype = conv.bias is not None, torch.float64
     with mock.patch.object(conv_file, "AUTOCORRELATION_ELEMENTS", least):
-        return layers.pair_statistics(conv, x, d, bias=bias, approximation="expand", dtype=dtype)
+        return pair_statistics(conv, x, d, bias=bias, approximation="expand", dtype=dtype)
 
 
 CHOICES = {
@@ -181,7 +182,7 @@ def test_triangles_of_statistics_are_those_of_the_whole(
     d = torch.randn_like(conv(x).detach())
 
     def statistics(triangular: bool) -> PairStatistics:
-        return layers.pair_statistics(
+        return pair_statistics(
             conv,
             x,
             d,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from contract import hook_count
 from models import ZOO
-from recorders import Recorder, backward, linears
+from recorders import Keeper, Recorder, backward, linears
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,16 +23,6 @@ MLP = ZOO["mlp"]  # Linear layers "0", "2", "4"
 X = MLP.batch()[0]
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 each_backend = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-
-
-class Keeper(Recorder):
-    """A recorder that keeps copies: a graph uses the memory of a pair again."""
-
-    def consume(
-        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
-    ) -> None:
-        super().consume(module, x.clone(), d.clone(), pass_id, source, again)
-        self.again = [*getattr(self, "again", []), again]
 
 
 def watched(model: nn.Module) -> tuple[Capture, Keeper]:
@@ -179,16 +169,6 @@ def test_passes_have_numbers_and_a_second_backward_is_known_as_one() -> None:
     loss.backward()
     assert recorder.again == [False] * 3 + [True] * 3
     assert len({pair.pass_id for pair in recorder.pairs}) == 2
-
-
-def test_inputs_come_in_the_precision_of_autocast() -> None:
-    model = MLP.model(torch.float32)
-    _capture, recorder = watched(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = whole(model)(X.float()).float().square().mean()
-    loss.backward()
-    assert {pair.x.dtype for pair in recorder.pairs} == {torch.bfloat16}
-    assert not any(recorder.autocast)
 
 
 class Twice(nn.Module):

@@ -23,7 +23,7 @@ from contract import (
 )
 from models import CLASSES, ZOO
 from ranks import replaced
-from recorders import Pair, Recorder, linears
+from recorders import Keeper, linears
 from reference import cross_entropy
 from stepped import assert_near
 from torch import Tensor, nn
@@ -82,18 +82,6 @@ def built(kind: str) -> nn.Module:
         if kind == "container":
             return MLP.model()
         return (Broken() if kind == "broken" else Own()).double()
-
-
-class Keeper(Recorder):
-    """A recorder that keeps copies: a graph uses the memory of a pair again."""
-
-    def consume(self, module: nn.Module, x: Tensor, d: Tensor, *rest: Any) -> None:
-        super().consume(module, x.clone(), d.clone(), *rest)
-
-    def of(self, model: nn.Module) -> list[Pair]:
-        """The pairs in an order that does not depend on how they came."""
-        place = {module: i for i, module in enumerate(model.modules())}
-        return sorted(self.pairs, key=lambda p: (p.pass_id, place[p.module], float(p.d.norm())))
 
 
 def watched(model: nn.Module, likelihood: Any = "categorical") -> tuple[Capture, Keeper]:

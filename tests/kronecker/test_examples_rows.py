@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from blocks import factor_shape, pair_statistics
 from contract import each_kronecker, factors, make, take
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from second_order import KAISA, DistKFAC
-from second_order.kronecker import examples
-from second_order.kronecker.examples import live_rows
+from second_order.kronecker import layers
 from second_order.kronecker.factors import StagedStatistics
-from second_order.kronecker.layers import factor_shape, pair_statistics
+from second_order.kronecker.layers import live_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -102,12 +102,6 @@ def test_rows_that_begin_with_zeros_are_examples(shape: tuple[int, ...]) -> None
     assert found.count == 3
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 5), (0, 2, 5, 5)])
-def test_an_empty_batch_has_no_examples(shape: tuple[int, ...]) -> None:
-    found = live_rows(torch.zeros(shape))
-    assert found.count == 0
-
-
 def pairs_of_all_kinds(seed: int) -> Sequence[tuple[nn.Module, Tensor, Tensor]]:
     """(layer, input, gradient of the output), six examples each."""
     torch.manual_seed(seed)
@@ -137,7 +131,7 @@ def test_masks_of_a_device_give_what_picked_rows_give(
         bias = getattr(module, "bias", None) is not None
         picked = pair_statistics(module, x, d, bias=bias, **options)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(examples, "_answers_at_once", lambda device: False)
+            patch.setattr(layers, "_answers_at_once", lambda device: False)
             masked = pair_statistics(module, x, d, bias=bias, **options)
         assert isinstance(masked.examples, Tensor)
         assert float(masked.examples) == picked.examples
@@ -148,7 +142,7 @@ def test_masks_of_a_device_give_what_picked_rows_give(
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_use_without_an_example_is_no_use(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell that is stepped beyond the end of every sequence; a pass without any is cut off."""
-    monkeypatch.setattr(examples, "_answers_at_once", lambda device: at_once)
+    monkeypatch.setattr(layers, "_answers_at_once", lambda device: at_once)
     torch.manual_seed(0)
     cell = nn.Linear(3, 2).double()
     steps = [(torch.randn(4, 3, dtype=F64), torch.randn(4, 2, dtype=F64)) for _ in range(2)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from blocks import block, close, empirical, mean_eigenvalue
+from blocks import block, close, empirical, factor_shape, mean_eigenvalue, pair_statistics
 from contract import assert_same_factors, factors, make, take
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from second_order import KAISA
 from second_order.kronecker.factors import KroneckerFactors, StagedStatistics, StatisticsSums
-from second_order.kronecker.layers import factor_shape, pair_statistics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -12,14 +12,13 @@ from unittest.mock import patch
 
 import reference as ref
 import torch
-from blocks import close, error
+from blocks import close, error, pair_statistics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from second_order.kronecker import convolutions as windows
 from second_order.kronecker.convolutions import extract_patches
-from second_order.kronecker.layers import pair_statistics
 
 if TYPE_CHECKING:
     from reference import Approx, Factors

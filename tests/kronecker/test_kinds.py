@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 import second_order
 from second_order import KAISA
-from second_order.kronecker.exact import is_normalisation
 from second_order.kronecker.kinds import found_kind
 
 if TYPE_CHECKING:
@@ -271,22 +270,6 @@ def test_norms_have_exact_blocks(System: Any, build: Callable[[], nn.Module], mo
     assert optimizer.summary().preconditioned_share == 1.0
 
 
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        (LlamaNorm(4), True),
-        (OwnLayerNorm(4), True),
-        (nn.PReLU(4), False),
-        (nn.Linear(4, 4), False),
-        (nn.InstanceNorm1d(4, affine=True), False),
-        (LlamaNorm(1), False),
-    ],
-    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
-)
-def test_what_is_supposed_to_be_a_norm(module: nn.Module, expected: bool) -> None:
-    assert is_normalisation(module) == expected
-
-
 # Transposed convolutions.
 
 TRANSPOSED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
@@ -432,19 +415,6 @@ def test_a_tied_embedding_has_the_partial_traces_of_both_uses(
     close(A[0], entries / entries.sum())
     close(G[0], width)
     close(entries.sum(), width.trace())
-
-
-def test_micro_batches_of_a_tied_embedding_are_one_batch() -> None:
-    found = []
-    for parts in (1, 5):
-        model, (x, y) = tied()
-        optimizer = make(KAISA, model, kl_clip=None)
-        for a, b in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            (cross_entropy(model(a), b) / parts).backward()
-        optimizer.step()
-        found.append(factors(optimizer)["embedding = head"])
-    for one, other in zip(*found, strict=True):
-        close(one, other)
 
 
 def test_an_output_layer_too_wide_for_a_matrix_may_be_tied() -> None:

@@ -357,8 +357,9 @@ class RefreshedPairs:
     def momentum_rule(self) -> tuple[float, float, bool]:
         """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
         training, chosen = self._training, self._options.subspace_momentum
-        betas = {str(group.get("betas", group.get("momentum"))) for group in training.groups}
-        if isinstance(chosen, str) and len(betas) > 1 and training.first_time("momentum"):
+        groups = training.groups if isinstance(chosen, str) else ()
+        unlike = len(groups) > 1 and len({str(g.get("betas", g.get("momentum"))) for g in groups})
+        if unlike > 1 and training.first_time("momentum"):
             training.warn(
                 "momentum differs between the groups; in the eigenvectors' span that of the first "
                 "is used: subspace_momentum= sets another"

@@ -373,7 +373,7 @@ LARGE_BODY = 0.75
 """The share of the parameters that a frozen body has at least, for "auto" to see fine-tuning."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PairOptions:
     """The keywords of DHO2 that settle others, and the closure that MRDHO2 has, too.
 

@@ -171,7 +171,8 @@ class ShardedLayout(FlatLayout):
 class Room:
     """Room for pieces one after the other, which are copied in, or out, by one call.
 
-    Many small parameters are most of a small network, and a call for each most of a step.
+    Many small parameters are most of a small network, and a call for each most of a step. It is
+    for where gradients are off.
 
     Attributes:
         flat: The room.
@@ -190,26 +191,24 @@ class Room:
 
     def take(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Copy pieces of tensors in, zeros for None; returns the room."""
-        with torch.no_grad():
-            if self._whole and all(t is not None for t in tensors):
-                torch._foreach_copy_(self._views, cast(list[Tensor], tensors))
-                return self.flat
-            for piece, view, tensor in zip(self._pieces, self._views, tensors, strict=True):
-                if tensor is None:
-                    view.zero_()
-                else:
-                    view.copy_(tensor if piece.whole else piece.of(tensor))
+        if self._whole and all(t is not None for t in tensors):
+            torch._foreach_copy_(self._views, cast(list[Tensor], tensors))
+            return self.flat
+        for piece, view, tensor in zip(self._pieces, self._views, tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor if piece.whole else piece.of(tensor))
         return self.flat
 
     def put(self, tensors: Sequence[Tensor | None]) -> None:
         """Copy what is in the room to pieces of tensors, but to None."""
-        with torch.no_grad():
-            if self._whole and all(t is not None for t in tensors):
-                torch._foreach_copy_(cast(list[Tensor], tensors), self._views)
-                return
-            for piece, view, tensor in zip(self._pieces, self._views, tensors, strict=True):
-                if tensor is not None:
-                    piece.put(tensor, view.reshape(-1))
+        if self._whole and all(t is not None for t in tensors):
+            torch._foreach_copy_(cast(list[Tensor], tensors), self._views)
+            return
+        for piece, view, tensor in zip(self._pieces, self._views, tensors, strict=True):
+            if tensor is not None:
+                piece.put(tensor, view.reshape(-1))
 
 
 class Chunk:

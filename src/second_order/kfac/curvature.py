@@ -50,6 +50,7 @@ from second_order.kfac.plan import (
     System,
     compile_step,
     dims_of,
+    sum_statistics,
     with_one_worker,
 )
 from second_order.kfac.precondition import (
@@ -64,12 +65,11 @@ from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition
 from second_order.kfac.solve import Solves
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.report import Summary
 from second_order.stages import Meter
 
-__all__ = ["KFAC", "sum_statistics"]
+__all__ = ["KFAC"]
 
 EXACT = 20  # first steps whose statistics travel unrounded
 
@@ -589,27 +589,3 @@ def _in_hooks(meter: Meter) -> Iterator[None]:
         yield
     finally:
         meter.switch(before)
-
-
-def sum_statistics(
-    world: World,
-    layers: Mapping[KroneckerBlock, LayerPlan],
-    sums: Mapping[KroneckerBlock, StatisticsSums],
-    wire: torch.dtype | None = None,
-) -> None:
-    """Add statistics over the ranks that contribute, in place."""
-    if world.size == 1:
-        return
-    heads: list[tuple[Tensor, int | None]] = []
-    factors = heads if wire is None else []  # numbers of examples are not rounded
-    for block, each in sums.items():
-        if layers[block].source is None:
-            heads.append((each.head, None))
-            factors += [(t, layers[block].keeper(k)) for k, t in each.factors.items()]
-    pending = []
-    for ranks, pairs in [(world, heads)] + [(world.wired(wire), factors)] * (wire is not None):
-        tensors, keepers = [tensor for tensor, _ in pairs], [keeper for _, keeper in pairs]
-        kept = any(keeper is not None for keeper in keepers)
-        pending.append(ranks.reduce(tensors, keepers) if kept else ranks.all_reduce(tensors))
-    for message in pending:
-        message.wait()

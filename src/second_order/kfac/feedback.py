@@ -128,7 +128,10 @@ class StepLength:
         bounds = self._lengths
         if bounds is None:
             return
-        moves = self._rate_moves(rate, step)
+        if rate != self._rate and not math.isnan(self._rate):
+            self._rate_changed = step
+        self._rate = rate
+        moves = self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
         if moves and bounds.scheduled is not None:
             self.factor, self._looked_at = bounds.scheduled, step
             return
@@ -147,13 +150,6 @@ class StepLength:
             change += LONGER * level * min(max(since, 1), COUNTED)
         self._looked_at = step
         self.factor = min(max(self.factor * math.exp(change), bounds.least), bounds.most)
-
-    def _rate_moves(self, rate: float, step: int) -> bool:
-        """Whether the rate has moved lately."""
-        if rate != self._rate and not math.isnan(self._rate):
-            self._rate_changed = step
-        self._rate = rate
-        return self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
 
     def scale(self, asked: bool) -> None:
         """Scale the base's step by τ, if it is kept; it may be ``asked`` about at the next one."""

@@ -148,7 +148,7 @@ TRACE_BOUNDS = (0.1, 0.0)  # by benchmarks/progress/trace_refresh.py
 FACTOR_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class KFACOptions:
     """The options that systems with Kronecker factors share, checked, with their usual defaults.
 
@@ -451,7 +451,7 @@ def half_the_cores() -> int:
     return min(max(own_cores() // 2, 1), 4)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DistKFACOptions:
     """The keywords that DistKFAC alone has.
 

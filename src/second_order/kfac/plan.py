@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from second_order.distributed.assignment import (
     AssignmentCost,
@@ -33,6 +34,7 @@ from second_order.distributed.assignment import (
 )
 from second_order.distributed.world import World
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
@@ -51,6 +53,7 @@ __all__ = [
     "gradient_owners",
     "kaisa_plan",
     "solve_cost_of",
+    "sum_statistics",
     "with_one_worker",
 ]
 
@@ -254,6 +257,7 @@ class StepPlan:
         taken: The layers into whose factors the passes of this rank go.
         of_gradients: The layers whose factors are made of gradients.
         told: The layers of which this rank tells the others after a refresh.
+        to_solve: The factors that this rank decomposes, by layer.
         to_send: Of the layers that this row preconditions, by factor, the position in the row of
             the rank that solves it.
         results: Of all layers, by the dtype of their gradients, the row that preconditions each.
@@ -266,6 +270,7 @@ class StepPlan:
     taken: Sequence[KroneckerBlock] = ()
     of_gradients: Sequence[GradientBlock] = ()
     told: Sequence[KroneckerBlock] = ()
+    to_solve: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
     to_send: Mapping[Item, int] = field(default_factory=dict)
     results: Mapping[torch.dtype, Mapping[KroneckerBlock, int]] = field(default_factory=dict)
 
@@ -278,11 +283,14 @@ def compile_step(
     takes: Callable[[KroneckerBlock], bool],
 ) -> StepPlan:
     """List what this rank does; a collective, for the groups of its row and its column."""
-    here = grid.row(grid.row_of(world.rank))
+    here, rank = grid.row(grid.row_of(world.rank)), world.rank
     results: dict[torch.dtype, dict[KroneckerBlock, int]] = {}
+    to_solve: dict[KroneckerBlock, list[str]] = {}
     for block, layer in layers.items():
         row = layer.workers[0] // len(layer.workers)
         results.setdefault(block.work_dtype, {})[block] = row
+        if rank in layer.solvers:
+            to_solve[block] = [k for k in block.shape.letters if layer.solver(k) == rank]
     return StepPlan(
         layers,
         world.subgroup(here),
@@ -290,7 +298,8 @@ def compile_step(
         wire,
         [block for block in layers if block.watched and takes(block)],
         [block for block in layers if isinstance(block, GradientBlock)],
-        [block for block, layer in layers.items() if layer.workers[0] == world.rank],
+        [block for block, layer in layers.items() if layer.workers[0] == rank],
+        to_solve,
         {
             (block, letter): here.index(layer.solver(letter))
             for block, layer in layers.items()
@@ -299,3 +308,27 @@ def compile_step(
         },
         results,
     )
+
+
+def sum_statistics(
+    world: World,
+    layers: Mapping[KroneckerBlock, LayerPlan],
+    sums: Mapping[KroneckerBlock, StatisticsSums],
+    wire: torch.dtype | None = None,
+) -> None:
+    """Add statistics over the ranks that contribute, in place."""
+    if world.size == 1:
+        return
+    heads: list[tuple[Tensor, int | None]] = []
+    factors = heads if wire is None else []  # numbers of examples are not rounded
+    for block, each in sums.items():
+        if layers[block].source is None:
+            heads.append((each.head, None))
+            factors += [(t, layers[block].keeper(k)) for k, t in each.factors.items()]
+    pending = []
+    for ranks, pairs in [(world, heads)] + [(world.wired(wire), factors)] * (wire is not None):
+        tensors, keepers = [tensor for tensor, _ in pairs], [keeper for _, keeper in pairs]
+        kept = any(keeper is not None for keeper in keepers)
+        pending.append(ranks.reduce(tensors, keepers) if kept else ranks.all_reduce(tensors))
+    for message in pending:
+        message.wait()

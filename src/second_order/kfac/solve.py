@@ -27,7 +27,7 @@ from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
-from second_order.kfac.plan import Item, LayerPlan, StepPlan
+from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
@@ -127,13 +127,13 @@ class Solves:
         self.solver = SOLVERS[options.solver]
         self.damping, self.failed, self.mean_curvature = math.nan, 0, 0.0
         self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
-        self.restart(None)
+        self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
+        self._dtype = options.solve_dtype
 
-    def restart(self, step: StepPlan | None) -> None:
+    def restart(self, step: StepPlan) -> None:
         """Solve all layers of a plan anew, from other factors or on other ranks."""
-        self.step, self.wanted = step, True
-        self.plan: Mapping[KroneckerBlock, LayerPlan] = {} if step is None else step.layers
+        self.step, self.plan, self.wanted = step, step.layers, True
         self.under_way: dict[KroneckerBlock, Solve] = {}  # verdicts on others are void
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
@@ -222,11 +222,10 @@ class Solves:
 
     def submit(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Decompose this rank's factors of some layers."""
-        options, rank = self.options, self.training.world.rank
-        ready = self.ready(blocks)
+        options, ready = self.options, self.ready(blocks)
         if not ready:
             return
-        mine = [(b, k) for b in ready for k in b.shape.letters if self.plan[b].solver(k) == rank]
+        mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
         try:
             problems = [self.problem(b, k, b.weight.device) for b, k in mine]
             found = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
@@ -247,7 +246,7 @@ class Solves:
         mine, others = [], []  # others know γ by themselves, unless it is sent
         for block in blocks:
             self.under_way[block] = Solve(self.training.steps)
-            if rank in self.plan[block].solvers:
+            if block in self.step.to_solve:
                 mine.append(block)
             elif not self.heads and rank in self.plan[block].workers:
                 others.append(block)
@@ -300,14 +299,14 @@ class Solves:
     def _tell_of_error(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
         for block in blocks:
             self.under_way[block].verdict = Verdict.FAILED
-            block.complain(f" ({type(error).__name__}: {error})")
+            block.state.complaint = f" ({type(error).__name__}: {error})"
 
     def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
         """Describe a factor to decompose on a device, with its damping and guess."""
         options, shape, inverse = self.options, block.shape, block.inverse
         factors, damping = block.ensure_factors(), self.under_way[block].damping
         assert damping is not None
-        position, dtype = shape.letters.index(letter), options.solve_dtype
+        position, dtype = shape.letters.index(letter), self._dtype
         added = self.solver.dampings(factors.means, damping, shape.exact)[position]
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
@@ -332,23 +331,28 @@ class Solves:
 
         On the CPU: a device need not be waited for to read it.
         """
-        meter, solves = self.training.meter, self.under_way
+        meter, solves, world = self.training.meter, self.under_way, self.training.world
         agrees, blocks = bool(news) or self.agrees(), list(self.plan)
         with meter.stage(self.agreeing):
             if agrees:
                 mine = [self.verdict(b, solves[b]) if b in solves else 0 for b in blocks]
-                message = torch.tensor([*map(float, mine), *news], device="cpu")
-                agreement = self.training.world.on_cpu().all_reduce_max([message])
+                heard = [*map(float, mine), *news]
+                if world.size > 1:
+                    message = torch.tensor(heard, device="cpu")
+                    agreement = world.on_cpu().all_reduce_max([message])
         with meter.stage("average_gradients"):
             pending.wait()
         if not agrees:
             return news, [], []
-        with meter.stage(self.agreeing):
-            agreement.wait()
-            heard = message.tolist()
-        agreed = {b: Verdict(int(number)) for b, number in zip(blocks, heard, strict=False)}
+        if world.size > 1:
+            with meter.stage(self.agreeing):
+                agreement.wait()
+                heard = message.tolist()
+        agreed = {}
+        for block, number in zip(blocks, heard, strict=False):
+            if number > Verdict.OPEN:
+                agreed[block] = Verdict(int(number))
         with meter.stage("land"):
-            agreed = {b: verdict for b, verdict in agreed.items() if verdict > Verdict.OPEN}
             return heard[len(blocks) :], list(agreed), self.install(agreed)
 
     def agrees(self) -> bool:
@@ -398,7 +402,6 @@ class Solves:
         if not sound:
             return {}
         options, device, plan = self.options, self.training.device, self.step
-        assert plan is not None
         dtype, rounding = options.inv_dtype, plan.wire if plan.row.size > 1 else None
         mine: dict[Item, tuple[Tensor, ...]] = {}
         shapes: dict[Item, Shapes] = {}
@@ -445,7 +448,7 @@ class Solves:
     def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
         """Treat a layer that was not solved; returns its name if it has failed too often."""
         training = self.training
-        block.find_silent(verdict in (Verdict.SILENT, Verdict.UNEXPLAINED))
+        block.state.silent = verdict in (Verdict.SILENT, Verdict.UNEXPLAINED)
         if verdict is Verdict.UNEXPLAINED:
             self.layers.unexplained_elsewhere(block)
             had = block.solved
@@ -464,7 +467,7 @@ class Solves:
         elif verdict is not Verdict.FAILED:
             block.drop_inverse()
         else:
-            block.fail()
+            block.state.failures += 1
             self.failed += 1
             if training.first_time(f"failed:{block.name}"):
                 kept = "its last inverse is kept"
@@ -479,4 +482,4 @@ class Solves:
 
     def close(self) -> None:
         """Forget all layers."""
-        self.restart(None)
+        self.restart(StepPlan({}, self.training.world, self.training.world))

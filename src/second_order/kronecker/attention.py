@@ -19,16 +19,7 @@ from torch import Tensor, nn
 
 from second_order.kronecker.autograd import current_node, saving_hooks
 
-__all__ = [
-    "Assembly",
-    "Projection",
-    "hosts",
-    "input_of",
-    "inputs_of",
-    "is_attention",
-    "is_checkpointed",
-    "projections",
-]
+__all__ = ["Assembly", "hosts", "is_attention", "projections"]
 
 PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 """Nodes of a product with a weight, whose edge is the last one, and their names of the input."""
@@ -62,13 +53,10 @@ def hosts(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
 def projections(
     module: nn.Module, output: Tensor, given: Iterable[Any], owners: Mapping[Tensor, nn.Module]
 ) -> list[Projection]:
-    """The products with the weights of an attention in its last call.
+    """The products with the weights of an attention in the call that gave an output.
 
-    Args:
-        module: The attention.
-        output: Its output.
-        given: The arguments of the call: the search does not go beyond them.
-        owners: The attention or its ``out_proj``, by their parameters as the call has them.
+    The search does not go beyond the arguments that the call was given. ``owners`` are the
+    attention and its ``out_proj``, by their parameters as the call has them.
     """
     width = cast(nn.MultiheadAttention, module).embed_dim
     found: list[Projection] = []
@@ -128,30 +116,19 @@ def input_of(node: Any = None) -> Tensor:
 
 @dataclass
 class Assembly:
-    """A call's pair, made of those of its products.
+    """A call's pair, made of those of its products."""
 
-    Attributes:
-        batch: The number of sequences.
-        parts: The products' pairs that have come, by thirds.
-    """
-
-    batch: int
-    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    batch: int  # the number of sequences
+    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by thirds
 
     def add(
         self, projection: tuple[int, ...], x: Tensor, d: Tensor
     ) -> tuple[Tensor, Tensor] | None:
         """Take a product's pair; returns the call's pair once it is complete.
 
-        Args:
-            projection: Which of queries, keys and values the product makes; empty for ``out_proj``.
-            x: Its input, ``(batch, positions, in)``, or ``(positions batch, in)``.
-            d: The gradient of its output, ``(positions batch, out)``.
-
-        Returns:
-            ``(batch, positions, in)`` and ``(batch, positions, out)``; of queries, keys and values
-            with unlike inputs, ``(3, batch, positions, in)`` and ``(3, batch, positions, in)``,
-            filled up by zeros.
+        x is ``(batch, positions, in)``, or ``(positions batch, in)``, d ``(positions batch, out)``;
+        the call's are ``(batch, positions, ...)``, and with unlike inputs of queries, keys and
+        values ``(3, batch, positions, ...)``, filled up by zeros.
         """
         d = d.unflatten(0, (-1, self.batch)).transpose(0, 1)
         x = x if x.dim() == 3 else x.unflatten(0, (-1, self.batch)).transpose(0, 1)

@@ -18,24 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from second_order.sharded import FSDPParams
 
-__all__ = [
-    "NO_PASS",
-    "as_used",
-    "current_node",
-    "current_pass",
-    "differentiable_tensors",
-    "drawing_from",
-    "is_drawing",
-    "is_reached",
-    "keep",
-    "keeps_graph",
-    "params_in_pass",
-    "reaches_parameters",
-    "saving_hooks",
-    "set_eval_frame",
-    "skip_code",
-    "transformed",
-]
+__all__ = ["as_used", "drawing_from", "is_reached", "keep", "set_eval_frame", "skip_code"]
 
 NO_PASS = -1
 """The number of the running backward pass, where none is running."""

@@ -21,14 +21,12 @@ from second_order.kronecker.layers import (
     KINDS,
     Approximation,
     FactorShape,
+    Form,
     Key,
-    LayerKind,
     PairStatistics,
-    factor_shape,
     gradient_from_matrix,
     gradient_to_matrix,
     key_of,
-    pair_statistics,
 )
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
@@ -46,14 +44,14 @@ LOOK_EVERY = 100
 
 @dataclass
 class LayerState:
-    """The history of a layer's statistics and refreshes; only its block writes it."""
+    """The history of a layer's statistics and refreshes."""
 
     solved: bool = False  # the layer's gradient workers, whichever ranks, hold an inverse
     silent: bool = False  # the last refresh found that no statistic had ever arrived
     asked: bool = False  # statistics have been due since the block was made
     heard: bool = False  # a pair has been captured, be it one without an example
     failures: int = 0  # refreshes in a row that gave no sound decomposition
-    complaint: str = ""  # the error of the last of these, if there was one
+    complaint: str = ""  # an error on this process, which makes the coming refresh fail
     unexplained: float = 0.0  # share of the gradient, if too much for the pairs to be used
     unlooked: int = LOOK_EVERY  # steps with statistics since the two were compared
     work: int = 0  # operations of the passes in the last step with statistics, on this process
@@ -72,7 +70,7 @@ class KroneckerBlock:
         held: Whether A and G are kept on this process.
         staged: Statistics since the last step.
         inverse: The damped inverse, on the layer's gradient workers once it is solved.
-        state: The history of statistics and refreshes; read-only for others.
+        state: The history of statistics and refreshes.
     """
 
     def __init__(
@@ -87,6 +85,8 @@ class KroneckerBlock:
         self.names = list(names)
         self.modules = list(modules)
         self.keys = list(keys) or list(map(key_of, modules))
+        named = zip(modules, self.keys, strict=True)
+        self._kinds = {module: KINDS[key] for module, key in named if key is not None}
         self.weight = self._key_parameter()
         self.bias = bias
         self.factor_dtype = factor_dtype
@@ -100,9 +100,8 @@ class KroneckerBlock:
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
-        key = self.keys[0]
-        assert key is not None
-        return cast(nn.Parameter, getattr(self.modules[0], KINDS[key].weight))
+        module = self.modules[0]
+        return cast(nn.Parameter, getattr(module, self._kinds[module].weight))
 
     @property
     def watched(self) -> Sequence[nn.Module]:
@@ -207,7 +206,8 @@ class KroneckerBlock:
             self._reset()
 
     def _current_shape(self) -> FactorShape:
-        return factor_shape(self.modules[0], self.trains_bias, self.keys[0])
+        module = self.modules[0]
+        return self._kinds[module].shape(module, self.trains_bias)
 
     def statistics(
         self,
@@ -218,18 +218,11 @@ class KroneckerBlock:
         dtype: torch.dtype,
         known: PairStatistics | None = None,
     ) -> PairStatistics:
-        """Statistics of a captured pair of one of the modules; see :func:`pair_statistics`."""
-        return pair_statistics(
-            module,
-            x,
-            d,
-            bias=self.trains_bias,
-            approximation=approximation,
-            dtype=dtype,
-            triangular=self.staged.triangular,
-            known=known,
-            key=self.keys[self.modules.index(module)],
-        )
+        """Statistics of a captured pair of one of the modules."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        x = x.to(dtype) if x.is_floating_point() else x
+        form = Form(self.trains_bias, approximation, self.staged.triangular, known)
+        return self._kinds[module].statistics(module, x, d.to(dtype), form)
 
     # ------------------------------------------------------------ do the pairs explain the gradient
 
@@ -240,18 +233,13 @@ class KroneckerBlock:
 
     def looked_at(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
-        return self._kind_of(module).weight
-
-    def _kind_of(self, module: nn.Module) -> LayerKind:
-        key = self.keys[self.modules.index(module)]
-        assert key is not None
-        return KINDS[key]
+        return self._kinds[module].weight
 
     def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
         wide = torch.promote_types(d.dtype, torch.float32)
         x = x.to(wide) if x.is_floating_point() else x
-        return self._kind_of(module).gradient(module, x, d.to(wide))
+        return self._kinds[module].gradient(module, x, d.to(wide))
 
     def look(self, module: nn.Module, x: Tensor, d: Tensor, fsdp: FSDPParams | None) -> None:
         """Compare a pair with the gradient that is about to arrive."""
@@ -268,7 +256,7 @@ class KroneckerBlock:
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair's sizes can be those of the layer."""
-        return self._kind_of(module).fits(module, x, d)
+        return self._kinds[module].fits(module, x, d)
 
     def judge(self, residual: float) -> None:
         """Note how much of the gradient the step's pairs leave unexplained; drop what does."""
@@ -376,22 +364,6 @@ class KroneckerBlock:
         """Note that statistics are due: make the averages, so that a layer without any is found."""
         self.ensure_factors()
         self.state.asked = True
-
-    def hear(self) -> None:
-        """Note that a pair has been captured."""
-        self.state.heard = True
-
-    def find_silent(self, silent: bool) -> None:
-        """Note whether a refresh has found that no statistic has ever arrived."""
-        self.state.silent = silent
-
-    def complain(self, why: str) -> None:
-        """Keep the text of an error on this process, which makes the coming refresh fail."""
-        self.state.complaint = why
-
-    def fail(self) -> None:
-        """Count a failed refresh; an inverse of an earlier one is kept."""
-        self.state.failures += 1
 
     def install(self, inverse: Inverse | None, dtype: torch.dtype | None = None) -> None:
         """Mark the layer as solved, by an inverse if this rank is a gradient worker.

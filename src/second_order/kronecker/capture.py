@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from second_order.kronecker import autograd
 from second_order.kronecker.attention import (
     Assembly,
     hosts,
@@ -42,22 +43,6 @@ from second_order.kronecker.attention import (
     is_attention,
     is_checkpointed,
     projections,
-)
-from second_order.kronecker.autograd import (
-    NO_PASS,
-    as_used,
-    current_node,
-    current_pass,
-    differentiable_tensors,
-    drawing_from,
-    is_drawing,
-    keep,
-    keeps_graph,
-    params_in_pass,
-    reaches_parameters,
-    set_eval_frame,
-    skip_code,
-    transformed,
 )
 from second_order.kronecker.hooks import (
     Gate,
@@ -85,10 +70,6 @@ NOT_ACCUMULATED = (
     "nothing, and backward() sends none through their outputs"
 )
 NOT_TENSORS = "it is not called with one tensor, or does not return one"
-UNSEEN = (
-    "autograd's record of an attention's call shows no product with its weight, as inside of a "
-    "graph that torch.compile has made; leave the attention out of it"
-)
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
@@ -113,7 +94,7 @@ class _Call:
     module: nn.Module
     read: Callable[[], Tensor] | None  # the input; None once autograd has freed its own
     source: int  # a number of the input, as in `StatisticsCollector.consume`
-    outer: int = NO_PASS  # the id of the backward pass in which the layer was called, if any
+    outer: int = autograd.NO_PASS  # the backward pass in which the layer was called, if any
     used: bool = False  # a backward pass has come through this call
     looks: bool = False  # the pair is one beside those of drawn labels
     shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
@@ -133,7 +114,7 @@ def _node_hook(
     capture: weakref.ref[Capture], call: _Call, output: int, gradients: tuple[Any, ...]
 ) -> None:
     alive, gradient = capture(), gradients[output]
-    if alive is None or call.read is None or gradient is None or is_drawing():
+    if alive is None or call.read is None or gradient is None or autograd.is_drawing():
         return
     with alive.timed():
         alive.take(call, gradient)
@@ -161,10 +142,10 @@ def _delivery_hook(
     gradient: Tensor,
 ) -> None:
     alive = capture()
-    if alive is None or is_drawing():
+    if alive is None or autograd.is_drawing():
         return
     with alive.timed():
-        reached = {module: reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
+        reached = {module: autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
         delivered = [pair for pair in pairs if reached[pair[0]]]
         pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
         for module, x, source, d in delivered:
@@ -177,10 +158,10 @@ def _repeated_in() -> tuple[int, bool]:
     A reentrant checkpoint repeats its forward in each pass that comes through; its node is the
     same.
     """
-    outer = current_pass()
-    if outer == NO_PASS:
+    outer = autograd.current_pass()
+    if outer == autograd.NO_PASS:
         return outer, False
-    metadata = getattr(current_node(), "metadata", {})
+    metadata = getattr(autograd.current_node(), "metadata", {})
     return outer, bool(metadata.setdefault(_FIRST_REPEATED, outer) != outer)
 
 
@@ -268,17 +249,20 @@ class Capture:
         self._dismiss()
         release(self._hooked)
         self._hooked.clear()
+        self._model = None
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
         """Take the hooks off the watched modules for a block."""
-        root, layers = self._model, list(self._observed)
+        model, layers = self._model, list(self._observed)
         self.detach()
+        self._model = model
         try:
             yield
         finally:
-            if root is not None and (model := root()) is not None:
-                self.attach(model, layers)
+            # Unless it was detached, or attached to others, meanwhile.
+            if self._model is model and not self._observed and model is not None:
+                self.attach(cast(nn.Module, model()), layers)
 
     def _dismiss(self) -> None:
         """Watch nothing any more; the hooks stay."""
@@ -301,7 +285,7 @@ class Capture:
         layers = [layer for layer in both if layer in self._observed]
         if not (self.enabled and layers) or cast(Any, torch.jit).is_tracing():
             return
-        if transformed():
+        if autograd.transformed():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
         wanted = [layer for layer in layers if self._wanted(layer)]
@@ -318,7 +302,9 @@ class Capture:
         elif output.requires_grad:
             with self.timed():
                 source = self._source_of(x)
-                self._remember(module, _node_of(output), as_used(x), source, shape=output.shape)
+                self._remember(
+                    module, _node_of(output), autograd.as_used(x), source, shape=output.shape
+                )
 
     def _observe_attention(
         self,
@@ -332,10 +318,12 @@ class Capture:
         inputs = inputs_of(module, args, kwargs)
         whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
         both = (module, cast(nn.Module, module.out_proj))
-        owners = {p: owner for owner in both for p in params_in_pass(owner, self.fsdp).values()}
+        owners = {
+            p: owner for owner in both for p in autograd.params_in_pass(owner, self.fsdp).values()
+        }
         products = projections(module, output, (*args, *kwargs.values()), owners)
         unseen = set(wanted).difference(product.owner for product in products)
-        self.missed.update(dict.fromkeys(unseen, UNSEEN))
+        self.missed.update(dict.fromkeys(unseen, COMPILED))
         for owner, node, thirds in products:
             if owner not in wanted:
                 continue
@@ -343,7 +331,7 @@ class Capture:
                 self.missed[owner] = CHECKPOINTED
                 continue
             # Of the output's projection autograd alone has the input.
-            x = as_used(inputs[thirds[0]]) if owner is module else None
+            x = autograd.as_used(inputs[thirds[0]]) if owner is module else None
             assembly, edge = whole if owner is module else apart, GradientEdge(node, 0)
             self._sources += 1
             self._remember(owner, edge, x, self._sources, thirds=thirds, assembly=assembly)
@@ -358,7 +346,7 @@ class Capture:
     ) -> None:
         """Wait for the gradient that comes to a node; with drawn labels, until they are drawn."""
         if self._sampler is None:
-            read = input_of if x is None else keep(x)  # a hook of a node must not hold it
+            read = input_of if x is None else autograd.keep(x)  # a hook of a node must not hold it
             self._await(edge, _Call(module, read, source, *_repeated_in(), **more))
         elif self._inside_root:
             read = partial(input_of, edge.node) if x is None else x.detach
@@ -383,10 +371,10 @@ class Capture:
 
     def take(self, call: _Call, gradient: Tensor) -> None:
         """Take the gradient that a call has waited for."""
-        if reaches_parameters(call.module, self.fsdp):
+        if autograd.reaches_parameters(call.module, self.fsdp):
             # A reentrant checkpoint runs a backward pass inside another, in which the forward was
             # repeated: the outer one is meant.
-            pass_id = current_pass() if call.outer == NO_PASS else call.outer
+            pass_id = autograd.current_pass() if call.outer == autograd.NO_PASS else call.outer
             try:
                 pair = call.pair(gradient)
             except RuntimeError as error:
@@ -404,21 +392,21 @@ class Capture:
                 self.emit(call.module, *pair, pass_id, call.source, again)
         else:
             self.missed[call.module] = NOT_ACCUMULATED
-        if not keeps_graph():
+        if not autograd.keeps_graph():
             call.read = None  # autograd frees its own inputs now, however long the loss is kept
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Take a pair that the backward of a compiled graph delivers; its memory is the graph's."""
-        if is_drawing():
+        if autograd.is_drawing():
             return
         with self.timed():
-            if not reaches_parameters(module, self.fsdp):
+            if not autograd.reaches_parameters(module, self.fsdp):
                 self.missed[module] = NOT_ACCUMULATED
                 return
             # The node is the whole graph's; a forward makes a new one, a second backward does not.
             # A backward that is compiled as a whole has no nodes, and runs once.
-            pass_id = current_pass()
-            metadata = getattr(current_node(), "metadata", {})
+            pass_id = autograd.current_pass()
+            metadata = getattr(autograd.current_node(), "metadata", {})
             again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
             self.emit(module, x, gradient, pass_id, ALONE, again)
 
@@ -438,7 +426,7 @@ class Capture:
             return
         self._pending.clear()
         self._inside_root, self._compiler = True, None
-        if self.enabled and torch.is_grad_enabled() and (compiler := set_eval_frame(None)):
+        if self.enabled and torch.is_grad_enabled() and (compiler := autograd.set_eval_frame(None)):
             self._compiler = compiler  # which puts itself back, too, where the forward raises
             if not self._told:
                 self._told = True
@@ -454,7 +442,7 @@ class Capture:
             with self.timed():
                 self._draw(self._sampler, module, pending, output)
         if self._compiler is not None:
-            set_eval_frame(self._compiler)
+            autograd.set_eval_frame(self._compiler)
             self._compiler = None
 
     def _draw(
@@ -471,7 +459,7 @@ class Capture:
             return
         ends = [edge for *_, edge in pending]
         try:
-            with drawing_from(loss):
+            with autograd.drawing_from(loss):
                 gradients: Sequence[Tensor | None] = torch.autograd.grad(
                     loss, ends, retain_graph=True, allow_unused=True
                 )
@@ -490,13 +478,13 @@ class Capture:
         pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
-        for tensor in differentiable_tensors(output):
+        for tensor in autograd.differentiable_tensors(output):
             tensor.register_hook(deliver)
         self.root_calls += 1
 
 
 for _function in (Capture.enter_root, Capture.leave_root):
-    skip_code(_function.__code__)
+    autograd.skip_code(_function.__code__)
 
 
 def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from second_order.errors import SecondOrderWarning
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
-from second_order.kronecker.examples import live_rows
 from second_order.kronecker.factors import Reduction
-from second_order.kronecker.layers import Approximation, PairStatistics, is_convolution
+from second_order.kronecker.layers import Approximation, PairStatistics, is_convolution, live_rows
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
@@ -143,7 +142,7 @@ class StatisticsCollector:
                 inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
                 block.staged.work += 6 * d.numel() * inputs
                 block.state.work = block.staged.work
-                block.hear()
+                block.state.heard = True
                 self.heard(block)
 
     def _statistics(

@@ -32,24 +32,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
-from second_order.kronecker.examples import LiveRows, live_rows
 from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
     Form,
     LayerKind,
+    LiveRows,
     PairStatistics,
     gram,
+    live_rows,
     symmetric,
 )
 
-__all__ = [
-    "extract_patches",
-    "pad_input",
-    "padding_per_side",
-    "patch_second_moment",
-    "sum_patches",
-]
+__all__ = ["extract_patches", "pad_input", "patch_second_moment", "sum_patches"]
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 

@@ -14,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.examples import live_rows
-from second_order.kronecker.layers import Approximation, FactorShape, PairStatistics, gram
+from second_order.kronecker.layers import (
+    Approximation,
+    FactorShape,
+    PairStatistics,
+    gram,
+    live_rows,
+)
 
 __all__ = ["DoublyFactoredBlock", "rank_one"]
 

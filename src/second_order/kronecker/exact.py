@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn.functional import batch_norm, group_norm, layer_norm
 
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.examples import live_rows
 from second_order.kronecker.layers import (
     Approximation,
     FactorShape,
     PairStatistics,
     gram,
     is_convolution,
+    live_rows,
 )
 
 __all__ = ["GAINS", "NORMALISATIONS", "ExactBlock", "Gain", "is_normalisation", "names_of_gain"]

@@ -117,7 +117,7 @@ class GradientBlock(KroneckerBlock):
             whole = whole if letter == "A" else whole * (scale * examples)
             factors[letter] = self.ensure_factors().store(whole)
         traces = [size / shape.in_dim, size * scale * examples / shape.out_dim]
-        self.hear()
+        self.state.heard = True
         return StatisticsSums(factors, torch.stack([examples, *traces]).to(self.staged.dtype))
 
 

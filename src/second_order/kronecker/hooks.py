@@ -35,17 +35,7 @@ from second_order.errors import SecondOrderError
 from second_order.kronecker.attention import is_attention
 from second_order.kronecker.autograd import as_used, skip_code, transformed
 
-__all__ = [
-    "Gate",
-    "LayerHook",
-    "RootHook",
-    "RootPreHook",
-    "Watch",
-    "WatchHook",
-    "hook_of",
-    "input_in",
-    "release",
-]
+__all__ = ["LayerHook", "RootHook", "RootPreHook", "Watch", "hook_of", "release"]
 
 SCRIPTED = (
     "torch.jit.script cannot compile the hooks by which an optimizer of second_order watches this "
@@ -185,7 +175,6 @@ def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) ->
 
 
 def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
-    """Whether a call can be one of a training pass."""
     return (
         torch.is_grad_enabled()
         and isinstance(x, Tensor)

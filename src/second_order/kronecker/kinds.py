@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 import second_order.kronecker.convolutions  # noqa: F401 - whose kinds come before a user's
 from second_order.kronecker.exact import GAINS, NORMALISATIONS, Gain
-from second_order.kronecker.examples import live_rows
 from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
@@ -43,6 +42,7 @@ from second_order.kronecker.layers import (
     linear_fits,
     linear_gradient,
     linear_statistics,
+    live_rows,
     reduced,
     rows_of_embedding,
     unsupported_reason,
@@ -179,7 +179,7 @@ def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
     uses |= dict.fromkeys((nn.Linear, "linear"), TIED_OUTPUT)
     sharing: dict[int, dict[nn.Module, Key | None]] = {}
     for module in model.modules():
-        weight = module._parameters.get("weight")
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None:
             sharing.setdefault(id(weight), {})[module] = uses.get(found_kind(module)[0])
     both = {TIED_EMBEDDING, TIED_OUTPUT}
@@ -207,10 +207,11 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
 
 def _supposed_kind(module: nn.Module) -> Key | None:
     """The kind that a module of an unknown class, or with a forward of its own, may be of."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return None
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if (
-        isinstance(module, torch.jit.ScriptModule)
-        or not isinstance(weight, nn.Parameter)
+        not isinstance(weight, nn.Parameter)
         or isinstance(weight, nn.parameter.UninitializedParameter)
         or weight.dim() != 2
         or min(weight.shape) < 2

@@ -6,8 +6,10 @@ layer is the same to the solvers: A is ``(groups, in, in)``, G is ``(groups, out
 gradient is ``(groups, out, in)``. An embedding is the Linear on one-hot rows: its A is diagonal,
 kept as ``(groups, in)``.
 
-Rows whose output gradient is exactly zero are no examples (:mod:`second_order.kronecker.examples`):
-padded tokens, ignored labels.
+Rows whose output gradient is exactly zero are no examples: a padded token, a label that the loss
+ignores, an example beyond a hinge. Counted as an example it would thin A by inputs that teach
+nothing, and a mean over N terms would be taken for one over more: G would be too large by their
+number over N.
 
 Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023 (expand and reduce). Convolutions
 are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.kronecker.kinds`.
@@ -22,7 +24,6 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.examples import LiveRows, live_rows
 from second_order.kronecker.triangles import (
     GATHERED_UP_TO,
     empty_symmetric,
@@ -32,35 +33,11 @@ from second_order.kronecker.triangles import (
     write_last_row,
 )
 
-__all__ = [
-    "KINDS",
-    "Approximation",
-    "FactorShape",
-    "Form",
-    "Key",
-    "LayerKind",
-    "PairStatistics",
-    "at_least_one",
-    "embedding_fits",
-    "embedding_gradient",
-    "embedding_statistics",
-    "factor_shape",
-    "gradient_from_matrix",
-    "gradient_to_matrix",
-    "gram",
-    "is_convolution",
-    "key_of",
-    "linear_fits",
-    "linear_gradient",
-    "linear_statistics",
-    "pair_statistics",
-    "reduced",
-    "rows_of_embedding",
-    "symmetric",
-    "unsupported_reason",
-]
+__all__ = ["KINDS", "Approximation", "FactorShape", "PairStatistics", "gram", "is_convolution"]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
+
+LOOKED_AT = 32  # entries of each row that are looked at before all are
 
 
 @dataclass(frozen=True)
@@ -112,6 +89,56 @@ class FactorShape:
 
 
 @dataclass(frozen=True)
+class LiveRows:
+    """The rows of a captured pair that are examples: their output gradient is not zero."""
+
+    mask: Tensor | None  # (rows,), True where a row is an example; None if all are known to be
+    count: int | Tensor  # of examples; on a device a scalar tensor, which the host does not read
+
+    def pick(self, rows: Tensor) -> Tensor:
+        """The examples among ``(rows, ...)``; on a device all rows, the others being zero.
+
+        A row that is no example and not finite becomes NaN, as it does in the weight's gradient.
+        """
+        if self.mask is None:
+            return rows
+        if _answers_at_once(rows.device) and bool(rows[~self.mask].isfinite().all()):
+            return rows[self.mask]
+        return rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
+
+    def same(self, other: LiveRows) -> bool:
+        """Whether both are known to be the same rows; False where a device would have to tell."""
+        if self.mask is None or other.mask is None:
+            return self.mask is other.mask and bool(self.count == other.count)
+        return _answers_at_once(self.mask.device) and torch.equal(self.mask, other.mask)
+
+
+def live_rows(d: Tensor) -> LiveRows:
+    """The rows of ``(rows, ...)`` that have an entry other than zero."""
+    if not _answers_at_once(d.device):
+        mask = d.flatten(1).abs().amax(1) != 0
+        return LiveRows(mask, mask.sum())
+    # Few rows have zeros in all their first entries: only those are looked at in full.
+    look = d[:, :LOOKED_AT]
+    while look.dim() > 2:
+        look = look.select(-1, look.shape[-1] // 2)
+    suspects = (look == 0).all(1).nonzero().squeeze(1)
+    if len(suspects) == 0:
+        return LiveRows(None, len(d))
+    dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]
+    if len(dead) == 0:
+        return LiveRows(None, len(d))
+    mask = torch.ones(len(d), dtype=torch.bool)
+    mask[dead] = False
+    return LiveRows(mask, len(d) - len(dead))
+
+
+def _answers_at_once(device: torch.device) -> bool:
+    """Whether values on a device can be read without waiting, as on the CPU."""
+    return device.type == "cpu"
+
+
+@dataclass(frozen=True)
 class PairStatistics:
     """Sums over one captured pair.
 
@@ -127,12 +154,12 @@ class PairStatistics:
 
 @dataclass(frozen=True)
 class Form:
-    """How the statistics of a pair are formed: see :func:`pair_statistics`."""
+    """How the statistics of a pair are formed."""
 
-    bias: bool
-    approximation: Approximation
-    triangular: bool
-    known: PairStatistics | None = None
+    bias: bool  # the homogeneous coordinate belongs to A
+    approximation: Approximation  # of dimensions that share the weight (Eschenhagen et al. 2023)
+    triangular: bool = False  # symmetric sums are upper triangles
+    known: PairStatistics | None = None  # of another Linear with the same input: its A may serve
 
 
 CONVOLUTIONS = (
@@ -209,7 +236,7 @@ def symmetric(
 
 
 def linear_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``; see `pair_statistics`."""
+    """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``."""
     if form.approximation == "reduce" and x.dim() > 2:
         x, d = reduced(x.flatten(1, -2), d.flatten(1, -2))
     x, d = x.reshape(d.numel() // d.shape[-1], x.shape[-1]), d.reshape(-1, d.shape[-1])
@@ -260,14 +287,9 @@ Key: TypeAlias = type[nn.Module] | str
 class LayerKind:
     """The rules for one kind of layer.
 
-    Attributes:
-        statistics: Makes the statistics of a pair: see :func:`pair_statistics`.
-        shape: Gives the sizes of a module's factors, with or without the homogeneous coordinate.
-        weight: Name of the weight.
-        bias: Name of the bias.
-        with_bias: Whether the bias is the homogeneous coordinate of A.
-        gradient: Gives a pair's part of the weight's gradient, of the weight's shape.
-        fits: Tells whether a pair has sizes that the layer's can have.
+    ``statistics`` makes those of a pair, in float32 at least. ``shape`` gives the sizes
+    of a module's factors; ``with_bias``: the bias is the homogeneous coordinate of A. ``gradient``
+    gives a pair's part of the weight's gradient, ``fits`` tells whether it can be the layer's.
     """
 
     statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
@@ -289,7 +311,7 @@ KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics)
 
 
 def embedding_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``; see `pair_statistics`."""
+    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``."""
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
     embedding = cast(nn.Embedding, module)
@@ -371,49 +393,6 @@ def unsupported_reason(module: nn.Module) -> str | None:
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return "its weight is not initialised yet: run one forward before making the optimizer"
     return None
-
-
-def factor_shape(module: nn.Module, bias: bool, key: Key | None = None) -> FactorShape:
-    """Sizes of a supported module's factors, with or without the homogeneous coordinate."""
-    return _kind(module, key).shape(module, bias)
-
-
-def pair_statistics(
-    module: nn.Module,
-    x: Tensor,
-    d: Tensor,
-    *,
-    bias: bool,
-    approximation: Approximation,
-    dtype: torch.dtype,
-    triangular: bool = False,
-    known: PairStatistics | None = None,
-    key: Key | None = None,
-) -> PairStatistics:
-    """Statistics of one captured pair.
-
-    Args:
-        module: A layer that has Kronecker factors.
-        x: The layer's input.
-        d: The gradient with respect to the layer's output, same leading shape as the output.
-        bias: Whether the homogeneous coordinate belongs to A.
-        approximation: How dimensions that share the weight are treated (Eschenhagen et al. 2023).
-        dtype: Dtype in which the sums are formed, if it is not narrower than float32.
-        triangular: Whether to give symmetric sums as upper triangles.
-        known: Statistics of another Linear with the same input; its A and ``live`` are used
-            if both layers have the same examples.
-        key: The layer's kind; None for that of its class.
-    """
-    dtype = torch.promote_types(dtype, torch.float32)
-    x = x.to(dtype) if x.is_floating_point() else x
-    form = Form(bias, approximation, triangular, known)
-    return _kind(module, key).statistics(module, x, d.to(dtype), form)
-
-
-def _kind(module: nn.Module, key: Key | None) -> LayerKind:
-    key = key_of(module) if key is None else key
-    assert key is not None
-    return KINDS[key]
 
 
 def gradient_to_matrix(

@@ -19,7 +19,6 @@ from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
     Key,
-    factor_shape,
     is_convolution,
 )
 from second_order.patterns import first_match
@@ -239,7 +238,7 @@ class _Search:
         if reason is None:
             locations = self.locations[module] = rules.locations(name, module, fed_by)
             wider = kind.with_bias and own.get(kind.bias) is not None and not locations
-            shape = replace(factor_shape(module, wider, key), locations=locations)
+            shape = replace(kind.shape(module, wider), locations=locations)
             reason = rules.too_large(shape)
             unexpected = reason is not None
         if reason is not None and not barred and key is None and _has_lone(module):

@@ -94,7 +94,7 @@ def trace(
     seed = seed_of(seed)
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
     with measured as space:
-        steep = _steep(space, min(directions, space.size), seed)
+        steep = _Steep(space, min(directions, space.size), seed)
         captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
         rest = []
         for z in steep.probes(products):
@@ -169,7 +169,7 @@ def diagonal(
     seed = seed_of(seed)
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
     with measured as space:
-        steep = _steep(space, min(directions, space.size), seed)
+        steep = _Steep(space, min(directions, space.size), seed)
         known = steep.diagonal()
         mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0
         for z in steep.probes(products):
@@ -202,62 +202,44 @@ def _checked(products: int, directions: int | None) -> tuple[int, int]:
     return products, directions
 
 
-@dataclass(frozen=True)
 class _Steep:
     """Directions that are taken exactly: orthonormal rows Q ``(k, rows)``, and their products."""
 
-    space: RowSpace
-    Q: Tensor
-    HQ: Tensor
-    seed: int  # of the sign vectors that sample the rest
-    products: int  # taken so far
+    def __init__(self, space: RowSpace, count: int, seed: int) -> None:
+        self._space, self._seed = space, seed + count
+        rows = space.random(seed, 1.0)
+        found = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
+        Q = torch.stack([*found, rows])  # a basis of their span, a row each
+        self.Q, largest = Q[:0], 0.0
+        for v in found:
+            largest = max(largest, math.sqrt(_dot(space, v, v)))
+            rest = self.without(v)
+            left = math.sqrt(_dot(space, rest, rest))
+            if left > 100 * torch.finfo(v.dtype).eps * largest:  # else zero, or dependent
+                k = len(self.Q)
+                Q[k] = self.without(rest / left)
+                self.Q = Q[: k + 1]
+        self.HQ = torch.stack([*(space.apply(q) for q in self.Q), rows])[:-1]
+        self.products = count + len(self.Q)
 
     def without(self, v: Tensor) -> Tensor:
-        """P v, the vector without these directions."""
-        return _without(self.space, self.Q, v)
+        """P v, the vector v − QᵀQv without these directions; twice, against rounding."""
+        for _ in range(2 if len(self.Q) else 0):
+            v = v - self.Q.t() @ self._space.total((self.Q @ v).double()).to(v.dtype)
+        return v
 
     def probes(self, products: int) -> Iterator[Tensor]:
         """Yield sign vectors for the rest of the products; none where no rest is left."""
-        for i in range(products - self.products if len(self.Q) < self.space.size else 0):
-            normal = self.space.random(self.seed + i, 1.0)
+        for i in range(products - self.products if len(self.Q) < self._space.size else 0):
+            normal = self._space.random(self._seed + i, 1.0)
             yield torch.ones_like(normal).copysign_(normal)
 
     def diagonal(self) -> Tensor:
         """This process's rows of the diagonal of QQᵀH + HQQᵀ − QQᵀHQQᵀ, in float64."""
         Q, HQ = self.Q.double(), self.HQ.double()
-        inner = self.space.total(Q @ HQ.t()) if len(Q) else Q @ HQ.t()
+        inner = self._space.total(Q @ HQ.t()) if len(Q) else Q @ HQ.t()
         return (Q * (2 * HQ - inner @ Q)).sum(0)
-
-
-def _steep(space: RowSpace, count: int, seed: int) -> _Steep:
-    found = [space.apply(space.random(seed + i, 1.0)) for i in range(count)]
-    none = torch.zeros_like(space.random(seed, 1.0)).expand(0, -1)
-    Q = _orthonormal(space, found) if found else none
-    HQ = torch.stack([space.apply(q) for q in Q]) if len(Q) else none
-    return _Steep(space, Q, HQ, seed + count, count + len(Q))
 
 
 def _dot(space: RowSpace, a: Tensor, b: Tensor) -> float:
     return float(space.total((a.double() @ b.double()).reshape(1)))
-
-
-def _without(space: RowSpace, Q: Tensor, v: Tensor) -> Tensor:
-    """The vector v − QᵀQv, of orthonormal rows Q; twice, against rounding."""
-    for _ in range(2 if len(Q) else 0):
-        v = v - Q.t() @ space.total((Q @ v).double()).to(v.dtype)
-    return v
-
-
-def _orthonormal(space: RowSpace, vectors: Sequence[Tensor]) -> Tensor:
-    """An orthonormal basis of the vectors' span, a row each; a zero or dependent one adds none."""
-    Q = torch.stack(list(vectors))
-    found, largest = 0, 0.0
-    for v in vectors:
-        length = math.sqrt(_dot(space, v, v))
-        largest = max(largest, length)
-        rest = _without(space, Q[:found], v)
-        left = math.sqrt(_dot(space, rest, rest))
-        if left > 100 * torch.finfo(v.dtype).eps * largest:
-            Q[found] = _without(space, Q[:found], rest / left)
-            found += 1
-    return Q[:found]

@@ -90,12 +90,7 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
 class SecondOrderOptimizer(torch.optim.Optimizer):
     """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
 
-    The systems' own keywords are on their pages; here are what they add to them.
-
     Args:
-        params_or_model: A module, whose trainable parameters are optimized, or parameters or
-            groups.
-        base_kwargs: Keyword arguments of ``base``.
         own_keywords: Names of the optimizer's own options, for messages.
         curvature: Makes the curvature of a training.
         needs_model: Whether a model is required.
@@ -478,24 +473,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return found
 
     def export_base_state(self, rest: bool = False) -> dict[str, Any]:
-        """The state that the base alone would have saved, for ``load_state_dict`` of its class.
-
-        Args:
-            rest: Whether to give the part of ``rest`` and not of ``base``, if there are two bases.
-
-        Raises:
-            SecondOrderError: If other processes keep some of the state; see :meth:`state_dict`.
-            ValueError: For ``rest=True`` without two bases.
-        """
+        """The state that the base, or ``rest``, would have saved; see :meth:`state_dict`."""
         return export_base_state(self.state_dict(), rest)
 
     @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this optimizer, or a state of its base alone.
+        """Load a checkpoint that any number of processes wrote, or a state of the base alone.
 
-        A checkpoint written by any number of processes loads on any other. Inverses are not saved:
-        they are recomputed at the next step. The state of the base optimizer alone is taken as the
-        base's part, and curvature starts anew.
+        Inverses are not saved: they are recomputed at the next step. With a state of the base alone
+        curvature starts anew.
 
         Raises:
             ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds
@@ -560,10 +546,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return {**steps, **curvature.statistics(), **accounts}
 
     def recipe(self) -> Recipe:
-        """A table of which base trains each parameter, how, and whether it is preconditioned.
-
-        Reading it waits for the device where learning rates are tensors there.
-        """
+        """A table of which base trains each parameter, how, and whether it is preconditioned."""
         return recipe_of(self._training, self._curvature.preconditioned())
 
     @contextmanager

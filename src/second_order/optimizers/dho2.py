@@ -20,11 +20,9 @@ column    n × r/P   n                   all-reduces of n: the gradient, g₁, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
-
-import torch
-from torch.optim import Optimizer
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from second_order.contract.training import Training
 from second_order.fosi.curvature import FOSICurvature
@@ -32,41 +30,16 @@ from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.options import (
     PRESETS,
     FOSIOptions,
-    Layout,
     PairOptions,
-    PresetName,
     check_given,
     suited,
 )
-from second_order.lanczos.closure import CurvatureKind, LossFn, check_closure
-from second_order.lanczos.hvp import ProductMode
+from second_order.lanczos.closure import check_closure
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.keywords import CommonKeywords, Rate, settled, signed
-from second_order.options import AutoInterval, Schedule
+from second_order.optimizers.keywords import CommonOptions, settled, signed, typed
 from second_order.report import CurvatureReport
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["DHO2", "EigenpairOptimizer", "PairKeywords"]
-
-
-class PairKeywords(CommonKeywords, total=False):
-    """The types of the options of eigenpairs that DHO2 and MRDHO2 both have."""
-
-    largest: int | None
-    smallest: int
-    warmup_steps: int | None
-    newton_scale: Schedule | None
-    lr_scale_clip: float | None
-    lanczos_iterations: int | None
-    lanczos_tol: float
-    lanczos_dtype: torch.dtype | None
-    eigenvalue_floor: float
-    hvp: ProductMode
-    curvature: CurvatureKind
-    seed: int
-    curvature_closure: LossFn | Sequence[LossFn] | None
+__all__ = ["DHO2", "EigenpairOptimizer"]
 
 
 class EigenpairOptimizer(SecondOrderOptimizer):
@@ -124,20 +97,12 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         return self._curvature.report()
 
 
-class DHO2Keywords(PairKeywords, total=False):
-    """The types of ``PairOptions`` and ``FOSIOptions``, and of all others."""
-
-    preset: PresetName
-    curvature_interval: AutoInterval
-    overhead: float
-    lr_scale_guard: bool
-    subspace_momentum: float | Literal["average", "base"] | None
-    warm_start: bool
-    trust_region: bool
-    layout: Layout
+@dataclass(frozen=True, kw_only=True)
+class DHO2Keywords(FOSIOptions, PairOptions, CommonOptions):
+    """The keywords of DHO2."""
 
 
-@signed(PairOptions, FOSIOptions, defaults=dict.fromkeys(PRESETS["general"]))
+@signed(DHO2Keywords, defaults=dict.fromkeys(PRESETS["general"]))
 class DHO2(EigenpairOptimizer):
     """Newton steps along the Hessian's extreme eigenvectors, a first-order optimizer for the rest.
 
@@ -148,21 +113,9 @@ class DHO2(EigenpairOptimizer):
     process its own. It does not call ``backward``. It is asked when eigenpairs are due, and leaves
     no trace in the model: buffers, random state and gradients are as before. Any architecture will
     do that can be differentiated twice.
-
-    Attributes:
-        curvature_closure: The closure in use; not saved.
     """
 
-    @overload
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, **keywords: Unpack[DHO2Keywords]
-    ) -> None: ...
-
-    @overload  # a base with keywords of its own
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, base: type[Optimizer], **keywords: Any
-    ) -> None: ...
-
+    @typed(DHO2Keywords)
     def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
         values, common = settled(DHO2, keywords)
         check_given(values)

@@ -12,11 +12,9 @@ every step:                       inverses that are solved are sent to all gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
-
-from torch.optim import Optimizer
+from typing import Any
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
@@ -25,7 +23,6 @@ from second_order.kfac.options import (
     AUTO,
     FORGETFUL,
     DistKFACOptions,
-    DoublyFactored,
     KFACOptions,
     checked_doubly_factored,
     half_the_cores,
@@ -34,42 +31,20 @@ from second_order.kfac.plan import System, distkfac_plan
 from second_order.kfac.solve_async import Background, SolvesOnThreads
 from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.keywords import Rate, settled, signed
-from second_order.optimizers.kronecker_optimizer import (
-    KFACKeywords,
-    KroneckerOptimizer,
-    RestOptions,
-)
+from second_order.optimizers.kaisa import KroneckerOptimizer
+from second_order.optimizers.keywords import RestOptions, settled, signed, typed
 from second_order.options import picked
 from second_order.report import Summary
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["DistKFAC"]
 
 
-class DistKFACKeywords(KFACKeywords, total=False):
-    """The types of ``DistKFACOptions``, and of all others; ``eigen_refresh`` it has not."""
-
-    stats_workers: int
-    helper_timeout: float
-    inverse_threads: int | None
-    inverse_device: str
-    async_inverse: bool
-    max_staleness: int | None
-    deterministic: bool
-    conv_factors: str
-    doubly_factored: DoublyFactored
+@dataclass(frozen=True, kw_only=True)
+class DistKFACKeywords(KFACOptions, DistKFACOptions, RestOptions):
+    """The keywords of DistKFAC."""
 
 
-@signed(
-    RestOptions,
-    DistKFACOptions,
-    KFACOptions,
-    without=["eigen_refresh"],
-    defaults={"exact_blocks": True},
-)
+@signed(DistKFACKeywords, without=["eigen_refresh"], defaults={"exact_blocks": True})
 class DistKFAC(KroneckerOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
@@ -94,26 +69,11 @@ class DistKFAC(KroneckerOptimizer):
     any base.
 
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
-
-    Attributes:
-        role: "worker" or "stats".
-        worker_group: The process group of those that train; of the stats workers, on one of them.
-        staleness: By layer, the age in steps of the factors of the inverse in use.
-        delays: By layer, the number of steps for which its last solve was under way.
     """
 
     _curvature: KFAC | StatsWorker
 
-    @overload
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, **keywords: Unpack[DistKFACKeywords]
-    ) -> None: ...
-
-    @overload  # a base with keywords of its own
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, base: type[Optimizer], **keywords: Any
-    ) -> None: ...
-
+    @typed(DistKFACKeywords)
     def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
         values, common = settled(DistKFAC, keywords)
         if values["factor_decay"] is None:

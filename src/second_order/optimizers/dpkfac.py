@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from second_order.distributed.assignment import OwnerAssignment
 from second_order.kfac.curvature import KFAC
@@ -23,21 +22,14 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import System, dpkfac_plan
 from second_order.kfac.precondition import OwnerHook
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.keywords import Rate, settled, signed
-from second_order.optimizers.kronecker_optimizer import (
-    KFACKeywords,
-    KroneckerOptimizer,
-    RestOptions,
-)
+from second_order.optimizers.kaisa import KroneckerOptimizer
+from second_order.optimizers.keywords import RestOptions, settled, signed, typed
 from second_order.options import check_keywords, keyword, one_of, picked
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["DPKFAC"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DPKFACOptions:
     """The keywords that DPKFAC alone has.
 
@@ -57,14 +49,12 @@ class DPKFACOptions:
         check_keywords(self)
 
 
-class DPKFACKeywords(KFACKeywords, total=False):
-    """The types of ``DPKFACOptions``, and of all others."""
-
-    assignment: OwnerAssignment
-    gradient_exchange: str
+@dataclass(frozen=True, kw_only=True)
+class DPKFACKeywords(KFACOptions, DPKFACOptions, RestOptions):
+    """The keywords of DPKFAC."""
 
 
-@signed(RestOptions, DPKFACOptions, KFACOptions)
+@signed(DPKFACKeywords)
 class DPKFAC(KroneckerOptimizer):
     """K-FAC whose layers' owners build the factors from their own batches.
 
@@ -80,16 +70,7 @@ class DPKFAC(KroneckerOptimizer):
 
     _curvature: KFAC
 
-    @overload
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, **keywords: Unpack[DPKFACKeywords]
-    ) -> None: ...
-
-    @overload  # a base with keywords of its own
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, base: type[Optimizer], **keywords: Any
-    ) -> None: ...
-
+    @typed(DPKFACKeywords)
     def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
         values, common = settled(DPKFAC, keywords)
         options, own = KFACOptions.of(values), picked(DPKFACOptions, values)

@@ -12,22 +12,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal
 
 import torch
-from torch.optim import Optimizer
 
 from second_order.distributed.assignment import AssignmentCost
+from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.options import AUTO, KFACOptions, check_dtype
 from second_order.kfac.plan import System, kaisa_plan
-from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.keywords import Rate, settled, signed
-from second_order.optimizers.kronecker_optimizer import (
-    KFACKeywords,
-    KroneckerOptimizer,
-    RestOptions,
-)
+from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
+from second_order.optimizers.keywords import RestOptions, settled, signed, typed
 from second_order.options import (
     check_flag,
     check_keywords,
@@ -38,13 +34,41 @@ from second_order.options import (
 )
 from second_order.planning.fraction import AutoFraction
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-__all__ = ["KAISA"]
+__all__ = ["KAISA", "KroneckerOptimizer"]
 
 
-@dataclass(frozen=True)
+class KroneckerOptimizer(SecondOrderOptimizer):
+    """A base optimizer and the Kronecker factors of a model's layers."""
+
+    def curvature(
+        self, *, dtype: torch.dtype = torch.float64, gather: bool = True
+    ) -> KroneckerCurvature:
+        """The factors as a matrix to apply, solve with and sample from, once the model has trained.
+
+        They are copied, and training may go on. A collective where other processes keep some of
+        them, as with DPKFAC and ``factor_exchange="reduce"``: every process calls it, and each gets
+        all of them. DPKFAC's factors are of the batches of their owner.
+
+        Args:
+            dtype: Dtype of the copies, and of everything computed with them.
+            gather: False to take only what this process keeps, without a message; the other layers
+                are then in :attr:`~second_order.KroneckerCurvature.uncovered`.
+
+        Raises:
+            SecondOrderError: Before the first statistics, and on a process that does not train.
+        """
+        curvature = self._curvature
+        if not isinstance(curvature, KFAC):
+            raise SecondOrderError(
+                f"rank {self._training.world.rank} computes statistics for others, and keeps no "
+                f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"
+            )
+        if gather and curvature.kept_elsewhere:
+            self._agree("curvature()")
+        return curvature.fitted(dtype, gather)
+
+
+@dataclass(frozen=True, kw_only=True)
 class KAISAOptions:
     """The keywords that KAISA alone has.
 
@@ -82,17 +106,12 @@ class KAISAOptions:
         check_keywords(self)
 
 
-class KAISAKeywords(KFACKeywords, total=False):
-    """The types of ``KAISAOptions``, and of all others."""
-
-    grad_worker_fraction: float | Literal["auto"]
-    factor_exchange: str
-    exchange_dtype: torch.dtype | None
-    assignment: AssignmentCost
-    colocate_factors: bool
+@dataclass(frozen=True, kw_only=True)
+class KAISAKeywords(KAISAOptions, KFACOptions, RestOptions):
+    """The keywords of KAISA."""
 
 
-@signed(RestOptions, KFACOptions, KAISAOptions)
+@signed(KAISAKeywords)
 class KAISA(KroneckerOptimizer):
     """K-FAC on one process or many, around any first-order optimizer.
 
@@ -102,16 +121,7 @@ class KAISA(KroneckerOptimizer):
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
 
-    @overload
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, **keywords: Unpack[KAISAKeywords]
-    ) -> None: ...
-
-    @overload  # a base with keywords of its own
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, base: type[Optimizer], **keywords: Any
-    ) -> None: ...
-
+    @typed(KAISAKeywords)
     def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
         values, common = settled(KAISA, keywords)
         options, own = KFACOptions.of(values), picked(KAISAOptions, values)

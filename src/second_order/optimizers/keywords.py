@@ -1,9 +1,9 @@
 """The keywords that all optimizers share, and how a signature is made of keywords.
 
-A keyword has its default, meaning and check in one place: a dataclass, with a field made by
-:func:`~second_order.options.keyword`. :func:`signed` makes an optimizer's signature and docstring
-of such dataclasses. Type checkers and editors, who do not run it, find the types in dictionaries
-(``CommonKeywords`` here), which a test compares with the fields.
+A keyword has its type, default, meaning and check in one place: a dataclass, with a field made by
+:func:`~second_order.options.keyword`. An optimizer's dataclass puts those of its kind together, and
+:func:`signed` makes its signature and docstring of them. Type checkers and editors, who do not run
+it, find the same fields by :func:`typed`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypeAlias, TypedDict, TypeVar, get_type_hints
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
+from second_order.optimizers.base import ParamsOrModel
 from second_order.options import keyword
 
-__all__ = ["CommonKeywords", "CommonOptions", "Rate", "settled", "signed"]
+__all__ = ["BaseOptions", "CommonOptions", "Rate", "RestOptions", "settled", "signed", "typed"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Rate: TypeAlias = float | Tensor
 
@@ -41,8 +43,28 @@ Raises:
 """
 
 
-@dataclass(frozen=True)
-class CommonOptions:
+@dataclass(frozen=True, kw_only=True)
+class BaseOptions:
+    """The keywords of torch's own optimizers, for type checkers alone."""
+
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999)
+    eps: float = 1e-8
+    alpha: float = 0.99
+    centered: bool = False
+    amsgrad: bool = False
+    rho: float = 0.9
+    maximize: bool = False
+    foreach: bool | None = None
+    fused: bool | None = None
+    capturable: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions(BaseOptions):
     """The keywords of every optimizer, which ``SecondOrderOptimizer`` checks.
 
     Attributes:
@@ -63,7 +85,7 @@ class CommonOptions:
     """
 
     model: nn.Module | None = keyword(None)
-    lr: Rate = keyword(inspect.Parameter.empty)
+    lr: Rate = field(metadata={"check": None})
     base: type[torch.optim.Optimizer] = keyword(torch.optim.SGD)
     grad_scaler: Any = keyword(None)
     gradient_averaging: str | bool = keyword("auto")
@@ -71,58 +93,52 @@ class CommonOptions:
     debug: bool | int = keyword(False)
 
 
-class BaseKeywords(TypedDict, total=False):
-    """The keywords of torch's own optimizers; those of others go with a ``base``."""
+@dataclass(frozen=True, kw_only=True)
+class RestOptions(CommonOptions):
+    """The keywords of every optimizer with Kronecker factors, who may have a second base.
 
-    momentum: float
-    dampening: float
-    nesterov: bool
-    weight_decay: float
-    betas: tuple[float | Tensor, float | Tensor]
-    eps: float
-    alpha: float
-    centered: bool
-    amsgrad: bool
-    rho: float
-    maximize: bool
-    foreach: bool | None
-    fused: bool | None
-    capturable: bool
+    Attributes:
+        rest: Class of a second base. ``base`` then trains hidden weights alone: weights of modules,
+            of two dimensions or more (of two exactly with ``torch.optim.Muon``). ``rest`` trains
+            embeddings, the output head (the last Linear), norms, biases and lone parameters. None:
+            one base for all.
+        rest_layers: Patterns of modules, as for ``skip_layers``, that ``rest`` trains besides, with
+            all that is inside them.
+        rest_kwargs: Arguments of ``rest`` where the two are to differ, as ``{"lr": 1e-3}``.
+    """
+
+    rest: type[torch.optim.Optimizer] | None = keyword(None)
+    rest_layers: Sequence[str] = keyword(())
+    rest_kwargs: Mapping[str, Any] | None = keyword(None)
 
 
-class CommonKeywords(BaseKeywords, total=False):
-    """The types of ``CommonOptions``, but for ``lr``, and those of the base's keywords."""
-
-    model: nn.Module | None
-    base: type[torch.optim.Optimizer]
-    grad_scaler: Any
-    gradient_averaging: str | bool
-    process_group: Any
-    debug: bool | int
+def typed(
+    kind: Callable[P, Any],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, ParamsOrModel, P], None]]:
+    """Tell type checkers that ``__init__`` has the keywords of a dataclass."""
+    return lambda init: init
 
 
 def signed(
-    *kinds: type, without: Collection[str] = (), defaults: Mapping[str, Any] | None = None
+    kind: type, without: Collection[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """Give an optimizer the keywords of dataclasses, in its signature and its docstring.
+    """Give an optimizer the keywords of a dataclass, in its signature and its docstring.
 
     Args:
-        kinds: The dataclasses; of their fields, those that ``keyword`` has made.
+        kind: The dataclass; of its fields, those that ``keyword`` has made.
         without: Keywords that this optimizer has not.
         defaults: Defaults in place of those of the fields.
     """
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters, texts = [own, own.replace(name="params_or_model")], {"params_or_model": PARAMS}
-    for kind in (CommonOptions, *kinds):
-        hints, meanings = get_type_hints(kind), _meanings(kind)
-        for each in fields(kind):
-            if "check" in each.metadata and each.name not in without:
-                default = (defaults or {}).get(each.name, each.default)
-                only = inspect.Parameter.KEYWORD_ONLY
-                parameters.append(
-                    inspect.Parameter(each.name, only, default=default, annotation=hints[each.name])
-                )
-                texts[each.name] = meanings.get(each.name, "")
+    hints, meanings, only = get_type_hints(kind), _meanings(kind), inspect.Parameter.KEYWORD_ONLY
+    for each in fields(kind):
+        if "check" in each.metadata and each.name not in without:
+            default = (defaults or {}).get(each.name, each.default)
+            default = inspect.Parameter.empty if default is MISSING else default
+            hint = hints[each.name]
+            parameters.append(inspect.Parameter(each.name, only, default=default, annotation=hint))
+            texts[each.name] = meanings.get(each.name, "")
     several = inspect.Parameter.VAR_KEYWORD
     parameters.append(inspect.Parameter("base_kwargs", several, annotation=Any))
     texts["**base_kwargs"] = BASE_KWARGS
@@ -135,10 +151,8 @@ def signed(
         init: Any = optimizer.__init__
         init.__annotations__ = {p.name: p.annotation for p in parameters[2:]} | {"return": None}
         init.__signature__ = inspect.Signature(parameters, return_annotation=None)
-        told, _, attributes = (inspect.getdoc(optimizer) or "").partition("\nAttributes:\n")
-        if attributes:
-            attributes = f"\nAttributes:\n{attributes}\n"
-        optimizer.__doc__ = "\n".join([told, "\nArgs:", *args, attributes, RAISES])
+        told = inspect.getdoc(optimizer) or ""
+        optimizer.__doc__ = "\n".join([told, "\nArgs:", *args, "", RAISES])
         return optimizer
 
     return sign
@@ -174,4 +188,4 @@ def settled(optimizer: type, keywords: Mapping[str, Any]) -> tuple[dict[str, Any
     return values, {**common, "base_kwargs": base_kwargs, "own_keywords": [*values, "lr"]}
 
 
-TAKEN = {each.name for each in fields(CommonOptions)} | {"rest", "rest_layers", "rest_kwargs"}
+TAKEN = {each.name for each in fields(RestOptions) if "check" in each.metadata}

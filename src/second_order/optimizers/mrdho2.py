@@ -18,38 +18,29 @@ mean of the last gradients.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, overload
-
-from torch.optim import Optimizer
+from dataclasses import dataclass
+from typing import Any
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.fosi.epochs import Accelerating, Divided, divided_curvature
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
-from second_order.optimizers.dho2 import EigenpairOptimizer, PairKeywords
-from second_order.optimizers.keywords import Rate, settled, signed
+from second_order.optimizers.dho2 import EigenpairOptimizer
+from second_order.optimizers.keywords import CommonOptions, settled, signed, typed
 from second_order.options import picked
 from second_order.report import EpochReport
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["MRDHO2", "FinalUpdate"]
 
 
-class MRDHO2Keywords(PairKeywords, total=False):
-    """The types of ``EpochOptions``, and of all others."""
-
-    accelerators: int
-    epoch_steps: int
-    final_update: FinalUpdate
-    helper_timeout: float
+@dataclass(frozen=True, kw_only=True)
+class MRDHO2Keywords(PairOptions, EpochOptions, CommonOptions):
+    """The keywords of MRDHO2."""
 
 
 @signed(
-    EpochOptions,
-    PairOptions,
+    MRDHO2Keywords,
     without=[
         "preset",
         "curvature_interval",
@@ -80,26 +71,11 @@ class MRDHO2(EigenpairOptimizer):
 
     With one process, or ``accelerators=0``, it is :class:`~second_order.DHO2` with an interval of
     ``epoch_steps``.
-
-    Attributes:
-        role: "worker" or "accelerator".
-        worker_group: The process group of the workers, be it of one; of the accelerators, on one of
-            them; without accelerators, the optimizer's own.
-        epochs: An :class:`EpochReport` for each of the last 1,000 epochs.
     """
 
     _curvature: Divided
 
-    @overload
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, **keywords: Unpack[MRDHO2Keywords]
-    ) -> None: ...
-
-    @overload  # a base with keywords of its own
-    def __init__(
-        self, params_or_model: ParamsOrModel, *, lr: Rate, base: type[Optimizer], **keywords: Any
-    ) -> None: ...
-
+    @typed(MRDHO2Keywords)
     def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
         values, common = settled(MRDHO2, keywords)
         values["curvature_interval"], closure = values["epoch_steps"], values["curvature_closure"]
