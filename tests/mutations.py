@@ -2821,8 +2821,8 @@ MUTANTS = [
     _mutant(
         "a chosen fraction that checkpoints forget",
         "kfac/curvature.py",
-        "            kept |= saved_workers(",
-        "            saved_workers(",
+        "            kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)\n",
+        "            pass\n",
         "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
     ),
     # Ranks that have parted, and files.
