@@ -1317,8 +1317,8 @@ MUTANTS = [
     _mutant(
         "a first zero step taken for a checkpoint's",
         "optimizers/base.py",
-        'all(float(group["lr"]) == 0.0 for group in self.param_groups) and all(',
-        "all(",
+        "training.steps == 0 and is_checkpointing()",
+        "training.steps == 0",
         "contract_state::a_first_step_with_zero_gradients_is_a_step",
     ),
     _mutant(
@@ -2821,8 +2821,8 @@ MUTANTS = [
     _mutant(
         "a chosen fraction that checkpoints forget",
         "kfac/curvature.py",
-        "            kept |= saved_workers(",
-        "            saved_workers(",
+        "            kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)\n",
+        "            pass\n",
         "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
     ),
     # Ranks that have parted, and files.

@@ -50,7 +50,7 @@ from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
 from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
-from second_order.sharded import is_checkpointing, is_sharded_checkpoint
+from second_order.sharded import is_sharded_checkpoint
 
 __all__ = ["FOSICurvature"]
 
@@ -160,11 +160,6 @@ class FOSICurvature(Curvature):
         check_shards(self.training.name, params, self.options)
 
     # ----------------------------------------------------------------------------------- a step
-
-    def nothing_captured(self) -> bool:
-        """Whether this may be checkpointing's empty step, which must not count."""
-        # Gradients of one rank alone may all be zero, and the others would wait for it.
-        return self.closure_of_step is None and (not self.training.averages or is_checkpointing())
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
@@ -378,7 +373,7 @@ class FOSICurvature(Curvature):
 
     accounts = ACCOUNTS
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         trust = pairs.trust if self.options.trust_region else None

@@ -369,9 +369,9 @@ class Divided(FOSICurvature):
         """The counts that are saved with each parameter."""
         return {**super().counts(), **self.epochs.counts()}
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers to log, those of the epochs among them."""
-        return super().statistics() | epoch_metrics(self.epochs.number, self.epochs.reports)
+        return super().metrics() | epoch_metrics(self.epochs.number, self.epochs.reports)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over counts, eigenpairs, and the place in the epochs."""
