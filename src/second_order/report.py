@@ -88,37 +88,23 @@ class Summary:
             header = ("parameter", "shape", "elements", "status", "how", "ranks", "KiB")
         table = [header]
         for row in self.rows:
-            size = (row.factor_bytes + row.inverse_bytes) / 1024
-            table.append(
-                (
-                    row.name,
-                    row.kind,
-                    f"{row.parameters:,}",
-                    row.status,
-                    row.detail,
-                    row.computed_by,
-                    f"{size:,.1f}" if size else "",
-                )
-            )
-        return "\n".join([self.title, self._share(), *aligned(table, {2, 6}), *self._closing()])
-
-    def _share(self) -> str:
-        size = f"{self.total_bytes / 2**20:.2f} MiB"
+            kib = (row.factor_bytes + row.inverse_bytes) / 1024
+            size, count = f"{kib:,.1f}" if kib else "", f"{row.parameters:,}"
+            table.append((row.name, row.kind, count, row.status, row.detail, row.computed_by, size))
         if self.notes is None:
             parts = {"factors": self.factor_bytes, "inverses": self.inverse_bytes}
             size = ", ".join(f"{name} {nbytes / 2**20:.2f} MiB" for name, nbytes in parts.items())
-        return (
+            closing = [
+                f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
+                *filter(None, [self.settings, self.intervals, self.age]),
+            ]
+        else:
+            size, closing = f"{self.total_bytes / 2**20:.2f} MiB", list(self.notes)
+        share = (
             f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order state "
             f"of this process: {size}"
         )
-
-    def _closing(self) -> list[str]:
-        if self.notes is not None:
-            return list(self.notes)
-        return [
-            f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
-            *filter(None, [self.settings, self.intervals, self.age]),
-        ]
+        return "\n".join([self.title, share, *aligned(table, {2, 6}), *closing])
 
 
 @dataclass(frozen=True)

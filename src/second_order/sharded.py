@@ -1,4 +1,4 @@
-"""What wrappers do to a model: FSDP2's sharded parameters, DistributedDataParallel's forward.
+"""What wraps a training: FSDP2's sharded parameters, DDP's forward, and torch's checkpoints.
 
 Outside of passes a module has the sharded parameter, a ``DTensor`` of which this process has some
 rows. During its forward and backward the module has the whole one, a leaf of its own, whose
@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,9 @@ __all__ = [
     "ddp_under_way",
     "dtensors_exist",
     "dtypes_of_passes",
+    "is_checkpointing",
     "is_dtensor",
+    "is_sharded_checkpoint",
     "like",
     "local",
     "mesh_ranks",
@@ -192,3 +195,28 @@ class FSDPParams:
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
                 self._of |= {(id(m), n): record for m, n in shared}
         return self._of.get(key)
+
+
+def is_checkpointing() -> bool:
+    """Whether torch.distributed.checkpoint is calling."""
+    return _checkpointing() is not None
+
+
+def is_sharded_checkpoint() -> bool:
+    """Whether ``state_dict`` is being asked by torch.distributed.checkpoint for this rank's part.
+
+    False where the full state on one rank has been asked for.
+    """
+    frame = _checkpointing()
+    return frame is not None and not getattr(frame.f_locals.get("info"), "full_state_dict", False)
+
+
+def _checkpointing() -> FrameType | None:
+    # Like any other caller, it calls state_dict() without arguments; but it wants each rank's part,
+    # and gathers the rest itself. torch has no other sign of the caller than the stack.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+            return frame
+        frame = frame.f_back
+    return None

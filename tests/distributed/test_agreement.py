@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import SYSTEMS, asking, make, take
+from contract import make, take
 from models import ZOO
 from ranks import agreed, counted, replaced, shard, vector
 from torch import Tensor, nn
@@ -186,42 +186,6 @@ def test_a_rank_out_of_line_is_told_of_on_all(world: World, name: str) -> None:
 # What is put right can go on; under DDP; where a rank does not come at all.
 
 
-def put_right(rank: int, world_size: int, System: Any) -> list[Tensor]:
-    """Trajectories without and with a rank that was out of line for a moment, three times."""
-    trajectories = []
-    for strays in False, True:
-        torch.manual_seed(0)
-        model = CASE.model()
-        optimizer = make(System, model)
-        found = []
-        for i, batch in enumerate(BATCHES):
-            optimizer.zero_grad()
-            x, y = shard(batch, rank, world_size)
-            CASE.loss(model(x), y).backward()
-            asked = asking(model, optimizer, (x, y), CASE.loss)
-            weight, group = model[0].weight, optimizer.param_groups[0]
-            if strays and i in (1, 3):
-                if rank == 1:
-                    weight.requires_grad_(False)
-                    group["lr"] *= 2
-                with pytest.raises(RankMismatchError):
-                    optimizer.step(**asked)
-                if rank == 1:
-                    weight.requires_grad_(True)
-                    group["lr"] /= 2
-            optimizer.step(**asked)
-            found.append(vector(model))
-        trajectories.append(torch.stack(found))
-    return trajectories
-
-
-@pytest.mark.parametrize("System", SYSTEMS, ids=lambda System: System.__name__)
-def test_what_is_put_right_goes_on(world: World, System: Any) -> None:
-    results = world.run(put_right, 2, System)
-    plain, strayed = agreed(results)
-    assert torch.equal(plain, strayed)
-
-
 LIMIT = 4.0  # seconds, in which ranks of a loaded machine meet
 
 
@@ -262,30 +226,6 @@ def alone(rank: int, world_size: int) -> list[str]:
             take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
         messages.append(said(model, optimizer, rank, world_size, None if rank else consolidate))
     return messages
-
-
-def raising(rank: int, world_size: int) -> list[str]:
-    """A callable that raises, on one rank and on all."""
-
-    def interval(step: int, ranks: int) -> int:
-        if step == AT and rank < ranks:
-            raise LookupError("no such step")
-        return 1
-
-    types = []
-    for ranks in 1, 2:
-        model = CASE.model()
-        optimizer = make(KAISA, model, inv_update_steps=partial(interval, ranks=ranks))
-        try:
-            for batch in BATCHES:
-                take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
-        except (RankMismatchError, LookupError) as error:
-            types.append(type(error).__name__)
-    return types
-
-
-def test_a_callable_that_raises_on_one_rank_parts_nobody(world: World) -> None:
-    assert world.run(raising, 2) == [["RankMismatchError", "LookupError"]] * 2
 
 
 def among_others(rank: int, world_size: int) -> list[Tensor]:

@@ -117,18 +117,6 @@ def test_costs() -> None:
     assert solve_cost(3, 10, "memory") == 300
 
 
-@given(LAYERS, GRIDS, st.sampled_from(COSTS), st.booleans())
-def test_a_layer_is_solved_by_ranks_of_its_row(
-    layers: list[LayerDims], grid: Grid, cost: AssignmentCost, colocate: bool
-) -> None:
-    assigned = assign_layers(layers, grid, cost=cost, colocate_factors=colocate)
-    assert len(assigned) == len(layers)
-    for where in assigned:
-        assert 0 <= where.row < grid.rows
-        assert {where.a_solver, where.g_solver} <= set(grid.row(where.row))
-        assert not colocate or where.a_solver == where.g_solver
-
-
 @given(st.lists(DIMS, min_size=1, max_size=6), st.integers(1, 3), st.sampled_from(COSTS))
 def test_the_largest_load_is_within_a_third_of_the_optimum(
     layers: list[LayerDims], ranks: int, cost: AssignmentCost
@@ -154,12 +142,6 @@ def test_computation_and_memory_are_balanced_differently() -> None:
 def test_work_is_spread_longest_first_to_whom_has_least() -> None:
     assert spread_costs([1.0, 1.0, 1.0, 1.0, 4.0], 2) == [1, 1, 1, 1, 0]
     assert spread_costs([3.0, 3.0, 2.0, 2.0, 2.0], 2) == [0, 1, 0, 1, 0]
-
-
-def test_a_vocabulary_is_cheap() -> None:
-    """Its factor is diagonal: 8000 entries are the work of a matrix of 20, of 2 x 16 the rest."""
-    layers = [LayerDims(1, 8000, 2, diagonal_a=True), LayerDims(1, 16, 16), LayerDims(1, 1, 1)]
-    assert [w.a_solver for w in assign_layers(layers, Grid(1, 2))] == [1, 0, 1]
 
 
 def test_factors_that_are_not_colocated_use_two_ranks() -> None:

@@ -156,36 +156,6 @@ def test_18_the_factors_are_the_means_over_examples(
     close(block.ensure_factors().to_dense()[0], ref.kron(G, A, L), rtol=1e-8)
 
 
-@pytest.mark.parametrize("n", [1, 6])
-def test_18_not_plain_kfac_at_one_location(n: int) -> None:
-    """Inputs are squared after they are split, not before; one example has the same block."""
-    model = network(4, 1)
-    x, y = torch.randn(n, 4, 1, dtype=F64), torch.randint(CLASSES, (n,))
-    optimizer, block = doubly_factored(model, 4, 1, lr=0.0)
-    take(model, optimizer, (x, y))
-    plain_A, plain_G = ref.empirical_factors(model, x, y, cross_entropy, "1")
-    plain = torch.kron(plain_G[0], plain_A[0, :-1, :-1])
-    found = block.ensure_factors().to_dense()[0]
-    if n == 1:
-        close(found, plain, rtol=1e-8)
-    else:
-        assert (found - plain).norm() > 0.02 * plain.norm()
-
-
-def test_positions_of_a_sequence_are_rows() -> None:
-    """With a loss term each; an input (N, S, C T) is N S feature maps."""
-    linear = nn.Linear(6, 3, dtype=F64)
-    block = DoublyFactoredBlock(["1"], [linear], 3, F64, False)
-    x, d = torch.randn(2, 4, 6, dtype=F64), torch.randn(2, 4, 3, dtype=F64)
-    pairs = [
-        block.statistics(linear, *rows, "expand", F64)
-        for rows in ((x, d), (x.flatten(0, 1), d.flatten(0, 1)))
-    ]
-    assert pairs[0].examples == pairs[1].examples == 8
-    for a, b in zip(pairs[0].factors.values(), pairs[1].factors.values(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_inputs_that_are_not_finite_are_dropped(bad: float) -> None:
     model = network(2, 3)

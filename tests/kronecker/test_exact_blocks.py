@@ -48,7 +48,6 @@ BATCHED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "BatchNorm3d": (lambda: nn.BatchNorm3d(2), (2, 2, 1, 3)),
 }
 ALL = PER_EXAMPLE | BATCHED
-EVALUATED = {k: v for k, v in ALL.items() if k != "BatchNorm2d, no averages"}
 
 
 def network(name: str, n: int, seed: int = 0) -> tuple[nn.Sequential, Batch]:
@@ -157,18 +156,6 @@ def test_of_a_batch_norm_that_trains(name: str, n: int, part: str, seed: int) ->
     close(curvature(after_a_step(model, batch)), expected)
 
 
-@pytest.mark.parametrize("name", [name for name in BATCHED if name in EVALUATED])
-@few
-@given(n=st.integers(1, 5), part=st.sampled_from(["both", "gain", "bias"]), seed=SEEDS)
-def test_of_a_batch_norm_with_running_averages(name: str, n: int, part: str, seed: int) -> None:
-    model, batch = network(name, n, seed)
-    model.eval()
-    at = entries(model, part)
-    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
-    keep_only(model, part)
-    close(curvature(after_a_step(model, batch)), expected)
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_a_gain_multiplies_what_is_normalised(name: str) -> None:
     model, (x, _) = network(name, 3)
@@ -188,17 +175,6 @@ def test_a_batch_norm_of_inputs_far_from_zero() -> None:
     mean, variance = wide.mean((0, 2, 3), True), wide.var((0, 2, 3), False, keepdim=True)
     expected = (d.double() * (wide - mean) / (variance + norm.eps).sqrt()).sum((2, 3))
     torch.testing.assert_close(gain_gradients(norm, x, d).double(), expected, rtol=0.01, atol=0.01)
-
-
-@pytest.mark.parametrize("missing", ["weight", "bias"])
-def test_what_the_optimizer_does_not_have_is_not_in_the_block(missing: str) -> None:
-    model, batch = network("GroupNorm of a map", 4)
-    at = entries(model, "gain" if missing == "bias" else "bias")
-    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
-    params = [p for n, p in model.named_parameters() if n != f"0.{missing}"]
-    optimizer = distkfac(params, model=model, lr=0.0)
-    take(model, optimizer, batch)
-    close(curvature(optimizer), expected)
 
 
 @pytest.mark.parametrize("name", ["LayerNorm of two axes", "BatchNorm2d"])
@@ -323,19 +299,3 @@ def test_a_bias_whose_weight_is_frozen(kind: str, solver: str) -> None:
     gradient, step, optimizer = solved(model, batch, ["0.bias"], solver=solver)
     close(curvature(optimizer, "0.bias"), expected)
     close(step, ref.dense_solve(expected, gradient, 0.03), rtol=1e-8)
-
-
-@pytest.mark.parametrize("approx", ["expand", "reduce"])
-def test_a_linears_bias_over_positions(approx: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, CLASSES)).double()
-    model[0].weight.requires_grad_(False)
-    x = torch.randn(3, 5, 4, dtype=F64)
-    if approx == "reduce":
-        model.append(Pool())
-        batch = x, torch.randint(CLASSES, (3,))
-        expected = bias_fisher(model, batch, "0")
-    else:
-        batch = x, torch.randint(CLASSES, (3, 5))
-        expected = bias_fisher(model, (x.flatten(0, 1), batch[1].flatten()), "0")
-    close(curvature(after_a_step(model, batch, kfac_approx=approx), "0.bias"), expected)

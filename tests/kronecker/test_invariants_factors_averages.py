@@ -12,10 +12,10 @@ import pytest
 import reference as ref
 import torch
 from blocks import block, close, empirical, factor_shape, mean_eigenvalue, pair_statistics
-from contract import assert_same_factors, factors, make, take
+from contract import assert_same_factors, factors, make
 from hypothesis import given
 from hypothesis import strategies as st
-from models import CLASSES, ZOO, Checkpointed, Shared
+from models import CLASSES, ZOO, Shared
 from reference import cross_entropy
 from torch import Tensor, nn
 
@@ -201,35 +201,6 @@ def test_11_a_grad_scaler_changes_nothing(power: int) -> None:
     )
 
 
-def in_place(switch: bool) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(2, 3, 2), nn.ELU(inplace=switch), nn.Flatten(),
-        nn.Linear(12, 5), nn.Hardtanh(inplace=switch), nn.Linear(5, CLASSES),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("plain", "variant", "shape"),
-    [
-        (partial(Checkpointed, None), partial(Checkpointed, True), (5,)),
-        (partial(Checkpointed, None), partial(Checkpointed, False), (5,)),
-        (partial(in_place, False), partial(in_place, True), (2, 3, 3)),
-    ],
-    ids=["checkpointed, reentrant", "checkpointed", "in place"],
-)
-def test_11_checkpointed_and_in_place_are_plain(
-    plain: Callable[[], nn.Module], variant: Callable[[], nn.Module], shape: tuple[int, ...]
-) -> None:
-    models = [build().double() for build in (plain, variant)]
-    models[1].load_state_dict(models[0].state_dict())
-    x, y = torch.randn(6, *shape, dtype=F64), torch.randint(CLASSES, (6,))
-    expected, found = (
-        {name: each.matrices(F64) for name, each in empirical(model, (x, y)).items()}
-        for model in models
-    )
-    assert_same_factors(found, expected)
-
-
 # 13. Running average: first update = first statistic; constants stay; equals EMA / (1 − βᵗ).
 
 DECAYS = st.floats(0.0, 0.999)
@@ -274,20 +245,6 @@ def test_13_running_average_is_the_debiased_ema(
     constant = KroneckerFactors(shape, CPU, F64, triangular)
     for average in running(constant, values[:1] * count, [decay] * count):
         close(average, values[0])
-
-
-@given(decays=st.lists(DECAYS, min_size=1, max_size=6))
-def test_13_decays_that_change_weigh_by_the_product_of_the_later_ones(decays: list[float]) -> None:
-    """Through the optimizer, with lr 0, so that each batch's factors are those of one model."""
-    case = ZOO["mlp"]
-    model, batches = case.model(), case.batches(len(decays))
-    optimizer = make(KAISA, model, lr=0.0, factor_decay=lambda step: decays[step])
-    for batch in batches:
-        take(model, optimizer, batch)
-    for name, found in factors(optimizer).items():
-        each = [ref.empirical_factors(model, x, y, cross_entropy, name) for x, y in batches]
-        for X, values in zip(found, zip(*each, strict=True), strict=True):
-            close([X], [ref.debiased_average(values, decays)])
 
 
 def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:

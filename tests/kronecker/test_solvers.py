@@ -19,7 +19,7 @@ from problems import (
     restored,
     solve,
 )
-from reference import clip_factor, damped_dense_solve, damped_factored_solve, kron
+from reference import clip_factor, damped_dense_solve, damped_factored_solve
 from torch import Tensor
 
 from second_order.kfac.precondition import kl_change, kl_clip_coefficient
@@ -91,14 +91,6 @@ def test_a_zero_factor_leaves_the_damping(name: str, zero: str) -> None:
 # π.
 
 
-@given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
-def test_pi_splits_the_damping(d_in: int, d_out: int, damping: float) -> None:
-    """The product over the factors is γ, so that Π πᵢ = 1."""
-    means = mean_eigenvalue(factor(2, d_in)), mean_eigenvalue(factor(2, d_out))
-    on_a, on_g = factored_damping(*means, damping=damping)
-    torch.testing.assert_close(on_a * on_g, torch.full((2,), damping, dtype=torch.float64))
-
-
 @given(d_in=DIMS, d_out=DIMS, damping=DAMPINGS, stretch=st.floats(0.1, 10.0))
 def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: float) -> None:
     """The trace norm of what F̃_A ⊗ F̃_G adds to A ⊗ G + γI: no other split has less of it."""
@@ -109,28 +101,6 @@ def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: 
         return float(a * d_in * G[0].trace() + g * d_out * A[0].trace())
 
     assert bound(on_a, on_g) <= bound(on_a * stretch, on_g / stretch) * (1 + 1e-12)
-
-
-@given(dims=st.tuples(DIMS, DIMS, DIMS), damping=DAMPINGS)
-def test_three_factors_are_damped_and_solved_like_two(
-    dims: tuple[int, int, int], damping: float
-) -> None:
-    """Π πᵢ = 1, the excess is positive semi-definite, three inverses make the dense solve."""
-    factors = [factor(1, dim) for dim in dims]
-    added = factored_damping(*map(mean_eigenvalue, factors), damping=damping)
-    assert float(torch.stack(added).prod()) == pytest.approx(damping)
-    matrices = [
-        f + on * torch.eye(f.shape[-1], dtype=f.dtype) for f, on in zip(factors, added, strict=True)
-    ]
-    first, second, third = (matrix[0] for matrix in matrices)
-    dense = kron(kron(first, second), third)
-    undamped = kron(kron(factors[0][0], factors[1][0]), factors[2][0])
-    excess = dense - undamped - damping * torch.eye(len(dense), dtype=dense.dtype)
-    assert torch.linalg.eigvalsh(excess).min() >= -1e-10 * float(dense.abs().max())
-    inverses = [part[0] for (part,) in decompose("inverse", *matrices)]
-    gradient = torch.randn(*dims, dtype=torch.float64)
-    solved = torch.einsum("abc,ia,jb,kc->ijk", gradient, *inverses)
-    assert_solved(solved.flatten(), torch.linalg.solve(dense, gradient.flatten()))
 
 
 # Batches.
@@ -228,13 +198,6 @@ def test_an_inverse_as_triangles_is_that_inverse(
         ):
             found = solve("inverse", A, G, gradient, damping, triangular=True)
         assert_solved(found, expected, rtol=1e-12 if dtype == F64 else 1e-4)
-
-
-def test_only_large_inverses_are_triangles() -> None:
-    """Unpacking the others at every step would take longer than multiplying does."""
-    with patch.object(solvers, "TRIANGULAR_FROM", 5):
-        small, large = decompose("inverse", factor(1, 4), factor(1, 5), triangular=True)
-    assert [part.shape for part in (*small, *large)] == [(1, 4, 4), (1, 15)]
 
 
 # The clip.

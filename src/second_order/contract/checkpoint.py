@@ -22,10 +22,9 @@ from second_order.contract.groups import NAMES, members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart, check_base_part
 from second_order.contract.training import Training
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of
-from second_order.distributed.checkpointing import is_checkpointing, is_sharded_checkpoint
 from second_order.errors import SecondOrderError
 from second_order.options import PEAK_LR
-from second_order.sharded import is_dtensor, like, local
+from second_order.sharded import is_checkpointing, is_dtensor, is_sharded_checkpoint, like, local
 
 __all__ = [
     "HEADER",

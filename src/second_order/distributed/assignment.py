@@ -26,14 +26,9 @@ OwnerAssignment: TypeAlias = Literal["balanced", "round_robin"]
 
 @dataclass(frozen=True)
 class LayerDims:
-    """The sizes of a layer that assignment depends on: ``groups`` pairs of factors.
+    """The sizes of a layer that assignment depends on: ``groups`` pairs of factors A and G.
 
-    Attributes:
-        groups: Number of pairs of factors.
-        in_dim: Size of A.
-        out_dim: Size of G.
-        diagonal_a: Whether A is diagonal.
-        cost: Cost of the solve, the sum of n³, where there may be a third factor.
+    ``cost`` is that of the solve, the sum of n³, where there may be a third factor.
     """
 
     groups: int
@@ -45,13 +40,7 @@ class LayerDims:
 
 @dataclass(frozen=True)
 class LayerAssignment:
-    """The ranks that work on a layer.
-
-    Attributes:
-        row: The row of the grid whose ranks are the layer's gradient workers.
-        a_solver: The rank that decomposes A.
-        g_solver: The rank that decomposes G; the same one if factors are colocated.
-    """
+    """The row of the grid whose ranks are gradient workers of a layer, and who solves A and G."""
 
     row: int
     a_solver: int

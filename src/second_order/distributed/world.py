@@ -134,12 +134,8 @@ class World:
     ) -> World:
         """The world of some of these ranks, made once; every member must ask in the same order.
 
-        Call :meth:`level` before, where the user may have made groups meanwhile.
-
-        Args:
-            ranks: Ranks in this world.
-            grouped: Whether to make a process group even for one rank.
-            timeout: Timeout of its collectives; None for that of this world.
+        Call :meth:`level` before, where the user may have made groups meanwhile. ``grouped`` makes
+        a process group even for one rank; a ``timeout`` of None is that of this world.
         """
         key = (*ranks, timeout)
         if len(ranks) == self.size:
@@ -158,13 +154,12 @@ class World:
     def aside(self) -> World:
         """The same ranks in a gloo group of their own, made once; as with :meth:`subgroup`.
 
-        It serves small messages that no device waits for and that meet no other collectives. With
-        torch's fake backend there is no other process.
+        It serves small messages that no device waits for and that meet no other collectives.
         """
         key = ("aside",)
         if self.group is None:
             return self
-        if self.backend == "fake":
+        if self.backend == "fake":  # there is no other process
             return World.alone()
         if key not in self._subgroups:
             world = World.alone(self.rank, self.size)
@@ -234,9 +229,8 @@ class World:
         among so many ranks that messages count for more than bytes, an all-reduce takes them.
 
         Args:
-            tensors: Addends of any shapes; the same shapes and dtypes in the same order on every
-                rank. Once the result is waited for, sums are in place on their owners; the others'
-                tensors stay as they were.
+            tensors: The same shapes and dtypes in the same order on every rank. Once the result is
+                waited for, sums are in place on their owners; the others' stay as they were.
             owners: The rank that gets each tensor's sum; None if all do.
             once: Whether each bucket is to be one message: an all-reduce in the place of shares.
         """
@@ -358,19 +352,15 @@ class World:
         """
         if self.size == 1:
             return
+        everybody = range(self.size)
         owner_of = {id(tensor): owner for tensor, owner in zip(tensors, owners, strict=True)}
         for bucket in _buckets(tensors):
             parts: dict[int, list[Tensor]] = {}
             for tensor in bucket:
                 parts.setdefault(owner_of[id(tensor)], []).append(tensor)
             items = [
-                Delivery(
-                    rank,
-                    range(self.size),
-                    elements(part),
-                    flatten(part) if rank == self.rank else None,
-                )
-                for rank, part in sorted(parts.items(), key=itemgetter(0))
+                Delivery(i, everybody, elements(p), flatten(p) if i == self.rank else None)
+                for i, p in sorted(parts.items(), key=itemgetter(0))
             ]
             received = self.all_to_all(items, bucket[0].dtype, bucket[0].device)
             for item, flat in zip(items, received, strict=True):
@@ -496,12 +486,7 @@ class World:
 
     @explained()
     def swap(self, parts: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:
-        """Send each rank its flat part, and get one from each, in one collective.
-
-        Args:
-            parts: By rank, what goes there; all of one dtype, on one device.
-            sizes: By rank, the number of elements that come from there.
-        """
+        """Send each rank its flat part, and get one of so many elements from each, by rank."""
         if self.size == 1:
             return list(parts)
         flat, sizes = torch.cat(list(parts)), list(sizes)
@@ -538,8 +523,7 @@ class World:
     def same(self, words: Sequence[int | None]) -> bool:
         """Whether ranks have the same words of 64 bits; an all-reduce of 16 bytes for each.
 
-        Args:
-            words: As many on every rank; None where this rank has none, and some other has.
+        There are as many on every rank, None where this rank has none, and some other has.
         """
         if self.size == 1:
             return True
@@ -566,7 +550,7 @@ def deliver_parts(
         shapes: Shapes of the parts of each item; the same on every rank.
         routes: The source and the destinations of each item, in one order on every rank.
         mine: The items that this rank has. Items missing on their source arrive as zeros.
-        dtype: Dtype of all parts.
+        dtype: Dtype of all parts, as they travel.
         device: Device of all parts.
 
     Returns:
@@ -576,9 +560,10 @@ def deliver_parts(
     for key, (source, destinations) in routes.items():
         size, content = sum(map(math.prod, shapes[key])), None
         if source == world.rank and any(rank != source for rank in destinations):
-            content = torch.zeros(size, dtype=dtype, device=device)
             if key in mine:
                 content = flatten([part.to(dtype) for part in mine[key]])
+            else:
+                content = torch.zeros(size, dtype=dtype, device=device)
         items.append(Delivery(source, destinations, size, content))
     received = world.all_to_all(items, dtype, device)
     everything = dict(mine)

@@ -21,12 +21,11 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.condition import condition_estimate
 from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.layer_curvature import LayerCurvature
-from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
+from second_order.kronecker.solvers import condition_estimate
 from second_order.stages import ELSEWHERE
 
 __all__ = ["ACCOUNTS", "NAMES", "fitted_curvature", "metrics_of"]
@@ -74,8 +73,8 @@ def metrics_of(
     dampings = [solves.dampings[block] for block in solved if block in solves.dampings]
     found |= _range("damping", _numbers(dampings))
     found |= _traces(blocks)
-    inverses = [condition_estimate(block) for block in solved if block.inverse is not None]
-    found |= _range("condition", _numbers([c for c in inverses if c is not None]))
+    inverses = [(b.inverse, b.ensure_factors()) for b in solved if b.inverse is not None]
+    found |= _range("condition", _numbers([condition_estimate(*each) for each in inverses]))
     return found
 
 

@@ -214,9 +214,10 @@ def solve(
     snapshot = fetch()
     added = iter(snapshot[len(problems) :])
     built = [
-        problem.on(
-            partial(_matrix, stored, problem, triangular),
-            None if problem.added is None else next(added),
+        replace(
+            problem,
+            build=partial(_matrix, stored, problem, triangular),
+            added=None if problem.added is None else next(added),
         )
         for stored, problem in zip(snapshot, problems.values(), strict=False)
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
@@ -87,20 +87,6 @@ class Problem:
     guess: Tensor | None = None
     is_diagonal: bool = False
     scale: Tensor | None = None
-
-    @property
-    def kind(self) -> tuple[object, ...]:
-        """Size, dtype, device and the like, which all members of a batch have in common."""
-        return self.dim, self.dtype, self.device, self.guess is None, self.is_diagonal
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the problem's matrices."""
-        return self.groups * self.dim**2 * self.dtype.itemsize
-
-    def on(self, build: Callable[[], Tensor], added: Tensor | None) -> Problem:
-        """The same problem with another ``build`` and ``added``, made of copies."""
-        return replace(self, build=build, added=added)
 
     def damped(self) -> Tensor:
         """The matrices, or the diagonal, with the damping added."""
@@ -257,13 +243,14 @@ def _batches(problems: Sequence[Problem]) -> list[list[int]]:
     current: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
     for i, problem in enumerate(problems):
-        key = problem.kind
+        key = problem.dim, problem.dtype, problem.device, problem.guess is None, problem.is_diagonal
+        nbytes = problem.groups * problem.dim**2 * problem.dtype.itemsize
         most = CPU_BATCH_BYTES if problem.device.type == "cpu" else BATCH_BYTES
-        if key not in current or filled[key] + problem.nbytes > most:
+        if key not in current or filled[key] + nbytes > most:
             current[key], filled[key] = [], 0
             batches.append(current[key])
         current[key].append(i)
-        filled[key] += problem.nbytes
+        filled[key] += nbytes
     return batches
 
 

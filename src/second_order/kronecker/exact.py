@@ -201,11 +201,6 @@ class ExactBlock(KroneckerBlock):
         super().follow_requires_grad()
 
     @property
-    def trains_bias(self) -> bool:
-        """False: there is no homogeneous coordinate."""
-        return False
-
-    @property
     def training(self) -> tuple[bool, ...]:
         """Whether each parameter of the block trains now."""
         return tuple(p.requires_grad for p in self.owned)
@@ -222,8 +217,7 @@ class ExactBlock(KroneckerBlock):
 
     def looked_at(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
-        first = next(i for i, p in enumerate(self.owned) if p.requires_grad)
-        return self._names[first]
+        return next(n for n, p in zip(self._names, self.owned, strict=True) if p.requires_grad)
 
     def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
@@ -274,17 +268,12 @@ class ExactBlock(KroneckerBlock):
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
         """ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
+        owned = zip(self.owned, self._gains, strict=True)
+        gains = [gain for p, gain in owned if p.requires_grad]
         if isinstance(module, BATCH_NORMS) and _is_known(module):
-            sums = [
-                gain_gradients(module, x, d)
-                if self._is_gain(p)
-                else d.flatten(2).sum(2)
-                if d.dim() > 2
-                else d
-                for p in self.params
-            ]
-            return torch.cat(sums, 1)
-        parts = [d * normalised(module, x) if self._is_gain(p) else d for p in self.params]
+            plain = d.flatten(2).sum(2) if d.dim() > 2 else d
+            return torch.cat([gain_gradients(module, x, d) if gain else plain for gain in gains], 1)
+        parts = [d * normalised(module, x) if gain else d for gain in gains]
         dims = self.params[0].dim()
         # Of maps of channels the second dimension is the bias's; of all else the last ones are.
         if not (is_convolution(module) or isinstance(module, nn.GroupNorm)):
@@ -296,9 +285,6 @@ class ExactBlock(KroneckerBlock):
         batched = d.dim() > 1 + len(getattr(module, "kernel_size", ()))
         parts = [part if batched else part.unsqueeze(0) for part in parts]
         return torch.cat([part.flatten(2).sum(2) if part.dim() > 2 else part for part in parts], 1)
-
-    def _is_gain(self, p: nn.Parameter) -> bool:
-        return any(p is mine for mine, gain in zip(self.owned, self._gains, strict=True) if gain)
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
         """All gradients in one column, ``(1, d, 1)`` or ``(d, 1, 1)``; None without gradients."""

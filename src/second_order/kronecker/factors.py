@@ -7,7 +7,7 @@ Everything is decided on the device, so that no update waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
@@ -186,8 +186,9 @@ class StagedStatistics:
         multiplied by its square.
         """
         if not self._sums:
-            blanks = _blanks(self.shape, self.device, self.dtype, self.triangular)
-            return StatisticsSums({k: make() for k, make in blanks.items()}, self._head)
+            blank = partial(torch.zeros, dtype=self.dtype, device=self.device)
+            shapes = {k: self.shape.stored_shape(k, self.triangular) for k in self.shape.letters}
+            return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, self._head)
         counted = [_uses_and_rows(calls) for calls in self._passes.values()]
         uses = sum(n for n, _ in counted) / len(counted)
         scale: float | Tensor = uses * micro_batches**2
@@ -251,14 +252,15 @@ class KroneckerFactors:
     ) -> None:
         wide = torch.promote_types(dtype, torch.float32)
         self.shape = shape
-        self.dtype = dtype
-        self.triangular = triangular
+        self.dtype, self.triangular = dtype, triangular
         self.weight = torch.zeros((), dtype=wide, device=device)
         self.examples = torch.zeros((), dtype=wide, device=device)
-        letters = shape.letters
-        self.means = torch.zeros(len(letters), shape.groups, dtype=wide, device=device)
-        blanks = _blanks(shape, device, dtype, triangular)
-        self.stored = {k: blanks[k]() if held[k == "G"] else None for k in letters}
+        self.means = torch.zeros(len(shape.letters), shape.groups, dtype=wide, device=device)
+        self.stored: dict[str, Tensor | None] = dict.fromkeys(shape.letters)
+        for k in shape.letters:
+            if held[k == "G"]:
+                size = shape.stored_shape(k, triangular)
+                self.stored[k] = torch.zeros(size, dtype=dtype, device=device)
 
     @property
     def a(self) -> Tensor | None:
@@ -355,14 +357,6 @@ def mean_eigenvalue(factor: Tensor, dim: int) -> Tensor:
 
 def _stored(matrix: Tensor, triangular: bool) -> Tensor:
     return pack_upper_triangular(matrix) if triangular and matrix.dim() == 3 else matrix
-
-
-def _blanks(
-    shape: FactorShape, device: torch.device, dtype: torch.dtype, triangular: bool
-) -> dict[str, Callable[[], Tensor]]:
-    """Functions, by letter, that make a factor of zeros as it is stored."""
-    zeros = partial(torch.zeros, dtype=dtype, device=device)
-    return {k: partial(zeros, shape.stored_shape(k, triangular)) for k in shape.letters}
 
 
 def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:

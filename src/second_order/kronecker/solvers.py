@@ -17,6 +17,7 @@ from second_order.kronecker.decompositions import (
     decompose_batched,
     eigh,
 )
+from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_length,
@@ -34,6 +35,7 @@ __all__ = [
     "Inverse",
     "InverseSolver",
     "SolverName",
+    "condition_estimate",
     "factored_damping",
     "round_definite",
     "round_to",
@@ -41,6 +43,8 @@ __all__ = [
 
 # Smaller inverses stay whole: unpacking them at every step takes longer than multiplying does.
 TRIANGULAR_FROM = 1024
+
+POWER_ITERATIONS = 12  # within some per cent where the spectrum decays
 
 SolverName: TypeAlias = Literal["eigen", "inverse"]
 Damping: TypeAlias = float | Tensor
@@ -289,6 +293,43 @@ def _whole(inverse: Tensor) -> Tensor:
         return inverse
     dim = (math.isqrt(8 * inverse.shape[-1] + 1) - 1) // 2
     return unpack_upper_triangular(inverse, dim)
+
+
+def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
+    """The condition number of the damped block that an inverse inverts; a scalar.
+
+    Of eigenvalues it is exact. Of inverses it is the product over factors of the largest eigenvalue
+    of the factor, as it is now, and that of its inverse, by the power method; where the factor is
+    kept elsewhere, its trace stands for the largest eigenvalue.
+    """
+    if isinstance(inverse, EigenInverse):
+        scale = inverse.scale.flatten(1)
+        least = torch.where(scale > 0, scale, math.inf).amin(1)  # 0: without curvature or damping
+        return (scale.amax(1) / least).max()
+    shape, conditions = factors.shape, []
+    for letter, stored in inverse.inverses.items():
+        kept = stored if letter != "G" or inverse.times is None else stored / inverse.times
+        if shape.is_diagonal(letter):
+            conditions.append(kept.amax(1) / kept.amin(1))
+            continue
+        whole = _whole(kept)
+        if factors.stored[letter] is None:
+            largest = factors.means[shape.letters.index(letter)] * shape.dim(letter)
+        else:
+            largest = _largest_eigenvalue(factors.matrix(letter, whole.dtype))
+        conditions.append((largest * _largest_eigenvalue(whole)).clamp_min(1.0))
+    return torch.stack(conditions).prod(0).max()
+
+
+def _largest_eigenvalue(matrices: Tensor) -> Tensor:
+    """Rayleigh quotients of semi-definite ``(groups, n, n)``, from below, by the power method."""
+    x = matrices.diagonal(dim1=-2, dim2=-1).abs().unsqueeze(-1) + 1e-6  # large where they are
+    for _ in range(POWER_ITERATIONS):
+        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+        y = matrices @ x
+        quotients: Tensor = (x.mT @ y).flatten()
+        x = y
+    return quotients
 
 
 SOLVERS: dict[str, EigenSolver | InverseSolver] = {
