@@ -1687,7 +1687,7 @@ MUTANTS = [
     _mutant(
         "waits for a verdict are not reported",
         "fosi/epochs.py",
-        "        waited += time.monotonic() - begun\n",
+        "        waited += more\n",
         "",
         "mrdho2_use::a_worker_reports_how_long_it_has_waited_for_a_verdict",
     ),
@@ -2821,8 +2821,8 @@ MUTANTS = [
     _mutant(
         "a chosen fraction that checkpoints forget",
         "kfac/curvature.py",
-        "            kept |= saved_workers(",
-        "            saved_workers(",
+        "            kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)\n",
+        "            pass\n",
         "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
     ),
     # Ranks that have parted, and files.

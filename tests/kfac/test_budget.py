@@ -26,6 +26,7 @@ def test_what_is_chosen_is_what_is_computed_by_hand(System: Any) -> None:
     run = Run(System).go(MEASURED - 1)
     assert run.budget.measuring
     assert run.budget.chosen == {}
+    assert run.optimizer.statistics()["inv_update_steps"] == 1  # as long as it is measured
     run.go(1)
     assert run.budget.measured == pytest.approx((5, 40, 100))
     assert run.budget.chosen == CHOSEN

@@ -216,8 +216,6 @@ def frozen_in_between(rank: int, world_size: int, sharded: bool) -> list[Tensor]
         model.middle[0].requires_grad_(step != 2)
         with torch.no_grad():
             model(batch[0])
-        if step == 3:
-            optimizer.add_param_group({"params": []})
         trajectory += go_on(model, optimizer, [batch])
     return trajectory
 

@@ -23,12 +23,13 @@ from second_order.contract.curvature import Curvature
 from second_order.contract.groups import members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart
 from second_order.contract.training import Training
+from second_order.errors import CurvatureError
 from second_order.fosi.checkpoint import (
     check_saved_pairs,
     eigenpair_parts,
     gather_eigenpairs,
 )
-from second_order.fosi.eigenpairs import Closures, CurvatureClosure, RefreshedPairs
+from second_order.fosi.eigenpairs import Closures, RefreshedPairs
 from second_order.fosi.metrics import (
     ACCOUNTS,
     newton_share,
@@ -65,7 +66,8 @@ class FOSICurvature(Curvature):
 
     Attributes:
         vector: The parameters that train, as one vector.
-        closure: The function that evaluates the loss on the curvature batch.
+        closure: The optimizer's function that evaluates the loss on the curvature batch.
+        closure_of_step: The one that the present step is given in its place.
         pairs: The eigenpairs in use, and their refreshes.
         closed: Whether the base goes on alone for good.
 
@@ -98,7 +100,8 @@ class FOSICurvature(Curvature):
         )
         if closure is not None:
             check_closure(closure)
-        self.closure = CurvatureClosure(closure)
+        self.closure = closure
+        self.closure_of_step: Closures | None = None
         self.pairs = RefreshedPairs(training, options, self.vector)
         self.closed = False
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
@@ -178,9 +181,24 @@ class FOSICurvature(Curvature):
             pairs, budget = self.pairs, self.pairs.budget
             budget.begin(bool(self.vector.params))
             if budget.wants_probe(pairs.tally.step):
-                pairs.probe(self.closure.chosen(self.training))
+                pairs.probe(self.closure_now())
             if pairs.due():
-                pairs.renew(self.closure.chosen(self.training))
+                pairs.renew(self.closure_now())
+
+    def closure_now(self) -> Closures:
+        """The closure to call; without any, a function that raises CurvatureError."""
+        name, step = self.training.name, self.training.steps
+
+        def none() -> Any:
+            raise CurvatureError(
+                f"the curvature is due at step {step}, and there is no curvature closure: give "
+                f"{name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or "
+                f"call step(curvature_closure=f), with f a function that evaluates the loss on the "
+                f"curvature batch and returns it without calling backward()"
+            )
+
+        found = self.closure if self.closure_of_step is None else self.closure_of_step
+        return none if found is None else found
 
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""

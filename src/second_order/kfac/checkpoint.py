@@ -27,16 +27,15 @@ from second_order.kfac.trace_rule import SETTLED
 from second_order.kronecker.block import KroneckerBlock
 
 __all__ = [
+    "CHOSEN",
     "MEAN_CURVATURE",
     "READ_BY_ALL",
     "check_saved_factors",
     "gather_factors",
     "load_factors",
-    "loaded_mean_curvature",
     "loaded_workers",
     "move_factors",
     "saved_factors",
-    "saved_workers",
 ]
 
 LETTERS = ("A", "G", "L")
@@ -71,23 +70,12 @@ def saved_factors(
     return found
 
 
-def saved_workers(workers: int, ranks: int) -> dict[str, int]:
-    """The number of gradient workers that was chosen for so many ranks; 0 where FSDP2 chooses."""
-    return dict(zip(CHOSEN, (workers, ranks), strict=True))
-
-
 def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
     """The number of gradient workers that was chosen for so many ranks, or 0."""
     found = next((part for part in saved.values() if part.keys() >= set(CHOSEN)), None)
     if found is None or found.whole(CHOSEN[1], 0) != ranks:
         return 0
     return int(found.whole(CHOSEN[0], 0))
-
-
-def loaded_mean_curvature(saved: Mapping[Tensor, SavedPart]) -> float:
-    """The mean curvature of all layers at the last refresh before saving; 0 if it is not there."""
-    parts = (part for part in saved.values() if MEAN_CURVATURE in part)
-    return next((part.number(MEAN_CURVATURE, 0.0) for part in parts), 0.0)
 
 
 def load_factors(

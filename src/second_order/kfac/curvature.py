@@ -28,15 +28,14 @@ from second_order.contract.training import Training
 from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
+    CHOSEN,
     MEAN_CURVATURE,
     check_saved_factors,
     gather_factors,
     load_factors,
-    loaded_mean_curvature,
     loaded_workers,
     move_factors,
     saved_factors,
-    saved_workers,
 )
 from second_order.kfac.feedback import ADAPTIVE, PLAIN, Feedback, StepLength
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
@@ -454,7 +453,7 @@ class KFAC(Curvature):
         kept = {**self.budget.saved(), **self.step_length.saved()}
         kept[MEAN_CURVATURE] = self.solves.mean_curvature
         if self._system.chooser is not None:
-            kept |= saved_workers(self.workers, self.training.world.size)
+            kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
         of_layers = [each for each in (self.solves.traces, self.drift) if each is not None]
         return saved_factors(self.layers, self._takes, kept, of_layers)
 
@@ -480,7 +479,8 @@ class KFAC(Curvature):
                 of_layers.load(saved, self.layers.blocks)
         self.budget.load(saved)
         self.step_length.load(saved)
-        self.solves.mean_curvature = loaded_mean_curvature(saved)
+        mean = next((part for part in saved.values() if MEAN_CURVATURE in part), None)
+        self.solves.mean_curvature = 0.0 if mean is None else mean.number(MEAN_CURVATURE, 0.0)
         self._cadence.updated_at = self.training.steps
         self.layers.updates += 1
         self.watch()
