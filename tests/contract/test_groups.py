@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -108,6 +109,23 @@ def test_a_group_added_has_names_where_the_others_have(System: Any) -> None:
 
 
 # Empty groups.
+
+
+@each_of_five
+def test_an_empty_group_is_passed_over(System: Any) -> None:
+    """Also where it is the first."""
+    model, twin = MLP.model(), MLP.model()
+    groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}]
+    optimizer, expected = make(System, groups, model=model), make(System, twin)
+    train(model, optimizer, 4)
+    train(twin, expected, 4)
+    assert same(model, twin)
+    str(optimizer.summary())
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    optimizer.load_state_dict(torch.load(buffer))
+    train(model, optimizer, 1, start=4)
 
 
 @each_of_five

@@ -37,21 +37,24 @@ def whole_group(group: Any) -> Any:
         return group
     whole, params = dict(group), group["params"]
     whole["params"] = params = [params] if isinstance(params, Tensor) else list(params)
-    names = whole.pop(NAMES, None)
-    if names is not None:
+    names = whole.get(NAMES)
+    if names is not None and (names or params):
         if len(names) != len(params):
             raise ValueError(
                 f"a group has {len(params)} parameters and {len(names)} {NAMES!r}; give each its "
                 f"name, or leave {NAMES!r} out"
             )
-        whole["params"] = list(zip(names, params, strict=True))
+        whole["params"] = list(zip(whole.pop(NAMES), params, strict=True))
     return whole
 
 
 def nameless(groups: Iterable[Any]) -> list[Any]:
     """Copies of groups for a base, which may not know of names; or a list of parameters."""
-    plain = (g[1] if isinstance(g, tuple) else g for g in groups)
-    return [{**g, "params": members_of([g])} if isinstance(g, dict) else g for g in plain]
+    plain = [{**g, "params": members_of([g])} if isinstance(g, dict) else g for g in groups]
+    for group in plain:
+        if isinstance(group, dict):
+            group.pop(NAMES, None)
+    return [g[1] if isinstance(g, tuple) else g for g in plain]
 
 
 def settings_of(entries: Mapping[str, Any]) -> dict[str, Any]:
