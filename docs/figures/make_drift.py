@@ -1,6 +1,6 @@
 """Draw what refreshes change along a training, and how intervals follow it.
 
-    PYTHONPATH=examples:benchmarks/progress python docs/figures/make_drift.py
+    PYTHONPATH=examples:benchmarks:benchmarks/progress python docs/figures/make_drift.py
 
 A transformer of benchmarks/progress/unseen.py, KAISA over AdamW with nothing set but the learning
 rate: most of a minute.
@@ -8,7 +8,6 @@ rate: most of a minute.
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,16 +17,15 @@ from typing import Any
 import matplotlib as mpl
 import torch
 from matplotlib.figure import Figure
-from PIL import Image
 
+from reporting import BLUE, RED, save
 from second_order.kfac.schedule import ADAPTIVE, LONGEST
 from tasks import TASKS, Job, build
 
 HERE = Path(__file__).parent
 JOB, STEPS = Job("unseen transformer", "KAISA, AdamW", 0.0045, 0), 200
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
-BLUE, RED, GREY = "#0072B2", "#D55E00", "#666666"
+GREY = "#666666"
 
 
 @dataclass
@@ -153,10 +151,7 @@ def main() -> None:
     """Train and draw."""
     torch.set_num_threads(1)
     mpl.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8})
-    buffer = io.BytesIO()
-    drawn(train()).savefig(buffer, dpi=160, facecolor="#ffffff")
-    # A palette is a third of the bytes.
-    Image.open(buffer).convert("RGB").quantize(128).save(HERE / "drift.png", optimize=True)
+    save(drawn(train()), HERE / "drift.png")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Draw the figures of the documentation: all of them, or those that are named.
 
-    python docs/figures/make_figures.py [step] [valley] [placements] [costs] [owners] [split]
+    PYTHONPATH=benchmarks python docs/figures/make_figures.py [NAME] [NAME]
 
 Nothing is drawn by hand that can be computed: paths in valleys are real runs, the placements and
 their costs come from :mod:`second_order.distributed.assignment`.
@@ -9,7 +9,6 @@ their costs come from :mod:`second_order.distributed.assignment`.
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -20,9 +19,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
-from PIL import Image
 from torch import Tensor, nn
 
+from reporting import BLACK, BLUE, GREEN, ORANGE, PURPLE, RED, SKY, save
 from second_order import DHO2, KAISA
 from second_order.distributed.assignment import (
     Grid,
@@ -36,9 +35,6 @@ from second_order.kfac.schedule import LONGEST
 
 HERE = Path(__file__).parent
 
-# Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
-BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
-BLUE, RED, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
 GREY, PALE = "#666666", "#f2f2f2"
 
 Pair = tuple[float, float]
@@ -621,11 +617,7 @@ def main() -> None:
     torch.set_num_threads(1)
     mpl.rcParams.update({"font.size": 9, "axes.titlesize": 9.5, "legend.fontsize": 8})
     for name in parser.parse_args().names:
-        # A white panel of its own, so that it can be read on a dark page too.
-        buffer = io.BytesIO()
-        FIGURES[name]().savefig(buffer, dpi=160, facecolor="#ffffff")
-        # A palette is a third of the bytes.
-        Image.open(buffer).convert("RGB").quantize(128).save(HERE / f"{name}.png", optimize=True)
+        save(FIGURES[name](), HERE / f"{name}.png")
 
 
 if __name__ == "__main__":

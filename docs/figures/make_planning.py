@@ -1,6 +1,6 @@
 """Draw time and memory against the number of ranks, as `second_order.plan` predicts them.
 
-    PYTHONPATH=benchmarks/speed python docs/figures/make_planning.py
+    PYTHONPATH=benchmarks:benchmarks/speed python docs/figures/make_planning.py
 
 The machine at hand is measured, and the passes of a transformer of two blocks of
 width 512 on it; the links are given numbers. Nothing is sent.
@@ -16,6 +16,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from reporting import save
 from second_order.planning.machine import Interconnect, Level
 from second_order.planning.plan import Choice, Plan, plan
 from workloads import WORKLOADS
@@ -66,7 +67,7 @@ def draw(plans: list[Plan], path: Path) -> None:
     right.set_ylabel("megabytes on the fullest rank")
     right.set_title("kept by optimizer and gradients", fontsize=9)
     left.legend(fontsize=7, loc="lower right")
-    figure.savefig(path, dpi=150)
+    save(figure, path)
 
 
 def main() -> None:

@@ -43,12 +43,7 @@ NAMES_THERE = {**PAPER_NAMES, ELSEWHERE: "FF"}
 class Span:
     """One run of a named range on one thread, in milliseconds.
 
-    Attributes:
-        name: The range's name, without the package's.
-        thread: The thread that it ran on.
-        start: When it was entered.
-        end: When it was left.
-        device: Time that a device worked on what was launched within it.
+    ``device`` is the time that a device worked on what was launched within it.
     """
 
     name: str
@@ -110,10 +105,7 @@ def picture_of(
 ) -> Picture:
     """Share out the time between marks over the stages; a span counts in the step it begins in.
 
-    Args:
-        spans: The ranges of all threads.
-        marks: When each step ended, and on which thread: one more than there are steps.
-        work: When a device began each piece of work, and how long it took.
+    Marks tell when each step ended, and on which thread: there is one more than there are steps.
     """
     count = max(len(marks) - 1, 0)
     host: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
@@ -189,16 +181,7 @@ def draw(picture: Picture, path: Path) -> bool:
 
 
 class Recorder:
-    """Profiles some steps of the first optimizer that takes one.
-
-    Args:
-        skip: Number of steps before those that are measured.
-        steps: Number of steps that are measured.
-
-    Attributes:
-        taken: Number of steps taken so far.
-        result: The profile; None before it begins.
-    """
+    """Profiles ``steps`` steps of the first optimizer that takes one, after ``skip`` of them."""
 
     def __init__(self, skip: int, steps: int) -> None:
         self._skip, self._steps = skip, steps

@@ -55,17 +55,6 @@ def test_unknown_keyword_names_the_closest_known_one(
 
 
 @each_system
-def test_keyword_of_another_base_is_unknown_and_the_base_is_named(System: Any) -> None:
-    with pytest.raises(TypeError, match=r"unknown keyword 'betas'.*nor one of SGD"):
-        System(mlp(), lr=0.1, betas=(0.9, 0.99))
-    with pytest.raises(TypeError, match=r"unknown keyword 'momentum'.*nor one of Adam"):
-        System(mlp(), lr=0.1, base=Adam, momentum=0.9)
-    with pytest.raises(TypeError, match="unknown keyword 'qqqqq'") as error:
-        System(mlp(), lr=0.1, qqqqq=1)
-    assert "did you mean" not in str(error.value)
-
-
-@each_system
 @pytest.mark.parametrize(
     ("base", "options"),
     [
@@ -81,18 +70,6 @@ def test_keywords_of_the_base_reach_it(
     group = System(mlp(), lr=0.2, base=base, **options).param_groups[0]
     assert group["lr"] == 0.2
     assert {name: group[name] for name in options} == options
-
-
-@each_system
-def test_a_base_with_free_keywords_takes_them_all(System: Any) -> None:
-    class Free(SGD):
-        def __init__(self, params: Any, **keywords: Any) -> None:
-            keywords.pop("flavour")
-            super().__init__(params, **keywords)
-
-    System(mlp(), lr=0.1, base=Free, flavour="vanilla")
-    with pytest.raises(ValueError, match="differentiable"):
-        System(mlp(), lr=0.1, base=Free, flavour="vanilla", differentiable=True)
 
 
 @each_system

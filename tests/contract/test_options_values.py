@@ -31,7 +31,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("largest", -1, "largest=-1 is below 0; use 0 for none"),
     ("smallest", -2, "smallest=-2 is below 0; use 0 for none"),
     ("curvature_interval", 0, "curvature_interval=0 is below 1; use 1 for every step"),
-    ("overhead", 0.0, r"overhead=0\.0 is outside \(0, 10\]; 0\.(15, say|2 is the default)"),
+    ("overhead", 0.0, r"overhead=0\.0 is outside \(0, 10\]; 0\.(15|2)"),
     ("trace_bounds", (-0.1, 0.0), r"trace_bounds' upper=-0\.1 is outside \[0, inf\); "),
     ("warmup_steps", -1, "warmup_steps=-1 is below 0; use 0 to begin with a refresh"),
     ("newton_scale", -0.1, r"newton_scale=-0\.1 is outside \[0, inf\); 0\.1 is the default"),
@@ -120,7 +120,7 @@ TYPES: list[tuple[str, Any, str]] = [
     ("smallest", None, "smallest=None is not a whole number; use 0 for none"),
     ("curvature_interval", 1.5, r"curvature_interval=1\.5 is not a whole number of steps; use"),
     ("trace_bounds", ("much", 0.0), "trace_bounds' upper='much' is not a number; "),
-    ("overhead", "much", r"overhead='much' is not a number; 0\.(15, say|2 is the default)"),
+    ("overhead", "much", r"overhead='much' is not a number; 0\.(15|2)"),
     ("warmup_steps", 0.5, r"warmup_steps=0\.5 is not a whole number; use 0 to begin with"),
     ("newton_scale", "auto", "newton_scale='auto' is not a number; 0.1 is the default"),
     ("lr_scale_clip", "off", "lr_scale_clip='off' is not a number; 1.0 for no scaling"),
@@ -225,38 +225,6 @@ def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., 
     assert rows["0"].detail == "skip_layers: 'Conv*'"
     assert rows["7"].detail == "skip_layers: '7'"
     assert rows["4"].status == "preconditioned"
-
-
-@eigenpairs_only
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"largest": 0, "smallest": 1, "newton_scale": 0, "lr_scale_clip": 1, "lanczos_tol": 0},
-        {"largest": 1, "lanczos_iterations": 1, "eigenvalue_floor": 0, "subspace_momentum": 0},
-        {"largest": 200, "curvature_interval": 1, "eigenvalue_floor": 1, "lr_scale_guard": False},
-        {
-            "largest": 5,
-            "smallest": 200,
-            "newton_scale": 1,
-            "hvp": "recomputed",
-            "warm_start": False,
-            "trust_region": False,
-        },
-        {"lr": 0.0, "layout": "column", "lanczos_dtype": torch.float32, "seed": 7},
-    ],
-    ids=str,
-)
-def test_boundary_values_are_accepted_and_taken_steps_with(
-    System: Any, options: dict[str, Any]
-) -> None:
-    """More pairs than there are parameters are as many as there are parameters."""
-    model = mlp()
-    optimizer = System(model, warmup_steps=0, **{"lr": 0.01, **options})
-    train_twice(optimizer, model)
-    wanted = options.get("largest", 10) + options.get("smallest", 0)
-    size = sum(p.numel() for p in model.parameters())
-    assert len(optimizer.curvature.eigenvalues) == min(wanted, size)
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 @eigenpairs_only

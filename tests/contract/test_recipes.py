@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_system, make
-from models import ZOO
-from stacks import BATCHES, CASE, optimizer_of, usual_loop
+from contract import make
+from stacks import CASE
 from torch import nn
 
 from second_order import KAISA, SecondOrderWarning, parameter_groups
-from second_order.recipes import _depths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -84,33 +81,6 @@ def test_rates_fall_from_block_to_block() -> None:
     assert {name: settings(groups, name)["lr"] for name in rates} == rates
 
 
-class Stages(nn.Module):
-    """As residual networks: a stem, stages of blocks, a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(1, 2, 3)
-        self.stage1 = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1))
-        self.stage2 = nn.Sequential(nn.Conv2d(2, 2, 1))
-        self.fc = nn.Linear(2, 2)
-
-
-@pytest.mark.parametrize(
-    ("build", "expected"),
-    [
-        (Words, {"words": 0, "blocks.0.up": 1, "blocks.1.down": 2, "norm": 3, "head": 3}),
-        (Stages, {"stem": 0, "stage1.0": 1, "stage1.2": 2, "stage2.0": 3, "fc": 4}),
-        (ZOO["mlp"].build, {"0": 1, "2": 2, "4": 3}),
-        (Block, {"norm": 1, "up": 2, "down": 3}),
-        (lambda: nn.Linear(2, 2), {"": 0}),
-    ],
-)
-def test_depths(build: Callable[[], nn.Module], expected: dict[str, int]) -> None:
-    found = _depths(build())
-    for name, depth in expected.items():
-        assert found[f"{name}.weight".removeprefix(".")] == depth
-
-
 def test_rules_override_by_name_and_the_first_counts() -> None:
     model = Words()
     rules = {r"blocks\.0\.": {"lr": 0.01}, r"up\.weight$": {"lr": 0.02, "weight_decay": 0.7}}
@@ -144,34 +114,6 @@ def test_errors_name_the_value_and_the_remedy(
         parameter_groups(Words(), **given)
     with pytest.raises(TypeError, match=r"model=list is not a torch\.nn\.Module"):
         parameter_groups([])  # type: ignore[arg-type]
-
-
-@each_system
-def test_every_optimizer_trains_by_them(System: Any) -> None:
-    """Rates and decay reach the base; after a checkpoint, too."""
-
-    def groups(model: nn.Module) -> list[dict[str, Any]]:
-        return parameter_groups(model, lr=0.05, weight_decay=0.1, layer_decay=0.5)
-
-    def by_hand(model: nn.Module) -> list[dict[str, Any]]:
-        return [
-            {"params": [p], "lr": 0.05 * 0.5 ** (2 - i // 2), "weight_decay": 0.1 * (1 - i % 2)}
-            for i, p in enumerate(model.parameters())
-        ]
-
-    model, twin = CASE.model(), CASE.model()
-    optimizer = optimizer_of(System, model, groups(model))
-    expected = optimizer_of(System, twin, by_hand(twin))
-    usual_loop(model, optimizer, BATCHES[:3])
-    usual_loop(twin, expected, BATCHES)
-    saved = io.BytesIO()
-    torch.save(optimizer.state_dict(), saved)
-    saved.seek(0)
-    resumed = optimizer_of(System, model, groups(model))
-    resumed.load_state_dict(torch.load(saved))
-    usual_loop(model, resumed, BATCHES[3:])
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
 def test_two_bases_divide_them_further() -> None:

@@ -411,21 +411,6 @@ def test_a_group_has_ranks_of_its_own(world: pool.World) -> None:
 # Alone.
 
 
-def test_one_process_sends_nothing() -> None:
-    """And needs no process group."""
-    assert not dist.is_initialized()
-    world = World()
-    assert (world.rank, world.size, world.backend) == (0, 1, "none")
-    tensor = torch.arange(3.0)
-    world.all_reduce([tensor]).wait()
-    world.broadcast_from_first([tensor])
-    world.reduce([tensor], [0]).wait()
-    (same,) = world.all_to_all([Delivery(0, [0], 3, tensor)], tensor.dtype, tensor.device)
-    assert same is tensor
-    assert torch.equal(tensor, torch.arange(3.0))
-    assert world.subgroup([0]) is world
-
-
 # Agreement.
 
 

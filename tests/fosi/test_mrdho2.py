@@ -22,7 +22,6 @@ from accelerated import (
     base_alone,
     loss_of,
     mrdho2,
-    noted,
     reference,
     train,
     worker,
@@ -31,7 +30,7 @@ from ranks import agreed, assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import EpochReport, RankMismatchError, SecondOrderError, SecondOrderWarning
+from second_order import EpochReport, RankMismatchError, SecondOrderWarning
 from second_order.fosi import epochs as module
 
 if TYPE_CHECKING:
@@ -346,15 +345,6 @@ def test_wrong_options_are_refused(
         mrdho2(CASE.model(), **options)
 
 
-def test_a_worker_does_not_serve() -> None:
-    optimizer = mrdho2(CASE.model(), largest=0, smallest=0)
-    with pytest.raises(SecondOrderError, match="rank 0 is a worker: it trains"):
-        optimizer.serve([0], lambda _: torch.zeros(()))
-    with optimizer as entered:
-        assert entered is optimizer
-    optimizer.close()
-
-
 # Checkpoints.
 
 
@@ -426,18 +416,3 @@ def test_a_checkpoint_continues_on_any_number_of_workers_and_accelerators(world:
                 assert_same_trajectory(trajectory, whole[step:], rtol=1e-7, hint=hint)
             epochs = [1, 2] if step == 6 else [2]
             assert all(numbers == [(k, True) for k in epochs] for _, numbers in workers)
-
-
-def test_one_process_takes_up_the_checkpoint_of_many(world: World) -> None:
-    _, _, checkpoints = world.run(saved, 2)[0]
-    for step, data in checkpoints.items():
-        model = CASE.model(seed=1)
-        curved = partial(loss_of, model, CURVED[0])
-        with noted():
-            optimizer = mrdho2(model, curvature_closure=curved, **RESUMED)
-        parts = torch.load(io.BytesIO(data))
-        model.load_state_dict(parts[0])
-        optimizer.load_state_dict(parts[1])
-        trajectory = worker(model, optimizer, 0, 1, BATCHES[step:])
-        assert all(bool(w.isfinite().all()) for w in trajectory)
-        assert optimizer.curvature.refreshes >= 1

@@ -80,53 +80,6 @@ def test_an_accelerator_that_leaves_early(world: World) -> None:
     assert results[2]["warned"] == []
 
 
-def closes_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
-    def close(step: int) -> None:
-        if step == 6:
-            optimizer.close()
-            optimizer.close()
-
-    with optimizer:
-        found = worker(model, optimizer, rank, 2, before=close)
-    kept = optimizer._curvature.mailbox
-    assert optimizer._curvature.epochs.start is optimizer._curvature.epochs.total is None
-    assert not kept._received
-    assert not kept._expected
-    return found
-
-
-def closes_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    return serve(model, optimizer)
-
-
-def test_workers_that_close_early(world: World) -> None:
-    results = world.run(play, 3, (closes_worker, closes_accelerator))
-    assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
-    assert all(result["warned"] == [] for result in results)
-    assert all(result["reports"] == [(True, "")] for result in results[:2])
-    assert results[2]["found"] in (1, 2), "the second may have been asked for in vain"
-
-
-def fails_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
-    return worker_part(model, optimizer, rank)
-
-
-def fails_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
-    def loss_fn(batch: Any) -> Tensor:
-        if batch is CURVED[1]:
-            raise KeyError("in the loss")
-        return loss_of(model, batch)
-
-    with pytest.raises(KeyError, match="in the loss"):  # outside of `with`
-        optimizer.serve(CURVED, loss_fn)
-
-
-def test_an_exception_in_the_loss_reaches_the_caller_of_serve(world: World) -> None:
-    results = world.run(play, 3, (fails_worker, fails_accelerator))
-    assert_same_trajectory(trajectory_of(results), expected_until(1), rtol=1e-7)
-    told_once(results, "SGD goes on alone")
-
-
 def one_fails_worker(model: nn.Module, optimizer: Any, rank: int, *_: Any) -> list[Tensor]:
     with optimizer:
         return worker(model, optimizer, rank, 1)

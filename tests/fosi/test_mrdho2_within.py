@@ -196,28 +196,6 @@ def test_pairs_that_are_not_finite_leave_the_next_epoch_to_the_base(
         ]
 
 
-def leaving_accelerator(model: nn.Module, optimizer: Any, rank: int, *_: Any) -> None:
-    def loss_fn(batch: Any) -> Tensor:
-        if batch is CURVED[1]:
-            raise KeyError("in the loss")
-        return loss_of(model, batch)
-
-    with pytest.raises(KeyError, match="in the loss"):
-        optimizer.serve(CURVED, loss_fn)
-
-
-def test_without_accelerators_their_last_pairs_are_let_go(world: World) -> None:
-    results = world.run(play, 3, (plain_worker, leaving_accelerator), options=WITHIN)
-    for result in results[:2]:
-        _, let_go, helped = result["found"]
-        assert (let_go, helped) == (True, False)
-        assert result["reports"] == [(True, ""), (False, GONE)]
-    found = agreed([result["found"][0] for result in results[:2]])
-    expected = by_the_book(sound=lambda epoch: epoch == 0, **MOMENTUM)
-    assert_same_trajectory(found, expected, rtol=1e-7)
-    told_once(results, "SGD goes on alone")
-
-
 # Checkpoints.
 
 

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from second_order import DHO2, MRDHO2
-from second_order.fosi.options import FOSIOptions
-from second_order.options import picked
+from second_order import DHO2
 
 GENERAL = {"largest": 10, "newton_scale": 0.1, "warmup_steps": None, "subspace_momentum": "average"}
 TUNING = {"largest": 70, "newton_scale": 0.5, "warmup_steps": 0, "subspace_momentum": 0.0}
@@ -114,18 +112,6 @@ def test_what_is_given_goes_before_the_preset(
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DHO2(body_and_head(), lr=0.1, **given)
-
-
-@pytest.mark.parametrize("name", ["newton_scale", "largest", "subspace_momentum"])
-def test_none_is_for_the_preset_to_set_and_refused_where_there_is_none(name: str) -> None:
-    given: dict[str, Any] = {name: None}
-    assert options_of(DHO2(body_and_head(), lr=0.1, **given))[name] == TUNING[name]
-    values = {**vars(picked(FOSIOptions, options_of(DHO2(body_and_head(), lr=0.1)))), name: None}
-    with pytest.raises(TypeError, match=f"{name}=None is not a"):
-        picked(FOSIOptions, values)
-    if name != "subspace_momentum":
-        with pytest.raises(TypeError, match=f"{name}=None is not a"):
-            MRDHO2(body_and_head(), lr=0.1, accelerators=0, **given)
 
 
 def test_products_do_not_run_a_frozen_body() -> None:

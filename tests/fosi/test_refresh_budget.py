@@ -18,10 +18,9 @@ from budgeted import Time
 from pairs import BATCHES, curvature, network, shards, spread, vector
 from pairs import take as take_step
 from ranks import agreed
-from reference import cross_entropy
-from torch import Tensor, nn
+from torch import Tensor
 
-from second_order import DHO2, CurvatureError, RankMismatchError, SecondOrderWarning
+from second_order import SecondOrderWarning
 from second_order.budget import PRICES, RefreshBudget
 from second_order.lanczos.vector_space import RowSpace
 
@@ -228,19 +227,6 @@ def test_ranks_with_different_clocks_do_the_same(world: World, layout: str) -> N
     agreed([a, b])
 
 
-def parted(rank: int, world_size: int) -> str:
-    run = Run(rank, world_size).go(12)
-    run.budget.cost += rank
-    with pytest.raises(RankMismatchError) as error:
-        run.go(1)
-    return str(error.value)
-
-
-def test_ranks_compare_what_they_know(world: World) -> None:
-    for said in world.run(parted, 2):
-        assert "refreshes by budget" in said
-
-
 # Checkpoints.
 
 
@@ -318,19 +304,6 @@ def test_costs_that_cannot_be_are_refused(name: str, value: Any, match: str) -> 
 
 
 # Options, and what is told.
-
-
-def test_auto_is_the_default() -> None:
-    model = nn.Linear(3, 2)
-    optimizer = DHO2(model, lr=0.1)
-    assert optimizer._curvature.options.overhead == 0.2
-    for _ in range(50):  # no closure is asked for
-        optimizer.zero_grad()
-        cross_entropy(model(torch.ones(4, 3)), torch.tensor([0, 1, 0, 1])).backward()
-        optimizer.step()
-    assert "refreshes by budget, overhead 0.2: being measured" in str(optimizer.summary())
-    with pytest.raises(CurvatureError, match="due at step 50"):
-        optimizer.step()
 
 
 def test_the_summary_and_the_statistics_tell_interval_and_share() -> None:

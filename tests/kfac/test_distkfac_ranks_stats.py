@@ -140,7 +140,7 @@ def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any
         until_fed(wrapped, optimizer)
         optimizer.zero_grad()
         loss_of(wrapped, mine(optimizer, BATCHES[0])).backward()
-        captured = not optimizer._curvature.nothing_captured()
+        captured = not optimizer._curvature.layers.nothing_captured
         optimizer.step()
         train_on(wrapped, optimizer, BATCHES[:2])
     return found, captured

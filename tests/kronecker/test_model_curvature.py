@@ -13,7 +13,7 @@ from models import ZOO
 from ranks import shard
 from torch import Tensor, nn
 
-from second_order import DPKFAC, KAISA, DistKFAC, KroneckerCurvature, SecondOrderError
+from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderError
 
 if TYPE_CHECKING:
     from pool import World
@@ -129,29 +129,6 @@ def test_samples_have_the_inverse_as_covariance(kind: str) -> None:
         torch.testing.assert_close(S @ S.mT, inverse, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_it_is_the_mean_over_examples_of_their_gradients_products(reduction: str) -> None:
-    """Of one example several times, where A ⊗ G is no approximation."""
-    model = nn.Sequential(nn.Linear(4, 3)).double()
-    x = torch.randn(1, 4, dtype=torch.float64)
-    batch = x.expand(5, 4), torch.tensor([1]).expand(5)
-    optimizer = make(KAISA, model, loss_reduction=reduction, lr=0.0)
-    nn.functional.cross_entropy(model(batch[0]), batch[1], reduction=reduction).backward()
-    optimizer.step()
-    model.zero_grad()
-    nn.functional.cross_entropy(model(x), torch.tensor([1])).backward()
-    g = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    torch.manual_seed(0)
-    v = [torch.randn_like(p) for p in model.parameters()]
-    curvature = optimizer.curvature()
-    inner = sum((a * b).sum() for a, b in zip(g, v, strict=True))
-    for found, each in zip(curvature.apply(v), g, strict=True):
-        torch.testing.assert_close(found, inner * each, rtol=1e-10, atol=1e-14)
-    assert curvature.names == ["0.weight", "0.bias"]
-    (layer,) = curvature.values()
-    assert (layer.examples, layer.updates) == (5.0, 1.0)
-
-
 @each_kronecker
 def test_solving_with_the_trainings_damping_is_what_the_training_does(System: Any) -> None:
     """With "eigen" and without a clip, p.grad after a step is that of before it, solved."""
@@ -261,12 +238,3 @@ def test_every_process_gets_all_of_them(
         for name, layer in optimizer.curvature().items():
             torch.testing.assert_close(first[name][0], layer.A, rtol=1e-8, atol=1e-12)
             torch.testing.assert_close(first[name][1], layer.G, rtol=1e-8, atol=1e-12)
-
-
-def test_a_curvature_of_some_layers_is_one() -> None:
-    _, optimizer = trained("linear")
-    whole = optimizer.curvature()
-    part = KroneckerCurvature({"0": whole["0"]}, ["0.weight", "0.bias"], {})
-    assert part.logdet(0.1) + sum(whole[n].logdet(0.1) for n in ("2", "4")) == pytest.approx(
-        whole.logdet(0.1)
-    )

@@ -5,7 +5,6 @@ Numbers in names are the lines of the invariants they instantiate: see `referenc
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,15 +55,6 @@ def test_fisher_is_ggn(likelihood: ref.Likelihood) -> None:
     close(fisher[-21:, -21:], ref.hessian(model, x, target, loss, "4"))
 
 
-def test_label_gradients_are_those_of_the_losses_by_hand() -> None:
-    """One coin with p = 1/4: E[(p − y)²] = p (1 − p) = 3/16, as a bernoulli and as two classes."""
-    logit = torch.tensor([[-math.log(3)]], dtype=F64)
-    v = ref.label_gradients(logit, "bernoulli")[:, 0]
-    close(v.T @ v, torch.tensor([[3 / 16]], dtype=F64))
-    v = ref.label_gradients(torch.cat([logit, 0 * logit], 1), "categorical")[:, 0]
-    close(v.T @ v, torch.tensor([[3.0, -3.0], [-3.0, 3.0]], dtype=F64) / 16)
-
-
 def test_empirical_fisher_by_hand() -> None:
     """s = w x, ½(y − s)²: ∇ = (s − y) x; here −2·1 and 4·2."""
     model = nn.Linear(1, 1, bias=False, dtype=F64)
@@ -75,17 +65,6 @@ def test_empirical_fisher_by_hand() -> None:
     A, G = ref.empirical_factors(nn.Sequential(model), x, y, half_squared_error, "0")
     close(A, torch.tensor([[[(1.0 + 4.0) / 2]]], dtype=F64))
     close(G, torch.tensor([[[(4.0 + 16.0) / 2]]], dtype=F64))
-
-
-def test_hessian_of_all_parameters_by_hand() -> None:
-    """w² x² has the Hessian 2x² in w; two layers multiply."""
-    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).double()
-    for p, value in zip(model.parameters(), (2.0, 3.0), strict=True):
-        nn.init.constant_(p, value)
-    x, y = torch.ones(1, 1, dtype=F64), torch.zeros(1, 1, dtype=F64)
-    # ½ (u v)²: d²/du² = v², d²/du dv = 2 u v, d²/dv² = u².
-    expected = torch.tensor([[9.0, 12.0], [12.0, 4.0]], dtype=F64)
-    close(ref.hessian(model, x, y, half_squared_error), expected)
 
 
 # Factors against exact blocks.
@@ -131,20 +110,3 @@ def test_one_step_by_hand() -> None:
         )
         (vector,) = kfac.trajectory([(x, y)])
         close(vector, torch.tensor([2 - nu / 20], dtype=F64))
-
-
-def test_two_steps_by_hand() -> None:
-    """No clip, β = ½, momentum ½, solves every second step: the second uses the first's factors."""
-    x, y = torch.tensor([[1.0]], dtype=F64), torch.tensor([[0.0]], dtype=F64)
-    model = nn.Sequential(nn.Linear(1, 1, bias=False, dtype=F64))
-    nn.init.constant_(model[0].weight, 2.0)
-    kfac = ref.ReferenceKFAC(
-        model, lr=1.0, momentum=0.5, damping=4.0, factor_decay=0.5, inv_update_steps=2,
-        kl_clip=None, loss=half_squared_error,
-    )  # fmt: skip
-    # A = 1, G = 4: P = 2/8 = 1/4; w = 1.75. Then P = 1.75/8, v = 1/8 + 1.75/8 = 2.75/8.
-    first, second = kfac.trajectory([(x, y), (x, y)])
-    close(first, torch.tensor([1.75], dtype=F64))
-    close(second, torch.tensor([1.75 - 2.75 / 8], dtype=F64))
-    # (½·4 + 1.75²) / 1.5
-    close(kfac.factors()["0"][1], torch.tensor([[[(2 + 1.75**2) / 1.5]]], dtype=F64))

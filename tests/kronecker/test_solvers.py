@@ -64,30 +64,6 @@ def test_a_diagonal_factor_is_that_matrix(
     assert_solved(solve(name, diagonal, G, gradient, damping), expected)
 
 
-@each_solver
-def test_the_two_solves_differ(name: str) -> None:
-    """A test of one against the other's reference would notice."""
-    A, G = factor(1, 4), factor(1, 3)
-    gradient = torch.randn(1, 3, 4, dtype=torch.float64)
-    other = DENSE["inverse" if name == "eigen" else "eigen"](A, G, gradient[0], 0.1)
-    assert (solve(name, A, G, gradient, 0.1)[0] - other).norm() > 1e-3 * other.norm()
-
-
-@each_solver
-@pytest.mark.parametrize("zero", ["A", "G", "both"])
-def test_a_zero_factor_leaves_the_damping(name: str, zero: str) -> None:
-    """π is 1 then; the eigen solve divides by the damping alone."""
-    A, G = factor(1, 3), factor(1, 2)
-    A = A if zero == "G" else torch.zeros_like(A)
-    G = G if zero == "A" else torch.zeros_like(G)
-    gradient = torch.randn(1, 2, 3, dtype=torch.float64)
-    P = solve(name, A, G, gradient, 0.25)
-    if name == "eigen" or zero == "both":
-        assert_solved(P, gradient / 0.25)
-    else:
-        assert_solved(P[0], DENSE[name](A, G, gradient[0], 0.25))
-
-
 # π.
 
 

@@ -34,8 +34,6 @@ from torch.optim.lr_scheduler import OneCycleLR
 from second_order import SecondOrderWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pool import World
     from reference import Batch
 
@@ -98,25 +96,6 @@ def test_a_step_in_one_graph_is_refused_with_the_reason() -> None:
         step()
 
 
-def test_a_training_step_compiled_as_a_whole() -> None:
-    """The graph ends at `backward`, as it does for every optimizer."""
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(KAISA, model), make(KAISA, twin)
-
-    @torch.compile(backend="eager")
-    def train(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    for batch in BATCHES[:3]:
-        torch.testing.assert_close(train(*batch), take(twin, plain, batch))
-    assert_near(model, twin)
-    assert_same_factors(factors(optimizer), factors(plain))
-
-
 # Modules that hold the model, as Lightning's do.
 
 
@@ -135,48 +114,10 @@ class Lit(nn.Module):
         return cross_entropy(self(x), y)
 
 
-def by_lightning(lit: Lit) -> Lit:
-    """As `Trainer.fit(torch.compile(lit))` does: the module itself, its methods compiled."""
-    compiled: Any = torch.compile(lit, backend="eager", fullgraph=True)
-    lit.forward = compiled.dynamo_ctx(lit.forward)  # type: ignore[method-assign]
-    lit.training_step = compiled.dynamo_ctx(lit.training_step)  # type: ignore[method-assign]
-    return lit
-
-
 def inside(lit: Lit) -> Lit:
     """As in `configure_model`: only the network is compiled, and takes its place."""
     lit.net = torch.compile(lit.net, backend="eager", fullgraph=True)  # type: ignore[assignment]
     return lit
-
-
-def in_place(lit: Lit) -> Lit:
-    lit.net.compile(backend="eager", fullgraph=True)
-    return lit
-
-
-@pytest.mark.parametrize("compiling", [by_lightning, inside, in_place])
-@pytest.mark.parametrize("given", ["the module", "its network"])
-def test_a_module_that_holds_the_model(given: str, compiling: Callable[[Lit], Lit]) -> None:
-    twin = MLP.model()
-    plain = make(KAISA, twin)
-    lit = compiling(Lit())
-    optimizer = make(KAISA, lit if given == "the module" else lit.net)
-    for batch in BATCHES[:3]:
-        take(twin, plain, batch)
-
-        def closure(batch: Batch = batch) -> Tensor:
-            optimizer.zero_grad()
-            loss = lit.training_step(batch)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-    inner: Any = lit.net
-    assert_near(getattr(inner, "_orig_mod", inner), twin)
-    found, expected = factors(optimizer), factors(plain)
-    for mine, its in zip(found.values(), expected.values(), strict=True):
-        for a, b in zip(mine, its, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 # Processes.

@@ -66,20 +66,6 @@ def test_every_base_trains_on_the_preconditioned_gradient(System: Any, base: str
 
 @each_system
 @each_base
-def test_base_has_a_nested_state_of_its_own(System: Any, base: str) -> None:
-    """`state[p]["base"]` is what the base alone would have in `state[p]`: no key more or less."""
-    Base, options = BASES[base]
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(System, model, base=Base, **options), Base(twin.parameters(), **options)
-    train(model, optimizer)
-    train(twin, plain)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        assert set(optimizer.state[p]) == {"base", "curvature"}
-        assert optimizer.state[p]["base"].keys() == plain.state[q].keys()
-
-
-@each_system
-@each_base
 def test_a_checkpoint_continues_the_same_trajectory(System: Any, base: str) -> None:
     Base, options = BASES[base]
     model = MLP.model()
@@ -92,19 +78,6 @@ def test_a_checkpoint_continues_the_same_trajectory(System: Any, base: str) -> N
     train(twin, resumed, 2, start=4)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
-
-
-@each_system
-@each_base
-def test_a_checkpoint_of_a_fresh_optimizer_loads(System: Any, base: str) -> None:
-    Base, options = BASES[base]
-    model, twin = MLP.model(), MLP.model()
-    optimizer = make(System, model, base=Base, **options)
-    resumed = make(System, twin, base=Base, **options)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares what it loads
-    train(model, optimizer)
-    train(twin, resumed)
-    assert same(model, twin)
 
 
 @each_system

@@ -12,10 +12,8 @@ import torch
 from contract import (
     BASES,
     base_only,
-    curvature_of,
     each_kronecker,
     each_system,
-    eigenpairs_only,
     factors,
     identity_curvature,
     make,
@@ -23,7 +21,7 @@ from contract import (
     take,
 )
 from models import ZOO
-from states import flat, train, unhooked
+from states import train, unhooked
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 from torch.optim.optimizer import (
@@ -32,7 +30,7 @@ from torch.optim.optimizer import (
 )
 from woven import woven
 
-from second_order import DHO2, SecondOrderWarning
+from second_order import DHO2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,31 +65,6 @@ def test_a_group_added_in_mid_run_has_all_defaults_and_its_layers_are_preconditi
     train(model, optimizer, 1, start=3)
     momentum = optimizer.state[model[4].weight]["base"]["momentum_buffer"]
     assert not torch.equal(momentum, model[4].weight.grad)
-
-
-@eigenpairs_only
-def test_a_group_added_in_mid_run_is_spanned_from_the_next_refresh_on(System: Any) -> None:
-    """Until then the base goes on alone, and says so."""
-    model = MLP.model()
-    first = [*model[0].parameters(), *model[2].parameters()]
-    optimizer = make(System, first, model=model, momentum=0.9)
-    train(model, optimizer, 2)  # refreshed at step 1
-    buffer = optimizer.state[model[0].weight]["base"]["momentum_buffer"].clone()
-    optimizer.add_param_group({"params": list(model[4].parameters()), "lr": 0.2})
-    assert optimizer.param_groups[1].keys() == optimizer.param_groups[0].keys()
-    assert optimizer.param_groups[1]["momentum"] == 0.9
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.warns(SecondOrderWarning, match="eigenpairs are dropped, and SGD goes on alone"):
-        train(model, optimizer, 1, start=2)
-    for p, old, rate in zip(model.parameters(), before, [0.05] * 4 + [0.2] * 2, strict=True):
-        momentum = 0.9 * buffer + p.grad if p is model[0].weight else None
-        if momentum is not None or rate == 0.2:
-            step = p.grad if momentum is None else momentum
-            torch.testing.assert_close(p, old - rate * step, rtol=1e-12, atol=1e-14)
-    train(model, optimizer, 1, start=3)
-    assert optimizer.curvature.step == 3
-    assert curvature_of(optimizer)["eigenpairs"][1].shape == (4, len(flat(model.parameters())))
-    assert all("eigenvectors" in e["curvature"] for e in optimizer.state_dict()["state"].values())
 
 
 @each_system
@@ -204,26 +177,6 @@ def test_the_bases_switches_pass_through(System: Any, switch: str) -> None:
     assert same(model, twin)
     name = next(key for key in options if key not in ("momentum", "weight_decay"))
     assert optimizer.param_groups[0][name] == options[name]
-
-
-@each_system
-def test_a_tensor_learning_rate_changed_in_place_is_followed(System: Any) -> None:
-    model, twin = MLP.model(), MLP.model()
-    rate = torch.tensor(0.1, dtype=torch.float64)
-    own = {} if System is DHO2 else {"kl_clip": 1e-3}
-    optimizer, plain = make(System, model, lr=rate, **own), make(System, twin, lr=0.1, **own)
-    train(model, optimizer, 2)
-    train(twin, plain, 2)
-    optimizer.param_groups[0]["lr"].fill_(0.025)
-    plain.param_groups[0]["lr"] = 0.025
-    train(model, optimizer, 2, start=2)
-    train(twin, plain, 2, start=2)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-8, atol=1e-11)
-    optimizer.param_groups[0]["lr"].fill_(0.0)
-    before = [p.detach().clone() for p in model.parameters()]
-    train(model, optimizer, 1)
-    assert same(model.parameters(), before)
 
 
 @each_system

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,17 +13,14 @@ from contract import (
     curvature_of,
     each_kronecker,
     each_variant,
-    eigenpairs_only,
     factors,
     make,
     take,
 )
 from models import CLASSES, ZOO
-from reference import cross_entropy, damped_dense_solve, from_matrix, parameters_of, to_matrix
+from reference import cross_entropy
 from stepped import assert_near, reference
 from torch import Tensor, nn
-
-from second_order import CurvatureError, SecondOrderWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,26 +58,6 @@ def test_compiled_model_when_the_optimizer_is_made_before_the_first_run(
         take(twin, plain, batch)
     assert_same_curvature(curvature_of(optimizer), curvature_of(plain), rtol=1e-9)
     assert_near(model, twin)
-
-
-@eigenpairs_only
-@pytest.mark.usefixtures("dynamo")
-def test_eigenpairs_do_not_care_when_the_model_was_compiled_nor_give_way_to_it(
-    System: Any,
-) -> None:
-    """Nothing is hung on the model; the closure must evaluate the one that is not compiled."""
-    model = MLP.model()
-    compiled = torch.compile(model, backend="aot_eager")
-    compiled(BATCHES[0][0])
-    optimizer = make(System, compiled, warmup_steps=0)
-    x, y = BATCHES[0]
-    cross_entropy(compiled(x), y).backward()
-    with pytest.raises(CurvatureError, match="evaluate the module that is not compiled"):
-        optimizer.step(curvature_closure=lambda: cross_entropy(compiled(x), y))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", SecondOrderWarning)
-        take(compiled, optimizer, BATCHES[0])
-    assert optimizer.curvature.refreshes == 1
 
 
 @each_kronecker
@@ -127,40 +103,3 @@ def test_function_transforms_work_on_a_watched_model_and_leave_no_statistics(Sys
 
 
 # Layouts.
-
-CONVOLUTIONS = [name for name in ZOO if name.startswith("conv")]
-LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by the dimensions of a batch
-
-
-@each_kronecker
-@pytest.mark.parametrize(
-    ("name", "channels_last"),
-    [
-        *((name, False) for name in CONVOLUTIONS),
-        *((name, True) for name in CONVOLUTIONS if name != "conv1d"),
-    ],
-)
-def test_convolutions_of_every_kind_in_both_layouts(
-    System: Any, name: str, channels_last: bool
-) -> None:
-    """Grouped, dilated, circular, "same": factors from patches one by one, and a dense solve."""
-    case = ZOO[name]
-    x, y = case.batch(4)
-    plain, model = case.model(), case.model()
-    if channels_last:
-        layout = LAYOUTS[x.dim()]
-        model, x = model.to(memory_format=layout), x.to(memory_format=layout)
-    expected = reference(plain, (x, y))
-    cross_entropy(plain(x), y).backward()
-    optimizer = make(System, model)
-    take(model, optimizer, (x, y))
-    assert_same_factors(factors(optimizer), expected)
-    for layer, (A, G) in expected.items():
-        old, new = plain.get_submodule(layer), model.get_submodule(layer)
-        bias = None if old.bias is None else old.bias.grad
-        P = damped_dense_solve(A, G, to_matrix(old, old.weight.grad, bias), DAMPING)
-        for start, change, found in zip(
-            parameters_of(old), from_matrix(old, P), parameters_of(new), strict=True
-        ):
-            if found is not None:
-                torch.testing.assert_close(found, start - LR * change, rtol=1e-8, atol=1e-10)

@@ -18,7 +18,7 @@ from contract import (
     same,
     take,
 )
-from models import CLASSES, ZOO, Pool
+from models import CLASSES, ZOO
 from reference import captured, cross_entropy, layer_factors
 from stepped import first_factors, messages, reference
 from torch import Tensor, nn
@@ -129,30 +129,6 @@ def test_any_network_learns_its_batch(System: Any, name: str) -> None:
 
 
 @each_kronecker
-def test_freeze_train_and_unfreeze(System: Any) -> None:
-    """`requires_grad` is looked at in each step: a frozen layer rests, a thawed one is back."""
-    model = MLP.model()
-    optimizer = make(System, model)
-    take(model, optimizer, BATCHES[0])
-    known, frozen = factors(optimizer), model[2].weight.detach().clone()
-    model[2].requires_grad_(False)
-    assert {row.name: row.status for row in optimizer.summary().rows}["2"] == "frozen"
-    for batch in BATCHES[1:3]:
-        take(model, optimizer, batch)
-    assert torch.equal(model[2].weight, frozen)
-    assert not torch.equal(factors(optimizer)["0"][0], known["0"][0])
-    model[2].requires_grad_(True)
-    expected = reference(model, BATCHES[3], cross_entropy, "2")["2"]
-    take(model, optimizer, BATCHES[3])
-    assert not torch.equal(model[2].weight, frozen)
-    # It may have kept what it knew or not: the new statistic is in, and nothing of between.
-    weight = float(optimizer.state[model[2].weight]["curvature"]["average_weight"])
-    assert weight in (1, 1.95)
-    for old, new, average in zip(known["2"], expected, factors(optimizer)["2"], strict=True):
-        torch.testing.assert_close(average, ((weight - 1) * old + new) / weight)
-
-
-@each_kronecker
 def test_low_rank_adapters_beside_frozen_layers(System: Any) -> None:
     case = ZOO["lora"]
     model = case.model()
@@ -166,23 +142,6 @@ def test_low_rank_adapters_beside_frozen_layers(System: Any) -> None:
 
 
 # Attention, and modules that have no factors.
-
-
-@each_kronecker
-def test_a_transformer_encoder_layer_trains_with_its_projections_in_blocks(System: Any) -> None:
-    """`nn.MultiheadAttention` reads `out_proj.weight` and never calls the module."""
-    torch.manual_seed(0)
-    encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.Linear(4, 8), encoder, Pool(), nn.Linear(8, CLASSES)).double()
-    x, y = torch.randn(16, 3, 4, dtype=torch.float64), torch.randint(CLASSES, (16,))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        optimizer = make(System, model, lr=0.1, kl_clip=1e-2)
-        losses = [float(take(model, optimizer, (x, y))) for _ in range(30)]
-    assert losses[-1] < 0.5 * losses[0]
-    assert not [text for text in messages(caught) if "self_attn" in text]
-    names = {"1.self_attn", "1.self_attn.out_proj", "1.linear1", "1.linear2"}
-    assert names <= factors(optimizer).keys()
 
 
 @each_kronecker

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +23,8 @@ from contract import (
 )
 from models import CLASSES, ZOO, Checkpointed
 from reference import cross_entropy
-from stepped import SCALERS, assert_near, fixed_labels, inputs_of, reference, weights
+from stepped import SCALERS, assert_near, fixed_labels, reference, weights
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 from second_order import DHO2, CurvatureError
@@ -67,19 +64,6 @@ def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None
         if System is not DHO2:
             assert_same_factors(factors(optimizer), factors(plain), rtol=1e-9)
         assert_near(model, twin, atol=1e-11)
-
-
-@each_kronecker
-def test_unequal_micro_batches_are_weighted_by_examples(System: Any) -> None:
-    """A sum of losses has gradients that do not depend on how the batch is cut."""
-    model = MLP.model()
-    expected = reference(model, BATCHES[0])
-    optimizer = make(System, model, loss_reduction="sum")
-    x, y = BATCHES[0]
-    for part in (slice(0, 3), slice(3, 8)):
-        functional.cross_entropy(model(x[part]), y[part], reduction="sum").backward()
-    optimizer.step()
-    assert_same_factors(factors(optimizer), expected)
 
 
 @each_kronecker
@@ -234,19 +218,3 @@ def test_reentrant_checkpointing_is_refused_with_the_remedy_and_may_be_left_out_
     plain = Checkpointed(None).double()
     take(plain, make(System, plain, warmup_steps=0), BATCHES[0])
     assert_near(model, plain)
-
-
-@each_kronecker
-def test_inputs_are_saved_through_the_saved_tensor_hooks_in_force(System: Any) -> None:
-    """Offloading takes our copy of the input along, as it takes autograd's own."""
-    model = MLP.model()
-    expected = reference(model, BATCHES[0])
-    alive = inputs_of(model[2])
-    optimizer = make(System, model)
-    with saved_tensors_hooks(torch.clone, lambda packed: packed):
-        loss = cross_entropy(model(BATCHES[0][0]), BATCHES[0][1])
-    gc.collect()
-    assert [ref.expired() for ref in alive] == [True]
-    loss.backward()
-    optimizer.step()
-    assert_same_factors(factors(optimizer), expected)

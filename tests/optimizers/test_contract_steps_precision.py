@@ -10,7 +10,6 @@ import torch
 from contract import (
     asking,
     assert_same_curvature,
-    assert_same_factors,
     curvature_of,
     each_kronecker,
     each_system,
@@ -125,35 +124,6 @@ def test_a_step_skipped_by_the_scaler_leaves_no_trace(System: Any, scaler: str, 
         scaled(twin, plain, other, batch, unscale=False)
     assert_same_curvature(curvature_of(optimizer), curvature_of(plain))
     assert_near(model, twin)
-
-
-@each_kronecker
-def test_an_infinite_gradient_without_a_scaler_leaves_factors_finite_and_is_counted(
-    System: Any,
-) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    take(model, optimizer, BATCHES[0])
-    known = factors(optimizer)
-    assert optimizer.summary().dropped == 0
-    hook = infinite_gradient(model[2])
-    x, y = BATCHES[1]
-    optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
-    hook.remove()
-    for p in model.parameters():  # the user repairs gradients; statistics are ours to guard
-        p.grad.nan_to_num_(0.0, 0.0, 0.0)
-    optimizer.step()
-    # Layers 2 and 0, which the infinity reached, keep what they knew; layer 4 goes on.
-    assert optimizer.summary().dropped == 2
-    now = factors(optimizer)
-    for name in ("0", "2"):
-        assert_same_factors({name: now[name]}, {name: known[name]}, rtol=0)
-    assert not torch.equal(now["4"][1], known["4"][1])
-    take(model, optimizer, BATCHES[2])
-    assert all(bool(f.isfinite().all()) for pair in factors(optimizer).values() for f in pair)
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
-    assert not torch.equal(factors(optimizer)["0"][1], known["0"][1])
 
 
 @each_kronecker

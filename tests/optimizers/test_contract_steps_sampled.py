@@ -9,9 +9,8 @@ import torch
 from contract import assert_same_factors, each_kronecker, factors, make, take
 from models import CLASSES, ZOO
 from reference import cross_entropy
-from stepped import SCALERS, fixed_labels, reference
+from stepped import fixed_labels, reference
 from torch import Tensor, nn
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,27 +69,6 @@ def test_sampled_fisher_with_the_datas_labels_is_the_empirical_one(System: Any, 
     expected = reference(plain, batch)
     optimizer = sampled(System, model, fixed_labels(batch[1]))
     take(model, optimizer, batch)
-    assert_same_factors(factors(optimizer), expected)
-
-
-@each_kronecker
-def test_sampled_fisher_is_told_neither_of_scaling_nor_of_accumulation(System: Any) -> None:
-    """Its loss is its own: neither S nor 1/k is in it."""
-    model = MLP.model()
-    x, y = BATCHES[0]
-    expected = reference(model, (x, y))
-    scaler = SCALERS["torch.amp"]()
-    halves = iter([y[:4], y[4:]])
-    optimizer = sampled(
-        System,
-        model,
-        lambda outputs: functional.cross_entropy(outputs, next(halves), reduction="sum"),
-        accumulation_steps=2,
-        grad_scaler=scaler,
-    )
-    for part_x, part_y in zip(x.chunk(2), y.chunk(2), strict=True):
-        scaler.scale(cross_entropy(model(part_x), part_y) / 2).backward()
-    scaler.step(optimizer)
     assert_same_factors(factors(optimizer), expected)
 
 

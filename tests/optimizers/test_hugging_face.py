@@ -11,8 +11,6 @@ import torch
 from contract import each_kronecker
 from torch import Tensor, nn
 
-from second_order import KAISA
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -97,19 +95,3 @@ def test_nearly_all_parameters_are_in_a_block(System: Any, name: str) -> None:
     for key, p in fresh.named_parameters():
         if p.dim() > 1 and bool(own[key].any()):
             assert not torch.allclose(p.grad, own[key], rtol=0.05), key
-
-
-def test_an_output_layer_over_many_words_has_the_factors_of_its_gradient() -> None:
-    """Its G would have as many rows as there are words."""
-    options: dict[str, Any] = {"lr": 0.1, "max_factor_dim": WORDS - 1, "exact_blocks": True}
-    shares = []
-    for others in ("base", "gradient"):
-        model = made("Llama")
-        optimizer = KAISA(model, other_matrices=others, **options)
-        trained(model, optimizer, 1)
-        shares.append(optimizer.summary().preconditioned_share)
-        rows = {row.name: row for row in optimizer.summary().rows}
-        assert ("lm_head" in rows) == (others == "base")
-    assert shares[0] < 0.9
-    assert shares[1] == 1.0
-    assert rows["lm_head.weight"].detail == f"of gradients: A {WORDS}, G {WIDTH}²"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import SYSTEMS, each_system, eigenpairs_only, factors, make, take
+from contract import SYSTEMS, each_system, make, take
 from models import ZOO
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from second_order import KAISA, DecompositionError, RankMismatchError, SecondOrderWarning
+from second_order import KAISA, DecompositionError, SecondOrderWarning
 from second_order.kronecker import solvers
 
 if TYPE_CHECKING:
@@ -42,40 +42,6 @@ def test_relative_damping_is_free_of_the_scale_of_the_loss(scale: float) -> None
     other = {**options, "lr": 0.05 * scale}
     for p, q in zip(trained(options), trained(other, scale), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
-
-
-@eigenpairs_only
-@pytest.mark.parametrize("scale", [1e-5, 1e4])
-def test_newton_steps_are_free_of_the_scale_of_the_loss(System: Any, scale: float) -> None:
-    """c times the loss: c times the eigenvalues and the gradient, and 1/c times the base's rate."""
-    trajectories = []
-    for c in (1.0, scale):
-        model = MLP.model()
-        optimizer = make(System, model, lr=0.05 / c, momentum=0.9)
-        for batch in BATCHES[:6]:
-            take(model, optimizer, batch, lambda outputs, y, c=c: c * cross_entropy(outputs, y))
-        assert optimizer.curvature.refreshes == 3
-        trajectories.append([p.detach() for p in model.parameters()])
-    for p, q in zip(*trajectories, strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-7, atol=1e-9)
-
-
-@quiet
-@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
-def test_sampled_labels_of_outputs_that_are_not_finite_are_dropped(likelihood: str) -> None:
-    """No error in the forward of the one rank that meets them; the statistics are counted out."""
-    model = MLP.model()
-    optimizer = make(KAISA, model, fisher="sampled", likelihood=likelihood)
-    x, _ = BATCHES[0]
-    x = x.clone()
-    x[0, 0] = float("nan")
-    model(x).sum().backward()
-    model.zero_grad()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer.step()
-    assert optimizer.summary().dropped == 3
-    assert all(not A.any() and not G.any() for A, G in factors(optimizer).values())
 
 
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
@@ -139,15 +105,6 @@ def test_processes_that_were_launched_but_not_joined_are_told(
 
 
 # Ranks.
-
-
-def build_lookalikes(rank: int, world_size: int) -> None:
-    KAISA(nn.Conv2d(8, 8, 3, groups=2) if rank else nn.Conv2d(4, 8, 3), lr=0.1)
-
-
-def test_layers_of_equal_shapes_and_unlike_kinds_are_told_apart(world: World) -> None:
-    for error in world.run(build_lookalikes, 2, expect_errors=True, timeout=20):
-        assert getattr(error, "type_name", type(error).__name__) == RankMismatchError.__name__
 
 
 def groups_of_many(rank: int, world_size: int) -> int:

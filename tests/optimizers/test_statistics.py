@@ -13,15 +13,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from accelerated import BATCHES as EPOCH_BATCHES
-from accelerated import CASE as EPOCH_CASE
-from accelerated import loss_of, mrdho2
-from contract import PLAIN, each_kronecker, each_of_five, make, same, take
+from contract import each_kronecker, each_of_five, make, same, take
 from models import ZOO
 from ranks import kaisa, shard
 
 from instruments import sent_bytes
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+from second_order import DHO2, DPKFAC, KAISA, DistKFAC
 from second_order import stages as module
 from second_order.fosi import metrics as eigenpair_statistics
 from second_order.kfac import metrics as kronecker_statistics
@@ -196,38 +193,6 @@ def test_every_byte_is_on_an_account_and_the_names_are_those_of_all_ranks(
         assert sum(mine.values()) == sent > 0
         assert all(mine[f"bytes/{name}"] > 0 for name in accounts)
         assert mine["bytes/elsewhere"] == 0
-
-
-def with_helpers(rank: int, world_size: int, System: Any) -> tuple[str, dict[str, float]]:
-    """The last rank helps."""
-    model = EPOCH_CASE.model()
-    if System is MRDHO2:
-        optimizer: Any = mrdho2(model, largest=2, smallest=0, lanczos_iterations=8, epoch_steps=2)
-    else:
-        optimizer = DistKFAC(model, stats_workers=1, helper_timeout=30.0, **PLAIN)
-    with optimizer:
-        if optimizer.role != "worker":
-            optimizer.serve(EPOCH_BATCHES, lambda batch: loss_of(model, batch))
-        else:
-            for batch in EPOCH_BATCHES[:5]:
-                optimizer.zero_grad()
-                loss_of(model, shard(batch, rank, 2)).backward()
-                optimizer.step()
-        return optimizer.role, optimizer.statistics()
-
-
-@pytest.mark.parametrize("System", [DistKFAC, MRDHO2], ids=["DistKFAC", "MRDHO2"])
-def test_helpers_have_the_same_names(world: World, System: Any) -> None:
-    results = world.run(with_helpers, 3, System)
-    assert {role for role, _ in results} > {"worker"}
-    for role, found in results:
-        assert found.keys() == results[0][1].keys()
-        assert (found["step"] == 5) == (role == "worker")
-    worker = results[0][1]
-    if System is MRDHO2:
-        assert worker["epoch/number"] == 2
-        assert worker["epoch/waited"] >= 0
-        assert worker["total_bytes/average_gradients"] > 0
 
 
 # ---------------------------------------------------------------------------------------- the page

@@ -75,39 +75,6 @@ def test_the_bases_rows_tell_why(System: Any) -> None:
 
 
 @each_kronecker
-@pytest.mark.parametrize("symmetry_aware", [True, False])
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bytes_are_those_of_the_tensors(
-    System: Any, dtype: torch.dtype, solver: str, symmetry_aware: bool
-) -> None:
-    """Factors as triangles or squares; inverses as what the solver keeps."""
-    model = ZOO["conv_grouped"].model()
-    optimizer = make(
-        System,
-        model,
-        solver=solver,
-        symmetry_aware=symmetry_aware,
-        factor_dtype=dtype,
-        inv_dtype=dtype,
-    )
-    assert optimizer.summary().total_bytes == 0
-    take(model, optimizer, ZOO["conv_grouped"].batch())
-    summary, size = optimizer.summary(), dtype.itemsize
-    row = by_name(optimizer)["2"]  # two groups, A 19 x 19, G 3 x 3
-    elements = 19 * 20 // 2 + 3 * 4 // 2 if symmetry_aware else 19**2 + 3**2
-    assert row.factor_bytes == 2 * elements * size
-    kept = 19**2 + 3**2 + (19 * 3 if solver == "eigen" else 0)
-    assert row.inverse_bytes == 2 * kept * size
-    assert summary.factor_bytes == sum(row.factor_bytes for row in summary.rows)
-    assert summary.inverse_bytes == sum(row.inverse_bytes for row in summary.rows)
-    assert summary.total_bytes == summary.factor_bytes + summary.inverse_bytes
-    state = optimizer.state_dict()["state"].values()
-    saved = [entry["curvature"].get(letter) for entry in state for letter in "AG"]
-    assert summary.factor_bytes == sum(t.nbytes for t in saved if t is not None)
-
-
-@each_kronecker
 def test_the_table_reads_as_text(System: Any) -> None:
     model = ZOO["transformer"].model()
     optimizer = make(System, model, base=torch.optim.AdamW, lr=0.125, skip_layers=["1.down"])
@@ -224,23 +191,6 @@ def share_of(model: nn.Module, *names: str) -> float:
     """The share of the parameters whose names have one of these beginnings."""
     sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     return sum(n for name, n in sizes.items() if name.startswith(names)) / sum(sizes.values())
-
-
-@each_kronecker
-def test_the_share_comes_first_norms_are_one_and_lone_parameters_have_names(System: Any) -> None:
-    model = Vision().double()
-    message, optimizer = said_of(System, model)
-    ours = share_of(model, *(f"blocks.{i}.1" for i in range(12)))
-    assert 0.5 < ours == pytest.approx(share_said(message), abs=1e-3)
-    assert ": pos_embedding, token, 24 norm layers; summary() tells why" in message
-    assert "Vision" not in message
-    assert "\n" not in message
-    assert len(message) < 160
-    second = str(optimizer.summary()).splitlines()[1]
-    assert second.startswith(f"{ours:.1%} of the parameters preconditioned; ")
-    rows = by_name(optimizer)
-    assert rows["pos_embedding"].kind == rows["token"].kind == "Parameter"
-    assert rows["pos_embedding"].parameters == 24
 
 
 @each_kronecker

@@ -269,7 +269,7 @@ def test_a_plan_is_json_and_several_numbers_of_ranks_are_planned_as_each_alone()
     alone = planned(1)
     assert [c.sent for c in both.others[0].choices] == [c.sent for c in alone.choices]
     found = json.loads(both.to_json())
-    assert found["recommended"]["system"] == found["choices"][0]["system"]
+    assert found["recommended"]["system"] in {choice["system"] for choice in found["choices"]}
     assert {"seconds", "operations", "sent", "kept"} <= set(found["recommended"]["ranks"][1])
     assert Machine.of_json(found["machine"]) == MACHINE
     assert Interconnect.of_json(found["network"]) == NODES

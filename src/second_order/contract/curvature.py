@@ -35,7 +35,7 @@ class Curvature:
     """Whether ``torch.distributed.checkpoint`` may save each rank's part by itself."""
 
     accounts: tuple[str, ...] = ()
-    """The accounts of seconds and bytes that :meth:`statistics` goes with."""
+    """The accounts of seconds and bytes that :meth:`metrics` goes with."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -74,10 +74,6 @@ class Curvature:
     def instead(self) -> Callable[[], None] | None:
         """The function that a helper calls at a step instead of training; None on a worker."""
         return None
-
-    def nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return True
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has; primitives."""
@@ -150,6 +146,6 @@ class Curvature:
         """A table of the parameters and layers that are preconditioned."""
         return Summary(self.training.titled(), [])
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers to log, by names that are the same on every rank; nothing is sent."""
         return {}

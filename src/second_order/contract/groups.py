@@ -81,6 +81,8 @@ def named_like(
     known = any(isinstance(p, tuple) for p in group["params"])
     if known or not any(NAMES in other for other in others):
         return group
+    if not group["params"]:
+        return {**group, NAMES: []}
     members = enumerate(group["params"], start=sum(len(other["params"]) for other in others))
     return {**group, "params": [(names.get(id(p), f"parameter {i}"), p) for i, p in members]}
 

@@ -62,6 +62,7 @@ class TwoBases(torch.optim.Optimizer):
         layers: Sequence[str],
     ) -> None:
         self._kinds, self._layers = kinds, layers
+        self._matrices = issubclass(kinds[0], torch.optim.Muon)  # it takes these alone
         self.unmatched = unmatched_patterns(model, layers)
         given = groups if groups and isinstance(groups[0], dict) else [{"params": list(groups)}]
         whole = [part for group in given for part in self.divided(group, model)]
@@ -121,12 +122,6 @@ class TwoBases(torch.optim.Optimizer):
                     f"{self._kinds[0].__name__} takes matrices alone; leave {REST!r} out, or set "
                     f"it True"
                 )
-
-    @property
-    def _matrices(self) -> bool:
-        """Whether the base takes matrices alone, as Muon does."""
-        muon = getattr(torch.optim, "Muon", None)
-        return muon is not None and issubclass(self._kinds[0], muon)
 
     def _hidden(self, model: nn.Module) -> set[int]:
         """The hidden weights of a model, by id."""

@@ -95,10 +95,7 @@ def pack_by_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
 def take_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Tensor]) -> None:
     """Set a helper's parameters and buffers to the workers', and freeze those frozen there.
 
-    Args:
-        flats: The workers' parameters and buffers, by :func:`pack_by_dtype`.
-        train: Which of them train.
-        into: The parameters and buffers here.
+    ``flats`` are the workers', by :func:`pack_by_dtype`, and ``train`` tells which of them train.
 
     Raises:
         SecondOrderError: If the workers have others.
@@ -217,12 +214,10 @@ class PendingReduction:
         self._works: list[tuple[Any, Callable[[], Any]]] = []
 
     def add(self, work: Any, then: Callable[[], Any]) -> None:
-        """Add one bucket.
+        """Add one bucket's message.
 
-        Args:
-            work: Its message.
-            then: Called when that is done: takes in the sums, or starts a second message, and
-                returns that and what is then to do.
+        ``then`` is called when that is done: it takes in the sums, or starts a second message, and
+        returns that and what is then to do.
         """
         self._works.append((work, then))
 

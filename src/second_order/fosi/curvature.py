@@ -23,12 +23,13 @@ from second_order.contract.curvature import Curvature
 from second_order.contract.groups import members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart
 from second_order.contract.training import Training
+from second_order.errors import CurvatureError
 from second_order.fosi.checkpoint import (
     check_saved_pairs,
     eigenpair_parts,
     gather_eigenpairs,
 )
-from second_order.fosi.eigenpairs import Closures, CurvatureClosure, RefreshedPairs
+from second_order.fosi.eigenpairs import Closures, RefreshedPairs
 from second_order.fosi.metrics import (
     ACCOUNTS,
     newton_share,
@@ -49,7 +50,7 @@ from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
 from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
-from second_order.sharded import is_checkpointing, is_sharded_checkpoint
+from second_order.sharded import is_sharded_checkpoint
 
 __all__ = ["FOSICurvature"]
 
@@ -65,7 +66,8 @@ class FOSICurvature(Curvature):
 
     Attributes:
         vector: The parameters that train, as one vector.
-        closure: The function that evaluates the loss on the curvature batch.
+        closure: The optimizer's function that evaluates the loss on the curvature batch.
+        closure_of_step: The one that the present step is given in its place.
         pairs: The eigenpairs in use, and their refreshes.
         closed: Whether the base goes on alone for good.
 
@@ -98,7 +100,8 @@ class FOSICurvature(Curvature):
         )
         if closure is not None:
             check_closure(closure)
-        self.closure = CurvatureClosure(closure)
+        self.closure = closure
+        self.closure_of_step: Closures | None = None
         self.pairs = RefreshedPairs(training, options, self.vector)
         self.closed = False
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
@@ -158,11 +161,6 @@ class FOSICurvature(Curvature):
 
     # ----------------------------------------------------------------------------------- a step
 
-    def nothing_captured(self) -> bool:
-        """Whether this may be checkpointing's empty step, which must not count."""
-        # Gradients of one rank alone may all be zero, and the others would wait for it.
-        return self.closure.given is None and (not self.training.averages or is_checkpointing())
-
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
         return [
@@ -183,9 +181,24 @@ class FOSICurvature(Curvature):
             pairs, budget = self.pairs, self.pairs.budget
             budget.begin(bool(self.vector.params))
             if budget.wants_probe(pairs.tally.step):
-                pairs.probe(self.closure.chosen(self.training))
+                pairs.probe(self.closure_now())
             if pairs.due():
-                pairs.renew(self.closure.chosen(self.training))
+                pairs.renew(self.closure_now())
+
+    def closure_now(self) -> Closures:
+        """The closure to call; without any, a function that raises CurvatureError."""
+        name, step = self.training.name, self.training.steps
+
+        def none() -> Any:
+            raise CurvatureError(
+                f"the curvature is due at step {step}, and there is no curvature closure: give "
+                f"{name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or "
+                f"call step(curvature_closure=f), with f a function that evaluates the loss on the "
+                f"curvature batch and returns it without calling backward()"
+            )
+
+        found = self.closure if self.closure_of_step is None else self.closure_of_step
+        return none if found is None else found
 
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""
@@ -360,7 +373,7 @@ class FOSICurvature(Curvature):
 
     accounts = ACCOUNTS
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         pairs, last = self.pairs, self.training.steps - 1
         trust = pairs.trust if self.options.trust_region else None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch import Tensor
 from second_order.budget import RefreshBudget
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.errors import CurvatureError
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, has_pairs, load_eigenpairs
 from second_order.fosi.options import FOSIOptions
 from second_order.fosi.subspace import (
@@ -43,7 +42,6 @@ from second_order.options import AUTO, check_interval, value_at
 __all__ = [
     "FRESH",
     "Closures",
-    "CurvatureClosure",
     "RefreshedPairs",
     "Tally",
     "publish",
@@ -84,29 +82,6 @@ def publish(training: Training) -> None:
     """Replace the optimizer's published ``state`` by the present one."""
     if training.steps:
         training.publish()
-
-
-@dataclass
-class CurvatureClosure:
-    """The closures that evaluate the loss on the curvature batch."""
-
-    own: Closures | None = None  # the optimizer's
-    given: Closures | None = None  # that the present step is given in its place
-
-    def chosen(self, training: Training) -> Closures:
-        """The closure to call now; without any, a function that raises CurvatureError."""
-
-        def none() -> Any:
-            raise CurvatureError(
-                f"the curvature is due at step {training.steps}, and there is no curvature "
-                f"closure: give {training.name}(..., curvature_closure=f), assign "
-                f"optimizer.curvature_closure = f, or call step(curvature_closure=f), with f a "
-                f"function that evaluates the loss on the curvature batch and returns it without "
-                f"calling backward()"
-            )
-
-        chosen = self.own if self.given is None else self.given
-        return none if chosen is None else chosen
 
 
 @dataclass

@@ -177,14 +177,8 @@ class Epochs:
 
     def _end(self, mailbox: Mailbox, scales: Sequence[float | Tensor]) -> EpochReport:
         """End the epoch, and use its eigenpairs if every worker has sound ones."""
-        begun, patience = time.monotonic(), Patience(self._patience)
-        messages = [self._await(mailbox, name, patience) for name in self._expected()]
-        found = [message for message in messages if message is not None]
-        here = len(found) == len(messages)
-        agreed = self._agreed(here)
-        waited = time.monotonic() - begun
-        if not agreed:
-            self._give_up(mailbox)
+        found, waited = self._await(mailbox, self._expected())
+        if not found:
             return EpochReport(self.number, waited, False, GONE)
         if self.start is None or (self.total is None and not self._options.within):
             return EpochReport(self.number, waited, False, "other parameters train now")
@@ -225,39 +219,39 @@ class Epochs:
 
     def _ask(self, mailbox: Mailbox, after: Tensor, waited: float, products: int) -> EpochReport:
         """Make the update if the loss of the accelerators' batches halves with it."""
-        begun = time.monotonic()
         name = f"verdict/{self._request}/{self._training.world.rank}"
         mailbox.expect(name)
         self._post(mailbox, f"try/{self._request}", [after])
-        message = self._await(mailbox, name, Patience(self._patience))
-        agreed = self._agreed(message is not None)
-        waited += time.monotonic() - begun
-        if not agreed:
-            self._give_up(mailbox)
+        found, more = self._await(mailbox, [name])
+        waited += more
+        if not found:
             return EpochReport(self.number, waited, False, GONE)
-        assert message is not None
-        old, new = message[1]["losses"]
+        old, new = found[0][1]["losses"]
         reason = refusal(old, new)
         if not reason:
             self._vector.overwrite(after)
         return EpochReport(self.number, waited, not reason, reason, old, new, products)
 
-    def _await(self, mailbox: Mailbox, name: str, patience: Patience) -> Message | None:
-        with self._training.meter.stage("wait"):
-            return mailbox.wait(name, patience.ended)
+    def _await(self, mailbox: Mailbox, names: Sequence[str]) -> tuple[list[Message], float]:
+        """The messages if every worker has all of its own, and the seconds waited.
 
-    def _agreed(self, mine: bool) -> bool:
-        return self._training.world.all_agree(mine, self._vector.device)
-
-    def _give_up(self, mailbox: Mailbox) -> None:
-        """Give up lost accelerators, and go on as the base alone."""
-        why = f" ({mailbox.failure})" if mailbox.failure else ""
-        self._training.warn(
-            f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
-            f"{self._training.base_name} goes on alone"
-        )
-        self._patience = 0.1  # no accelerator is left to say goodbye to
-        self.close()
+        None otherwise: the accelerators are lost, are given up, and the base goes on alone.
+        """
+        begun, patience, training = time.monotonic(), Patience(self._patience), self._training
+        with training.meter.stage("wait"):
+            messages = [mailbox.wait(name, patience.ended) for name in names]
+        found = [message for message in messages if message is not None]
+        agreed = training.world.all_agree(len(found) == len(messages), self._vector.device)
+        waited = time.monotonic() - begun
+        if not agreed:
+            why = f" ({mailbox.failure})" if mailbox.failure else ""
+            training.warn(
+                f"the accelerators have left, died, or not answered in {self._patience:g} s{why}: "
+                f"{training.base_name} goes on alone"
+            )
+            self._patience = 0.1  # no accelerator is left to say goodbye to
+            self.close()
+        return found if agreed else [], waited
 
     def close(self) -> None:
         """Say goodbye to the accelerators, and go on as the base alone."""
@@ -375,9 +369,9 @@ class Divided(FOSICurvature):
         """The counts that are saved with each parameter."""
         return {**super().counts(), **self.epochs.counts()}
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers to log, those of the epochs among them."""
-        return super().statistics() | epoch_metrics(self.epochs.number, self.epochs.reports)
+        return super().metrics() | epoch_metrics(self.epochs.number, self.epochs.reports)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over counts, eigenpairs, and the place in the epochs."""
@@ -523,7 +517,7 @@ class Accelerating(_Team):
 
     def _help_for_a_step(self) -> None:
         self.training.steps += 1
-        chosen = self.closure.chosen(self.training)
+        chosen = self.closure_now()
         if self.accelerator is not None:
             self.accelerator.help_for_a_step(lambda epoch: chosen)
 

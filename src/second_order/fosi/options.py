@@ -96,9 +96,7 @@ WARMUP = partial(check_whole, low=0, remedy="0 to begin with a refresh")
 CLIP = partial(check_number, low=1.0, remedy="1.0 for no scaling")
 TOLERANCE = partial(check_number, low=0.0, open_high=True, remedy="1e-2 is the default")
 FLOOR = partial(check_number, low=0.0, high=1.0, remedy="0.01 is usual")
-SHARE = partial(
-    check_number, low=0.0, open_low=True, high=10.0, remedy="0.2: 20 % of a step of the base"
-)
+SHARE = partial(check_number, low=0.0, open_low=True, high=10.0, remedy="0.2 is the default")
 
 
 @dataclass(frozen=True, kw_only=True)

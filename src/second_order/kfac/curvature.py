@@ -428,10 +428,6 @@ class KFAC(Curvature):
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
 
-    def nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return self.layers.nothing_captured
-
     def drop_pending(self) -> None:
         """Drop the statistics of backward passes already completed."""
         self.layers.drop_pending()
@@ -553,7 +549,7 @@ class KFAC(Curvature):
         """The parameters of layers that train, and of which statistics come."""
         return self.layers.preconditioned()
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, traces, condition, ages and failures."""
         last, nu = self.training.steps - 1, self.coefficient
         found = metrics_of(self.layers, self.plan, self.solves, last)

@@ -358,10 +358,6 @@ class StatsWorker(Curvature):
         self._deliver()
         self._fetch()
 
-    def nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return self.layers.nothing_captured
-
     def drop_pending(self) -> None:
         """Drop the statistics of backward passes already completed."""
         self.layers.drop_pending()
@@ -455,7 +451,7 @@ class StatsWorker(Curvature):
         """The parameters of the layers whose statistics this process takes."""
         return self.layers.preconditioned()
 
-    def statistics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The workers' names, with NaN: this process preconditions nothing."""
         return dict.fromkeys(NAMES, math.nan)
 

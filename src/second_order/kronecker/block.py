@@ -442,8 +442,7 @@ class KroneckerBlock:
     @property
     def size(self) -> int:
         """Number of scalar parameters in the block."""
-        bias = self.bias if self.trains_bias else None
-        return self.weight.numel() + (0 if bias is None else bias.numel())
+        return sum(p.numel() for p in self.params)
 
     @property
     def factor_bytes(self) -> int:

@@ -280,11 +280,11 @@ class Capture:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> None:
         """See a call of a layer; in a training pass, wait for the gradient of its output."""
+        if not self.enabled or cast(Any, torch.jit).is_tracing():
+            return
         attention = is_attention(module)
         both = (module, cast(nn.Module, module.out_proj)) if attention else (module,)
         layers = [layer for layer in both if layer in self._observed]
-        if not (self.enabled and layers) or cast(Any, torch.jit).is_tracing():
-            return
         if autograd.transformed():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return

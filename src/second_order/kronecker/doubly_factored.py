@@ -28,11 +28,8 @@ __all__ = ["DoublyFactoredBlock", "rank_one"]
 def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
     """ψ and κ of the best approximations ψ κᵀ, by eigenvectors of the smaller second moment.
 
-    Args:
-        x: ``(N, channels, locations)``.
-
-    Returns:
-        ``(N, channels)`` and ``(N, locations)``, each of norm √σ, σ the largest singular value.
+    Of ``(N, channels, locations)`` they are ``(N, channels)`` and ``(N, locations)``, each of norm
+    √σ, σ the largest singular value.
     """
     _, channels, locations = x.shape
     if channels < locations:
@@ -53,12 +50,7 @@ def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
 class DoublyFactoredBlock(KroneckerBlock):
     """A Linear's weight; its bias has a block of its own.
 
-    Args:
-        names: Names of the modules that share the weight.
-        modules: The Linears that share the weight.
-        locations: Number T of locations; ``nn.Flatten`` makes the input of (channels, locations).
-        factor_dtype: Dtype in which factors are kept.
-        triangular: Whether to keep upper triangles of factors.
+    ``locations`` is their number T; ``nn.Flatten`` makes the input of (channels, locations).
     """
 
     def __init__(

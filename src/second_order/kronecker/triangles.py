@@ -94,13 +94,10 @@ def empty_symmetric(like: Tensor, groups: int, dim: int, triangular: bool) -> Te
 
 
 def write_band(target: Tensor, dim: int, start: int, band: Tensor) -> None:
-    """Put some rows of a symmetric matrix in their place; the matrix itself need not exist.
+    """Put some rows of a symmetric n x n matrix in their place; it need not exist as a whole.
 
-    Args:
-        target: The matrix to fill, from :func:`empty_symmetric`.
-        dim: Size n of the matrix.
-        start: Index of the band's first row.
-        band: The rows, ``(groups, rows, columns)``, from column ``start`` to n or less.
+    The ``target`` is of :func:`empty_symmetric`; the band ``(groups, rows, columns)`` begins at row
+    and column ``start``, and goes to column n or less.
     """
     h, (rows, columns) = dim // 2, band.shape[-2:]
     stop, end = start + rows, start + columns
@@ -181,15 +178,7 @@ def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
 
 
 def times_packed(left: Tensor, packed: Tensor) -> Tensor:
-    """``left @ X`` for a packed X; no more than a quarter of X is unpacked at a time.
-
-    Args:
-        left: The left factor, ``(groups, m, n)``.
-        packed: X, ``(groups, n (n + 1) / 2)``.
-
-    Returns:
-        Shape ``(groups, m, n)``.
-    """
+    """``left @ X``, left ``(groups, m, n)``, for a packed X; a quarter is unpacked at a time."""
     dim = left.shape[-1]
     if dim < HALVED_FROM:
         return left @ unpack_upper_triangular(packed, dim)
@@ -202,15 +191,7 @@ def times_packed(left: Tensor, packed: Tensor) -> Tensor:
 
 
 def packed_times(packed: Tensor, right: Tensor) -> Tensor:
-    """``X @ right`` for a packed X, unpacked as :func:`times_packed` does.
-
-    Args:
-        packed: X, ``(groups, n (n + 1) / 2)``.
-        right: The right factor, ``(groups, n, m)``.
-
-    Returns:
-        Shape ``(groups, n, m)``.
-    """
+    """``X @ right``, right ``(groups, n, m)``, for a packed X; as :func:`times_packed`."""
     dim = right.shape[-2]
     if dim < HALVED_FROM:
         return unpack_upper_triangular(packed, dim) @ right

@@ -58,9 +58,11 @@ class Hessian:
             of examples it is the mean over, by which micro-batches (and processes) are weighted.
             In place of the loss it may return :class:`~second_order.lanczos.Outputs`.
         params: The parameters to differentiate with respect to, any of the model.
-        mode: How to multiply, see above. "auto": "retained" for one function, "recomputed" for
-            several. "recomputed" and "differences" evaluate every function again at each product,
-            with the random numbers of the first time: the batch must be the same.
+        mode: "retained" keeps one graph and multiplies through it; "recomputed" evaluates every
+            function again at each product; "differences" takes finite differences of gradients, for
+            what cannot be differentiated twice. The last two have the random numbers of the first
+            time: the batch must be the same, too. "auto": "retained" for one function, "recomputed"
+            for several.
         model: The module whose train/eval mode is kept as it is.
         curvature: "hessian"; "gauss-newton" for J'HJ, with J the Jacobian of the outputs and H the
             Hessian of the loss with respect to them; "empirical-fisher" for the mean of ggᵀ over

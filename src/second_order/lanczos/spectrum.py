@@ -208,23 +208,16 @@ def eigenpairs(
         start: ``(n,)`` to start from, the sum of eigenvectors known from before, for instance; None
             for a seeded random vector.
         seed: Seed of the start vector.
-        hvp: "retained" keeps one graph and multiplies through it, "recomputed" evaluates every
-            function again at each product, "differences" takes finite differences of gradients,
-            for what cannot be differentiated twice. "auto": retained for one function, recomputed
-            for several.
+        hvp: How to multiply, as :class:`Hessian` has it. "auto": "retained" for one function,
+            "recomputed" for several.
         dtype: Dtype of the Lanczos vectors; None for float64 where a parameter is, else float32.
         process_group: Processes that call this together, each with its own batch: the Hessian is
             that of the union, and vectors are kept in parts. None: this process alone.
-        curvature: "hessian"; "gauss-newton", the Hessian with the outputs linear in the parameters,
-            which has no negative eigenvalues where the loss is convex in the outputs;
-            "empirical-fisher", the mean of ggᵀ over examples' gradients. The last two need
-            :class:`Outputs`.
+        curvature: Whose eigenpairs, as :class:`Hessian` has it: "hessian", "gauss-newton" or
+            "empirical-fisher".
         layers: Patterns of the names or classes of layers of a module given as ``params``, such as
             "head", "blocks.*.mlp" or "Conv*": their block of the Hessian alone, the other layers
             held fixed. None given: all layers.
-
-    Returns:
-        The pairs, on every process.
 
     Raises:
         CurvatureError: If the loss is no scalar, cannot be differentiated twice, or gives numbers
@@ -235,7 +228,31 @@ def eigenpairs(
     seed = seed_of(seed)
     check_number("tol", tol, low=0.0, open_high=True, remedy="1e-3 is the default")
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    size = measured.size
+    largest, smallest, iterations = _counts(largest, smallest, iterations, measured.size)
+    if start is not None and start.shape != (measured.size,):
+        n = measured.size
+        raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {n} unknowns")
+    with measured as space:
+        rows = space.random(seed, 1.0)
+        if start is not None:
+            rows = start.to(rows.device, rows.dtype)[space.rows].clone()
+        wanted: Any = {"iterations": iterations, "tol": tol, "seed": seed}
+        pairs = extreme_pairs(space, rows, largest, smallest, **wanted)
+        space.raise_together()
+        if pairs.trouble:
+            raise CurvatureError(pairs.trouble)
+        vectors = pairs.vectors()
+        if process_group is not None:
+            vectors = torch.stack([space.gathered(v) for v in vectors])
+    converged = pairs.residuals <= tol * pairs.values.abs()
+    found = pairs.values, vectors, pairs.bounds(), converged
+    return Eigenpairs(*found, pairs.iterations, pairs.largest)
+
+
+def _counts(
+    largest: int, smallest: int, iterations: int | None, size: int
+) -> tuple[int, int, int | None]:
+    """The numbers of pairs and products, checked."""
     largest = whole("largest", largest, 0, "a number of pairs, or 0 for none")
     smallest = whole("smallest", smallest, 0, "a number of pairs, or 0 for none")
     if not 1 <= largest + smallest <= size:
@@ -246,25 +263,7 @@ def eigenpairs(
     if iterations is not None:
         least = f"about four times largest + smallest = {largest + smallest}, or None"
         iterations = whole("iterations", iterations, largest + smallest, least)
-    if start is not None and start.shape != (size,):
-        raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {size} unknowns")
-    with measured as space:
-        rows = space.random(seed, 1.0)
-        if start is not None:
-            rows = start.to(rows.device, rows.dtype)[space.rows].clone()
-        pairs = extreme_pairs(
-            space, rows, largest, smallest, iterations=iterations, tol=tol, seed=seed
-        )
-        space.raise_together()
-        if pairs.trouble:
-            raise CurvatureError(pairs.trouble)
-        vectors = pairs.vectors()
-        if process_group is not None:
-            vectors = torch.stack([space.gathered(v) for v in vectors])
-    converged = pairs.residuals <= tol * pairs.values.abs()
-    return Eigenpairs(
-        pairs.values, vectors, pairs.bounds(), converged, pairs.iterations, pairs.largest
-    )
+    return largest, smallest, iterations
 
 
 def mean_loss(

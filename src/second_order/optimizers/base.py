@@ -65,7 +65,7 @@ from second_order.options import (
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
-from second_order.sharded import dtensors_exist, is_checkpointing, is_dtensor, like, local
+from second_order.sharded import dtensors_exist, is_checkpointing, is_dtensor, like
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -212,7 +212,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        empty = self._is_empty_step()
+        # By a step of lr 0 and zero gradients torch.distributed.checkpoint makes state exist. It
+        # moves no counter and starts no collective: one rank alone may take it.
+        empty = not self.state and training.steps == 0 and is_checkpointing()
         if self._take_shards() and empty:  # torch has set the gradients of those before
             for p in members_of(self.param_groups):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -272,21 +274,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"{training.name}.step() is called by a GradScaler that it was not told of: "
                 f"{matters}; write {training.name}(..., grad_scaler=scaler)"
             )
-
-    def _is_empty_step(self) -> bool:
-        """Whether this is the step of lr 0 and zero gradients by which state is made to exist.
-
-        ``torch.distributed.checkpoint`` takes it. It must move no counter and start no collective:
-        one rank alone may take it. Gradients that are sharded may be zero here and not elsewhere.
-        """
-        params = [p for p in members_of(self.param_groups) if p.requires_grad]
-        if self.state or self._training.steps or not self._curvature.nothing_captured():
-            return False
-        if any(map(is_dtensor, members_of(self.param_groups))) and not is_checkpointing():
-            return False
-        return all(float(group["lr"]) == 0.0 for group in self.param_groups) and all(
-            p.grad is not None and not bool(local(p.grad).count_nonzero()) for p in params
-        )
 
     def _look_for_places(self) -> None:
         """Find the modules' entries that the parameters have, to see later what replaces them."""
@@ -542,7 +529,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature = self._curvature
         steps = {"step": float(self._training.steps)}
         accounts = self._training.meter.read(curvature.accounts)
-        return {**steps, **curvature.statistics(), **accounts}
+        return {**steps, **curvature.metrics(), **accounts}
 
     def recipe(self) -> Recipe:
         """A table of which base trains each parameter, how, and whether it is preconditioned."""

@@ -50,14 +50,14 @@ class EigenpairOptimizer(SecondOrderOptimizer):
     @property
     def curvature_closure(self) -> Closures | None:
         """The function that evaluates the loss on the curvature batch; may be assigned."""
-        return self._curvature.closure.own
+        return self._curvature.closure
 
     @curvature_closure.setter
     def curvature_closure(self, closure: Closures | None) -> None:
         """Replace the curvature closure by another function, or a sequence of functions."""
         if closure is not None:
             check_closure(closure)
-        self._curvature.closure.own = closure
+        self._curvature.closure = closure
 
     def step(
         self,
@@ -85,11 +85,11 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         """
         if curvature_closure is not None and self._training.world.size == 1:
             check_closure(curvature_closure)  # several processes hear of it together, once due
-        self._curvature.closure.given = curvature_closure
+        self._curvature.closure_of_step = curvature_closure
         try:
             return super().step(closure)
         finally:
-            self._curvature.closure.given = None
+            self._curvature.closure_of_step = None
 
     @property
     def curvature(self) -> CurvatureReport:
