@@ -63,8 +63,7 @@ def kl_change(
     for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True):
         term = torch.linalg.vecdot(p.flatten(), g.flatten()).abs() * lr**2
         terms.append(term.to(terms[0]) if terms else term)
-    products = torch.stack(terms)
-    return torch.where(torch.isfinite(products), products, 0.0).sum()
+    return torch.stack(terms).nan_to_num(0.0, posinf=0.0).sum()
 
 
 def kl_clip_coefficient(change: Tensor, kl_clip: float) -> Tensor:
