@@ -45,6 +45,12 @@ MLP = ZOO["mlp"]
 BATCHES = MLP.batches(5)
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    """Whole graphs of other tests are not counted: past a number of them none is made."""
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize(
     ("System", "backend"), [(KAISA, "aot_eager"), (DPKFAC, "eager"), (DistKFAC, "eager")]
 )

@@ -156,7 +156,7 @@ class _Timer:
         times: list[float] = []
         while sum(times) < min(0.02, self._seconds / 10) or len(times) < 3:
             times.append(_seconds(function, self._device))
-            if times[-1] > self._seconds / 3:
+            if sum(times) > self._seconds:
                 break
         return max(min(times), 1e-9)
 
