@@ -231,7 +231,9 @@ class IntervalBudget:
         """Take over intervals saved for the same overhead; otherwise measure anew from here on."""
         wanted = {OVERHEAD, *self._auto}
         found = next((part for part in saved.values() if part.keys() >= wanted), None)
-        self.chosen, self.measured, self.until, self._watch = {}, None, self._steps, None
+        self.chosen, self.measured, self.until = {}, None, self._steps
+        if self._watch is not None:  # the laps of what was measured before end
+            self._watch = self._training.meter.watch = None
         if found is not None and found.number(OVERHEAD) == self._overhead:
             chosen = {name: found.whole(name, 0) for name in self._auto}
             self.chosen = chosen if all(chosen.values()) else {}

@@ -46,6 +46,12 @@ _Arrived: TypeAlias = tuple[Tensor | None, Tensor, Tensor, Tensor]
 ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED)
 """Entries that are the same in the parts of all layers."""
 
+WHOLE: dict[str, tuple[int, ...]] = {
+    SETTLED: (0, 1), DRIFT[0]: (1,), DRIFT[1]: (0,),
+    **dict.fromkeys((*BUDGETED, *CHOSEN), (0,)),
+}
+"""Entries that are whole numbers, and their bounds."""
+
 READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, *ALIKE, *CHOSEN)
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
@@ -115,9 +121,16 @@ def check_saved_factors(
             if key in tensors:
                 part.tensor(key)
                 continue
-            value = part.number(key, -math.inf if key == STEP_SIGN else 0.0)
+            if key in WHOLE:
+                value = float(part.whole(key, *WHOLE[key]))
+            else:
+                value = part.number(key, -math.inf if key == STEP_SIGN else 0.0)
             if key in alike and known.setdefault(key, value) != value:
                 raise part.wrong(key, f"is {value:g}, and {known[key]:g} for another parameter")
+        if part.keys() >= set(CHOSEN):
+            workers, ranks = (part.whole(key, 0) for key in CHOSEN)
+            if workers and ranks % workers:
+                raise part.wrong(CHOSEN[0], f"is {workers}, which does not divide {ranks} ranks")
         block = of.get(p)
         # A frozen layer's bias is not in its A yet: factors that do not fit are not loaded.
         if block is not None and (block.trainable or block.fits(part)):

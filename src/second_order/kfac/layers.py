@@ -187,18 +187,22 @@ class Layers:
 
     def follow(self) -> bool:
         """Look at which layers train now; returns whether others than before."""
-        seen = [(p.requires_grad, p.device, p.shape) for p in self._params]
-        if seen == self._seen:
+        if self._look() == self._seen:
             return False
-        self._seen = seen
         for block in self.blocks:
             block.follow_requires_grad()
+        self._seen = self._look()
         signature = tuple((block.training, block.shape) for block in self.blocks)
         if signature == self._signature:
             return False
         self._signature = signature
         self.active = [block for block in self.blocks if block.trainable]
         return True
+
+    def _look(self) -> list[Any]:
+        # Blocks besides: a pair of a pass may have been taken while a bias was frozen.
+        params = [(p.requires_grad, p.device, p.shape) for p in self._params]
+        return [*params, *(block.shape for block in self.blocks)]
 
     def forget_plan(self) -> None:
         """Let the next :meth:`follow` take all layers that train for new ones."""

@@ -260,7 +260,7 @@ class StepPlan:
         to_solve: The factors that this rank decomposes, by layer.
         to_send: Of the layers that this row preconditions, by factor, the position in the row of
             the rank that solves it.
-        results: Of all layers, by the dtype of their gradients, the row that preconditions each.
+        rows: Of each layer, the row that preconditions it.
     """
 
     layers: Mapping[KroneckerBlock, LayerPlan]
@@ -272,7 +272,7 @@ class StepPlan:
     told: Sequence[KroneckerBlock] = ()
     to_solve: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
     to_send: Mapping[Item, int] = field(default_factory=dict)
-    results: Mapping[torch.dtype, Mapping[KroneckerBlock, int]] = field(default_factory=dict)
+    rows: Mapping[KroneckerBlock, int] = field(default_factory=dict)
 
 
 def compile_step(
@@ -284,11 +284,8 @@ def compile_step(
 ) -> StepPlan:
     """List what this rank does; a collective, for the groups of its row and its column."""
     here, rank = grid.row(grid.row_of(world.rank)), world.rank
-    results: dict[torch.dtype, dict[KroneckerBlock, int]] = {}
     to_solve: dict[KroneckerBlock, list[str]] = {}
     for block, layer in layers.items():
-        row = layer.workers[0] // len(layer.workers)
-        results.setdefault(block.work_dtype, {})[block] = row
         if rank in layer.solvers:
             to_solve[block] = [k for k in block.shape.letters if layer.solver(k) == rank]
     return StepPlan(
@@ -306,7 +303,7 @@ def compile_step(
             if layer.workers == here
             for letter in block.shape.letters
         },
-        results,
+        {block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
     )
 
 

@@ -108,14 +108,20 @@ class Clip:
         self._layers, self._counted = layers, counted
         self._by_batch = options.kl_clip == AUTO
         self._group_of: dict[KroneckerBlock, int] = {}
+        self._groups: list[Any] = []  # what these are positions in
         self._batches: tuple[int, list[KroneckerBlock], Tensor] | None = None
 
     def follow(self) -> None:
-        """Look up the groups of layers anew, as they or the layers have changed."""
-        groups = enumerate(self._training.groups)
-        found = {id(p): i for i, group in groups for p in group["params"]}
-        self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
-        self._batches = None
+        """Look up groups and batches anew, as the layers have changed."""
+        self._groups, self._batches = [], None
+
+    def _follow_groups(self) -> None:
+        """Look up the group of each layer, where the list of groups is another than before."""
+        groups = self._training.groups
+        if self._groups != (now := [(id(group), len(group["params"])) for group in groups]):
+            found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+            self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
+            self._groups = now
 
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip."""
@@ -144,6 +150,7 @@ class Clip:
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
+        self._follow_groups()
         groups, by_batch, rates, mine = self._training.groups, self._by_batch, [], []
         for block in gradients:
             rate = groups[self._group_of[block]][which]
@@ -210,13 +217,13 @@ def _given_to_all(
     """P of all solved layers, from the rank of the column that has it."""
     results: dict[KroneckerBlock, Tensor] = {}
     everybody = range(step.column.size)
-    for dtype, rows in step.results.items():
-        routes = {block: (row, everybody) for block, row in rows.items() if block.solved}
-        if routes:
-            shapes = {block: (block.shape.gradient_size,) for block in routes}
-            ours = {block: (mine[block],) for block in routes if block in mine}
-            received = deliver_parts(step.column, shapes, routes, ours, dtype, device)
-            results.update({block: parts[0] for block, parts in received.items()})
+    rows = {block: row for block, row in step.rows.items() if block.solved}
+    for dtype in dict.fromkeys(block.work_dtype for block in rows):
+        routes = {b: (row, everybody) for b, row in rows.items() if b.work_dtype == dtype}
+        shapes = {block: (block.shape.gradient_size,) for block in routes}
+        ours = {block: (mine[block],) for block in routes if block in mine}
+        received = deliver_parts(step.column, shapes, routes, ours, dtype, device)
+        results.update({block: parts[0] for block, parts in received.items()})
     return results
 
 
