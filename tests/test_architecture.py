@@ -57,7 +57,7 @@ BELOW: dict[str, set[str]] = {
     },
     "planning": {
         *("kronecker", "distributed", "kfac", "options", "contract", "stages", "optimizers"),
-        *("report", "budget"),
+        *("report", "budget", "errors", "fosi"),
     },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),

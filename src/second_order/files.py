@@ -55,8 +55,13 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
         TypeError: If ``state`` has something that :func:`load_checkpoint` would not read; a file
             that was there is as it was, as it is after any other error.
     """
+    crc = torch.serialization.get_crc32_options()
     with replacing(Path(path)) as file:
-        torch.save(state, file.name)  # by name it takes a quarter of the time
+        torch.serialization.set_crc32_options(True)  # load_checkpoint compares them
+        try:
+            torch.save(state, file.name)  # by name it takes a quarter of the time
+        finally:
+            torch.serialization.set_crc32_options(crc)
         try:
             torch.load(file.name, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:
@@ -85,7 +90,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | s
             spoilt = archive.testzip()
         if spoilt is not None:
             raise zipfile.BadZipFile(f"the entry {spoilt!r} has another CRC-32")
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError, IsADirectoryError):
         raise
     except Exception as error:  # a spoilt directory makes it raise many kinds
         raise CheckpointError(

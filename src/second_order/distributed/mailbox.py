@@ -164,6 +164,7 @@ class Mailbox:
         self._told: dict[str, int] = {}  # of what was said, what the store knows
         self._listening, self._numbers = {CLOSED}, dict[str, int]()
         self._expected, self._received = set[str](), dict[str, Message]()
+        self._declined = set[str]()
         self._lock, self._news = threading.Lock(), threading.Event()
         # No lock: goodbye may be said by the collector, in the middle of the thread's own wait.
         self._wake = queue.SimpleQueue[None]()
@@ -209,6 +210,13 @@ class Mailbox:
         with self._lock:
             self._expected.discard(name)
             self._received.pop(name, None)
+
+    def decline(self, name: str) -> None:
+        """Drop an expected message that is sure to come, so that the store does not keep it."""
+        with self._lock:
+            self._expected.discard(name)
+            if self._received.pop(name, None) is None:
+                self._declined.add(name)
 
     def arrived(self, name: str) -> Message | None:
         """Take an expected message with its note; None if it is not there yet."""
@@ -300,12 +308,13 @@ class Mailbox:
         self._beat()
         numbers = {name: self._number(name) for name in list(self._listening)}
         with self._lock:
-            expected = list(self._expected)
+            expected = [*self._expected, *self._declined]
         for name in expected:
             if not self._store.check([name]):
                 continue
             message = self._fetch(name)
             with self._lock:
+                self._declined.discard(name)
                 if name in self._expected:  # not forgotten meanwhile
                     self._expected.discard(name)
                     self._received[name] = message

@@ -47,7 +47,9 @@ ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED)
 """Entries that are the same in the parts of all layers."""
 
 WHOLE: dict[str, tuple[int, ...]] = {
-    SETTLED: (0, 1), DRIFT[0]: (1,), DRIFT[1]: (0,),
+    SETTLED: (0, 1),
+    DRIFT[0]: (1,),
+    DRIFT[1]: (0,),
     **dict.fromkeys((*BUDGETED, *CHOSEN), (0,)),
 }
 """Entries that are whole numbers, and their bounds."""

@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 from torch import nn
 
+from second_order.errors import SecondOrderError
 from second_order.planning.machine import Interconnect, Machine
 from second_order.planning.plan import SYSTEMS, plan
 
@@ -68,7 +69,7 @@ def run(chosen: argparse.Namespace) -> int:
         names = "memory", "systems", "solvers", "intervals", "seconds"
         wanted = {name: getattr(chosen, name) for name in names}
         first = plan(model, batch, chosen.world_sizes, machine=machine, network=network, **wanted)
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, SecondOrderError) as error:
         sys.stderr.write(f"python -m second_order plan: {error}\n")
         return 2
     plans = [first, *first.others]

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from second_order.errors import CurvatureError
+from second_order.fosi.pieces import works_by_element
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
@@ -365,8 +367,12 @@ class _Planner:
         """The plan for a number of ranks."""
         choices: list[Choice] = []
         for system in systems:
-            for setting, keywords in _settings(system, world_size, solvers):
-                choices += self._choices(system, setting, keywords, world_size)
+            for setting, keywords in _settings(system, world_size, solvers, self._by_element):
+                try:
+                    choices += self._choices(system, setting, keywords, world_size)
+                except CurvatureError:  # no second derivatives: factors can be planned all the same
+                    if set(systems) <= set(OF_PAIRS):
+                        raise
         if not choices:
             raise ValueError(
                 f"MRDHO2 needs more ranks than accelerators, and there is {world_size}"
@@ -388,6 +394,11 @@ class _Planner:
         links = self.machine, self.network, self.memory
         return Plan(world_size, tuple(choices), best, reason, base, *links)
 
+    @property
+    def _by_element(self) -> bool:
+        """Whether the base suits rows of the parameters."""
+        return works_by_element(self.keywords["base"])
+
     def _option(self, name: str, system: Any = DHO2) -> Any:
         return self.options.get(name, inspect.signature(system).parameters[name].default)
 
@@ -400,7 +411,7 @@ class _Planner:
             every: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
             if system in OF_PAIRS:  # with as many products as a refresh may take
                 every = {"curvature_closure": closure, "warmup_steps": 0}
-                every |= {"curvature_interval": 1, "lanczos_tol": 0.0}
+                every |= {"curvature_interval": 1, "lanczos_tol": 0.0, "curvature": "hessian"}
             return SYSTEMS[system](model, **{**self.keywords, **own, **keywords, **every})
 
         setting = self.model, self.run, self.machine, self.network
@@ -416,7 +427,8 @@ class _Planner:
             if helpers >= ranks:
                 return
             # Workers step as DHO2's do; of an epoch's end they get the pairs of the accelerators.
-            records = self._records("DHO2", {"layout": "row"}, ranks - helpers)
+            layout = "row" if self._by_element else "column"
+            records = self._records("DHO2", {"layout": layout}, ranks - helpers)
         else:
             records = self._records(system, keywords, ranks)
         due = {k: max(r.seconds.get(k, 0.0) for r in records) for r in records for k in r.seconds}
@@ -425,7 +437,7 @@ class _Planner:
         due = {PASSES: simulated if self.passes is None else self.passes, **due}
         hidden = max(r.hidden for r in records)
         if helpers:
-            hidden = due.pop("lanczos") * (ranks - helpers) / helpers
+            hidden = due.pop("lanczos", 0.0) * (ranks - helpers) / helpers
             sent.pop("lanczos", None)
             due["wait"] = max(hidden - epoch * sum(due.values()), 0.0)
         elif not self.machine.solves_beside:
@@ -464,13 +476,14 @@ class _Planner:
 
 
 def _settings(
-    system: str, ranks: int, solvers: Sequence[str]
+    system: str, ranks: int, solvers: Sequence[str], by_element: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A system's settings that are compared, in words and as keywords."""
     if system == "MRDHO2":
         yield "", {}
     elif system == "DHO2":
-        for layout in ("row", "column") if ranks > 1 else ("row",):
+        layouts = ("row", "column") if by_element else ("column",)
+        for layout in layouts if ranks > 1 else ("row",):
             yield f"{layout}s" if ranks > 1 else "", {"layout": layout}
     elif system != "KAISA" or ranks == 1:
         yield from (("", {"solver": solver}) for solver in solvers)
