@@ -30,6 +30,7 @@ __all__ = [
     "HEADER",
     "VERSION",
     "add_collected",
+    "check_is_state",
     "export_base_state",
     "header",
     "read_checkpoint",
@@ -40,6 +41,8 @@ LEAST_RATE = -1e-8  # schedulers round learning rates to a little below zero
 DECOUPLED = "decoupled_weight_decay"
 SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize", DECOUPLED}
 """Settings that versions of torch add and take away."""
+TELLING = {"amsgrad", "momentum_decay"}
+"""Settings that Adam and NAdam have, and RAdam and Adamax, which have all others, have not."""
 
 VERSION = 1
 """Of the checkpoints that are written."""
@@ -77,7 +80,7 @@ def read_checkpoint(
     Raises:
         ValueError: If an entry does not fit, or the state is another base's; named in the error.
     """
-    _check_is_state(state_dict)
+    check_is_state(state_dict)
     saved, state = state_dict["param_groups"], state_dict["state"]
     _check_groups(saved, groups, base)
     loaded: dict[Any, dict[str, Any]] = {}
@@ -114,7 +117,7 @@ def read_checkpoint(
     return {**state_dict, "state": loaded, "param_groups": saved}, curvature, steps, absent
 
 
-def _check_is_state(value: Any) -> None:
+def check_is_state(value: Any) -> None:
     """Raise ValueError unless a value has the parts that every optimizer's state has."""
     parts = value if isinstance(value, Mapping) else {}
     state, groups = parts.get("state"), parts.get("param_groups")
@@ -171,6 +174,8 @@ def _check_settings(
     mine, lacking = type(base).__name__, base.defaults.keys() - theirs.keys() - SWITCHES
     if theirs.get(DECOUPLED, False) != base.defaults.get(DECOUPLED, False):  # Adam and AdamW
         lacking = {DECOUPLED} if DECOUPLED in theirs else lacking
+    if not lacking and getattr(optim, mine, None) is type(base):
+        lacking = TELLING & (theirs.keys() - base.defaults.keys())
     if not written_by and lacking:
         written_by = f"an optimizer with other {sorted(lacking)}"
     if written_by not in ("", mine):
@@ -228,7 +233,7 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     Raises:
         ValueError: If ``state_dict`` is no such state, or has no part of ``rest``.
     """
-    _check_is_state(state_dict)
+    check_is_state(state_dict)
     state = {key: _parts(entry).get(BASE) for key, entry in state_dict["state"].items()}
     groups = state_dict["param_groups"]
     if all(isinstance(group.get(REST), bool) for group in groups):

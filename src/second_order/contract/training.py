@@ -55,14 +55,24 @@ class DeferredWarnings:
         self.keep(message)
         self.tell()
 
-    def tell(self) -> None:
-        """Warn of all that waits, at the first frame outside of this package and torch."""
+    def tell(self, error: BaseException | None = None) -> None:
+        """Warn of all that waits, at the first frame outside of this package and torch.
+
+        Beside an error, warnings that are errors become notes of it.
+        """
         while self._waiting and not self.held:
             frame, level = sys._getframe(), 1
             ours = ("second_order.", "torch.")
             while frame.f_back and frame.f_globals.get("__name__", "").startswith(ours):
                 frame, level = frame.f_back, level + 1
-            warnings.warn(self._waiting.pop(0), SecondOrderWarning, stacklevel=level)
+            message = self._waiting.pop(0)
+            try:
+                warnings.warn(message, SecondOrderWarning, stacklevel=level)
+            except SecondOrderWarning:
+                if error is None:
+                    raise
+                if hasattr(error, "add_note"):  # Python 3.11
+                    error.add_note(message)
 
 
 def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
@@ -73,10 +83,14 @@ def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
         deferred = self._training.warnings
         deferred.held += 1
         try:
-            return method(self, *args, **kwargs)
-        finally:
+            result = method(self, *args, **kwargs)
+        except BaseException as error:
             deferred.held -= 1
-            deferred.tell()
+            deferred.tell(error)
+            raise
+        deferred.held -= 1
+        deferred.tell()
+        return result
 
     return told
 

@@ -34,6 +34,7 @@ from second_order.contract.arguments import (
 from second_order.contract.averaging import start_average
 from second_order.contract.checkpoint import (
     add_collected,
+    check_is_state,
     export_base_state,
     header,
     read_checkpoint,
@@ -94,6 +95,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature: Makes the curvature of a training.
         needs_model: Whether a model is required.
         helper_role: Role of the ranks that help, if there are several ranks; None where all train.
+        helpers: How many ranks help then.
     """
 
     def __init__(
@@ -114,6 +116,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         rest_layers: Sequence[str] = (),
         rest_kwargs: Mapping[str, Any] | None = None,
         helper_role: Role | None = None,
+        helpers: int = 0,
     ) -> None:
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
@@ -152,7 +155,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._look_for_places()
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
-        check_scaler(grad_scaler, training.averages, world.size)
+        training_ranks = world.size - helpers * (helper_role is not None)
+        check_scaler(grad_scaler, training.averages, training_ranks)
         self._start_together(helper_role)
 
     def _start_together(self, helper_role: Role | None) -> None:
@@ -476,6 +480,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if "_training" not in vars(self):  # a wrapper of Lightning's, whose class is made of ours
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
+        check_is_state(state_dict)
         self._take_shards()
         training, names, groups = self._training, self._training.names(), self.param_groups
         saved: dict[Tensor, SavedPart] = {}
@@ -546,12 +551,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         tracing and compiling for inference do not need this: hooks step aside by themselves.
         """
         outer, self._unwatched = self._unwatched, True
+        late, hooks = self._training.late_ddp, self._training.model._forward_pre_hooks
+        looks = None if late is None else hooks.pop(late.id, None)
         try:
-            if self._training.late_ddp is not None:
-                self._training.late_ddp.remove()
             with self._curvature.unwatched():
                 yield
         finally:
+            if looks is not None:
+                hooks[late.id] = looks
             self._unwatched = outer
 
     def close(self) -> None:

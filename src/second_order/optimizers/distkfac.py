@@ -111,6 +111,7 @@ class DistKFAC(KroneckerOptimizer):
                 on_device=own.inverse_device == "cuda",
             ),
             helper_role="stats" if own.stats_workers else None,
+            helpers=own.stats_workers,
             **common,
         )
 

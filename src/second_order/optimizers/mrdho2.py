@@ -85,6 +85,7 @@ class MRDHO2(EigenpairOptimizer):
             curvature=lambda training: divided_curvature(training, options, closure),
             needs_model=False,
             helper_role="accelerator" if options.accelerators and options.wanted else None,
+            helpers=options.accelerators,
             **common,
         )
 

@@ -370,7 +370,7 @@ class _Planner:
             for setting, keywords in _settings(system, world_size, solvers, self._by_element):
                 try:
                     choices += self._choices(system, setting, keywords, world_size)
-                except CurvatureError:  # no second derivatives: factors can be planned all the same
+                except CurvatureError:  # noqa: PERF203  # no second derivatives: factors are planned
                     if set(systems) <= set(OF_PAIRS):
                         raise
         if not choices:
