@@ -86,8 +86,8 @@ MUTANTS = [
     _mutant(
         "gradients from the wrong row",
         "kfac/plan.py",
-        "row = layer.workers[0] // len(layer.workers)",
-        "row = 0",
+        "{block: layer.workers[0] // len(layer.workers) for",
+        "{block: 0 for",
         "kaisa::a_smaller_fraction_keeps_fewer_inverses",
     ),
     _mutant(

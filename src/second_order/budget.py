@@ -232,8 +232,8 @@ class IntervalBudget:
         wanted = {OVERHEAD, *self._auto}
         found = next((part for part in saved.values() if part.keys() >= wanted), None)
         self.chosen, self.measured, self.until = {}, None, self._steps
-        if self._watch is not None:  # the laps of what was measured before end
-            self._watch = self._training.meter.watch = None
+        if self._watch is not None:
+            self._training.meter.watch, self._watch = None, None  # its laps would never end
         if found is not None and found.number(OVERHEAD) == self._overhead:
             chosen = {name: found.whole(name, 0) for name in self._auto}
             self.chosen = chosen if all(chosen.values()) else {}
