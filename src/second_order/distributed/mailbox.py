@@ -33,7 +33,7 @@ from second_order.distributed.world import World
 from second_order.errors import SecondOrderError
 from second_order.stages import sent
 
-__all__ = ["Address", "Mailbox", "Message", "Patience", "await_goodbyes", "open_store"]
+__all__ = ["Address", "Mailbox", "Message", "Patience", "await_goodbyes", "connected", "open_store"]
 
 Address: TypeAlias = tuple[str, int]
 Message: TypeAlias = tuple[list[Tensor], dict[str, Any]]
@@ -80,6 +80,25 @@ def open_store(world: World, host: int) -> tuple[TCPStore | None, Address]:
     if error:
         raise SecondOrderError(f"rank {host} cannot open a store for messages: {error}")
     return store, address
+
+
+def connected(world: World, mailboxes: Sequence[Callable[[], Mailbox]]) -> list[Mailbox]:
+    """Make the mailboxes of this rank; a collective.
+
+    Raises:
+        SecondOrderError: On every rank, if one cannot reach a store.
+    """
+    made, error = list[Mailbox](), ""
+    try:
+        made.extend(make() for make in mailboxes)
+    except (OSError, RuntimeError) as caught:  # all hear of it next
+        error = f"rank {world.rank} cannot reach a store for messages: {caught}"
+    errors = [each for each in world.all_gather_object(error) if each]
+    if errors:
+        for mailbox in made:
+            mailbox.leave()
+        raise SecondOrderError("; ".join(errors))
+    return made
 
 
 def _own_address() -> str:

@@ -20,6 +20,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,14 @@ from second_order.contract.averaging import PendingAverage
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.buckets import pack_by_dtype
-from second_order.distributed.mailbox import Mailbox, Message, Patience, await_goodbyes, open_store
+from second_order.distributed.mailbox import (
+    Mailbox,
+    Message,
+    Patience,
+    await_goodbyes,
+    connected,
+    open_store,
+)
 from second_order.distributed.roles import Role, assign_roles, whole_models
 from second_order.fosi.accelerator import Accelerator, Batches
 from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector, vector_parts
@@ -420,12 +428,12 @@ class _Team(Divided):
         names = [f"{self._roles.of(rank)} {rank}" for rank in range(everybody.size)]
         peer = names[0 if everybody.rank == first else first]
         self._names = names
-        self.mailbox = Mailbox(address, names[everybody.rank], peer, patience, training)
+        make = partial(Mailbox, address, names[everybody.rank], peer, patience, training)
+        (self.mailbox,) = connected(everybody, [make])
         training.world = self._roles.team(everybody, patience)
         training.averages = training.averages and training.world.size > 1
         if training.known:
             refuse_ddp_over_helpers(training, self._roles, everybody)
-        everybody.all_gather_object(None)  # all are connected
         self.join(self.mailbox)
 
     def join(self, mailbox: Mailbox) -> None:

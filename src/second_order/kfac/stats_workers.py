@@ -33,6 +33,7 @@ from second_order.distributed.mailbox import (
     Mailbox,
     Message,
     await_goodbyes,
+    connected,
     open_store,
 )
 from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
@@ -173,11 +174,10 @@ class StatsWorkers:
         roles, stores = _divide(training, self.count)
         self._rank = training.world.rank
         me = f"worker {self._rank}"
-        for host, (_, address) in zip(roles.helpers, stores, strict=True):
-            name = f"stats worker {host}"
-            mailbox = Mailbox(address, me, name, self._patience, training)
-            self.active.append(Helper(name, mailbox))
-        everybody.all_gather_object(None)  # all are connected
+        names = [f"stats worker {host}" for host in roles.helpers]
+        to = [(address, me, name) for (_, address), name in zip(stores, names, strict=True)]
+        made = [partial(Mailbox, *each, self._patience, training) for each in to]
+        self.active += map(Helper, names, connected(everybody, made))
         self.shapes = [t.shape for t in _model_tensors(training.model)]
 
     def tell(self, training: Training) -> None:
@@ -326,8 +326,9 @@ class StatsWorker(Curvature):
         self._name = f"stats worker {roles.helpers[me]}"
         self._everybody = (self._name, *(f"worker {rank}" for rank in roles.workers))
         self._store, address = stores[me]
-        self.mailbox = Mailbox(address, self._name, "worker 0", self._patience, self.training)
-        everybody.all_gather_object(None)  # all are connected
+        patience = self._patience, self.training
+        make = partial(Mailbox, address, self._name, "worker 0", *patience)
+        (self.mailbox,) = connected(everybody, [make])
         whole = _model_tensors(self.training.model)
         self.optimized = _in_groups(whole, self.training.groups)
         self._look()
