@@ -157,9 +157,9 @@ def test_other_options_or_an_unfinished_measurement_are_measured_anew() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "match"),
     [
-        ("inv_update_steps", -1, "outside"),
+        ("inv_update_steps", -1, "outside|no whole number"),
         ("inv_update_steps", 2.5, r"is 2\.5, and|and 2\.5 for another"),
-        ("factor_update_steps", "auto", "is 'auto', and no finite"),
+        ("factor_update_steps", "auto", "is .auto., and no"),
         ("overhead", "much", "is 'much', and no finite"),
         ("inv_update_steps", 7, "is 7, and 6 for another|is 6, and 7 for another"),
     ],
