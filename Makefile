@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo systems progress language-model tasks sensitivity defaults batch-scaling widths fosi-gain bounded bench against compiled rivals structure faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo systems progress language-model tasks sensitivity defaults batch-scaling widths fosi-gain bounded bench against compiled rivals structure gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -88,6 +88,10 @@ rivals: venv ## eigenvalues, trace, diagonal and density beside curvlinops, whic
 
 structure: venv ## files, functions and lines that a step of each system takes a reader through
 	$(BENCH)/reading/structure.py --json benchmarks/results/structure.json $(ARGS)
+
+gpu: venv ## all that a GPU should answer, in one table: under eight minutes; ARGS=--tiny without one
+	PYTHONPATH=examples:benchmarks:benchmarks/speed:tests $(BIN)/python benchmarks/speed/gpu.py \
+		--json benchmarks/results/gpu.json $(ARGS)
 
 many-ranks: venv ## one rank of 64, 1,024 and 4,096: its messages, memory and time, simulated: many minutes
 	$(BENCH)/speed/many_ranks.py --json benchmarks/results/many_ranks.json $(ARGS)

@@ -57,7 +57,7 @@ def captured(workload: Workload) -> list[Layer]:
     for module in layers:
         module.register_forward_hook(remember)
     workload.loss(model, workload.batch()).backward()
-    return [Layer(m, inputs[m].float(), grads[m].float()) for m in layers]
+    return [Layer(m, inputs[m].float(), grads[m].float()) for m in layers if m in grads]
 
 
 # ---------------------------------------------------------------------------------- statistics
