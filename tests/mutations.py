@@ -37,14 +37,14 @@ MUTANTS = [
     _mutant(
         "assignment without effect",
         "optimizers/kaisa.py",
-        "cost=cost,",
+        "cost=own.assignment,",
         'cost="compute",',
         "kaisa::layers_are_placed_as_asked_for",
     ),
     _mutant(
         "colocate_factors without effect",
         "optimizers/kaisa.py",
-        "colocate=colocate,",
+        "colocate=own.colocate_factors,",
         "colocate=True,",
         "kaisa::layers_are_placed_as_asked_for",
     ),
@@ -2379,9 +2379,9 @@ MUTANTS = [
     _mutant(
         "an instrument that counts inner stages twice",
         "profiling.py",
-        "        host[step][outer] -= length\n",
-        "",
-        "profiling::the_time_between_marks_is_shared_out",
+        'with self.optimizer._training.meter.stage("backward"):',
+        "if True:",
+        "profiling::the_time_of_a_step_is_shared_out",
     ),
     _mutant(
         "a curvature object of another covariance",
@@ -2765,8 +2765,8 @@ MUTANTS = [
     _mutant(
         "large products that take no time",
         "planning/record.py",
-        "            self.operations += flops\n",
-        "",
+        "kernel = self._dense(name, args, kwargs, result) if dense else 0.0",
+        "kernel = 0.0",
         "planning_plan::more_work_is_seen",
     ),
     _mutant(
@@ -2813,9 +2813,9 @@ MUTANTS = [
     ),
     _mutant(
         "a fraction that each rank chooses for itself",
-        "planning/fraction.py",
-        "workers, error = world.all_gather_object((workers, error))[0]",
-        "workers, error = world.all_gather_object((workers, error))[world.rank]",
+        "planning/calibration.py",
+        "return workers if alone else int(world.all_gather_object(workers)[0])",
+        "return workers",
         "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
     ),
     _mutant(
