@@ -2377,7 +2377,7 @@ MUTANTS = [
         "statistics::the_newton_share_is_that_of_the_movement",
     ),
     _mutant(
-        "an instrument that counts inner stages twice",
+        "a profile without the backward pass",
         "profiling.py",
         'with self.optimizer._training.meter.stage("backward"):',
         "if True:",

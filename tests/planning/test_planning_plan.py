@@ -263,6 +263,7 @@ def test_solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is(
     busy, idle = by[None], by[1]
     assert busy.hidden == 0.0 < idle.hidden
     assert busy.seconds == pytest.approx(idle.seconds + idle.hidden)
+    assert idle.stages["solve"] < 0.5 * busy.stages["solve"]
     assert replace(MACHINE, device="cuda").solves_beside
 
 

@@ -51,7 +51,7 @@ PLANNED = {
 """Options that are planned themselves, or that a pretended world has not."""
 
 STATISTICS = ("statistics", "statistics_exchange")
-REFRESH = ("solve", "solve_exchange", "lanczos")
+REFRESH = ("solve", "solve_exchange", "lanczos", "wait")
 COLUMNS = {
     "statistics": STATISTICS[:1],
     "solve": ("solve", "lanczos"),
