@@ -101,16 +101,6 @@ def test_a_sample_of_cases_is_performed(tmp_path: Path) -> None:
     assert found == {name: ("clean", ended) for name, ended in SAMPLE.items()}
 
 
-def test_results_are_brought_up_to_date() -> None:
-    def result(system: str, fault: str, verdict: str) -> dict[str, str]:
-        return {"system": system, "group": "g", "fault": fault, "moment": "m", "verdict": verdict}
-
-    old = [result("DHO2 1", "a", "lost"), result("DHO2 1", "b", "hung")]
-    new = [result("DHO2 1", "b", "clean"), result("KAISA 1", "a", "clean")]
-    found = faults.updated(old, new)
-    assert found == [new[1], old[0], new[0]]
-
-
 def test_the_page_has_the_stored_results() -> None:
     stored = json.loads((ROOT / "benchmarks" / "results" / "faults.json").read_text())["results"]
     page = (ROOT / "docs" / "faults.md").read_text()
