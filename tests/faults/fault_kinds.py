@@ -424,14 +424,6 @@ def _(run: Run) -> None:
         run.replace(torch.linalg, name, nan_solves(getattr(torch.linalg, name)), 100)
 
 
-@fault("a solve hangs while the script ends", SOLVES, suits=threaded, moments=("refresh",))
-def _(run: Run) -> None:
-    run.closes = False
-    run.options.update(max_staleness=None, deterministic=False)
-    for name in ROUTINES:
-        run.replace(torch.linalg, name, lambda *_, **__: time.sleep(1000), 100)
-
-
 @fault("no thread can be started", SOLVES, suits=threaded, moments=("first",), expect="any")
 def _(run: Run) -> None:
     def start(self: threading.Thread) -> None:
