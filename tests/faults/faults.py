@@ -280,6 +280,9 @@ def unclear_end(rank: Rank, fault: Fault) -> str:
         return f"ended without a word: {rank.output.strip()[-300:]}"
     if os.WEXITSTATUS(rank.status):
         return f"exit status {os.WEXITSTATUS(rank.status)}: {rank.output.strip()[-300:]}"
+    for complaint in ("terminate called", "Exception ignored"):
+        if complaint in rank.output:
+            return f"{complaint}: {rank.output.strip()[-300:]}"
     errors = [*rank.report["caught"]]
     if rank.report["status"] == "raised":
         errors.append(rank.report["error"])
