@@ -1251,9 +1251,9 @@ a state that loses its curvature by close()
 
 == optimizers/kaisa.py
 assignment without effect  <-  kaisa::layers_are_placed_as_asked_for
-    cost=cost,  =>  cost="compute",
+    cost=own.assignment,  =>  cost="compute",
 colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
-    colocate=colocate,  =>  colocate=True,
+    colocate=own.colocate_factors,  =>  colocate=True,
 
 == options.py
 the schedule's largest learning rate is not looked up
@@ -1272,11 +1272,10 @@ a paper's bound that follows the learning rate  <-  paper_settings::kaisa
 a paper's steps of the base that grow slowly  <-  paper_settings::dho2
     "lr_scale_guard": False,  =>  "lr_scale_guard": True,
 
-== planning/fraction.py
+== planning/calibration.py
 a fraction that each rank chooses for itself
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
-  - workers, error = world.all_gather_object((workers, error))[0]
-  + workers, error = world.all_gather_object((workers, error))[world.rank]
+    return workers if alone else int(world.all_gather_object(workers)[0])  =>  return workers
 
 == planning/machine.py
 solves on threads planned as free where no core is idle
@@ -1297,16 +1296,10 @@ one number of ranks for all plans
 
 == planning/record.py
 large products that take no time  <-  planning_plan::more_work_is_seen
-  -             self.operations += flops
-  -
+    kernel = self._dense(name, args, kwargs, result) if dense else 0.0  =>  kernel = 0.0
 solves on threads that hold up the step
   <-  planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is
   -         self.clock = before
-  -
-
-== profiling.py
-an instrument that counts inner stages twice  <-  profiling::the_time_between_marks_is_shared_out
-  -         host[step][outer] -= length
   -
 
 == recipes.py
@@ -1326,4 +1319,8 @@ frozen parameters in the summary's share  <-  summary::only_what_trains_is_count
 == stages.py
 an instrument that counts no bytes  <-  statistics::all_accounts_together_are_the_whole_time
     spent[1] += total - self._bytes  =>  spent[1] += 0
+
+== profiling.py
+a profile without the backward pass  <-  profiling::the_time_of_a_step_is_shared_out
+    with self.optimizer._training.meter.stage("backward"):  =>  if True:
 """)
