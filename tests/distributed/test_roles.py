@@ -464,6 +464,11 @@ def test_what_has_been_fetched_or_forgotten_is_not_kept() -> None:
         both.b.forget("early")
         assert not both.b._received
         assert not both.b._expected
+        both.a.post("declined", [torch.ones(2)])
+        both.b.expect("declined")
+        both.b.decline("declined")
+        assert eventually(lambda: not both.b._expected)
+        assert not both.b.holds("declined")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")

@@ -209,7 +209,7 @@ def _usual_seconds(world: World, call: Callable[[], Any], device: torch.device) 
     """The median of some calls, all of which all ranks begin together."""
     times = []
     for _ in range(7):
-        world.on_cpu().same([0])
+        world.on_cpu().same(0)
         times.append(_seconds(call, device))
     return sorted(times)[len(times) // 2]
 
