@@ -1787,8 +1787,8 @@ MUTANTS = [
     _mutant(
         "differences as wide as the parameters' dtype",
         "lanczos/hvp.py",
-        "(set() if self._model is None else dtypes_of_passes(self._model))",
-        "set()",
+        "self._dtypes |= dtypes_of_passes(self._model)",
+        "pass",
         "mrdho2_fsdp::differences_are_wide_enough_for_narrow_passes",
     ),
     _mutant(
@@ -1920,7 +1920,7 @@ MUTANTS = [
     ),
     _mutant(
         "buffers go on from one product to the next",
-        "lanczos/undisturbed.py",
+        "lanczos/hvp.py",
         "buffer.data.copy_(value)",
         "pass",
         "hvp::buffers_start_anew_at_each_evaluation",

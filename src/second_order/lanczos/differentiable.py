@@ -101,11 +101,8 @@ def derivatives(
 ) -> list[Tensor | None]:
     """Compute the derivatives of roots with respect to parameters; None for one not reached.
 
-    Args:
-        roots: What to differentiate.
-        params: With respect to what.
-        along: A cotangent of each root; None for scalar roots.
-        twice: Whether they get a graph, to be differentiated again.
+    ``along`` are cotangents of roots that are no scalars; ``twice`` gives a graph, to be
+    differentiated again.
 
     Raises:
         CurvatureError: If they cannot be differentiated, or not again though they are to be.

@@ -33,11 +33,8 @@ class RowSpace(Space):
     A context to multiply in, with autocast off for all but the loss. A process whose loss cannot be
     evaluated raises its error on entering, and all others with it. A product that fails on one
     process gives NaN on all of them, so that no process is left waiting; there :attr:`error` tells
-    why. With a sign of −1 it is the Hessian of the negative loss.
-
-    Attributes:
-        rows: The slice of the n rows that this process holds.
-        error: The error of a product on this process, or None.
+    why. With a sign of −1 it is the Hessian of the negative loss. This process has the slice
+    :attr:`rows` of the n rows.
     """
 
     def __init__(
