@@ -150,8 +150,8 @@ MUTANTS = [
     _mutant(
         "copies by a sum that lose the sign of a zero",
         "distributed/world.py",
-        "((total,), -0.0)",
-        "((total,), 0.0)",
+        "(whole // dtype.itemsize,), -0.0)",
+        "(whole // dtype.itemsize,), 0.0)",
         "shares::copies_by_a_sum_keep_every_bit",
     ),
     _mutant(
@@ -1711,7 +1711,7 @@ MUTANTS = [
         "distributed/roles.py",
         "count = helpers if world_size > 1 else 0",
         "count = helpers",
-        "roles::one_process_alone_trains_whatever_is_asked_for",
+        "roles::the_last_ranks_help_and_somebody_trains",
     ),
     _mutant(
         "a DDP over helpers goes unnoticed",

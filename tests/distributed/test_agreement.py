@@ -63,8 +63,6 @@ def load(model: nn.Module, optimizer: Any) -> None:
     optimizer.load_state_dict(optimizer.saved)
 
 
-def consolidate(model: nn.Module, optimizer: Any) -> None:
-    optimizer.consolidate(to=0)
 
 
 def close(model: nn.Module, optimizer: Any) -> None:
@@ -216,16 +214,6 @@ def test_a_rank_that_does_not_come_is_told_of_within_the_timeout(world: World) -
         assert seconds < LIMIT + 5.0  # for the load of the machine
 
 
-def alone(rank: int, world_size: int) -> list[str]:
-    """What ranks raise where one of them consolidates, and the other takes a step."""
-    messages = []
-    for System in DPKFAC, DHO2:
-        model = CASE.model()
-        optimizer = make(System, model)
-        for batch in BATCHES[:3]:
-            take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
-        messages.append(said(model, optimizer, rank, world_size, None if rank else consolidate))
-    return messages
 
 
 def among_others(rank: int, world_size: int) -> list[Tensor]:

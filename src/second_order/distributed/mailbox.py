@@ -164,9 +164,8 @@ class Mailbox:
             self._store = TCPStore(*address, wait_for_workers=False, timeout=limit)
         self.failure = ""
         self._outgoing = queue.SimpleQueue[tuple[str, list[Tensor], dict[str, Any]]]()
-        self._said: dict[str, int] = {}
-        self._told: dict[str, int] = {}  # of what was said, what the store knows
-        self._listening, self._numbers = {CLOSED}, dict[str, int]()
+        self._said = dict[str, int]()  # what the store does not know yet
+        self._numbers: dict[str, int | None] = {CLOSED: None}  # to listen for, and as last heard
         self._expected = dict[str, bool]()  # False: to be dropped when it comes
         self._received = dict[str, Message]()
         self._lock, self._news = threading.Lock(), threading.Event()
@@ -199,8 +198,7 @@ class Mailbox:
 
     def heard(self, name: str) -> int | None:
         """The peer's last number of this name; None until it has been listened for and heard."""
-        self._listening.add(name)
-        return self._numbers.get(name)
+        return self._numbers.setdefault(name, None)
 
     def expect(self, name: str) -> None:
         """Let the thread fetch a message as soon as it is there."""
@@ -208,17 +206,11 @@ class Mailbox:
             if name not in self._received:
                 self._expected[name] = True
 
-    def forget(self, name: str) -> None:
-        """Expect a message no more, and drop it if it is there."""
+    def forget(self, name: str, *, coming: bool = False) -> None:
+        """Expect a message no more; drop it if it is there, or, if that is sure, when it comes."""
         with self._lock:
             self._expected.pop(name, None)
-            self._received.pop(name, None)
-
-    def decline(self, name: str) -> None:
-        """Drop an expected message that is sure to come, so that the store does not keep it."""
-        with self._lock:
-            self._expected.pop(name, None)
-            if self._received.pop(name, None) is None:
+            if self._received.pop(name, None) is None and coming:
                 self._expected[name] = False
 
     def arrived(self, name: str) -> Message | None:
@@ -254,7 +246,7 @@ class Mailbox:
     @property
     def closed_there(self) -> bool:
         """Whether the peer has said goodbye."""
-        return CLOSED in self._numbers
+        return self._numbers[CLOSED] is not None
 
     def leave(self) -> None:
         """Say goodbye without waiting; :meth:`close` is still to be called."""
@@ -297,15 +289,14 @@ class Mailbox:
         while not self._outgoing.empty():
             self._send(*self._outgoing.get())
             busy = True
-        for name, number in list(self._said.items()):
-            if self._told.get(name) != number:
-                self._store.set(f"{self._me}/{name}", str(number))
-                self._told[name] = number
+        while self._said:
+            name, number = self._said.popitem()
+            self._store.set(f"{self._me}/{name}", str(number))
         if leaving:
             self._store.set(f"{self._me}/{CLOSED}", "1")
             return False
         self._beat()
-        numbers = {name: self._number(name) for name in list(self._listening)}
+        numbers = {name: self._number(name) for name in list(self._numbers)}
         with self._lock:
             expected = list(self._expected)
         for name in expected:
@@ -318,7 +309,7 @@ class Mailbox:
             self._news.set()
             busy = True
         # Last: who hears goodbye has got what came before it.
-        self._numbers.update({k: number for k, number in numbers.items() if number is not None})
+        self._numbers.update(numbers)
         self._passes += 1
         # The thread that trains has better things to do than to yield to this one.
         short = busy or self._hurried

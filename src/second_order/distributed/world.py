@@ -375,22 +375,19 @@ class World:
         if by_sum or goes_by_shares(self.size, largest, whole):
             parts = [c.reshape(-1) for i in for_all if (c := contents[i]) is not None]
             mine, runs = self._stage(torch.cat(parts) if parts else empty), runs_of(sizes)
-            copied = self._copied_by_sum if by_sum else self._copied_by_shares
-            flat = copied(mine, runs, whole // dtype.itemsize).to(device, dtype)
+            if by_sum:  # -0.0 + x is x bit for bit; 0.0 + -0.0 would be 0.0
+                flat = mine.new_full((whole // dtype.itemsize,), -0.0)
+                flat[slice(*runs.get(self.rank, (0, 0)))] = mine
+                self._all_reduced(flat).wait()
+            else:
+                flat = self._copied_by_shares(mine, runs, whole // dtype.itemsize)
+            flat = flat.to(device, dtype)
             for i, piece in zip(for_all, flat.split([items[i].size for i in for_all]), strict=True):
                 contents[i] = piece
             moving = sorted(set(moving) - set(for_all))
         if moving:
             self._deliver(items, moving, contents, empty)
         return contents
-
-    def _copied_by_sum(self, mine: Tensor, runs: Mapping[int, Run], total: int) -> Tensor:
-        """The whole message of a run of each source, by adding nothing to each."""
-        # -0.0 + x is x bit for bit; 0.0 + -0.0 would be 0.0.
-        flat = mine.new_full((total,), -0.0)
-        flat[slice(*runs.get(self.rank, (0, 0)))] = mine
-        self._all_reduced(flat).wait()
-        return flat
 
     def _copied_by_shares(self, mine: Tensor, runs: Mapping[int, Run], total: int) -> Tensor:
         """The whole message of a run of each source: a share to each rank, and then all shares."""
