@@ -63,8 +63,6 @@ def load(model: nn.Module, optimizer: Any) -> None:
     optimizer.load_state_dict(optimizer.saved)
 
 
-
-
 def close(model: nn.Module, optimizer: Any) -> None:
     optimizer.close()
 
@@ -212,8 +210,6 @@ def test_a_rank_that_does_not_come_is_told_of_within_the_timeout(world: World) -
         assert f"rank {rank} is about to take a step of KAISA, and not all of the 3" in text
         assert "does not hear from the others any more" in text
         assert seconds < LIMIT + 5.0  # for the load of the machine
-
-
 
 
 def among_others(rank: int, world_size: int) -> list[Tensor]:

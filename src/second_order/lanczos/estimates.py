@@ -16,7 +16,6 @@ What is left to chance is a mean of independent samples, and so has a standard e
 
 from __future__ import annotations
 
-import importlib
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
@@ -44,8 +43,6 @@ from second_order.options import check_number
 
 __all__ = ["Diagonal", "SpectralDensity", "Trace", "diagonal", "spectral_density", "trace"]
 
-# Of a bump, and of the room on both sides: shares of the spectrum's.
-WIDTH, MARGIN = 0.006, 0.05
 LEAST_SAMPLES = 2  # for a standard error
 FAIR_SAMPLES = 4  # of two, χ² distributed, it is 1.6 times too small on average, of four 1.3 times
 NOT_FINITE = (
@@ -280,51 +277,6 @@ class SpectralDensity:
     size: int
     products: int
 
-    def plot(self, axes: Any = None, *, width: float | None = None, points: int = 1500) -> Any:
-        """Draw the density on a logarithmic scale, and a line at the height of one eigenvalue.
-
-        Args:
-            axes: The matplotlib axes to draw on; None for those of a new figure of pyplot.
-            width: Standard deviation of the bump of a node, in units of eigenvalues; None for
-                0.6 % of the distance between the extreme nodes.
-            points: Number of points of the curve.
-
-        Returns:
-            The axes.
-
-        Raises:
-            ImportError: Without axes, if matplotlib is not installed.
-        """
-        if width is not None:
-            _check_width(width)
-        if points < 2:
-            raise ValueError(f"points={points} is below 2; 1500 is the default")
-        if axes is None:
-            try:
-                pyplot = importlib.import_module("matplotlib.pyplot")
-            except ModuleNotFoundError as error:
-                raise ImportError(
-                    "SpectralDensity.plot draws with matplotlib, which is not installed: pip "
-                    "install matplotlib; or take the numbers of SpectralDensity.on(grid, width)"
-                ) from error
-            axes = pyplot.figure().add_subplot()
-        nodes = self.nodes[self.weights > 0.0]
-        low, high = float(nodes.min()), float(nodes.max())
-        span = (high - low) or abs(high) or 1.0
-        width = WIDTH * span if width is None else width
-        ends = low - MARGIN * span, high + MARGIN * span
-        grid = torch.linspace(*ends, points, dtype=torch.float64)
-        x, curve = grid.numpy(), self.on(grid, width).numpy()
-        one = 1 / (self.size * width * math.sqrt(2 * math.pi))
-        (line,) = axes.plot(x, curve, linewidth=1.2)
-        axes.fill_between(x, curve, one / 30, color=line.get_color(), alpha=0.25, linewidth=0)
-        axes.axhline(one, color="0.55", linewidth=0.8, zorder=1, label="height of one eigenvalue")
-        axes.set_yscale("log")
-        axes.set_ylim(one / 30, 4 * max(float(curve.max()), one))
-        axes.set_xlabel("eigenvalue")
-        axes.set_ylabel("density of eigenvalues")
-        return axes
-
     def expectation(self, function: Any) -> float:
         """The value of tr f(H) / n; ``lambda x: x`` gives the mean eigenvalue."""
         return float((self.weights * function(self.nodes)).sum() / len(self.nodes))
@@ -343,16 +295,12 @@ class SpectralDensity:
             TypeError: If the width is no number.
             ValueError: If it is not above 0.
         """
-        _check_width(width)
+        remedy = "use a percent of the spectrum's width, perhaps"
+        check_number("width", width, low=0.0, open_low=True, open_high=True, remedy=remedy)
         grid = grid.to("cpu", torch.float64)
         distance = (grid[:, None, None] - self.nodes[None]) / width
         bumps = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
         return (bumps * self.weights).sum(dim=(1, 2)) / len(self.nodes)
-
-
-def _check_width(width: Any) -> None:
-    remedy = "use a percent of the spectrum's width, perhaps"
-    check_number("width", width, low=0.0, open_low=True, open_high=True, remedy=remedy)
 
 
 def spectral_density(
