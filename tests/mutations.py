@@ -2650,8 +2650,8 @@ MUTANTS = [
     _mutant(
         "a group is lent again while a rank sends in it",
         "distributed/world.py",
-        "if self._spare is not None and self.settled:",
-        "if self._spare is not None:",
+        "if self.spare is not None and self.settled:",
+        "if self.spare is not None:",
         "collectives::a_group_with_something_under_way_is_not_lent_again",
     ),
     _mutant(

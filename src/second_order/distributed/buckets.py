@@ -18,6 +18,7 @@ summed, or of what is copied, to which the others add nothing. Gloo's is a ring 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -177,11 +178,11 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
+@dataclass
 class PendingReduction:
     """Sums under way, a message a bucket and what is to be done after it."""
 
-    def __init__(self) -> None:
-        self.works: list[tuple[Any, Callable[[], Any]]] = []
+    works: list[tuple[Any, Callable[[], Any]]] = field(default_factory=list)
 
     @explained()
     def wait(self) -> None:

@@ -548,23 +548,24 @@ _lent: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[list[Any], set[int]]]
 _lent = weakref.WeakKeyDictionary()  # by lender, the groups made of it, and which of them are back
 
 
+@dataclass
 class Loan:
     """A group on loan: ``world``, of the lender's ranks; what is sent there meets nothing else.
 
-    Attributes:
-        settled: Whether all that this rank has begun to send has been waited for. Else the group
-            never comes back: what other ranks have begun there may have no counterpart here.
+    ``settled`` says whether all that this rank has begun to send has been waited for. Else the
+    group never comes back: what other ranks have begun there may have no counterpart here.
     """
 
-    def __init__(self, world: World, number: int = 0, spare: set[int] | None = None) -> None:
-        self.world, self.settled = world, True
-        self._number, self._spare = number, spare
+    world: World
+    number: int = 0
+    spare: set[int] | None = None  # the numbers of the lender's groups that are back
+    settled: bool = True
 
     def give_back(self) -> None:
         """Let the group be lent again."""
-        if self._spare is not None and self.settled:
-            self._spare.add(self._number)
-            self._spare = None
+        if self.spare is not None and self.settled:
+            self.spare.add(self.number)
+            self.spare = None
 
 
 @explained()
