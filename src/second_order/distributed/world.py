@@ -78,22 +78,16 @@ class Delivery:
 class World:
     """The processes an optimizer works with: a process group, or this process alone.
 
-    Args:
-        group: A process group; None for the default one if it is initialised.
-
-    Attributes:
-        group: The process group; None for one process alone.
-        rank: Rank of this process in the group.
-        size: Number of processes.
-        wire: Dtype in which floating-point messages travel; None for their own.
+    Without a ``group`` it is the default one if that is initialised, else none.
     """
 
-    wire: torch.dtype | None = None
+    wire: torch.dtype | None = None  # in which floating-point messages travel; None for their own
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._subgroups: dict[tuple[Any, ...], World] = {}
         check_group(group)
-        self.group, self.rank, self.size = group, 0, 1
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.group = group if group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -163,9 +157,8 @@ class World:
     def level(self) -> None:
         """Let all ranks be in equally many groups; a collective before some of them make one.
 
-        Torch names a group that its members make alone by how many each is in. Ranks in
-        unlike numbers of groups, as where some are in a group of the user's, would look for each
-        other under other names until the timeout.
+        Torch names a group that its members make alone by how many each is in. Ranks in unlike
+        numbers of groups, as of the user's, would look for each other under other names.
         """
         here = len(dist.distributed_c10d._world.pg_names)
         for _ in range(max(self.all_gather_object(here)) - here):
@@ -186,7 +179,7 @@ class World:
     # ------------------------------------------------------------------------------------ sums
 
     def _stage(self, flat: Tensor) -> Tensor:
-        """The buffer in a form that the backend can send."""
+        """A buffer in a form that the backend can send."""
         if self.wire is not None:
             return flat.to("cpu" if self.backend == "gloo" else flat.device, self.wire)
         if self.backend == "gloo":
