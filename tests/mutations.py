@@ -60,7 +60,7 @@ a budget whose solves take what statistics need
 a budget by means  <-  budget::first_steps_and_outliers_do_not_count
     statistics.median(lap  =>  statistics.fmean(lap
 a budget that each rank has for itself  <-  budget::ranks_with_different_clocks_choose_the_same
-  - *mean_over(self._training.world, self._watch.medians("S", "R", "T"))
+  - *self._training.world.mean(self._watch.medians("S", "R", "T"))
   + *self._watch.medians("S", "R", "T")
 a budget measured of frozen layers  <-  budget::nothing_is_measured_while_all_is_frozen
     if not working:  =>  if False:
@@ -90,7 +90,7 @@ refreshes measured by steps with a Newton step
     dict.fromkeys(("lanczos", "split", "newton"), "apart")  =>  {"lanczos": "apart"}
 refreshes whose price each rank has for itself
   <-  refresh_budget::ranks_with_different_clocks_do_the_same
-  - T, R = mean_over(self._training.world, [self._base_step(), self._seconds])
+  - T, R = self._training.world.mean([self._base_step(), self._seconds])
   + T, R = self._base_step(), self._seconds
 refreshes whose price no checkpoint keeps
   <-  refresh_budget::a_resumed_run_is_the_run_that_was_never_stopped
@@ -143,6 +143,12 @@ groups are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
 ranks compared, and the base's state not
   <-  debug::a_parted_bit_is_named_with_its_rank_before_a_further_step
     state[p].items() if p in state else ()  =>  ()
+descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
+    repr(facts).encode()  =>  repr(len(facts)).encode()
+checksums without places  <-  debug::places_count
+    (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
+checksums of the last block alone  <-  debug::large_ones_are_read_in_blocks
+    total * BETWEEN_BLOCKS + (_multipliers  =>  (_multipliers
 
 == contract/groups.py
 names of a group that is added are left out
@@ -184,14 +190,6 @@ two bases: a loaded state is nobody's
   <-  two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state
     if len(part.state):  =>  if False:
 
-== distributed/agreement.py
-descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
-    repr(facts).encode()  =>  repr(len(facts)).encode()
-checksums without places  <-  debug::places_count
-    (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
-checksums of the last block alone  <-  debug::large_ones_are_read_in_blocks
-    total * BETWEEN_BLOCKS + (_multipliers  =>  (_multipliers
-
 == distributed/assignment.py
 cost of computation as that of memory  <-  assignment::costs
     dim ** (3 if cost == "compute" else 2)  =>  dim**2
@@ -210,11 +208,9 @@ only the first bucket of a sum is waited for
   <-  collectives::a_future_is_done_when_the_last_bucket_is
     [work.get_future() for work, _ in works]  =>  [work.get_future() for work, _ in works[:1]]
 only the first bucket of a sum arrives  <-  shares::by_shares_is_bit_for_bit_as_directly
-    while self._works:  =>  if self._works:
-gloo's ring in the place of a message for each rank  <-  shares::gloo_sums_in_rounds_or_not_at_all
-    if gloo and ranks <= RING_RANKS  =>  if ranks < 0
+    while self.works:  =>  if self.works:
 a message for each of thousands of ranks  <-  shares::messages_of_many_ranks_go_by_a_sum
-    return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES  =>  return False
+    0 < whole < (ranks - 1 - rounds) * MESSAGE_BYTES  =>  False
 the rows of all ranks for one owner  <-  shares::balanced_and_small_messages_go_directly
     return ranks * largest > max(2 * whole, SMALL_BYTES)  =>  return False
 buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
@@ -230,53 +226,22 @@ bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_
 a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
     if key not in made:  =>  if True:
 
-== distributed/lent_groups.py
+== distributed/world.py
 a group is lent again while a rank sends in it
   <-  collectives::a_group_with_something_under_way_is_not_lent_again
-    if lender is None or group is None or not self.settled:  =>  if lender is None or group is None:
-
-== distributed/mailbox.py
-a goodbye that overtakes messages  <-  roles::goodbye_is_the_last_thing_that_is_said
-  - while not self._outgoing.empty():
-  -             self._send(
-  + while not (stopping or self._outgoing.empty()):
-  +             self._send(
-a stop of all processes is a silence  <-  roles::a_stop_of_all_processes_is_no_silence
-    min(now - self._looked, self._limit / 4)  =>  now - self._looked
-a store listens everywhere  <-  roles::teams_work_apart
-    store, place, error = None, "127.0.0.1", ""  =>  store, place, error = None, "0.0.0.0", ""
-
-== distributed/roles.py
-one process alone has helpers  <-  roles::one_process_alone_trains_whatever_is_asked_for
-    count = helpers if world_size > 1 else 0  =>  count = helpers
-
-== distributed/shard_layout.py
-rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
-    of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
-
-== distributed/world.py
+    if self.spare is not None and self.settled:  =>  if self.spare is not None:
 bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
 a group's first rank taken for the world's
   <-  collectives::the_first_rank_is_copied collectives::a_group_has_ranks_of_its_own
   - dist.broadcast(flat, group=self.group, group_src=0)
   + dist.broadcast(flat, 0, group=self.group)
-words compared at one place alone  <-  agreement::ranks_know_whether_they_have_the_same_words
-    return all(most == ~of_least  =>  return any(most == ~of_least
 rounds that do not reach every rank  <-  agreement::every_rank_hears_of_each_other_in_rounds
     distance *= 2  =>  distance *= 4
-ranks beyond a power of two whose addends are left out
-  <-  shares::all_reduces_in_rounds_are_the_same_bits_on_all_ranks
-  - self._receive(other, beyond)
-  -             add(flat, other, out=flat)
-  + self._receive(other, beyond)
-a place without a word taken for a word  <-  agreement::ranks_know_whether_they_have_the_same_words
-    (least, least) if word is None  =>  (0, 0) if word is None
 copies by a sum that lose the sign of a zero  <-  shares::copies_by_a_sum_keep_every_bit
-  - (max(stop for _, stop in runs.values()),), -0.0)
-  + (max(stop for _, stop in runs.values()),), 0.0)
+    (whole // dtype.itemsize,), -0.0)  =>  (whole // dtype.itemsize,), 0.0)
 narrow sums of many ranks that add up narrow  <-  shares::narrow_messages_add_up_wide_by_a_sum
-    whole, own = flat.to(wide(flat.dtype)), runs  =>  whole, own = flat, runs
+    whole = flat.to(wide(flat.dtype))  =>  whole = flat
 half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
     return not bool(noes)  =>  return bool(noes < 2.0)
 what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_their_shapes
@@ -284,6 +249,27 @@ what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_
 sums by shares sent to their owners in another order
   <-  shares::by_shares_is_bit_for_bit_as_directly
     [*pieces[0::2], *pieces[1::2]]  =>  [*pieces[1::2], *pieces[0::2]]
+words that are never compared  <-  agreement::ranks_know_whether_they_have_the_same_words
+    return int(both[0]) == ~int(both[1])  =>  return True
+
+== distributed/mailbox.py
+a goodbye that overtakes messages  <-  roles::goodbye_is_the_last_thing_that_is_said
+  -         while not self._outgoing.empty():
+  -             self._send(
+  +         while not (leaving or self._outgoing.empty()):
+  +             self._send(
+a stop of all processes is a silence  <-  roles::a_stop_of_all_processes_is_no_silence
+    min(now - self._looked, self._limit / 4)  =>  now - self._looked
+a store listens everywhere  <-  roles::teams_work_apart
+    store, place, error = None, "127.0.0.1", ""  =>  store, place, error = None, "0.0.0.0", ""
+
+== distributed/roles.py
+one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_trains
+    count = helpers if world_size > 1 else 0  =>  count = helpers
+
+== distributed/shard_layout.py
+rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
+    of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
 
 == files.py
 files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole_or_not_at_all
@@ -1160,7 +1146,7 @@ the steep directions' diagonal counts them twice
 == lanczos/hvp.py
 differences as wide as the parameters' dtype
   <-  mrdho2_fsdp::differences_are_wide_enough_for_narrow_passes
-    (set() if self._model is None else dtypes_of_passes(self._model))  =>  set()
+    self._dtypes |= dtypes_of_passes(self._model)  =>  pass
 micro-batches' losses weigh the same
   <-  lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples
     self.loss += examples * loss.detach().double()  =>  self.loss += loss.detach().double()
@@ -1170,6 +1156,8 @@ judged losses have other random numbers
   -
 micro-batches weigh the same  <-  hvp::micro_batches_are_one_batch
     if factor != 1.0:  =>  if False:
+buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_evaluation
+    buffer.data.copy_(value)  =>  pass
 
 == lanczos/lanczos.py
 orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
@@ -1193,10 +1181,6 @@ residuals below rounding  <-  lanczos::no_residual_is_stated_below_rounding
     return self.residuals.clamp(min=least)  =>  return self.residuals
 a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
     *range(smallest)]  =>  *range(1, smallest + 1)]
-
-== lanczos/undisturbed.py
-buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_evaluation
-    buffer.data.copy_(value)  =>  pass
 
 == lanczos/vector_space.py
 a loss of the positive Hessian under maximize  <-  dho2::the_guard_of_s_knows_what_is_worse
