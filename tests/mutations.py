@@ -617,7 +617,7 @@ MUTANTS = [
     _mutant(
         "padding tokens count",
         "kronecker/layers.py",
-        "if embedding.padding_idx is not None:",
+        "if padding is not None:",
         "if False:",
         "invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows",
     ),
@@ -644,7 +644,7 @@ MUTANTS = [
     ),
     _mutant(
         "sparse embeddings are preconditioned",
-        "kronecker/layers.py",
+        "kronecker/kinds.py",
         'if getattr(module, "sparse", False):',
         "if False:",
         "finding::an_embedding_with_sparse_gradients_is_left_to_the_base",
@@ -1019,8 +1019,8 @@ MUTANTS = [
     _mutant(
         "a registered layer's own rows left out",
         "kronecker/kinds.py",
-        "return (x, d) if rows is None else rows(module, x, d)",
-        "return x, d",
+        "if rows is None else rows\n",
+        "\n",
         "kinds::a_registered_layer_has_the_factors_of_what_it_was_told_to_compute",
     ),
     _mutant(

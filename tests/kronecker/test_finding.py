@@ -239,7 +239,7 @@ def test_auto_factors_the_first_wide_linear_after_a_convolution() -> None:
         "8": DoublyFactoredBlock,
         "11": KroneckerBlock,
     }
-    assert [blocks["8"].shape.dim(k) for k in "AGL"] == [6, 8, 4]  # channels, out, locations
+    assert [blocks["8"].shape.dims[k] for k in "AGL"] == [6, 8, 4]  # channels, out, locations
     assert blocks["8"].bias is None
 
 

@@ -495,8 +495,8 @@ def _factors(shape: FactorShape) -> str:
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
     groups = "of gradients: " if shape.marginal else ""
     groups = f"{shape.groups} x " if shape.groups > 1 and not groups else groups
-    squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
-    return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
+    squares = {k: "" if k in shape.diagonals else "²" for k in shape.letters}
+    return groups + ", ".join(f"{k} {shape.dims[k]}{square}" for k, square in squares.items())
 
 
 def _status(block: KroneckerBlock) -> str:

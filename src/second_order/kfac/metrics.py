@@ -89,7 +89,7 @@ def _traces(blocks: Sequence[KroneckerBlock]) -> dict[str, float]:
         weights.append(factors.weight)
         for letter, of_layers in traces.items():
             means = factors.means[shape.letters.index(letter)]
-            of_layers.append(means.sum() * shape.dim(letter))
+            of_layers.append(means.sum() * shape.dims[letter])
     known = [weight > 0 for weight in _numbers(weights)]
     found: dict[str, float] = {}
     for letter, of_layers in traces.items():

@@ -84,6 +84,7 @@ class KroneckerBlock:
     ) -> None:
         self.names = list(names)
         self.modules = list(modules)
+        self.watched = self.modules  # whose passes make the statistics
         self.keys = list(keys) or list(map(key_of, modules))
         named = zip(modules, self.keys, strict=True)
         self._kinds = {module: KINDS[key] for module, key in named if key is not None}
@@ -102,11 +103,6 @@ class KroneckerBlock:
     def _key_parameter(self) -> nn.Parameter:
         module = self.modules[0]
         return cast(nn.Parameter, getattr(module, self._kinds[module].weight))
-
-    @property
-    def watched(self) -> Sequence[nn.Module]:
-        """The modules whose passes make the statistics."""
-        return self.modules
 
     def _reset(self) -> None:
         self.shape: FactorShape = self._current_shape()
@@ -322,8 +318,8 @@ class KroneckerBlock:
         factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))
         matrices = {k: saved[k] for k in shape.letters if k in saved}
         for k, stored in matrices.items():
-            if stored.dim() < 3 and not shape.is_diagonal(k):
-                matrices[k] = unpack_upper_triangular(stored, shape.dim(k))
+            if stored.dim() < 3 and k not in shape.diagonals:
+                matrices[k] = unpack_upper_triangular(stored, shape.dims[k])
         if "mean_eigenvalues" in saved:
             factors.means.copy_(saved["mean_eigenvalues"])
         elif len(matrices) == len(shape.letters):

@@ -14,7 +14,7 @@ from second_order.errors import SecondOrderWarning
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import Reduction
-from second_order.kronecker.layers import Approximation, PairStatistics, is_convolution, live_rows
+from second_order.kronecker.layers import CONVOLUTIONS, Approximation, PairStatistics, live_rows
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
@@ -155,7 +155,7 @@ class StatisticsCollector:
         source: int,
     ) -> PairStatistics:
         approximation = self.approximation
-        if self.conv_approximation is not None and is_convolution(module):
+        if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
             approximation = self.conv_approximation
         # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
         plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and source >= 0

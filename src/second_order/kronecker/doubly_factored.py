@@ -81,7 +81,7 @@ class DoublyFactoredBlock(KroneckerBlock):
         dtype = torch.promote_types(dtype, torch.float32)
         rows = d.to(dtype).reshape(-1, d.shape[-1])
         live = live_rows(rows)
-        maps = live.pick(x.to(dtype).reshape(-1, self.shape.dim("A"), self.locations))
+        maps = live.pick(x.to(dtype).reshape(-1, self.shape.dims["A"], self.locations))
         # Inputs that are not finite fail in eigh; the statistics drop them.
         finite = torch.isfinite(maps).flatten(1).all(1)
         psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
