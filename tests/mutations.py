@@ -561,8 +561,8 @@ MUTANTS = [
     _mutant(
         "an A with the bias's row for a layer without bias",
         "kronecker/collector.py",
-        "block.trains_bias), self._last_a, None",
-        "True), self._last_a, None",
+        "block.trains_bias), self.last_a, None",
+        "True), self.last_a, None",
         "sharing::layers_of_one_input_with_and_without_a_bias",
     ),
     _mutant(
@@ -871,7 +871,7 @@ MUTANTS = [
     _mutant(
         "terms counted where a loss is a mean",
         "kronecker/collector.py",
-        'self._counted(module) if self.reduction() == "step_mean" else []',
+        'self._counted(module) if reduction == "step_mean" else []',
         "self._counted(module)",
         "loss_reduction::other_owners_layers_are_counted_at_most",
     ),

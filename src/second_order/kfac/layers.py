@@ -256,7 +256,7 @@ class Layers:
 
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
-        self.capture.enabled = due
+        self.capture.gate.open = due
         if self._sampler is not None:
             self._sampler.step = self._training.steps
 
@@ -353,7 +353,7 @@ class Layers:
             if over.device.type != "cpu" or bool(over):
                 block.staged.dropped += over
                 self._overflown[block] = over | self._overflown.get(block, over)
-        self.collector.settle()
+        self.collector.last_a = None
         self.updates += 1
         while sums:  # the last layer's sums are freed first
             block, each = sums.popitem()

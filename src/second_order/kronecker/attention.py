@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.autograd import current_node, saving_hooks
+from second_order.kronecker.autograd import current_node
 
-__all__ = ["Assembly", "hosts", "is_attention", "projections"]
+__all__ = ["Assembly", "is_attention", "projections"]
 
 PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 """Nodes of a product with a weight, whose edge is the last one, and their names of the input."""
@@ -41,13 +41,6 @@ def is_attention(module: nn.Module) -> bool:
         isinstance(module, nn.MultiheadAttention)
         and type(module).forward is nn.MultiheadAttention.forward
     )
-
-
-def hosts(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules whose calls are those of a model's layers: of an ``out_proj`` its attention's."""
-    attention = [module for module in root.modules() if is_attention(module)]
-    of = {cast(nn.Module, module.out_proj): module for module in attention}
-    return list(dict.fromkeys(of.get(layer, layer) for layer in layers))
 
 
 def projections(
@@ -97,12 +90,6 @@ def inputs_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     if each[0].dim() == 2:
         return [x.unsqueeze(0) for x in each]
     return each if module.batch_first else [x.transpose(0, 1) for x in each]
-
-
-def is_checkpointed() -> bool:
-    """Whether a checkpoint that saves nothing is in force: what a node saves can be read once."""
-    hooks: Any = saving_hooks(True)
-    return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def input_of(node: Any = None) -> Tensor:
