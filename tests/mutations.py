@@ -582,15 +582,15 @@ MUTANTS = [
     _mutant(
         "micro-batches draw the same noise",
         "kronecker/fisher.py",
-        "hash((self.step, call - first_call, self._rank))",
+        "hash((self.step, call - self._last[1], self._rank))",
         "hash((self.step, 0, self._rank))",
         "contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one",
     ),
     _mutant(
         "ranks draw the same noise",
         "kronecker/fisher.py",
-        "hash((self.step, call - first_call, self._rank))",
-        "hash((self.step, call - first_call, 0))",
+        "hash((self.step, call - self._last[1], self._rank))",
+        "hash((self.step, call - self._last[1], 0))",
         "kaisa::ranks_draw_labels_of_their_own",
     ),
     _mutant(

@@ -33,25 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from second_order.kronecker import autograd
-from second_order.kronecker.attention import (
-    Assembly,
-    input_of,
-    inputs_of,
-    is_attention,
-    projections,
-)
-from second_order.kronecker.hooks import (
-    Gate,
-    LayerHook,
-    RootHook,
-    RootPreHook,
-    Watch,
-    WatchHook,
-    hook_of,
-    input_in,
-    release,
-)
+from second_order.kronecker import autograd, hooks
+from second_order.kronecker.attention import Assembly, input_of, is_attention, projections
+from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
 from second_order.sharded import FSDPParams
 
 __all__ = ["Capture"]
@@ -67,6 +51,7 @@ NOT_ACCUMULATED = (
     "nothing, and backward() sends none through their outputs"
 )
 NOT_TENSORS = "it is not called with one tensor, or does not return one"
+CHANGED = "its input was changed in place after its forward"
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
@@ -165,17 +150,15 @@ def _repeated_in() -> tuple[int, bool]:
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
-    Args:
-        consumer: Receives every pair, under ``no_grad`` and without autocast: a
-            :class:`~second_order.kronecker.collector.StatisticsCollector`.
-        sampler: The sampled Fisher's: ``sampler(model_output, call)`` draws labels from the
-            model's output and returns the summed negative log-likelihood. The pairs then carry that
-            loss's gradients, taken as soon as the root module's forward returns and delivered when
-            the user's backward reaches its output; no parameter's ``.grad`` is touched. None: the
-            gradients of the user's own backward.
-        wanted: Tells whether a module's pairs are wanted now; None: if its weight trains.
-        timed: Makes a context manager around the work of a hook, to measure it.
-        fsdp: What FSDP2 does with the model's parameters; None for nothing.
+    ``consumer`` receives every pair, under ``no_grad`` and without autocast: a
+    :class:`~second_order.kronecker.collector.StatisticsCollector`. ``wanted`` tells whether a
+    module's pairs are wanted now, if None where its weight trains; ``timed`` makes a context
+    manager that measures the work of a hook; ``fsdp`` knows what FSDP2 does with the parameters.
+
+    ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
+    and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
+    taken as soon as the root module's forward returns and delivered when the user's backward
+    reaches its output; no parameter's ``.grad`` is touched.
 
     ``gate.open`` tells whether pairs of the passes to come are captured, by compiled graphs, too;
     ``missed`` has, by layer, why its last lost pair did not count.
@@ -217,12 +200,10 @@ class Capture:
         self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
         # The calls of an attention are those of its `out_proj`, too.
         within = {module.out_proj: module for module in root.modules() if is_attention(module)}
-        kinds: list[tuple[nn.Module, type[WatchHook]]] = [
-            (module, LayerHook)
-            for module in dict.fromkeys(within.get(layer, layer) for layer in layers)
-        ]
+        called = dict.fromkeys(within.get(layer, layer) for layer in layers)
+        kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
         if self._sampler is not None and layers:
-            kinds += [(root, RootPreHook), (root, RootHook)]
+            kinds += [(root, hooks.RootPreHook), (root, hooks.RootHook)]
         for module, kind in kinds:
             watch = Watch(self, module, self.gate, self._sampler is not None)
             hook_of(module, kind).watches.append(watch)
@@ -295,17 +276,12 @@ class Capture:
         wanted: Sequence[nn.Module],
     ) -> None:
         """Wait for the gradients of an attention's products."""
-        inputs = inputs_of(module, args, kwargs)
+        inputs, products = projections(module, args, kwargs, output, self.fsdp)
         whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-        both = (module, cast(nn.Module, module.out_proj))
-        owners = {
-            p: owner for owner in both for p in autograd.params_in_pass(owner, self.fsdp).values()
-        }
-        products = projections(module, output, (*args, *kwargs.values()), owners)
         unseen = set(wanted).difference(product.owner for product in products)
         self.missed.update(dict.fromkeys(unseen, COMPILED))
-        hooks: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
-        checkpointed = bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
+        saving: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
+        checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
         for owner, node, thirds in products:
             if owner not in wanted:
                 continue
@@ -363,8 +339,7 @@ class Capture:
                 if "inplace operation" not in str(error):
                     raise
                 # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
-                reason = "its input was changed in place after its forward"
-                self._consumer.lose(call.module, reason)
+                self.missed[call.module] = CHANGED
                 return
             again, call.used = call.used, True
             if pair is not None and call.looks:
@@ -449,12 +424,10 @@ class Capture:
                 "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
                 "checkpoint(..., use_reentrant=False), or fisher='empirical'"
             ) from error
-        found = [
-            (call, call.pair(gradient))
-            for (call, _), gradient in zip(pending, gradients, strict=True)
-            if gradient is not None
-        ]
-        pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
+        pairs = []
+        for (call, _), gradient in zip(pending, gradients, strict=True):
+            if gradient is not None and (pair := call.pair(gradient)) is not None:
+                pairs.append((call.module, pair[0], call.source, pair[1]))
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
         for tensor in autograd.differentiable_tensors(output):

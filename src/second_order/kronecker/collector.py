@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.errors import SecondOrderWarning
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import Reduction
@@ -46,9 +45,7 @@ class StatisticsCollector:
     reduction: Callable[[], Reduction]  # what the loss of a pass is
     gradient_scale: Callable[[Tensor], Tensor | float]  # a further factor of captured gradients
     conv_approximation: Approximation | None = None  # for convolutions; None for the same
-    warn: Callable[[str], None] = lambda message: warnings.warn(
-        message, SecondOrderWarning, stacklevel=3
-    )
+    warn: Callable[[str], None] = warnings.warn
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)  # of each module
     counted: KroneckerBlock | None = None  # whose terms are counted, whether it gets pairs or not
     fsdp: FSDPParams | None = None
@@ -77,15 +74,6 @@ class StatisticsCollector:
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module trains now."""
         return bool(self._training(module) or self._counted(module))
-
-    def lose(self, module: nn.Module, reason: str) -> None:
-        """Count a pair that cannot be had, and warn of its layer once."""
-        for block in self.blocks.get(module, ()):
-            if block.looks:
-                block.explanation.complete = False
-            if not bool(block.staged.dropped):
-                self.warn(f"a statistic of layer {block.name!r} is dropped: {reason}")
-            block.staged.dropped += 1
 
     def looks(self, module: nn.Module) -> bool:
         """Whether the pairs of a module are compared with its gradient now."""

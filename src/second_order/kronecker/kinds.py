@@ -34,7 +34,6 @@ from second_order.kronecker.layers import (
     LayerKind,
     PairStatistics,
     at_least_one,
-    embedding_fits,
     embedding_gradient,
     embedding_statistics,
     gram,
@@ -119,17 +118,18 @@ KINDS[nn.MultiheadAttention] = LayerKind(
     "in_proj_weight",
     "in_proj_bias",
     gradient=_attention_gradient,
-    fits=lambda module, x, d: True,  # put together from its own products
 )
 KINDS[TIED_EMBEDDING] = LayerKind(
     partial(embedding_statistics, tied=True),
     partial(rows_of_embedding, tied=True),
     with_bias=False,
     gradient=embedding_gradient,
-    fits=embedding_fits,
 )
 KINDS[TIED_OUTPUT] = LayerKind(
-    _tied_output_statistics, partial(rows_of_embedding, tied=True), with_bias=False
+    _tied_output_statistics,
+    partial(rows_of_embedding, tied=True),
+    with_bias=False,
+    fits=linear_fits,
 )
 
 
@@ -273,5 +273,4 @@ def register_layer(
         weight,
         "" if bias is None else bias,
         gradient=gradient,
-        fits=lambda module, x, d: True,  # who tells of rows has told of their sizes
     )

@@ -289,13 +289,13 @@ class LayerKind:
     bias: str = "bias"
     with_bias: bool = True
     gradient: Callable[[nn.Module, Tensor, Tensor], Tensor] = linear_gradient
-    fits: Callable[[nn.Module, Tensor, Tensor], bool] = linear_fits
+    fits: Callable[[nn.Module, Tensor, Tensor], bool] = lambda module, x, d: True
 
 
 KINDS: dict[Key, LayerKind] = {}
 """All kinds of layers, those of users among them."""
 
-KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics)
+KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics, fits=linear_fits)
 
 
 # --------------------------------------------------------------------------------------- embeddings
@@ -357,12 +357,6 @@ def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     return found
 
 
-def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
-    """Whether a pair has a row for each index."""
-    width = cast(Tensor, module.weight).shape[1]
-    return not x.is_floating_point() and d.shape == (*x.shape, width)
-
-
 def rows_of_embedding(module: nn.Module, bias: bool, tied: bool = False) -> FactorShape:
     """Sizes of an embedding's factors."""
     entries, width = cast(Tensor, module.weight).shape
@@ -370,7 +364,7 @@ def rows_of_embedding(module: nn.Module, bias: bool, tied: bool = False) -> Fact
 
 
 KINDS[nn.Embedding] = LayerKind(
-    embedding_statistics, rows_of_embedding, gradient=embedding_gradient, fits=embedding_fits
+    embedding_statistics, rows_of_embedding, gradient=embedding_gradient
 )
 
 
