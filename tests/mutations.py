@@ -1060,14 +1060,14 @@ MUTANTS = [
     ),
     _mutant(
         "a best rank one of another scale",
-        "kronecker/doubly_factored.py",
+        "kronecker/exact.py",
         "root = (sigma * size).sqrt()",
         "root = sigma.sqrt()",
         "doubly_factored::18_rank_one_in_float32_far_from_one",
     ),
     _mutant(
         "inputs that are not finite count as zeros",
-        "kronecker/doubly_factored.py",
+        "kronecker/exact.py",
         "psi = torch.where(finite[:, None], psi, torch.nan)",
         "pass",
         "doubly_factored::an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient",

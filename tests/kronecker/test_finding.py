@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from second_order import KAISA, DistKFAC
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock
-from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock
 from second_order.kronecker.model_blocks import BlockRules, find_blocks
 
 if TYPE_CHECKING:

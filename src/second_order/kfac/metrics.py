@@ -21,8 +21,7 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock
-from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
 from second_order.kronecker.solvers import condition_estimate

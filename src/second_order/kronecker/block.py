@@ -19,7 +19,6 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.layers import (
     KINDS,
-    Approximation,
     FactorShape,
     Form,
     Key,
@@ -205,20 +204,9 @@ class KroneckerBlock:
         module = self.modules[0]
         return self._kinds[module].shape(module, self.trains_bias)
 
-    def statistics(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        approximation: Approximation,
-        dtype: torch.dtype,
-        known: PairStatistics | None = None,
-    ) -> PairStatistics:
-        """Statistics of a captured pair of one of the modules."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        x = x.to(dtype) if x.is_floating_point() else x
-        form = Form(self.trains_bias, approximation, self.staged.triangular, known)
-        return self._kinds[module].statistics(module, x, d.to(dtype), form)
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        """Statistics of a captured pair of one of the modules, in the dtype of the pair."""
+        return self._kinds[module].statistics(module, x, d, form)
 
     # ------------------------------------------------------------ do the pairs explain the gradient
 

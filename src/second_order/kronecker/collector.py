@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import Reduction
-from second_order.kronecker.layers import CONVOLUTIONS, Approximation, PairStatistics, live_rows
+from second_order.kronecker.layers import (
+    CONVOLUTIONS,
+    Approximation,
+    Form,
+    PairStatistics,
+    live_rows,
+)
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
@@ -144,7 +150,10 @@ class StatisticsCollector:
         mine, last, known = (*key, block.trains_bias), self.last_a, None
         if plain and last is not None and last[0] == mine and last[1] is not block:
             known = last[2]
-        pair = block.statistics(module, x, d, approximation, self.factor_dtype, known)
+        wide = torch.promote_types(self.factor_dtype, torch.float32)
+        form = Form(block.trains_bias, approximation, block.staged.triangular, known)
+        x = x.to(wide) if x.is_floating_point() else x
+        pair = block.statistics(module, x, d.to(wide), form)
         if known is not None and pair.factors["A"] is known.factors["A"]:
             return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})
         if plain:

@@ -1,8 +1,15 @@
-"""Exact curvature blocks of gains and biases, from per-example gradients (Ba et al. 2017, app. C).
+"""The blocks of Ba et al. 2017 beside A ⊗ G: of gains and biases, and doubly factored Linears.
 
-With ĝ the gradient of one example's loss with respect to the gain and the bias of a normalisation,
-or to a bias alone, the block is E[ĝ ĝᵀ], a matrix of all their entries; or its diagonal alone where
-they are many. It is kept as the G of a layer whose A is 1: (1, d, d), or d groups of (1, 1).
+Exact blocks (appendix C): with ĝ the gradient of one example's loss with respect to the gain and
+the bias of a normalisation, or to a bias alone, the block is E[ĝ ĝᵀ], a matrix of all their
+entries; or its diagonal alone where they are many. It is kept as the G of a layer whose A is 1:
+(1, d, d), or d groups of (1, 1).
+
+Doubly factored blocks (section 4), of Linears fed by flattened feature maps: an example's input is
+a matrix, channels by locations. Its best approximation of rank one is ψ κᵀ, by the first singular
+triple, with √σ on each side: F ≈ E[ψψᵀ] ⊗ E[κκᵀ] ⊗ E[ddᵀ], kept as A, L and G. It does not reduce
+to plain K-FAC where there is one location, as inputs are not averaged over examples before they are
+squared but after.
 """
 
 from __future__ import annotations
@@ -21,12 +28,13 @@ from second_order.kronecker.layers import (
     CONVOLUTIONS,
     Approximation,
     FactorShape,
+    Form,
     PairStatistics,
     gram,
     live_rows,
 )
 
-__all__ = ["GAINS", "NORMALISATIONS", "ExactBlock", "Gain", "gain_of"]
+__all__ = ["GAINS", "NORMALISATIONS", "DoublyFactoredBlock", "ExactBlock", "Gain", "gain_of"]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -197,29 +205,20 @@ class ExactBlock(KroneckerBlock):
             return FactorShape(size, 1, 1, diagonal_a=True, exact=True)
         return FactorShape(1, 1, size, diagonal_a=True, exact=True)
 
-    def statistics(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        approximation: Approximation,
-        dtype: torch.dtype,
-        known: PairStatistics | None = None,
-    ) -> PairStatistics:
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
         """Sums of ĝ ĝᵀ over the examples of a pair.
 
         Positions of a sequence are examples with "expand", parts of one with "reduce"; locations of
         a feature map always are parts of one.
         """
-        dtype = torch.promote_types(dtype, torch.float32)
-        rows = self._example_gradients(module, x.to(dtype), d.to(dtype), approximation)
+        rows = self._example_gradients(module, x, d, form.approximation)
         # As many parts of d make an example as there are rows; without a gradient they are none.
         examples = live_rows(d.reshape(len(rows), -1)).count if d.numel() else 0
         if self.shape.groups > 1:
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
-            g = gram(rows.unsqueeze(0), False, self.staged.triangular)
-        ones = torch.ones(self.shape.groups, 1, dtype=dtype, device=d.device) * examples
+            g = gram(rows.unsqueeze(0), False, form.triangular)
+        ones = torch.ones(self.shape.groups, 1, dtype=d.dtype, device=d.device) * examples
         return PairStatistics({"A": ones, "G": g}, examples, len(rows))
 
     def _example_gradients(
@@ -261,3 +260,63 @@ class ExactBlock(KroneckerBlock):
         for p, part in zip(params, parts, strict=True):
             if p.grad is not None:
                 p.grad.copy_(part.view_as(p) * coefficient)
+
+
+# -------------------------------------------------------------------------------- doubly factored
+
+
+def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ψ and κ of the best approximations ψ κᵀ, by eigenvectors of the smaller second moment.
+
+    Of ``(N, channels, locations)`` they are ``(N, channels)`` and ``(N, locations)``, each of norm
+    √σ, σ the largest singular value.
+    """
+    _, channels, locations = x.shape
+    if channels < locations:
+        kappa, psi = rank_one(x.mT)
+        return psi, kappa
+    # Divided by its size, so that squares stay in range.
+    size = x.abs().amax((1, 2), keepdim=True)
+    scaled = x / torch.where(size > 0, size, 1.0)
+    _, vectors = torch.linalg.eigh(scaled.mT @ scaled)
+    right = vectors[..., -1:]
+    left = scaled @ right
+    sigma = torch.linalg.vector_norm(left, dim=1, keepdim=True)
+    left = left / torch.where(sigma > 0, sigma, 1.0)
+    root = (sigma * size).sqrt()
+    return (left * root).squeeze(-1), (right * root).squeeze(-1)
+
+
+class DoublyFactoredBlock(KroneckerBlock):
+    """A Linear's weight; its bias has a block of its own.
+
+    ``locations`` is their number T; ``nn.Flatten`` makes the input of (channels, locations).
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        modules: Sequence[nn.Module],
+        locations: int,
+        factor_dtype: torch.dtype,
+        triangular: bool,
+    ) -> None:
+        self.locations = locations
+        super().__init__(names, modules, None, factor_dtype, triangular)
+
+    def _current_shape(self) -> FactorShape:
+        out_dim, in_dim = self.weight.shape
+        return FactorShape(1, in_dim, out_dim, locations=self.locations)
+
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        """Sums of ψψᵀ, ddᵀ and κκᵀ over the rows of a pair."""
+        rows = d.reshape(-1, d.shape[-1])
+        live = live_rows(rows)
+        maps = live.pick(x.reshape(-1, self.shape.dims["A"], self.locations))
+        # Inputs that are not finite fail in eigh; the statistics drop them.
+        finite = torch.isfinite(maps).flatten(1).all(1)
+        psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
+        psi = torch.where(finite[:, None], psi, torch.nan)
+        parts = {"A": psi, "G": live.pick(rows), "L": kappa}
+        factors = {k: gram(part[None], False, form.triangular) for k, part in parts.items()}
+        return PairStatistics(factors, live.count, len(rows))

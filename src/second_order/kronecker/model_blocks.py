@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from second_order.kronecker.attention import is_attention
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock
-from second_order.kronecker.exact import ExactBlock, gain_of
+from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_of
 from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
 from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape
