@@ -901,7 +901,7 @@ the product of one tensor is formed for each layer
     known = last[2]  =>  known = None
 an A with the bias's row for a layer without bias
   <-  sharing::layers_of_one_input_with_and_without_a_bias
-    block.trains_bias), self._last_a, None  =>  True), self._last_a, None
+    block.trains_bias), self.last_a, None  =>  True), self.last_a, None
 no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
   - return self._accumulation_steps / scale
   + return self._accumulation_steps / torch.ones_like(scale)
@@ -909,7 +909,7 @@ gradients thrown away by the model kept as statistics
   <-  examples::a_discriminator_counts_its_own_passes
     block.starts_anew(unreduced):  =>  False:
 terms counted where a loss is a mean  <-  loss_reduction::other_owners_layers_are_counted_at_most
-    self._counted(module) if self.reduction() == "step_mean" else []  =>  self._counted(module)
+    self._counted(module) if reduction == "step_mean" else []  =>  self._counted(module)
 
 == kronecker/convolutions.py
 a convolution's G without the number of locations
@@ -946,14 +946,12 @@ inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_in
 one batch of everything  <-  solvers::factors_are_built_batch_by_batch
     if key not in current or filled[key] + nbytes > most:  =>  if key not in current:
 
-== kronecker/doubly_factored.py
+== kronecker/exact.py
 a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_far_from_one
     root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
 inputs that are not finite count as zeros
   <-  doubly_factored::an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient
     psi = torch.where(finite[:, None], psi, torch.nan)  =>  pass
-
-== kronecker/exact.py
 exact blocks are not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
     p.grad.copy_(part.view_as(p) * coefficient)  =>  p.grad.copy_(part.view_as(p))
 a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
@@ -1031,9 +1029,10 @@ a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
 == kronecker/fisher.py
 micro-batches draw the same noise
   <-  contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one
-    hash((self.step, call - first_call, self._rank))  =>  hash((self.step, 0, self._rank))
+    hash((self.step, call - self._last[1], self._rank))  =>  hash((self.step, 0, self._rank))
 ranks draw the same noise  <-  kaisa::ranks_draw_labels_of_their_own
-    hash((self.step, call - first_call, self._rank))  =>  hash((self.step, call - first_call, 0))
+  - hash((self.step, call - self._last[1], self._rank))
+  + hash((self.step, call - self._last[1], 0))
 a coin that falls the other way
   <-  invariants_factors::14_labels_are_drawn_from_the_models_distribution
     (uniform < output.sigmoid())  =>  (uniform > output.sigmoid())
@@ -1065,21 +1064,24 @@ keys counted as queries are  <-  attention::factors_are_those_of_separate_linear
     more = [counts[0] / count for count in counts]  =>  more = [1.0 for _ in counts]
 a registered layer's own rows left out
   <-  kinds::a_registered_layer_has_the_factors_of_what_it_was_told_to_compute
-    return (x, d) if rows is None else rows(module, x, d)  =>  return x, d
+  - if rows is None else rows
+  -
+  +
+  +
 torch's own layers are registered anew  <-  kinds::the_rules_of_torchs_own_layers_stay
     if ruled and kind.__module__.startswith("torch."):  =>  if False:
+sparse embeddings are preconditioned
+  <-  finding::an_embedding_with_sparse_gradients_is_left_to_the_base
+    if getattr(module, "sparse", False):  =>  if False:
 
 == kronecker/layers.py
 padding tokens count
   <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
-    if embedding.padding_idx is not None:  =>  if False:
+    if padding is not None:  =>  if False:
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
     matrix[..., -1].copy_(bias.reshape(groups, out))  =>  matrix[..., -1].zero_()
-sparse embeddings are preconditioned
-  <-  finding::an_embedding_with_sparse_gradients_is_left_to_the_base
-    if getattr(module, "sparse", False):  =>  if False:
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
   - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
   + a = gram(x.unsqueeze(0), form.bias, form.triangular)

@@ -167,7 +167,7 @@ def measure_network(world: World, device: torch.device) -> Interconnect:
         """The median of some calls, all of which all ranks begin together, on the slowest rank."""
         times = []
         for _ in range(7):
-            world.on_cpu().same([0])
+            world.on_cpu().same(0)
             times.append(_seconds(call, device))
         return float(max(world.all_gather_object(sorted(times)[len(times) // 2])))
 
