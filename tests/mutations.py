@@ -348,8 +348,8 @@ MUTANTS = [
     _mutant(
         "failures add up that are not in a row",
         "kronecker/block.py",
-        "silent=False, failures=0, complaint",
-        "silent=False, complaint",
+        'self.state.complaint = False, 0, ""',
+        'self.state.complaint = False, self.state.failures, ""',
         "failures::failures_that_are_not_in_a_row_are_no_error",
     ),
     _mutant(
@@ -498,7 +498,7 @@ MUTANTS = [
     _mutant(
         "uses of a module averaged",
         "kronecker/factors.py",
-        "uses = sum(n for n, _ in counted) / len(counted)",
+        "uses = uses / len(self._passes)",
         "uses = 1.0",
         "invariants_factors::9_not_as_so_many_passes",
     ),
@@ -2649,9 +2649,9 @@ MUTANTS = [
     ),
     _mutant(
         "sums of narrow factors that travel as they were added up",
-        "kfac/pipelined.py",
-        "found.append(staged.sums(micro_batches).to(self._dtype))",
-        "found.append(staged.sums(micro_batches))",
+        "kronecker/factors.py",
+        "factor.to(self.factor_dtype)",
+        "factor",
         "pipelined::sums_of_narrow_factors_are_rounded_before_they_leave",
     ),
     _mutant(
@@ -2980,8 +2980,8 @@ MUTANTS = [
     _mutant(
         "the change of a refresh by its own inverse twice",
         "kronecker/block.py",
-        "self._before = self._preconditioned_before(dtype)",
-        "self._before = inverse",
+        "self._before = before ",
+        "self._before = inverse ",
         "drift::cosine_and_length_are_those_of_dense_preconditioning",
     ),
     _mutant(

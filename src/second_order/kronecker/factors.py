@@ -49,10 +49,6 @@ class StatisticsSums:
     factors: dict[str, Tensor]
     head: Tensor
 
-    def to(self, dtype: torch.dtype) -> StatisticsSums:
-        """The same sums, with those of the factors in a dtype."""
-        return StatisticsSums({k: f.to(dtype) for k, f in self.factors.items()}, self.head)
-
     def times(self, scale: float | Tensor, groups: int) -> StatisticsSums:
         """The same sums, with those of a layer's G times a number."""
         head = self.head.clone()
@@ -67,7 +63,9 @@ class StagedStatistics:
     at a time. A pair with a non-finite statistic counts nothing and is counted in :attr:`dropped`.
 
     Attributes:
+        dtype: Dtype of the sums; they leave in ``factor_dtype``.
         pairs: Number of pairs since the last :meth:`clear`.
+        micro_batches: Number of backward passes that were the first through some forward.
         work: Operations of their passes.
         revision: A number that changes whenever the sums may have.
         explanation: The gradient in these passes beside the pairs, where they are compared.
@@ -76,14 +74,14 @@ class StagedStatistics:
     explanation: Explanation | None = None
 
     def __init__(
-        self, shape: FactorShape, device: torch.device, dtype: torch.dtype, triangular: bool
+        self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype, triangular: bool
     ) -> None:
-        self.shape = shape
-        self.device = device
-        self.triangular = triangular
-        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.shape, self.device = shape, device
+        self.factor_dtype, self.triangular = factor_dtype, triangular
+        self.dtype = torch.promote_types(factor_dtype, torch.float32)
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
         self.revision = 0
+        self._head_size = 1 + len(shape.letters) * shape.groups
         self.clear()
 
     def clear(self) -> None:
@@ -91,22 +89,15 @@ class StagedStatistics:
         if self.explanation is not None:
             self.explanation.close()
             self.explanation = None
-        self.pairs = 0
-        self.work = 0
+        self.pairs = self.micro_batches = self.work = 0
         self.revision += 1
         self._sums: dict[str, Tensor] = {}
-        head = 1 + len(self.shape.letters) * self.shape.groups
-        self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
+        self._head = torch.zeros(self._head_size, dtype=self.dtype, device=self.device)
         # By pass, each call's rows and its part of the head.
         self._passes: dict[int, list[tuple[float | Tensor, Tensor]]] = {}
         self._reduction: Reduction = "sum"
         self._first_passes: set[int] = set()
         self._terms: dict[int, int | Tensor] = {}  # by pass
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of backward passes so far that were the first through some forward."""
-        return len(self._first_passes)
 
     def knows(self, pass_id: int) -> bool:
         """Whether a backward pass has brought a pair."""
@@ -175,6 +166,7 @@ class StagedStatistics:
         self._passes.setdefault(pass_id, []).append((rows, head))
         if not again:
             self._first_passes.add(pass_id)
+            self.micro_batches = len(self._first_passes)
 
     def sums(self, micro_batches: int = 1) -> StatisticsSums:
         """The sums of the step, to be added over ranks and divided by the number of examples.
@@ -186,14 +178,17 @@ class StagedStatistics:
         multiplied by its square.
         """
         if not self._sums:
-            blank = partial(torch.zeros, dtype=self.dtype, device=self.device)
+            blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
             shapes = {k: self.shape.stored_shape(k, self.triangular) for k in self.shape.letters}
             return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, self._head)
-        counted = [_uses_and_rows(calls) for calls in self._passes.values()]
-        uses = sum(n for n, _ in counted) / len(counted)
+        uses: float | Tensor = 0.0
+        rows: float | Tensor = 0.0
+        for calls in self._passes.values():
+            in_pass = (1.0, calls[0][0]) if len(calls) == 1 else _uses_and_rows(calls)
+            uses, rows = uses + in_pass[0], rows + in_pass[1]
+        uses = uses / len(self._passes)
         scale: float | Tensor = uses * micro_batches**2
         if self._reduction == "mean":
-            rows = sum(rows for _, rows in counted)
             if isinstance(rows, Tensor):  # a number where that costs no waiting
                 share: float | Tensor = self._head[0] / rows.clamp_min(1.0)
             else:
@@ -204,21 +199,21 @@ class StagedStatistics:
             counted_again = uses * len(self._passes) / max(self.micro_batches, 1)
             scale = scale / counted_again**2
         found = StatisticsSums(dict(self._sums), self._head)
-        if isinstance(scale, float) and scale == 1.0:
-            return found
-        return found.times(scale, self.shape.groups)
+        if not (isinstance(scale, float) and scale == 1.0):
+            found = found.times(scale, self.shape.groups)
+        for letter, factor in found.factors.items():
+            found.factors[letter] = factor.to(self.factor_dtype)
+        return found
 
 
 def _uses_and_rows(
     calls: Sequence[tuple[float | Tensor, Tensor]],
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Uses of a module in a pass, and its rows; numbers where that costs no waiting.
+    """Uses of a module called again in a pass, and its rows; numbers where that costs no waiting.
 
     A call without an example (one beyond the end of every sequence, or one whose output's gradient
     a derivative of ReLU has zeroed) counts only where all calls are like it.
     """
-    if len(calls) == 1:
-        return 1.0, calls[0][0]
     present = torch.stack([head[0] for _, head in calls]) > 0
     counts = present | ~present.any()
     if counts.device.type == "cpu":  # nobody waits for an answer
@@ -262,21 +257,6 @@ class KroneckerFactors:
                 size = shape.stored_shape(k, triangular)
                 self.stored[k] = torch.zeros(size, dtype=dtype, device=device)
 
-    @property
-    def a(self) -> Tensor | None:
-        """A as stored."""
-        return self.stored["A"]
-
-    @property
-    def g(self) -> Tensor | None:
-        """G as stored."""
-        return self.stored["G"]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the factors that are kept here."""
-        return sum(0 if factor is None else factor.nbytes for factor in self.stored.values())
-
     def store(self, matrix: Tensor) -> Tensor:
         """A symmetric matrix, or a diagonal, in the form in which this layer keeps and sends it."""
         return _stored(matrix, self.triangular).to(self.dtype)
@@ -305,11 +285,11 @@ class KroneckerFactors:
 
     def matrix(self, which: str, dtype: torch.dtype) -> Tensor:
         """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal."""
-        stored, dim = self.stored[which], self.shape.dim(which)
+        stored = self.stored[which]
         assert stored is not None, f"factor {which} is kept elsewhere"
         if not self.triangular or (which == "A" and self.shape.diagonal_a):
             return stored.to(dtype, copy=True)
-        return unpack_upper_triangular(stored.to(dtype), dim)
+        return unpack_upper_triangular(stored.to(dtype), self.shape.dim(which))
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and G, each as :meth:`matrix` gives it."""
@@ -365,8 +345,7 @@ def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
     No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
     all ranks knows: on all ranks, whoever keeps the factors, so that all come to the same verdict.
     """
-    widest = max(shape.dim(letter) for letter in shape.letters)
-    bound = torch.finfo(sums.factors["A"].dtype).max / widest
+    bound = torch.finfo(sums.factors["A"].dtype).max / max(shape.in_dim, shape.out_dim)
     over = ~(sums.head[1:].amax() <= bound)  # NaN is no sound sum either
     # On the CPU nobody waits for an answer.
     if over.device.type != "cpu" or bool(over):
