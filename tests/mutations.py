@@ -1174,23 +1174,23 @@ MUTANTS = [
     # Threads.
     _mutant(
         "a snapshot that changes",
-        "kronecker/background.py",
+        "kfac/solve_async.py",
         "copies = [t.clone() for t in tensors]",
         "copies = list(tensors)",
         "background::a_snapshot_does_not_see_what_comes_later",
     ),
     _mutant(
         "a solve with all cores",
-        "kronecker/background.py",
-        "    torch.set_num_threads(1)\n",
-        "",
+        "kfac/solve_async.py",
+        "torch.set_num_threads(1)",
+        "pass",
         "background::one_core_in_the_work_and_as_many_as_before_elsewhere",
     ),
     _mutant(
         "deterministic without effect",
         "kfac/solve_async.py",
-        "elif self._background.deterministic or not ticket.done:",
-        "elif not ticket.done:",
+        "elif self._background.deterministic or not ticket.done():",
+        "elif not ticket.done():",
         "distkfac::deterministic_beside_a_layer_without_statistics",
     ),
     _mutant(
