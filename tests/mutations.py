@@ -1097,7 +1097,7 @@ MUTANTS = [
     _mutant(
         "eigenvectors need not be orthogonal",
         "kronecker/decompositions.py",
-        "return torch.maximum(error, skew) < RESIDUAL_TOLERANCE",
+        "return (error < RESIDUAL_TOLERANCE) & _is_orthogonal(vectors)",
         "return error < RESIDUAL_TOLERANCE",
         "solvers::eigenvectors_that_are_not_orthogonal_are_not_sound",
     ),

@@ -32,11 +32,7 @@ from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.sharded import FSDPParams, is_dtensor, local
 
-__all__ = [
-    "KroneckerBlock",
-    "LayerState",
-]
-
+__all__ = ["KroneckerBlock", "LayerState"]
 
 LOOK_EVERY = 100
 """Steps with statistics between two looks at whether a layer's pairs explain its gradient."""
@@ -61,16 +57,13 @@ class KroneckerBlock:
 
     Attributes:
         names: Names of the modules that share the weight, one for most layers.
-        modules: The modules that share the weight.
-        keys: The kind of each module.
-        weight: The shared weight.
+        keys: The kind of each of these modules.
         bias: The bias in the optimizer's care, or None.
         factors: Running averages; None before the first statistic or checkpoint.
         held: Whether A and G are kept on this process.
         staged: Statistics since the last step.
         inverse: The damped inverse, on the layer's gradient workers once it is solved.
         solved: Whether the layer's gradient workers, whichever ranks, hold an inverse.
-        state: The history of statistics and refreshes.
         shape: The sizes of the factors, by which parameters train.
         stored_shapes: By letter, the shape of a factor as stored here or on another process.
         trains_bias: Whether A has the homogeneous coordinate.
@@ -86,15 +79,12 @@ class KroneckerBlock:
         triangular: bool,
         keys: Sequence[Key | None] = (),
     ) -> None:
-        self.names = list(names)
-        self.modules = list(modules)
+        self.names, self.modules = list(names), list(modules)
         self.keys = list(keys) or list(map(key_of, modules))
         named = zip(modules, self.keys, strict=True)
         self._kinds = {module: KINDS[key] for module, key in named if key is not None}
-        self.weight = self._key_parameter()
-        self.bias = bias
-        self.factor_dtype = factor_dtype
-        self._triangular = triangular
+        self.weight, self.bias = self._key_parameter(), bias
+        self.factor_dtype, self._triangular = factor_dtype, triangular
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.state = LayerState()
@@ -152,11 +142,10 @@ class KroneckerBlock:
         return all(p.grad is None for p in self.params)
 
     def starts_anew(self, unreduced: bool = False) -> bool:
-        """Whether gradients of staged statistics have been thrown away: set to None, or to zero.
+        """Whether gradients of staged statistics have been set to None or to zero; ask each pass.
 
-        To be asked once at the beginning of each pass. An accumulation adds 1 to a gradient's
-        version: a device is not waited for in a loop that merely accumulates. Of a sharded gradient
-        the rows that are here tell. ``unreduced``: FSDP2 has yet to average earlier passes' ones.
+        An accumulation adds 1 to a gradient's version: a device is not waited for in a loop that
+        merely accumulates. ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
         """
         gradient, expected = self.weight.grad, self._expected_version
         gradient = None if gradient is None else local(gradient)
@@ -193,10 +182,7 @@ class KroneckerBlock:
             self.replace_params({stand_in: p for p, stand_in in others.items()})
 
     def follow_requires_grad(self) -> None:
-        """Start anew if the bias was frozen or unfrozen, or the layer moved: A has another size.
-
-        A layer that is frozen as a whole keeps its averages until it thaws.
-        """
+        """Start anew where the bias was frozen or unfrozen, or the layer moved, if it trains."""
         moved = self.weight.device != self.staged.device
         if self.trainable and (moved or self._current_shape() != self.shape):
             self._reset()
@@ -263,10 +249,7 @@ class KroneckerBlock:
             state.heard = False
 
     def ensure_factors(self, asked: bool = False) -> KroneckerFactors:
-        """The running averages, made on first use; ``asked``: statistics are due.
-
-        They are then made on every process, so that a layer without statistics is found.
-        """
+        """The running averages, made on first use; ``asked``: as statistics are due."""
         self.state.asked |= asked
         if self.factors is None:
             self.factors = KroneckerFactors(
@@ -305,11 +288,7 @@ class KroneckerBlock:
         return heads | {k: factor for k, factor in factors.stored.items() if factor is not None}
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
-        """Take over saved averages that fit, stored as triangles or not, whatever their dtype.
-
-        A factor that is to be kept here and is not in ``saved`` counts as lost, which the next
-        refresh reports.
-        """
+        """Take over saved averages that fit, triangles or not; a missing one counts as lost."""
         self.factors = None
         factors, shape = self.ensure_factors(), self.shape
         factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
@@ -347,10 +326,7 @@ class KroneckerBlock:
         self.drop_inverse()
 
     def install(self, inverse: Inverse | None, dtype: torch.dtype | None = None) -> None:
-        """Mark the layer as solved, by an inverse if this rank is a gradient worker.
-
-        A dtype is that of inverses, if :meth:`take_change` is to tell of the change to this one.
-        """
+        """Mark the layer as solved; a dtype of inverses if :meth:`take_change` is to tell of it."""
         if dtype is not None:
             before: Inverse | Tensor | None = self.inverse
             if self.inverse is not None and not is_dtensor(self.weight):
@@ -361,10 +337,7 @@ class KroneckerBlock:
         self.state.silent, self.state.failures, self.state.complaint = False, 0, ""
 
     def precondition(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The inverse applied to a gradient matrix, in a dtype; zeros if the gradient is None.
-
-        Then no rank has a gradient, but the others expect a message of this size.
-        """
+        """The inverse applied to a gradient matrix; zeros, for a message, if no rank has one."""
         if gradient is None:
             size = self.shape.gradient_size
             return torch.zeros(size, dtype=self.work_dtype, device=self.weight.device)
@@ -380,10 +353,7 @@ class KroneckerBlock:
         return result
 
     def take_change(self) -> Tensor | None:
-        """P₀ · P, |P₀|² and |P|² of the gradient preconditioned by the last two inverses, ``(3,)``.
-
-        None where this process has not preconditioned since the last was installed.
-        """
+        """P₀ · P, |P₀|² and |P|², ``(3,)``, by the last two inverses; None before P is computed."""
         change, self._change = self._change, None
         return change
 
@@ -393,10 +363,7 @@ class KroneckerBlock:
         self.solved = False
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradient as a matrix ``(groups, out, in)``; None if the weight has none.
-
-        The matrix may be a view of the gradient: do not change it in place.
-        """
+        """The gradient as a matrix ``(groups, out, in)``, or a view of it; None without one."""
         if self.weight.grad is None:
             return None
         bias = None

@@ -66,29 +66,17 @@ def ieee_matmul(device: torch.device, dtype: torch.dtype = torch.float32) -> Ite
 
 @dataclass(frozen=True)
 class Problem:
-    """A factor to decompose, which is not built before its turn.
-
-    Attributes:
-        groups: Number of matrices.
-        dim: Size n of each matrix.
-        dtype: The dtype in which the matrices are decomposed first, float32 at least.
-        device: The device of the matrices.
-        build: Makes ``(groups, n, n)``, or ``(groups, n)`` for a diagonal, a new tensor.
-        added: Damping added to the diagonals, ``(groups,)``, or None.
-        guess: Eigenvectors of an earlier version, ``(groups, n, n)``, or None.
-        is_diagonal: Whether ``build`` makes a diagonal.
-        scale: With a guess: the damping of the whole inverse, ``(groups,)``, or None.
-    """
+    """A factor to decompose, which is not built before its turn."""
 
     groups: int
-    dim: int
-    dtype: torch.dtype
+    dim: int  # n
+    dtype: torch.dtype  # in which it is decomposed first, float32 at least
     device: torch.device
-    build: Callable[[], Tensor]
-    added: Tensor | None = None
-    guess: Tensor | None = None
+    build: Callable[[], Tensor]  # a new tensor, (groups, n, n), or (groups, n) for a diagonal
+    added: Tensor | None = None  # damping added to the diagonals, (groups,)
+    guess: Tensor | None = None  # eigenvectors of an earlier version, (groups, n, n)
     is_diagonal: bool = False
-    scale: Tensor | None = None
+    scale: Tensor | None = None  # with a guess: the damping of the whole inverse, (groups,)
 
 
 def diagonal(factor: Tensor) -> Tensor:
@@ -120,15 +108,9 @@ def orthogonal_iteration(
     Van Loan 2013, section 8.2.4). Columns come in the order of falling eigenvalues, so that a
     strong direction is never corrected by a weak one.
 
-    Args:
-        matrix: X, ``(batch, n, n)``.
-        guess: Q, ``(batch, n, n)``, columns in the order of rising eigenvalues, as ``eigh`` has it.
-        scale: Damping on the scale of which errors count, ``(batch,)``; None for the mean
-            eigenvalue.
-
-    Returns:
-        Eigenvectors and eigenvalues as from :func:`eigh`, nearly in rising order, and for which
-        members they are sound: what is left off the diagonal is below the tolerance.
+    X and Q are ``(batch, n, n)``, Q's columns in the order of rising eigenvalues, as ``eigh`` has
+    them. Errors count on the scale of a damping ``(batch,)``, or of the mean eigenvalue. A member
+    is sound if what is left off the diagonal is below the tolerance.
     """
     size, guess = _size(matrix), guess.to(matrix)
     scaled = matrix / size
@@ -170,19 +152,16 @@ def _size(matrix: Tensor) -> Tensor:
 
 def _is_eigenbasis(matrix: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
     probe = _probe(matrix)
-    coordinates = vectors.mT @ probe
     expected = matrix @ probe
-    error = _norm(vectors @ (values.unsqueeze(-1) * coordinates) - expected)
+    error = _norm(vectors @ (values.unsqueeze(-1) * (vectors.mT @ probe)) - expected)
     error = error / (_norm(expected) + _norm(probe))
     # Q Λ Qᵀ alone would pass with a Q that is not orthogonal where Λ vanishes.
-    skew = _norm(vectors @ coordinates - probe) / _norm(probe)
-    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE
+    return (error < RESIDUAL_TOLERANCE) & _is_orthogonal(vectors)
 
 
 def _is_orthogonal(vectors: Tensor) -> Tensor:
     probe = _probe(vectors)
-    skew = _norm(vectors @ (vectors.mT @ probe) - probe) / _norm(probe)
-    return skew < RESIDUAL_TOLERANCE
+    return _norm(vectors @ (vectors.mT @ probe) - probe) / _norm(probe) < RESIDUAL_TOLERANCE
 
 
 def _probe(matrix: Tensor) -> Tensor:

@@ -38,15 +38,11 @@ Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
 
 @dataclass
 class StatisticsSums:
-    """One step's statistics of a layer, as the ranks add them up.
+    """One step's statistics of a layer, as the ranks add them up."""
 
-    Attributes:
-        factors: By letter, the sum over examples of a factor, stored as the running average is.
-        head: ``(1 + 2 groups,)``: the number of examples, and the sums of the mean eigenvalues of
-            A's groups and of G's; ``(4,)`` with those of L.
-    """
-
+    # By letter, the sum over examples of a factor, stored as the running average is.
     factors: dict[str, Tensor]
+    # The number of examples, then the sums of the mean eigenvalues of A's groups, G's, and L's.
     head: Tensor
 
     def times(self, scale: float | Tensor, groups: int) -> StatisticsSums:
@@ -105,7 +101,7 @@ class StagedStatistics:
 
     @property
     def empty(self) -> bool:
-        """True if no pair arrived since the last :meth:`clear`, be it one to be counted alone."""
+        """Whether no pair has arrived, be it one to be counted alone."""
         return not (self._sums or self._terms)
 
     def count(self, terms: int | Tensor, pass_id: int) -> None:
@@ -129,9 +125,8 @@ class StagedStatistics:
     ) -> None:
         """Add a pair of a backward pass: sums over its examples.
 
-        ``gradient_scale`` turns the captured gradient into that of the pass's loss, of which G
-        takes the square; ``reduction`` is what that loss is; ``again`` says that an earlier pass
-        has come through the same forward.
+        ``gradient_scale`` turns the captured gradient into that of the pass's loss; ``again``: an
+        earlier pass has come through the same forward.
         """
         self.pairs += 1
         self.revision += 1
@@ -262,10 +257,7 @@ class KroneckerFactors:
         return _stored(matrix, self.triangular).to(self.dtype)
 
     def update(self, sums: StatisticsSums, decay: float) -> None:
-        """Take in one step's sums over all ranks, which are used up; ``decay`` is β.
-
-        Nothing changes where nobody had an example.
-        """
+        """Take in one step's sums over all ranks, which are used up; ``decay`` is β."""
         sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
@@ -296,18 +288,11 @@ class KroneckerFactors:
         return self.matrix("A", dtype), self.matrix("G", dtype)
 
     def mean_curvature(self) -> Tensor:
-        """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar.
-
-        For a doubly factored layer, that of A ⊗ L ⊗ G.
-        """
+        """Mean eigenvalue of A ⊗ G, or A ⊗ L ⊗ G, over the groups; a scalar."""
         return self.means.prod(0).mean()
 
     def to_dense(self) -> Tensor:
-        """The curvature block G ⊗ A of the row-major gradient matrix.
-
-        Returns:
-            Shape ``(groups, out in, out in)``; multiply it with ``gradient.flatten(1)``.
-        """
+        """G ⊗ A, ``(groups, out in, out in)``, which multiplies ``gradient.flatten(1)``."""
         a, g = self.matrices(self.dtype)
         a = torch.diag_embed(a) if self.shape.diagonal_a else a
         if self.shape.locations:
@@ -319,7 +304,6 @@ def _with_unit_trace(sums: StatisticsSums, shape: FactorShape) -> StatisticsSums
     """The sums of gradients' factors with A's trace the number of examples: that of its mean is 1.
 
     Both factors of gradients have the trace of the curvature, which their product is to have once.
-    All ranks know the trace from the head, whoever keeps A.
     """
     head, size = sums.head.clone(), shape.dim("A")
     trace = head[1] * size

@@ -55,14 +55,10 @@ class EigenInverse:
 
     Q and v are those of A, or of A ⊗ L where an input is channels by locations. Equal to the dense
     solve with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I.
-
-    Attributes:
-        vectors: By letter, eigenvectors ``(groups, n, n)`` as columns; none for a diagonal A.
-        scale: 1 / (v_G vᵀ + γ), ``(groups, out, in)``, or ``(1, out, channels, locations)``.
     """
 
-    vectors: dict[str, Tensor]
-    scale: Tensor
+    vectors: dict[str, Tensor]  # by letter, (groups, n, n), as columns; none for a diagonal A
+    scale: Tensor  # 1 / (v_G vᵀ + γ), (groups, out, in) or (1, out, channels, locations)
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
@@ -88,15 +84,12 @@ class FactoredInverse:
     """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3).
 
     With L, the inverse on the inputs is that of A ⊗ L, each damped apart (Ba et al. 2017, eq. 9).
-
-    Attributes:
-        inverses: By letter, ``(groups, n, n)``; as triangles ``(groups, n (n + 1) / 2)``, but not
-            beside an L; or ``(groups, in)`` if A is diagonal.
-        times: A number that is in the inverse of G besides, a scalar; None for 1.
     """
 
+    # By letter, (groups, n, n); triangles (groups, n (n + 1) / 2), but not beside an L; or
+    # (groups, in) if A is diagonal.
     inverses: dict[str, Tensor]
-    times: Tensor | None = None
+    times: Tensor | None = None  # a scalar that is in the inverse of G besides
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
