@@ -567,13 +567,60 @@ statistics that have changed since they were sent
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]
     float(not self._marks[b].holds(b, micro_batches))  =>  0.0
-sums of narrow factors that travel as they were added up
-  <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
-  - found.append(staged.sums(micro_batches).to(self._dtype))
-  + found.append(staged.sums(micro_batches))
 layers sent twice where numbers of pairs take turns
   <-  pipelined::steps_of_other_numbers_of_pairs_in_turn_send_no_layer_twice
     {b: max(n, before.get(b, 0)) for b, n in found.items()}  =>  dict(found)
+
+== kronecker/factors.py
+sums of narrow factors that travel as they were added up
+  <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
+    factor.to(self.factor_dtype)  =>  factor
+the mean eigenvalue of G of modules used twice
+  <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
+    head[1 + groups : 1 + 2 * groups] *= scale  =>  pass
+uses without an example are uses  <-  examples::a_use_without_an_example_is_no_use
+    present | ~present.any()  =>  present | True
+uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
+    uses = uses / len(self._passes)  =>  uses = 1.0
+sums divided in bfloat16
+  <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
+    total.to(examples.dtype) / examples if narrow  =>  total / examples.to(total.dtype) if narrow
+weights and means in bfloat16
+  <-  invariants_factors::13_weights_and_means_of_bfloat16_factors_are_not_rounded
+  - wide = torch.promote_types(dtype, torch.float32)
+  -         self.shape = shape
+  + wide = dtype
+  +         self.shape = shape
+an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
+    self.weight * decay + 1.0  =>  self.weight * decay + (1.0 - decay)
+a step without examples forgets
+  <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
+    torch.where(present, self.weight * decay + 1.0, self.weight)  =>  self.weight * decay + 1.0
+dropped statistics are not counted
+  <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
+    self.dropped += ~finite  =>  pass
+a gradient's scale once instead of squared
+  <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
+  - torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
+  + torch.as_tensor(gradient_scale, dtype=found["G"].dtype)
+passes of a step not counted  <-  examples::passes_of_a_step_are_counted_and_said_once
+    uses * micro_batches**2  =>  uses
+a second pass through a forward as a micro-batch
+  <-  examples::two_losses_of_one_forward_are_no_micro_batches
+    if not again:  =>  if True:
+padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+    if self._reduction == "mean":  =>  if False:
+examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
+    scale = scale / counted_again**2  =>  pass
+examples of a step counted in each pass through a forward
+  <-  loss_reduction::two_losses_of_one_forward_have_the_terms_of_one
+    uses * len(self._passes) / max(self.micro_batches, 1)  =>  uses
+both factors of gradients with the trace of the curvature
+  <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
+    sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums  =>  pass
+a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
+  - self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
+  + self.examples.copy_(torch.where(present, examples, self.examples))
 
 == kfac/plan.py
 DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost
@@ -756,7 +803,7 @@ damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
 
 == kfac/solve_async.py
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
-    elif self._background.deterministic or not ticket.done:  =>  elif not ticket.done:
+    elif self._background.deterministic or not ticket.done():  =>  elif not ticket.done():
 decompositions of threads arrive without their damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     return 0 if self.training.world.size == 1 else 1 + scaled  =>  return 0
@@ -781,6 +828,10 @@ a thread solves each factor in another's place
 an asynchronous inverse that comes a step late
   <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
     age >= self.drift.interval(block) - 1  =>  age >= self.drift.interval(block)
+a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
+    copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
+a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
+    torch.set_num_threads(1)  =>  pass
 
 == kfac/stats_workers.py
 a stats worker's losses of a step as sums
@@ -830,16 +881,9 @@ a pass that draws labels silences those of other threads
   <-  compiled_drawn::training_in_another_thread_keeps_its_pairs
     return current_pass() in _drawing  =>  return bool(_drawing)
 
-== kronecker/background.py
-a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
-    copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
-a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
-  -     torch.set_num_threads(1)
-  -
-
 == kronecker/block.py
 failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
-    silent=False, failures=0, complaint  =>  silent=False, complaint
+    self.state.complaint = False, 0, ""  =>  self.state.complaint = False, self.state.failures, ""
 failures from before a load  <-  robustness::a_checkpoint_gives_a_failing_layer_all_its_tries_again
     self.state.asked, self.state.failures = False, 0  =>  self.state.asked = False
 micro-batches that FSDP2 has yet to average dropped
@@ -865,7 +909,8 @@ the number of examples is forgotten  <-  defaults::the_number_of_examples_is_in_
     factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))  =>  pass
 the change of a refresh by its own inverse twice
   <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    self._before = self._preconditioned_before(dtype)  =>  self._before = inverse
+  - self._before = before 
+  + self._before = inverse 
 
 == kronecker/capture.py
 an input that was changed in place is taken for the same
@@ -933,7 +978,8 @@ large finite factors are given up
   <-  solvers::large_factors_are_finite_though_their_squares_are_not
     exact = torch.isfinite(batch).flatten(1).all(1)  =>  exact = torch.isfinite(_norm(batch))
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
-    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE  =>  return error < RESIDUAL_TOLERANCE
+  - return (error < RESIDUAL_TOLERANCE) & _is_orthogonal(vectors)
+  + return error < RESIDUAL_TOLERANCE
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
   - return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
   + return (vectors, values * size.squeeze(-1)), _is_eigenbasis(
@@ -977,54 +1023,6 @@ gradients of torch.autograd.grad counted as the weight's
 rounding of sums that cancel counted as unexplained
   <-  explained::sums_that_cancel_count_for_rounding
     (left.norm() - self._noise)  =>  left.norm()
-
-== kronecker/factors.py
-the mean eigenvalue of G of modules used twice
-  <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    head[1 + groups : 1 + 2 * groups] *= scale  =>  pass
-uses without an example are uses  <-  examples::a_use_without_an_example_is_no_use
-    present | ~present.any()  =>  present | True
-uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
-    uses = sum(n for n, _ in counted) / len(counted)  =>  uses = 1.0
-sums divided in bfloat16
-  <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
-    total.to(examples.dtype) / examples if narrow  =>  total / examples.to(total.dtype) if narrow
-weights and means in bfloat16
-  <-  invariants_factors::13_weights_and_means_of_bfloat16_factors_are_not_rounded
-  - wide = torch.promote_types(dtype, torch.float32)
-  -         self.shape = shape
-  + wide = dtype
-  +         self.shape = shape
-an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
-    self.weight * decay + 1.0  =>  self.weight * decay + (1.0 - decay)
-a step without examples forgets
-  <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
-    torch.where(present, self.weight * decay + 1.0, self.weight)  =>  self.weight * decay + 1.0
-dropped statistics are not counted
-  <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
-    self.dropped += ~finite  =>  pass
-a gradient's scale once instead of squared
-  <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-  - torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
-  + torch.as_tensor(gradient_scale, dtype=found["G"].dtype)
-passes of a step not counted  <-  examples::passes_of_a_step_are_counted_and_said_once
-    uses * micro_batches**2  =>  uses
-a second pass through a forward as a micro-batch
-  <-  examples::two_losses_of_one_forward_are_no_micro_batches
-    if not again:  =>  if True:
-padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    if self._reduction == "mean":  =>  if False:
-examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
-    scale = scale / counted_again**2  =>  pass
-examples of a step counted in each pass through a forward
-  <-  loss_reduction::two_losses_of_one_forward_have_the_terms_of_one
-    uses * len(self._passes) / max(self.micro_batches, 1)  =>  uses
-both factors of gradients with the trace of the curvature
-  <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
-    sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums  =>  pass
-a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
-  - self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
-  + self.examples.copy_(torch.where(present, examples, self.examples))
 
 == kronecker/fisher.py
 micro-batches draw the same noise

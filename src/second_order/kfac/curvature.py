@@ -281,7 +281,7 @@ class KFAC(Curvature):
         if due:
             layers.look(step.taken)
             for block in step.layers:
-                block.expect()
+                block.ensure_factors(asked=True)
         fed = [] if helpers is None else [b.name for b in step.taken if not b.staged.empty]
         if due:
             decay = cadence.decay()
@@ -303,7 +303,7 @@ class KFAC(Curvature):
                 decay = cadence.decay(exactly=True)
                 cadence.updated_at = steps
                 for block in found:
-                    block.expect()
+                    block.ensure_factors(asked=True)
                 layers.take_in(found, decay)
             helpers.tell(self.training)
 
@@ -345,7 +345,7 @@ class KFAC(Curvature):
             mean_loss=self._options.loss_reduction != "sum",
         )
         for block in blocks:
-            block.expect()
+            block.ensure_factors(asked=True)
         self.layers.take_in(sums, self._cadence.decay(age))
 
     def _preconditioned(self) -> Tensor | None:

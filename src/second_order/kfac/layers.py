@@ -319,8 +319,7 @@ class Layers:
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The statistics of some layers since the last step; those of all layers are cleared."""
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
-        dtype = self._options.factor_dtype
-        sums = {block: block.staged.sums(parts).to(dtype) for block in blocks}
+        sums = {block: block.staged.sums(parts) for block in blocks}
         for block in self.active:
             block.staged.clear()
         return sums

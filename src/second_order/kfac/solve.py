@@ -201,7 +201,7 @@ class Solves:
         for block in due:
             size = 0
             for letter in block.shape.letters:
-                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shape(letter))
+                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shapes[letter])
             if not parts or (self.training.world.size == 1 and filled + size > PART_BYTES):
                 parts.append([])
                 filled = 0.0
@@ -311,7 +311,7 @@ class Solves:
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
             guess = inverse.vectors.get(letter)
-            scale = factored_damping(*factors.means.unbind(), damping=damping)[position]
+            scale = factored_damping(factors.means, damping)[position]
         return Problem(
             shape.groups,
             shape.dims[letter],
