@@ -26,8 +26,7 @@ import torch
 
 from second_order.contract.training import Training
 from second_order.distributed.buckets import in_buckets
-from second_order.distributed.lent_groups import Loan, borrow_group
-from second_order.distributed.world import PendingReduction, World
+from second_order.distributed.world import Loan, PendingReduction, World, borrow_group
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
@@ -60,7 +59,7 @@ class Slot(NamedTuple):
         staged = self.block.staged
         if staged.shape == self.shape and staged.device == self.device:
             return staged
-        return StagedStatistics(self.shape, self.device, staged.dtype, staged.triangular)
+        return StagedStatistics(self.shape, self.device, staged.factor_dtype, staged.triangular)
 
 
 class SentState(NamedTuple):
@@ -155,7 +154,7 @@ class Pipeline:
         for slot in bucket:
             staged = slot.statistics()
             self._marks[slot.block] = SentState(staged, staged.revision, micro_batches)
-            found.append(staged.sums(micro_batches).to(self._dtype))
+            found.append(staged.sums(micro_batches))
         heads = [each.head for each in found]
         factors = [factor for each in found for factor in each.factors.values()]
         if self._wire is None:

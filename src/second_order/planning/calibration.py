@@ -167,7 +167,7 @@ def measure_network(world: World, device: torch.device) -> Interconnect:
         """The median of some calls, all of which all ranks begin together, on the slowest rank."""
         times = []
         for _ in range(7):
-            world.on_cpu().same([0])
+            world.on_cpu().same(0)
             times.append(_seconds(call, device))
         return float(max(world.all_gather_object(sorted(times)[len(times) // 2])))
 
@@ -262,14 +262,14 @@ class AutoFraction:
         for block, layer in zip(blocks, plan.layers, strict=True):
             shape, first = block.shape, layer.workers[0]
             for letter in shape.letters:
-                if shape.is_diagonal(letter):
+                if letter in shape.diagonals:
                     continue
-                n, solver = shape.dim(letter), layer.solver(letter)
+                n, solver = shape.dims[letter], layer.solver(letter)
                 solving[solver] += shape.groups * machine.decomposition(options.solver, n)
                 whole = eigen or not options.symmetry_aware
                 inverses[solver] += 4 * shape.groups * (n * n if whole else n * (n + 1) // 2)
                 # A gradient has as many elements as both sizes multiplied.
-                flops = 2 * n * shape.groups * shape.dim("A") * shape.dim("G")
+                flops = 2 * n * shape.groups * shape.dims["A"] * shape.dims["G"]
                 products[first] += (2 if eigen else 1) * machine.dense(flops)
             results[first] += sum(4 * p.numel() for p in block.params)  # in float32
         rows, others = ranks // workers, workers - 1
