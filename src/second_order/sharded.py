@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "DTENSORS",
     "FSDPParams",
+    "caller",
     "chunk",
     "ddp_under_way",
-    "dtensors_exist",
     "dtypes_of_passes",
     "is_checkpointing",
     "is_dtensor",
@@ -36,14 +37,13 @@ __all__ = [
 ]
 
 
-def dtensors_exist() -> bool:
-    """Whether anything in this process can be a ``DTensor``."""
-    return "torch.distributed.tensor" in sys.modules
+DTENSORS = "torch.distributed.tensor"
+"""The module without which nothing in this process can be a ``DTensor``."""
 
 
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a ``DTensor``."""
-    loaded = sys.modules.get("torch.distributed.tensor")
+    loaded = sys.modules.get(DTENSORS)
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
@@ -197,9 +197,24 @@ class FSDPParams:
         return self._of.get(key)
 
 
+def caller(module: str = "", function: str = "") -> FrameType | None:
+    """The nearest frame above of a module whose name begins so, or of a function of a name."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        where, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if (module and where.startswith(module)) or code.co_name == function:
+            return frame
+        frame = frame.f_back
+    return None
+
+
 def is_checkpointing() -> bool:
-    """Whether torch.distributed.checkpoint is calling."""
-    return _checkpointing() is not None
+    """Whether torch.distributed.checkpoint is calling.
+
+    Like any other caller, it calls state_dict() without arguments; but it wants each rank's part,
+    and gathers the rest itself. torch has no other sign of the caller than the stack.
+    """
+    return caller("torch.distributed.checkpoint") is not None
 
 
 def is_sharded_checkpoint() -> bool:
@@ -207,16 +222,5 @@ def is_sharded_checkpoint() -> bool:
 
     False where the full state on one rank has been asked for.
     """
-    frame = _checkpointing()
+    frame = caller("torch.distributed.checkpoint")
     return frame is not None and not getattr(frame.f_locals.get("info"), "full_state_dict", False)
-
-
-def _checkpointing() -> FrameType | None:
-    # Like any other caller, it calls state_dict() without arguments; but it wants each rank's part,
-    # and gathers the rest itself. torch has no other sign of the caller than the stack.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            return frame
-        frame = frame.f_back
-    return None

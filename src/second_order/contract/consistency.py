@@ -18,9 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of, settings_of
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, Training, members_of, settings_of
 from second_order.distributed.agreement import checksum, fingerprint, require_same
 from second_order.options import check_debug
 from second_order.sharded import is_dtensor

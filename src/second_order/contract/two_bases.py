@@ -19,8 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import NAMES, members_of, nameless, settings_of, unhooked_step
-from second_order.contract.training import Training
+from second_order.contract.training import (
+    NAMES,
+    Training,
+    members_of,
+    nameless,
+    settings_of,
+    unhooked,
+)
 from second_order.options import check_flag
 from second_order.patterns import first_match, unmatched_patterns
 from second_order.report import Recipe, RecipeRow
@@ -150,7 +156,7 @@ class TwoBases(torch.optim.Optimizer):
         """Let both step, each on its own groups; the closure is not called."""
         for part in self.following():
             if part.param_groups:
-                unhooked_step(part)
+                unhooked(part)()
                 self.state.update(part.state)
 
     def following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:

@@ -21,10 +21,8 @@ import torch
 from torch import Tensor
 
 from second_order.budget import settle
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, PendingAverage, Routed, Training
 from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
@@ -150,25 +148,21 @@ class KFAC(Curvature):
             raise ValueError(whole_models(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._look_at_shards()
-
-    def replaced(self) -> None:
-        """Leave matrices without a rule to the base, now that no rank has their whole gradients."""
         if self._options.other_matrices == AUTO and gradient_blocks(self.layers.blocks):
-            self.replan()
+            self.replan()  # no rank has their whole gradients: they are left to the base
 
     def description(self) -> list[str]:
         """The options, and the layers."""
         return self.layers.description(self._system.said)
 
-    def check_processes(self) -> None:
-        """Raise ValueError if these processes and devices cannot do what is asked."""
-        self.solves.check_device()
-        if self.helpers is not None:
-            self.helpers.check_processes(self.training)
-        self._system.plan([], self.training.world.size)
-
     def begin(self) -> None:
-        """Give the processes their roles, plan, and watch the model."""
+        """Give the processes their roles, plan, and watch the model.
+
+        Raises:
+            ValueError: If these processes and devices cannot do what is asked.
+        """
+        self.solves.check_device()
+        self._system.plan([], self.training.world.size)
         if self.helpers is not None:
             self.helpers.begin(self.training)
         self.budget.begin()

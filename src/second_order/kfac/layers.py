@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of
-from second_order.contract.training import Training
+from second_order.contract.training import Training, members_of
 from second_order.kfac.losses import (
     IGNORED,
     SAID,
@@ -227,7 +226,7 @@ class Layers:
                 1 if sampled or divided_by == "auto" else divided_by, scaler
             ),
             conv_approximation=self._conv_approximation,
-            warn=self._training.warnings.keep,
+            warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
             sampled=sampled,
         )

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
-from second_order.contract.curvature import Curvature
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, Training
 from second_order.distributed.buckets import pack_by_dtype, take_model
 from second_order.distributed.mailbox import (
     Address,
@@ -164,10 +163,6 @@ class StatsWorkers:
         self.last: dict[str, int] = {}
         self.known: set[str] = set()
 
-    def check_processes(self, training: Training) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(training.world.size, self.count, "stats", training.under_ddp)
-
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
         everybody = training.world
@@ -286,7 +281,7 @@ class StatsWorker(Curvature):
     """
 
     scaler_matters = "the gradients it has captured carry the scale"
-    parts_suffice = True
+    parts_suffice = helps = True
     accounts = ACCOUNTS
 
     def __init__(
@@ -313,10 +308,6 @@ class StatsWorker(Curvature):
     def description(self) -> list[str]:
         """The workers' options, and the layers."""
         return self.layers.description(self._system.said)
-
-    def check_processes(self) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
@@ -354,7 +345,7 @@ class StatsWorker(Curvature):
         """Raise ValueError: a stats worker's model stays whole."""
         raise ValueError(whole_models(self.training.name, "stats"))
 
-    def instead(self) -> None:
+    def prepare(self) -> None:
         """Send the statistics of the last passes, and get the newest parameters."""
         self._deliver()
         self._fetch()
