@@ -2285,8 +2285,8 @@ MUTANTS = [
     _mutant(
         "a bound for the layer that sees least",
         "kfac/precondition.py",
-        "for count in counts]).max()",
-        "for count in counts]).min()",
+        "torch.stack(counts).max()",
+        "torch.stack(counts).min()",
         "defaults::a_layer_that_sees_little_does_not_shorten_all_steps",
     ),
     _mutant(

@@ -136,7 +136,10 @@ class Meter:
 
     def spent(self, *accounts: str) -> float:
         """Seconds on some accounts in the step under way, up to the last stage that has ended."""
-        return sum(self._step[name][0] for name in accounts if name in self._step)
+        seconds = 0.0
+        for name in accounts:
+            seconds += self._step.get(name, (0.0,))[0]
+        return seconds
 
     def lap(self) -> None:
         """End a step."""

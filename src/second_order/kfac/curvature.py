@@ -235,7 +235,7 @@ class KFAC(Curvature):
             self._feedback.measure(step, self.sharded)
         with meter.stage("precondition"):
             self.coefficient = self._preconditioned()
-        self._coming = bool(solves.under_way) or cadence.may_come
+        self._coming = bool(solves.under_way) or cadence.may_come()
         if (asked := solves.refreshed or self._coming) or length.factor != 1.0:
             length.keep(step.layers, asked)
 
@@ -244,7 +244,7 @@ class KFAC(Curvature):
         solves, cadence = self.solves, self._cadence
         if solves.refreshed:
             self._feedback.follow(self._step)
-            self._coming = bool(solves.under_way) or cadence.may_come
+            self._coming = bool(solves.under_way) or cadence.may_come()
         if self.step_length.kept:
             self.step_length.scale(asked=self._coming)
         if self.helpers is not None:

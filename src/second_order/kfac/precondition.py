@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from second_order.kfac.layers import USUAL_BATCH, Layers
 from second_order.kfac.options import AUTO, KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.block import KroneckerBlock
-from second_order.options import PEAK_LR, value_at
+from second_order.options import PEAK_LR
 
 __all__ = [
     "Clip",
@@ -108,29 +108,23 @@ class Clip:
         self._layers, self._counted = layers, counted
         self._by_batch = options.kl_clip == AUTO
         self._group_of: dict[KroneckerBlock, int] = {}
-        self._groups: list[Any] = []  # what these are positions in
+        self._groups: list[tuple[Any, int]] = []  # what these are positions in, and their sizes
         self._batches: tuple[int, list[KroneckerBlock], Tensor] | None = None
 
     def follow(self) -> None:
         """Look up groups and batches anew, as the layers have changed."""
         self._groups, self._batches = [], None
 
-    def _follow_groups(self) -> None:
-        """Look up the group of each layer, where the list of groups is another than before."""
-        groups = self._training.groups
-        if self._groups != (now := [(id(group), len(group["params"])) for group in groups]):
-            found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-            self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
-            self._groups = now
-
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip."""
         if self._by_batch:
             return 1.0
-        kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
-        if callable(self._options.kl_clip) and kl_clip is not None:
-            check_clip(kl_clip)
-        return kl_clip
+        kl_clip: Any = self._options.kl_clip
+        if callable(kl_clip):
+            kl_clip = kl_clip(self._training.steps)
+            if kl_clip is not None:
+                check_clip(kl_clip)
+        return cast("float | None", kl_clip)
 
     def change(
         self,
@@ -150,8 +144,14 @@ class Clip:
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
-        self._follow_groups()
         groups, by_batch, rates, mine = self._training.groups, self._by_batch, [], []
+        same = len(groups) == len(self._groups)
+        for group, (before, size) in zip(groups, self._groups, strict=False):
+            same = same and group is before and len(group["params"]) == size
+        if not same:
+            found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+            self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
+            self._groups = [(group, len(group["params"])) for group in groups]
         for block in gradients:
             rate = groups[self._group_of[block]][which]
             mine.append(results[block])
@@ -172,8 +172,11 @@ class Clip:
         """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
         if self._counted == "helpers":
             return torch.tensor(USUAL_BOUND)
-        counts = [block.ensure_factors().examples for block in blocks]
-        examples = torch.stack([count.to(counts[0].device) for count in counts]).max()
+        counts: list[Tensor] = []
+        for block in blocks:
+            count = block.ensure_factors().examples
+            counts.append(count.to(counts[0].device) if counts else count)
+        examples = torch.stack(counts).max()
         return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))
 
 
