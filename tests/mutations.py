@@ -445,7 +445,7 @@ MUTANTS = [
     ),
     _mutant(
         "the schedule's largest learning rate is not looked up",
-        "optimizers/base.py",
+        "contract/training.py",
         'for name in ("lr", "initial_lr", "max_lr"):',
         'for name in ("lr",):',
         "invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate",

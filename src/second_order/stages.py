@@ -103,17 +103,11 @@ class span:  # noqa: N801
 
 
 class Meter:
-    """Seconds and bytes of a training by account, of the last step and of all.
-
-    Attributes:
-        now: Returns the time in seconds, from any origin.
-        open: The account that is open.
-        watch: Is told of each account that is opened; None for nobody.
-    """
+    """Seconds and bytes of a training by account, of the last step and of all."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
-        self.watch: Callable[[str], None] | None = None
+        self.now = now  # returns the time in seconds, from any origin
+        self.watch: Callable[[str], None] | None = None  # is told of each account that is opened
         self.open, self._since, self._bytes = ELSEWHERE, now(), _BYTES[0]
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}

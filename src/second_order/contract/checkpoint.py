@@ -63,13 +63,7 @@ def read_checkpoint(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
 ) -> tuple[dict[str, Any], dict[Tensor, SavedPart], int, list[str]]:
-    """Read a checkpoint of a wrapper, or of its base alone.
-
-    Args:
-        state_dict: The checkpoint, as ``state_dict()`` gives it.
-        base: The base that is to load it, one or two.
-        groups: Parameter groups of the optimizer that is to load it.
-        names: Names of parameters, by id.
+    """Read a checkpoint of a wrapper, or of its base alone, for a base or two and its groups.
 
     Returns:
         What torch is to load, with the base's parts alone; the ``"curvature"`` parts, by parameter;

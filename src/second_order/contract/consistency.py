@@ -29,10 +29,7 @@ MEMBERS = ("params", "param_names")  # members are compared by their sizes
 
 
 class Consistency:
-    """Compares optimizers, groups and steps between ranks.
-
-    Args:
-        debug: The option: True, False, or a number of steps.
+    """Compares optimizers, groups and steps between ranks, by the option ``debug``.
 
     Attributes:
         every: Number of steps between comparisons of tensors; 0 for none.
@@ -69,12 +66,7 @@ class Consistency:
     ) -> None:
         """Raise RankMismatchError on every rank unless all are about to do the same; a collective.
 
-        Args:
-            training: The training.
-            curvature: The curvature, which has facts of its own.
-            doing: The operation that this rank is about to do.
-            named: Whether to compare the groups by their members' names, too.
-            tensors: Whether to compare tensors, if that is due.
+        Groups are compared by their members' names too if ``named``, and tensors if that is due.
         """
         step, groups = training.steps, training.groups
         if training.world.size == 1:

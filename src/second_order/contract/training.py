@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from second_order.contract.saved import SavedPart
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderWarning
+from second_order.options import PEAK_LR
 from second_order.report import Summary
 from second_order.sharded import is_dtensor, reshard
 from second_order.stages import Meter
@@ -38,6 +39,7 @@ __all__ = [
     "PendingAverage",
     "Routed",
     "Training",
+    "follow_learning_rates",
     "members_of",
     "named_like",
     "nameless",
@@ -128,6 +130,21 @@ def named_like(
     return {**group, "params": [(names.get(id(p), f"parameter {i}"), p) for i, p in members]}
 
 
+def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
+    """Keep the largest learning rate of each group, that of the schedule to come included."""
+    for group in groups:
+        peak = group[PEAK_LR]
+        for name in ("lr", "initial_lr", "max_lr"):
+            rate = group.get(name, peak)
+            if isinstance(peak, Tensor) or isinstance(rate, Tensor):  # no device is waited for
+                at = peak.device if isinstance(peak, Tensor) else rate.device
+                tensors = (torch.as_tensor(each, device=at) for each in (peak, rate))
+                peak = torch.maximum(*tensors)
+            elif rate > peak:
+                peak = rate
+        group[PEAK_LR] = peak
+
+
 def unhooked(base: torch.optim.Optimizer) -> Callable[[], None]:
     """A base's step without the hooks that the wrapper's own step already runs."""
     step = type(base).step
@@ -200,47 +217,28 @@ def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
 
 @dataclass
 class Training:
-    """One training, as this process takes part in it.
+    """One training, as this process takes part in it."""
 
-    Attributes:
-        name: Name of the optimizer's class, for messages.
-        model: The user's module, without wrappers.
-        known: Whether the user gave that module, and not its parameters alone.
-        under_ddp: Whether the module was wrapped in DistributedDataParallel.
-        world: The processes that train together; on a helper, those that help together.
-        averages: Whether the optimizer averages gradients over the processes.
-        scaler: The GradScaler that scales the loss, or None.
-        warnings: The warnings to the user.
-        steps: Number of steps taken.
-        trained: The parameters that trained at the last step.
-        base: The wrapped optimizer.
-        base_name: Name of the base, in messages.
-        groups: The parameter groups, one list with the base's.
-        publish: Shows counters and curvature in the optimizer's ``state``.
-        meter: Seconds and bytes of the steps, by stage.
-        late_ddp: The handle of the hook that looks who runs the model, where there are helpers.
-        places: The modules' entries that parameters had when they were last looked for.
-        collected: Parts of the state that other processes keep, once they have been collected here,
-            and the rank that has all of them; None for each.
-    """
-
-    name: str
-    model: nn.Module
-    known: bool
-    under_ddp: bool
-    world: World
-    averages: bool
-    scaler: Any
+    name: str  # of the optimizer's class, for messages
+    model: nn.Module  # the user's module, without wrappers
+    known: bool  # the user gave that module, and not its parameters alone
+    under_ddp: bool  # the module was wrapped in DistributedDataParallel
+    world: World  # the processes that train together; on a helper, those that help together
+    averages: bool  # the optimizer averages gradients over the processes
+    scaler: Any  # the GradScaler that scales the loss, or None
     warnings: DeferredWarnings = field(default_factory=DeferredWarnings)
-    steps: int = 0
-    trained: set[Tensor] = field(default_factory=set)
+    steps: int = 0  # number of steps taken
+    trained: set[Tensor] = field(default_factory=set)  # what trained at the last step
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
-    base_name: str = ""
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    publish: Callable[[], None] = lambda: None
+    base_name: str = ""  # in messages
+    groups: list[dict[str, Any]] = field(default_factory=list)  # one list with the base's
+    publish: Callable[[], None] = lambda: None  # shows counters and curvature in ``state``
     meter: Meter = field(default_factory=Meter)
-    late_ddp: Any = None
+    late_ddp: Any = None  # the hook that looks who runs the model, where there are helpers
+    # The modules' entries that parameters had when they were last looked for.
     places: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    # Parts of the state that other processes keep, once they have been collected here, and the rank
+    # that has all of them; None for each.
     collected: tuple[dict[Tensor, dict[str, dict[str, Any]]], int | None] | None = None
 
     @property

@@ -41,14 +41,9 @@ class TwoBases(torch.optim.Optimizer):
     """An optimizer made of two, each of which steps its own groups.
 
     Its ``defaults`` are the settings that both have, with the first one's values: a scheduler that
-    cycles momentum finds it there if it can cycle that of both.
-
-    Args:
-        groups: All that the user gives: parameter groups, or parameters.
-        model: The model whose modules tell which weights are hidden.
-        kinds: The class that trains hidden weights, and the class that trains the others.
-        keywords: The arguments of each.
-        layers: Patterns of modules that go to ``rest`` besides, with all that is inside them.
+    cycles momentum finds it there if it can cycle that of both. The first of ``kinds`` trains
+    hidden weights, with the first of ``keywords``; modules that match a pattern of ``layers`` go to
+    the second, with all that is inside them.
 
     Attributes:
         parts: The two optimizers.

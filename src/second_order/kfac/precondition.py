@@ -49,15 +49,8 @@ def kl_change(
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
-    whose product is not finite does not count, so that it spoils no other.
-
-    Args:
-        preconditioned: P of each layer, any shapes; at least one.
-        gradients: ∇ of each layer, shapes as in ``preconditioned``.
-        learning_rates: lr of each layer's parameter group, at this step.
-
-    Returns:
-        A scalar on the layers' device; nothing waits for it.
+    whose product is not finite does not count, so that it spoils no other. P, ∇ and lr are of each
+    layer, at least one. The scalar is on the layers' device; nothing waits for it.
     """
     terms: list[Tensor] = []
     for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True):
@@ -67,12 +60,7 @@ def kl_change(
 
 
 def kl_clip_coefficient(change: Tensor, kl_clip: float) -> Tensor:
-    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ.
-
-    Args:
-        change: Σ lr² |P·∇|, from :func:`kl_change`.
-        kl_clip: κ, the bound.
-    """
+    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ."""
     return torch.sqrt(kl_clip / change).clamp(max=1.0)
 
 
@@ -89,12 +77,8 @@ def bound_for(examples: Tensor) -> Tensor:
 class Clip:
     """The parts of ν at a step: κ, and the change.
 
-    Args:
-        training: The training whose steps are clipped.
-        options: The options, ``kl_clip`` among them.
-        layers: The layers, whose averages tell the batches.
-        counted: Whose batches go into a layer's statistics: those of "all" processes that train, of
-            "one" of them, or those of "helpers", which say nothing of the training's own.
+    The batches that ``counted`` names go into a layer's statistics: those of "all" processes that
+    train, of "one" of them, or those of "helpers", which say nothing of the training's own.
     """
 
     def __init__(
@@ -132,12 +116,9 @@ class Clip:
         gradients: Mapping[KroneckerBlock, Tensor],
         among: Sequence[KroneckerBlock] = (),
     ) -> Tensor:
-        """Σ lr² |P·∇| over layers, over κ where that follows the batch; 0 for none.
+        """Σ lr² |P·∇| over the layers of ``gradients``, over κ where that follows the batch.
 
-        Args:
-            results: P, the preconditioned gradient, of each layer, and of others perhaps.
-            gradients: ∇, the mean gradient, of each layer.
-            among: The layers whose batches κ follows; none for those of ``gradients``.
+        κ follows the batches of the layers ``among``, or else of these.
         """
         if not gradients:
             return torch.zeros(())
@@ -249,16 +230,8 @@ def precondition_by_owners(
 ) -> Tensor | None:
     """Precondition by owners, which send P to all with their part of the clip's sum; write ν P.
 
-    Args:
-        step: What this rank does.
-        training: The training that the gradients are of.
-        clip: The clip of the steps.
-        dtype: The dtype of the inverses.
-        owners: The owner of each gradient, where those that nobody preconditions are at their
-            owners alone, too; None where they are everywhere.
-
-    Returns:
-        ν, a scalar; None where nothing is clipped.
+    ``owners`` has the owner of each gradient, where those that nobody preconditions are at their
+    owners alone, too; None where they are everywhere. Returns ν, a scalar; None without a clip.
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
@@ -305,10 +278,7 @@ def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:
 class OwnerHook:
     """DPKFAC's hook of DistributedDataParallel: gradients go to their owners during the passes.
 
-    Args:
-        world: The ranks.
-        owners: A bound method that gives the owner of each gradient; not kept alive.
-        ddp: The wrapper of the model.
+    ``owners`` is a bound method that gives the owner of each gradient; it is not kept alive.
     """
 
     def __init__(

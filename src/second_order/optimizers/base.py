@@ -46,6 +46,7 @@ from second_order.contract.training import (
     NAMES,
     Curvature,
     Training,
+    follow_learning_rates,
     members_of,
     named_like,
     nameless,
@@ -91,12 +92,8 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
 class SecondOrderOptimizer(torch.optim.Optimizer):
     """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
 
-    Args:
-        own_keywords: Names of the optimizer's own options, for messages.
-        curvature: Makes the curvature of a training.
-        needs_model: Whether a model is required.
-        helper_role: Role of the ranks that help, if there are several ranks; None where all train.
-        helpers: How many ranks help then.
+    ``own_keywords`` are the names of the optimizer's own options, for messages; ``curvature`` makes
+    the curvature of a training; of several ranks, so many ``helpers`` have the ``helper_role``.
     """
 
     def __init__(
@@ -240,7 +237,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             with training.meter.stage("compare"):
                 doing = f"take a step of {training.name}"
                 self._consistency.check(training, curvature, doing, tensors=True)
-        _follow_learning_rates(self.param_groups)
+        follow_learning_rates(self.param_groups)
         curvature.prepare()
         pending = ARRIVED
         if training.averages:
@@ -401,7 +398,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
 
     def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group the default entries that it lacks, those of the base that trains it."""
+        """Give a group the entries that it lacks, of the base that trains it."""
         for key, value in {**self.defaults, **base_of(self._base, group).defaults}.items():
             group.setdefault(key, value)
 
@@ -601,18 +598,3 @@ def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:
     alive = optimizer()
     if alive is not None and alive.state:
         alive._share_state()
-
-
-def _follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
-    """Keep the largest learning rate of each group, that of the schedule to come included."""
-    for group in groups:
-        peak = group[PEAK_LR]
-        for name in ("lr", "initial_lr", "max_lr"):
-            rate = group.get(name, peak)
-            if isinstance(peak, Tensor) or isinstance(rate, Tensor):  # no device is waited for
-                at = peak.device if isinstance(peak, Tensor) else rate.device
-                tensors = (torch.as_tensor(each, device=at) for each in (peak, rate))
-                peak = torch.maximum(*tensors)
-            elif rate > peak:
-                peak = rate
-        group[PEAK_LR] = peak
