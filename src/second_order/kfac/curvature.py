@@ -37,7 +37,7 @@ from second_order.kfac.checkpoint import (
     move_factors,
     saved_factors,
 )
-from second_order.kfac.feedback import ADAPTIVE, PLAIN, Feedback, StepLength
+from second_order.kfac.feedback import ADAPTIVE, PLAIN, StepLength, follow_refresh
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
 from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
@@ -128,7 +128,6 @@ class KFAC(Curvature):
             self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
-        self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
         self._closed, self._coming, self.workers = False, False, 0
         self.coefficient: Tensor | None = None
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
@@ -238,7 +237,7 @@ class KFAC(Curvature):
         with meter.stage("average_gradients"):
             pending.wait()
         if solves.refreshed or length.kept:
-            self._feedback.measure(step, self.sharded)
+            length.measure(step, solves.refreshed, self.sharded)
         with meter.stage("precondition"):
             self.coefficient = self._preconditioned()
         self._coming = bool(solves.under_way) or cadence.may_come
@@ -247,9 +246,10 @@ class KFAC(Curvature):
 
     def correct(self) -> None:
         """Scale the step, and offer the parameters to stats workers; the step is over."""
-        solves, cadence = self.solves, self._cadence
+        solves, cadence, drift = self.solves, self._cadence, self.drift
         if solves.refreshed:
-            self._feedback.follow(self._step)
+            told = solves, drift, self.step_length, self._step
+            follow_refresh(self.training, self._options, *told)
             self._coming = bool(solves.under_way) or cadence.may_come
         if self.step_length.kept:
             self.step_length.scale(asked=self._coming)
