@@ -899,7 +899,7 @@ MUTANTS = [
     _mutant(
         "a number of targets that is ignored as used",
         "kfac/losses.py",
-        "loss is not None and not _divides(loss, number)",
+        "not _divides(record, number)",
         "False",
         "loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used",
     ),
@@ -1298,13 +1298,6 @@ MUTANTS = [
         "helper.asked <= wanted <= helper.heard + 1",
         "helper.asked <= wanted",
         "stats::no_point_is_sent_while_statistics_are_on_their_way",
-    ),
-    _mutant(
-        "hungry layers are not fed",
-        "kfac/stats_workers.py",
-        "any(self.last.get(k, -1) <= due for k in wanting)",
-        "False",
-        "stats::own_passes_come_back_when_sound_statistics_stay_away",
     ),
     _mutant(
         "factors forget by the step, not by the update",

@@ -282,7 +282,6 @@ class KFAC(Curvature):
             layers.look(step.taken)
             for block in step.layers:
                 block.expect()
-        fed = [] if helpers is None else [b.name for b in step.taken if not b.staged.empty]
         if due:
             decay = cadence.decay()
             exchange = partial(sum_statistics, world, step.layers)
@@ -299,13 +298,12 @@ class KFAC(Curvature):
             pipeline.drain()
         if helpers is not None:
             mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == world.rank}
-            for found in helpers.statistics(mine, fed):
+            for found in helpers.statistics(mine, self.training):
                 decay = cadence.decay(exactly=True)
                 cadence.updated_at = steps
                 for block in found:
                     block.expect()
                 layers.take_in(found, decay)
-            helpers.tell(self.training)
 
     def _more_terms(self) -> Tensor | float:
         """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.
