@@ -1288,8 +1288,8 @@ MUTANTS = [
     _mutant(
         "messages of other layers count",
         "kfac/stats_workers.py",
-        'if message[1]["edition"] < self.edition:',
-        "if False:",
+        'message is None or message[1]["edition"] < self.edition',
+        "message is None",
         "stats::after_a_change_own_passes_go_on_until_newer_messages_come",
     ),
     _mutant(

@@ -40,7 +40,7 @@ from second_order.kfac.checkpoint import (
 from second_order.kfac.feedback import ADAPTIVE, PLAIN, StepLength, follow_refresh
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
-from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
+from second_order.kfac.options import AUTO, BUDGETED, SCHEDULES, KFACOptions
 from second_order.kfac.pipelined import Pipeline
 from second_order.kfac.plan import (
     LayerPlan,
@@ -65,6 +65,7 @@ from second_order.kfac.solve import Solves
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.options import scheduled
 from second_order.report import Summary
 from second_order.stages import Meter
 
@@ -436,7 +437,7 @@ class KFAC(Curvature):
             *(("closed", self._closed), ("sharded by FSDP2", self.sharded)),
             ("inverses wanted at once", self.solves.wanted),
             ("anew at", self.layers.newcomers_at),
-            *self._options.scheduled(self.training.steps),
+            *scheduled(self._options, SCHEDULES, self.training.steps),
             ("losses", self.layers.reduction),
             ("length of steps", self.step_length.factor),
             *([("intervals", self.drift.intervals(self.layers.active))] if self.drift else []),

@@ -76,14 +76,11 @@ class ItemsHook:
             output = output.get("loss")
         elif isinstance(output, tuple) and output:
             output = output[0]
-        is_loss = isinstance(output, Tensor) and output.numel() == 1 and output.grad_fn is not None
-        # In a graph of torch.compile the loss has no record of its own.
-        if (
-            is_loss
-            and not torch.compiler.is_compiling()
-            and "Compiled" not in output.grad_fn.name()
-        ):
-            self.ignored = not _divides(output, number)
+        record = getattr(output, "grad_fn", None)
+        if record is None or output.numel() != 1 or torch.compiler.is_compiling():
+            return
+        if "Compiled" not in record.name():  # whose loss has no record of its own
+            self.ignored = not _divides(record, number)
 
     def hang(self, model: nn.Module) -> None:
         """Hook a model."""
