@@ -35,10 +35,10 @@ from second_order.kfac.checkpoint import (
     move_factors,
     saved_factors,
 )
-from second_order.kfac.feedback import ADAPTIVE, PLAIN, Feedback, StepLength
+from second_order.kfac.feedback import ADAPTIVE, PLAIN, StepLength, follow_refresh
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
-from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
+from second_order.kfac.options import AUTO, BUDGETED, SCHEDULES, KFACOptions
 from second_order.kfac.pipelined import Pipeline
 from second_order.kfac.plan import (
     LayerPlan,
@@ -63,6 +63,7 @@ from second_order.kfac.solve import Solves
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.options import scheduled
 from second_order.report import Summary
 from second_order.stages import Meter
 
@@ -126,7 +127,6 @@ class KFAC(Curvature):
             self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
-        self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
         self._closed, self._coming, self.workers = False, False, 0
         self.coefficient: Tensor | None = None
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
@@ -232,7 +232,7 @@ class KFAC(Curvature):
         with meter.stage("average_gradients"):
             pending.wait()
         if solves.refreshed or length.kept:
-            self._feedback.measure(step, self.sharded)
+            length.measure(step, solves.refreshed, self.sharded)
         with meter.stage("precondition"):
             self.coefficient = self._preconditioned()
         self._coming = bool(solves.under_way) or cadence.may_come()
@@ -241,9 +241,10 @@ class KFAC(Curvature):
 
     def correct(self) -> None:
         """Scale the step, and offer the parameters to stats workers; the step is over."""
-        solves, cadence = self.solves, self._cadence
+        solves, cadence, drift = self.solves, self._cadence, self.drift
         if solves.refreshed:
-            self._feedback.follow(self._step)
+            told = solves, drift, self.step_length, self._step
+            follow_refresh(self.training, self._options, *told)
             self._coming = bool(solves.under_way) or cadence.may_come()
         if self.step_length.kept:
             self.step_length.scale(asked=self._coming)
@@ -276,7 +277,6 @@ class KFAC(Curvature):
             layers.look(step.taken)
             for block in step.layers:
                 block.expect()
-        fed = [] if helpers is None else [b.name for b in step.taken if not b.staged.empty]
         if due:
             decay = cadence.decay()
             exchange = partial(sum_statistics, world, step.layers)
@@ -293,13 +293,12 @@ class KFAC(Curvature):
             pipeline.drain()
         if helpers is not None:
             mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == world.rank}
-            for found in helpers.statistics(mine, fed):
+            for found in helpers.statistics(mine, self.training):
                 decay = cadence.decay(exactly=True)
                 cadence.updated_at = steps
                 for block in found:
                     block.expect()
                 layers.take_in(found, decay)
-            helpers.tell(self.training)
 
     def _more_terms(self) -> Tensor | float:
         """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.
@@ -432,7 +431,7 @@ class KFAC(Curvature):
             *(("closed", self._closed), ("sharded by FSDP2", self.sharded)),
             ("inverses wanted at once", self.solves.wanted),
             ("anew at", self.layers.newcomers_at),
-            *self._options.scheduled(self.training.steps),
+            *scheduled(self._options, SCHEDULES, self.training.steps),
             ("losses", self.layers.reduction),
             ("length of steps", self.step_length.factor),
             *([("intervals", self.drift.intervals(self.layers.active))] if self.drift else []),

@@ -17,7 +17,6 @@ from second_order.kfac.losses import (
     IGNORED,
     SAID,
     ItemsHook,
-    may_be_step_mean,
     reduction_of,
     watch_items,
 )
@@ -271,7 +270,7 @@ class Layers:
         It is the last one that is not silent, as a rule the one whose outputs have the loss's
         terms. All processes choose the same: they agree on which are silent.
         """
-        if not may_be_step_mean(self._options, self._items):
+        if self._options.loss_reduction != "step_mean" and self._items is None:
             return None
         last = (block for block in reversed(self.active) if block.watched)
         return max(last, key=lambda block: not block.state.silent, default=None)
