@@ -815,8 +815,8 @@ MUTANTS = [
     _mutant(
         "passes of a layer for those of a step",
         "kfac/layers.py",
-        "found = max((block.staged.micro_batches",
-        "found = min((block.staged.micro_batches",
+        "found = max(found, block.staged.micro_batches)",
+        "found = block.staged.micro_batches",
         "examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others",
     ),
     _mutant(
@@ -892,8 +892,8 @@ MUTANTS = [
     _mutant(
         "statistics that leave in the passes as sums",
         "kfac/curvature.py",
-        "layers.take_in(layers.whole_steps(sums, world.size, more), decay)",
-        "layers.take_in(sums, decay)",
+        "sums = layers.whole_steps(sums, world.size, more)",
+        "pass",
         "loss_reduction::unequal_shares_however_statistics_travel",
     ),
     _mutant(
@@ -2358,8 +2358,8 @@ MUTANTS = [
     _mutant(
         "an instrument without the owners' clip",
         "kfac/curvature.py",
-        "self.coefficient = self._preconditioned()",
-        "self._preconditioned()",
+        "self.coefficient = precondition_by_owners(",
+        "precondition_by_owners(",
         "statistics::the_clip_is_the_one_that_shortened_the_gradient",
     ),
     _mutant(
@@ -2937,8 +2937,8 @@ MUTANTS = [
     _mutant(
         "a device waited for at every step",
         "kfac/curvature.py",
-        "if due and self.training.steps < JUDGED:  # what the passes have queued",
-        "if True:  # what the passes have queued",
+        "if due and self.training.steps < JUDGED and",
+        "if",
         "budget::a_device_is_waited_for_where_a_refresh_is_due_alone",
     ),
     # Drift, the length of steps, and the floor.

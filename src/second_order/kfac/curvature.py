@@ -15,14 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from second_order.budget import settle
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import Curvature, PendingAverage, Routed, Training
+from second_order.contract.training import ARRIVED, Curvature, PendingAverage, Routed, Training
 from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
@@ -74,12 +74,6 @@ EXACT = 20  # first steps whose statistics travel unrounded
 
 class KFAC(Curvature):
     """The layers of a training, their factors and inverses.
-
-    Args:
-        training: The training to serve.
-        options: The options that all systems with Kronecker factors share.
-        system: The choices of KAISA, DPKFAC or DistKFAC.
-        helpers: The stats workers that take statistics for this training, or None.
 
     Attributes:
         layers: The layers of the model.
@@ -221,20 +215,32 @@ class KFAC(Curvature):
                 if takes and step.of_gradients:
                     self._take_gradients(pending, age)
         due = cadence.due()
-        if due and self.training.steps < JUDGED:  # what the passes have queued is not the refresh's
-            settle(self.training.device)
+        if due and self.training.steps < JUDGED and torch.cuda.is_initialized():
+            settle(self.training.device)  # what the passes have queued is not the refresh's
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()
                 heard = solves.refresh(due, pending, news)
                 if helpers is not None:
                     helpers.hear(heard, self.training)
-        with meter.stage("average_gradients"):
-            pending.wait()
+        if pending is not ARRIVED:
+            with meter.stage("average_gradients"):
+                pending.wait()
         if solves.refreshed or length.kept:
             length.measure(step, solves.refreshed, self.sharded)
         with meter.stage("precondition"):
-            self.coefficient = self._preconditioned()
+            what = step, self.training, self.clip, self._options.inv_dtype
+            if self.sharded:
+                everybody = self._system.owners is None
+                self.coefficient = precondition_rows(
+                    self._sharded_buckets(), *what, batch_of_all=everybody
+                )
+            elif self._system.owners is None:
+                self.coefficient = precondition_by_workers(*what)
+            else:
+                back = self.training.averages or self.hook is not None
+                sent = self.owners() if back and self.only_to_owners else None
+                self.coefficient = precondition_by_owners(*what, sent)
         self._coming = bool(solves.under_way) or cadence.may_come()
         if (asked := solves.refreshed or self._coming) or length.factor != 1.0:
             length.keep(step.layers, asked)
@@ -259,7 +265,8 @@ class KFAC(Curvature):
         """Capture during the coming passes only if the coming step wants statistics."""
         own = self.helpers is None or self.helpers.own_passes
         due = own and self._cadence.takes_statistics()
-        self.layers.expect(due)
+        if due or self.layers.expecting:
+            self.layers.expect(due)
         owned = self._system.owners is not None
         if owned and self.layers.collector.counted is not self._counted:  # it has been silent
             self.layers.watch(self._takes, self._counted)
@@ -272,12 +279,13 @@ class KFAC(Curvature):
         world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
             due = due and helpers.own_passes and layers.capture.enabled  # during the passes
-        more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
         if due:
+            reduction, more = layers.reduction, cast("Tensor | float", 1.0)
+            if reduction == "step_mean":  # before pairs that explain nothing are dropped
+                more = self._more_terms()
             layers.look(step.taken)
             for block in step.layers:
                 block.expect()
-        if due:
             decay = cadence.decay()
             exchange = partial(sum_statistics, world, step.layers)
             if pipeline is not None:
@@ -285,9 +293,12 @@ class KFAC(Curvature):
                 sums = pipeline.sums(layers, exchange)
             else:
                 sums = layers.sums(step.taken)
-                with self.training.meter.stage("exchange"):
-                    exchange(sums, self._wire)
-            layers.take_in(layers.whole_steps(sums, world.size, more), decay)
+                if world.size > 1:
+                    with self.training.meter.stage("exchange"):
+                        exchange(sums, self._wire)
+            if reduction == "step_mean":
+                sums = layers.whole_steps(sums, world.size, more)
+            layers.take_in(sums, decay)
             cadence.updated_at = steps
         elif pipeline is not None:
             pipeline.drain()
@@ -306,7 +317,7 @@ class KFAC(Curvature):
         Shares are taken for equal where a rank has not counted, or has none of the counted layer's.
         """
         counted = self._counted
-        if counted is None or self.layers.reduction != "step_mean":
+        if counted is None:
             return 1.0
         here, ranks = counted.staged.terms, self.training.world.size
         everywhere = here.clone()
@@ -341,23 +352,13 @@ class KFAC(Curvature):
             block.expect()
         self.layers.take_in(sums, self._cadence.decay(age))
 
-    def _preconditioned(self) -> Tensor | None:
-        """Compute P as gradient worker, get the other ranks' P, and write ν P; returns ν."""
-        training, owners, step = self.training, self._system.owners, self._step
-        dtype = self._options.inv_dtype
-        if self.sharded:
-            solved = (b for b in self.plan if b.solved)
-            key = [id(p) for b in solved for p in (b, *b.params)]
-            if self._buckets[0] != key:
-                self._buckets = key, buckets_of(step, training.world)
-            return precondition_rows(
-                self._buckets[1], step, training, self.clip, dtype, batch_of_all=owners is None
-            )
-        if owners is None:
-            return precondition_by_workers(step, training, self.clip, dtype)
-        back = self.only_to_owners and (training.averages or self.hook is not None)
-        sent = self.owners() if back else None
-        return precondition_by_owners(step, training, self.clip, dtype, sent)
+    def _sharded_buckets(self) -> list[Bucket]:
+        """The buckets of the solved layers whose gradients are in shards."""
+        solved = (b for b in self.plan if b.solved)
+        key = [id(p) for b in solved for p in (b, *b.params)]
+        if self._buckets[0] != key:
+            self._buckets = key, buckets_of(self._step, self.training.world)
+        return self._buckets[1]
 
     # ------------------------------------------------------------------------------ who does what
 

@@ -274,8 +274,6 @@ def sum_statistics(
     wire: torch.dtype | None = None,
 ) -> None:
     """Add statistics over the ranks that contribute, in place."""
-    if world.size == 1:
-        return
     heads: list[tuple[Tensor, int | None]] = []
     factors = heads if wire is None else []  # numbers of examples are not rounded
     for block, each in sums.items():

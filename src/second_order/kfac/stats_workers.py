@@ -388,7 +388,8 @@ class StatsWorker(Curvature):
         active = self.layers.active
         self.layers.look(active)
         sums = self.layers.sums([block for block in active if not block.staged.empty])
-        sums = self.layers.whole_steps(sums, 1)
+        if self.layers.reduction == "step_mean":
+            sums = self.layers.whole_steps(sums, 1)
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         plan = self._system.plan(list(map(dims_of, active)), self._workers)
         for block, layer in zip(active, plan.layers, strict=True):
