@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from ranks import script
 
 import demo
-from demo import Run, Task, rise_and_fall
+from demo import Run, Task
 
 if TYPE_CHECKING:
     from conftest import TorchRunner
@@ -51,23 +50,6 @@ def test_the_processes_share_each_batch(world: World, task: int, name: str) -> N
 
 def trained(rank: int, world_size: int, task: int, name: str, steps: int) -> Run:
     return demo.train(demo.TASKS[task], name, steps, silent=True)
-
-
-def test_one_process_is_enough(world: World, tmp_path: Path) -> None:
-    picture = tmp_path / "demo.png"
-    (output,) = world.run(script, 1, "demo", "--steps", 1, "--figure", picture)
-    assert all(name in output for _, name in COMPETITORS)
-    assert "steps of every training" not in output
-    assert picture.exists()
-
-
-def test_the_rate_rises_in_a_tenth_of_the_steps_and_falls_to_a_twentieth() -> None:
-    shares = [rise_and_fall(500, step) for step in range(501)]
-    assert shares[0] == pytest.approx(1 / 50)
-    assert max(shares) == shares[49] == shares[50] == 1
-    assert shares[275] == pytest.approx((1 + 0.05) / 2)
-    assert shares[500] == pytest.approx(0.05)
-    assert all(earlier >= later for earlier, later in pairwise(shares[50:]))
 
 
 @pytest.mark.filterwarnings("ignore:.*trained by AdamW alone")
