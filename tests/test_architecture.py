@@ -10,7 +10,7 @@
     files                                  of what is saved
     report  errors  patterns  stages  sharded   know nothing at all
 
-`python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.command`.
+`python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.plan`.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """

@@ -1,23 +1,32 @@
 """Which system with which setting: time, memory and bytes of each, and the one to take.
 
-Each setting's costs are those of :mod:`second_order.planning.record`: the optimizer's own code
-takes a step, and nothing is sent.
+``python -m second_order plan`` is the command. Costs are those of
+:mod:`second_order.planning.record`: the optimizer's own code takes a step, and nothing is sent.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import importlib
 import inspect
 import json
+import os
 import re
+import runpy
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
+from second_order.errors import SecondOrderError
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
@@ -29,14 +38,17 @@ from second_order.planning.calibration import (
     workers_of,
 )
 from second_order.planning.machine import Interconnect, Machine
-from second_order.planning.record import Record, loss_of, record
+from second_order.planning.record import loss_of, record
 from second_order.report import aligned
 from second_order.stages import ELSEWHERE
 
-__all__ = ["SOLVERS", "SYSTEMS", "Choice", "Plan", "plan"]
+__all__ = ["SOLVERS", "SYSTEMS", "Choice", "Plan", "add_command", "plan"]
 
 SYSTEMS: dict[str, Any] = {c.__name__: c for c in (KAISA, DPKFAC, DistKFAC)}
 SOLVERS = ("inverse", "eigen")
+FUNCTION = "model_and_batch"
+"""The function that the command calls where none is named."""
+
 PASSES = "passes"
 """The account of forward and backward."""
 
@@ -334,23 +346,16 @@ class _Planner:
         links = self.machine, self.network, self.memory
         return Plan(world_size, tuple(choices), best, reason, base, *links)
 
-    def _records(self, system: str, keywords: Mapping[str, Any], ranks: int) -> list[Record]:
-        """What the first rank and one in the middle take, if all is due at each step."""
-        known = inspect.signature(SYSTEMS[system]).parameters
-        own = {k: v for k, v in self.options.items() if k in known}
-
-        def make(model: nn.Module) -> Any:
-            every = {"factor_update_steps": 1, "inv_update_steps": 1}
-            return SYSTEMS[system](model, **{**self.keywords, **own, **keywords, **every})
-
-        setting = self.model, self.run, self.machine, self.network
-        return [record(make, *setting, rank, ranks) for rank in sorted({0, ranks // 2})]
-
     def _choices(
         self, system: str, setting: str, keywords: dict[str, Any], ranks: int
     ) -> Iterator[Choice]:
-        """A setting at each of the intervals."""
-        records = self._records(system, keywords, ranks)
+        """A setting at each of the intervals; recorded are the first rank and one in the middle."""
+        known = inspect.signature(SYSTEMS[system]).parameters
+        own = {k: v for k, v in self.options.items() if k in known}
+        every = {"factor_update_steps": 1, "inv_update_steps": 1}
+        make = partial(SYSTEMS[system], **{**self.keywords, **own, **keywords, **every})
+        given = make, self.model, self.run, self.machine, self.network
+        records = [record(*given, rank, ranks) for rank in sorted({0, ranks // 2})]
         due = {k: max(r.seconds.get(k, 0.0) for r in records) for r in records for k in r.seconds}
         sent = {k: max(r.sent.get(k, 0.0) for r in records) for r in records for k in r.sent}
         simulated = due.pop(ELSEWHERE)
@@ -361,8 +366,8 @@ class _Planner:
         fullest = max(records, key=lambda r: r.peak)
         memory = sum(p.nbytes for p in self.model.parameters()) + fullest.peak
         for pair in self.intervals:
-            every = dict.fromkeys(STATISTICS, pair[0]) | dict.fromkeys(REFRESH, pair[1])
-            stages = {stage: s / every.get(stage, 1) for stage, s in due.items()}
+            often = dict.fromkeys(STATISTICS, pair[0]) | dict.fromkeys(REFRESH, pair[1])
+            stages = {stage: s / often.get(stage, 1) for stage, s in due.items()}
             yield Choice(
                 system,
                 setting,
@@ -372,7 +377,7 @@ class _Planner:
                 max(sum(stages.values()), hidden / pair[1]),
                 memory,
                 fullest.kept,
-                sum(nbytes / every.get(stage, 1) for stage, nbytes in sent.items()),
+                sum(nbytes / often.get(stage, 1) for stage, nbytes in sent.items()),
                 hidden / pair[1],
                 self.memory is None or memory <= self.memory,
             )
@@ -448,3 +453,88 @@ def _said(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def add_command(commands: Any) -> None:
+    """Add ``plan`` to the commands of ``python -m second_order``."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict time, memory and bytes of every system and setting, and recommend one",
+        description="Predict time, memory and bytes of every system and setting for some "
+        "numbers of ranks, and recommend one. The machine at hand is measured for some seconds, "
+        "unless numbers of another are given.",
+    )
+    parser.add_argument(
+        "target",
+        help=f"train.py, train.py:function or module:function; the function ({FUNCTION} where none "
+        f"is named) takes no arguments and returns (model, batch): the batch of one rank, as the "
+        f"model's arguments",
+    )
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 8, 64], metavar="N")
+    parser.add_argument("--memory", help="what a rank may use, as 80GB")
+    parser.add_argument("--machine", type=Path, help="JSON of a machine's numbers; see the docs")
+    parser.add_argument("--network", type=Path, help="JSON of a network's levels")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=list(SOLVERS))
+    words = "factor_update_steps/inv_update_steps, as 10/100; the first is recommended for"
+    parser.add_argument("--intervals", type=_intervals, nargs="+", default=[(10, 10)], help=words)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of measurement, up to 60")
+    parser.add_argument("--json", type=Path, help="where to write the plans")
+    parser.set_defaults(run=_run)
+
+
+def _intervals(word: str) -> tuple[int, int]:
+    first, slash, second = word.partition("/")
+    if not (slash and first.isdecimal() and second.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{word!r} is not two intervals, as 10/100")
+    return int(first), int(second)
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    """Plan, print a table for each number of ranks, and write JSON if it is asked for."""
+    try:
+        machine, network = _read(chosen.machine, Machine), _read(chosen.network, Interconnect)
+        model, batch = _called(chosen.target)
+        names = "memory", "systems", "solvers", "intervals", "seconds"
+        wanted = {name: getattr(chosen, name) for name in names}
+        first = plan(model, batch, chosen.world_sizes, machine=machine, network=network, **wanted)
+    except (ValueError, TypeError, OSError, ImportError, SecondOrderError) as error:
+        sys.stderr.write(f"python -m second_order plan: {error}\n")
+        return 2
+    plans = [first, *first.others]
+    for each in plans:
+        sys.stdout.write(f"{each.summary()}\n\n")
+    if chosen.json is not None:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
+        chosen.json.write_text(f"[{','.join(each.to_json() for each in plans)}]", "utf-8")
+        sys.stdout.write(f"written: {chosen.json}\n")
+    return 0 if all(each.recommended is not None for each in plans) else 1
+
+
+def _read(path: Path | None, kind: Any) -> Any:
+    """A machine or a network from a file, if one is named."""
+    try:
+        return path and kind.of_json(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has no numbers of a {kind.__name__}: {error}") from None
+
+
+def _called(target: str) -> tuple[nn.Module, Any]:
+    """A model and a batch from a script's or a module's function."""
+    place, _, name = target.partition(":")
+    is_script = place.endswith(".py")
+    first = str(Path(place).resolve().parent) if is_script else os.getcwd()  # noqa: PTH109
+    with patch.multiple(sys, path=[first, *sys.path], argv=[place]):
+        if is_script:  # not as __main__: a script's training stays behind its guard
+            names = runpy.run_path(place, run_name="second_order_plan")
+        else:
+            names = vars(importlib.import_module(place))
+        function = names.get(name or FUNCTION)
+        found: Any = function() if callable(function) else None
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module):
+        return found
+    raise ValueError(
+        f"{place} has no function {name or FUNCTION}() that takes nothing and returns (model, "
+        f"batch), a torch.nn.Module and its arguments for one rank's batch; write it, or name "
+        f"yours as {place}:function"
+    )
