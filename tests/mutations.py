@@ -60,7 +60,7 @@ a budget whose solves take what statistics need
 a budget by means  <-  budget::first_steps_and_outliers_do_not_count
     statistics.median(lap  =>  statistics.fmean(lap
 a budget that each rank has for itself  <-  budget::ranks_with_different_clocks_choose_the_same
-  - *mean_over(self._training.world, self._watch.medians("S", "R", "T"))
+  - *self._training.world.mean(self._watch.medians("S", "R", "T"))
   + *self._watch.medians("S", "R", "T")
 a budget measured of frozen layers  <-  budget::nothing_is_measured_while_all_is_frozen
     if not working:  =>  if False:
@@ -90,7 +90,7 @@ refreshes measured by steps with a Newton step
     dict.fromkeys(("lanczos", "split", "newton"), "apart")  =>  {"lanczos": "apart"}
 refreshes whose price each rank has for itself
   <-  refresh_budget::ranks_with_different_clocks_do_the_same
-  - T, R = mean_over(self._training.world, [self._base_step(), self._seconds])
+  - T, R = self._training.world.mean([self._base_step(), self._seconds])
   + T, R = self._base_step(), self._seconds
 refreshes whose price no checkpoint keeps
   <-  refresh_budget::a_resumed_run_is_the_run_that_was_never_stopped
@@ -112,12 +112,30 @@ parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_th
   -     refuse_meta(name, members_of(groups), inner)
   -
 
-== contract/averaging.py
+== contract/training.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
   <-  placements_gradients::a_gradient_that_is_none_everywhere_stays_none
     if p.grad is None and n > 0:  =>  if p.grad is None:
+names of a group that is added are left out
+  <-  groups::a_group_added_has_names_where_the_others_have
+    if known or not any(NAMES in other for other in others):  =>  if True:
+sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
+    for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
+warnings between two collectives
+  <-  deferred_warnings::errors_are_raised_one_at_a_time_after_the_work
+    while self.waiting and not self.held:  =>  while self.waiting:
+warnings again and again
+  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
+    new = key not in known  =>  new = True
+gradients from before a freeze are not averaged
+  <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
+    if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
+the schedule's largest learning rate is not looked up
+  <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
 
 == contract/checkpoint.py
 groups in another order load
@@ -143,24 +161,12 @@ groups are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
 ranks compared, and the base's state not
   <-  debug::a_parted_bit_is_named_with_its_rank_before_a_further_step
     state[p].items() if p in state else ()  =>  ()
-
-== contract/groups.py
-names of a group that is added are left out
-  <-  groups::a_group_added_has_names_where_the_others_have
-    if known or not any(NAMES in other for other in others):  =>  if True:
-
-== contract/training.py
-sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
-    for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
-warnings between two collectives
-  <-  deferred_warnings::errors_are_raised_one_at_a_time_after_the_work
-    while self._waiting and not self.held:  =>  while self._waiting:
-warnings again and again
-  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
-    new = key not in self._known  =>  new = True
-gradients from before a freeze are not averaged
-  <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
-    if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
+descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
+    repr(facts).encode()  =>  repr(len(facts)).encode()
+checksums without places  <-  debug::places_count
+    (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
+checksums of the last block alone  <-  debug::large_ones_are_read_in_blocks
+    total * BETWEEN_BLOCKS + (_multipliers  =>  (_multipliers
 
 == contract/two_bases.py
 two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
@@ -184,14 +190,6 @@ two bases: a loaded state is nobody's
   <-  two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state
     if len(part.state):  =>  if False:
 
-== distributed/agreement.py
-descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
-    repr(facts).encode()  =>  repr(len(facts)).encode()
-checksums without places  <-  debug::places_count
-    (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
-checksums of the last block alone  <-  debug::large_ones_are_read_in_blocks
-    total * BETWEEN_BLOCKS + (_multipliers  =>  (_multipliers
-
 == distributed/assignment.py
 cost of computation as that of memory  <-  assignment::costs
     dim ** (3 if cost == "compute" else 2)  =>  dim**2
@@ -210,11 +208,9 @@ only the first bucket of a sum is waited for
   <-  collectives::a_future_is_done_when_the_last_bucket_is
     [work.get_future() for work, _ in works]  =>  [work.get_future() for work, _ in works[:1]]
 only the first bucket of a sum arrives  <-  shares::by_shares_is_bit_for_bit_as_directly
-    while self._works:  =>  if self._works:
-gloo's ring in the place of a message for each rank  <-  shares::gloo_sums_in_rounds_or_not_at_all
-    if gloo and ranks <= RING_RANKS  =>  if ranks < 0
+    while self.works:  =>  if self.works:
 a message for each of thousands of ranks  <-  shares::messages_of_many_ranks_go_by_a_sum
-    return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES  =>  return False
+    0 < whole < (ranks - 1 - rounds) * MESSAGE_BYTES  =>  False
 the rows of all ranks for one owner  <-  shares::balanced_and_small_messages_go_directly
     return ranks * largest > max(2 * whole, SMALL_BYTES)  =>  return False
 buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
@@ -230,53 +226,22 @@ bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_
 a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
     if key not in made:  =>  if True:
 
-== distributed/lent_groups.py
+== distributed/world.py
 a group is lent again while a rank sends in it
   <-  collectives::a_group_with_something_under_way_is_not_lent_again
-    if lender is None or group is None or not self.settled:  =>  if lender is None or group is None:
-
-== distributed/mailbox.py
-a goodbye that overtakes messages  <-  roles::goodbye_is_the_last_thing_that_is_said
-  - while not self._outgoing.empty():
-  -             self._send(
-  + while not (stopping or self._outgoing.empty()):
-  +             self._send(
-a stop of all processes is a silence  <-  roles::a_stop_of_all_processes_is_no_silence
-    min(now - self._looked, self._limit / 4)  =>  now - self._looked
-a store listens everywhere  <-  roles::teams_work_apart
-    store, place, error = None, "127.0.0.1", ""  =>  store, place, error = None, "0.0.0.0", ""
-
-== distributed/roles.py
-one process alone has helpers  <-  roles::one_process_alone_trains_whatever_is_asked_for
-    count = helpers if world_size > 1 else 0  =>  count = helpers
-
-== distributed/shard_layout.py
-rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
-    of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
-
-== distributed/world.py
+    if self.spare is not None and self.settled:  =>  if self.spare is not None:
 bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
 a group's first rank taken for the world's
   <-  collectives::the_first_rank_is_copied collectives::a_group_has_ranks_of_its_own
   - dist.broadcast(flat, group=self.group, group_src=0)
   + dist.broadcast(flat, 0, group=self.group)
-words compared at one place alone  <-  agreement::ranks_know_whether_they_have_the_same_words
-    return all(most == ~of_least  =>  return any(most == ~of_least
 rounds that do not reach every rank  <-  agreement::every_rank_hears_of_each_other_in_rounds
     distance *= 2  =>  distance *= 4
-ranks beyond a power of two whose addends are left out
-  <-  shares::all_reduces_in_rounds_are_the_same_bits_on_all_ranks
-  - self._receive(other, beyond)
-  -             add(flat, other, out=flat)
-  + self._receive(other, beyond)
-a place without a word taken for a word  <-  agreement::ranks_know_whether_they_have_the_same_words
-    (least, least) if word is None  =>  (0, 0) if word is None
 copies by a sum that lose the sign of a zero  <-  shares::copies_by_a_sum_keep_every_bit
-  - (max(stop for _, stop in runs.values()),), -0.0)
-  + (max(stop for _, stop in runs.values()),), 0.0)
+    (whole // dtype.itemsize,), -0.0)  =>  (whole // dtype.itemsize,), 0.0)
 narrow sums of many ranks that add up narrow  <-  shares::narrow_messages_add_up_wide_by_a_sum
-    whole, own = flat.to(wide(flat.dtype)), runs  =>  whole, own = flat, runs
+    whole = flat.to(wide(flat.dtype))  =>  whole = flat
 half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
     return not bool(noes)  =>  return bool(noes < 2.0)
 what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_their_shapes
@@ -284,6 +249,27 @@ what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_
 sums by shares sent to their owners in another order
   <-  shares::by_shares_is_bit_for_bit_as_directly
     [*pieces[0::2], *pieces[1::2]]  =>  [*pieces[1::2], *pieces[0::2]]
+words that are never compared  <-  agreement::ranks_know_whether_they_have_the_same_words
+    return int(both[0]) == ~int(both[1])  =>  return True
+
+== distributed/mailbox.py
+a goodbye that overtakes messages  <-  roles::goodbye_is_the_last_thing_that_is_said
+  -         while not self._outgoing.empty():
+  -             self._send(
+  +         while not (leaving or self._outgoing.empty()):
+  +             self._send(
+a stop of all processes is a silence  <-  roles::a_stop_of_all_processes_is_no_silence
+    min(now - self._looked, self._limit / 4)  =>  now - self._looked
+a store listens everywhere  <-  roles::teams_work_apart
+    store, place, error = None, "127.0.0.1", ""  =>  store, place, error = None, "0.0.0.0", ""
+
+== distributed/roles.py
+one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_trains
+    count = helpers if world_size > 1 else 0  =>  count = helpers
+
+== distributed/shard_layout.py
+rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
+    of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
 
 == files.py
 files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole_or_not_at_all
@@ -471,8 +457,7 @@ owners that take their own terms for all
   + return float(ranks)
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_shares_however_statistics_travel
-  - layers.take_in(layers.whole_steps(sums, world.size, more), decay)
-  + layers.take_in(sums, decay)
+    sums = layers.whole_steps(sums, world.size, more)  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
   - ("losses", self.layers.reduction),
 messages forget since the beginning
@@ -484,7 +469,7 @@ a budget that ranks do not compare  <-  budget::ranks_compare_what_they_have_cho
     ("intervals by budget", self.budget.state)  =>  ("intervals by budget", self.budget.measuring)
 an instrument without the owners' clip
   <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
-    self.coefficient = self._preconditioned()  =>  self._preconditioned()
+    self.coefficient = precondition_by_owners(  =>  precondition_by_owners(
 averages that begin with rounded numbers
   <-  exchange_dtype::the_first_statistics_travel_as_they_are
     exact = self.training.steps < EXACT  =>  exact = False
@@ -494,19 +479,18 @@ a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
     kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
 a device waited for at every step  <-  budget::a_device_is_waited_for_where_a_refresh_is_due_alone
-  - if due and self.training.steps < JUDGED:  # what the passes have queued
-  + if True:  # what the passes have queued
+    if due and self.training.steps < JUDGED and  =>  if
 a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_length
     self.step_length.load(saved)  =>  pass
 
 == kfac/feedback.py
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    changes.append(change if mine else None)  =>  changes.append(change)
+    change if mine and change is not None else  =>  change if change is not None else
 work as often as ranks watch a layer  <-  drift::work_is_that_of_one_ranks_passes
-  - if mine:
-  -                     work
-  + if True:
-  +                     work
+  -             if mine:
+  -                 work
+  +             if True:
+  +                 work
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
@@ -523,7 +507,7 @@ zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_tak
   +                 pass
 passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
-    found = max((block.staged.micro_batches  =>  found = min((block.staged.micro_batches
+    found = max(found, block.staged.micro_batches)  =>  found = block.staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
     (each.head[0] * more / processes) ** 2  =>  (each.head[0] * more) ** 2
@@ -549,7 +533,7 @@ frozen parameters in the share that is said  <-  summary::only_what_trains_is_co
 == kfac/losses.py
 a number of targets that is ignored as used
   <-  loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used
-    loss is not None and not _divides(loss, number)  =>  False
+    not _divides(record, number)  =>  False
 validation that tells what losses are  <-  loss_reduction::only_a_training_pass_tells
   - or not torch.is_grad_enabled()
 
@@ -580,14 +564,61 @@ statistics that wait for the step
 statistics that have changed since they were sent
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]
-    float(not self._marks[b].holds(b, micro_batches))  =>  0.0
-sums of narrow factors that travel as they were added up
-  <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
-  - found.append(staged.sums(micro_batches).to(self._dtype))
-  + found.append(staged.sums(micro_batches))
+    float(self._has_changed(b, micro_batches))  =>  0.0
 layers sent twice where numbers of pairs take turns
   <-  pipelined::steps_of_other_numbers_of_pairs_in_turn_send_no_layer_twice
-    {b: max(n, before.get(b, 0)) for b, n in found.items()}  =>  dict(found)
+    {b: max(n, before.get(b, 0)) for b, n in pairs.items()}  =>  dict(pairs)
+
+== kronecker/factors.py
+sums of narrow factors that travel as they were added up
+  <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
+    factor.to(self.factor_dtype)  =>  factor
+the mean eigenvalue of G of modules used twice
+  <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
+    head[1 + groups : 1 + 2 * groups] *= scale  =>  pass
+uses without an example are uses  <-  examples::a_use_without_an_example_is_no_use
+    present | ~present.any()  =>  present | True
+uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
+    uses = uses / len(self._passes)  =>  uses = 1.0
+sums divided in bfloat16
+  <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
+    total.to(examples.dtype) / examples if narrow  =>  total / examples.to(total.dtype) if narrow
+weights and means in bfloat16
+  <-  invariants_factors::13_weights_and_means_of_bfloat16_factors_are_not_rounded
+  - wide = torch.promote_types(dtype, torch.float32)
+  -         self.shape = shape
+  + wide = dtype
+  +         self.shape = shape
+an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
+    self.weight * decay + 1.0  =>  self.weight * decay + (1.0 - decay)
+a step without examples forgets
+  <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
+    torch.where(present, self.weight * decay + 1.0, self.weight)  =>  self.weight * decay + 1.0
+dropped statistics are not counted
+  <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
+    self.dropped += ~finite  =>  pass
+a gradient's scale once instead of squared
+  <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
+  - torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
+  + torch.as_tensor(gradient_scale, dtype=found["G"].dtype)
+passes of a step not counted  <-  examples::passes_of_a_step_are_counted_and_said_once
+    uses * micro_batches**2  =>  uses
+a second pass through a forward as a micro-batch
+  <-  examples::two_losses_of_one_forward_are_no_micro_batches
+    if not again:  =>  if True:
+padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+    if self._reduction == "mean":  =>  if False:
+examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
+    scale = scale / counted_again**2  =>  pass
+examples of a step counted in each pass through a forward
+  <-  loss_reduction::two_losses_of_one_forward_have_the_terms_of_one
+    uses * len(self._passes) / max(self.micro_batches, 1)  =>  uses
+both factors of gradients with the trace of the curvature
+  <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
+    sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums  =>  pass
+a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
+  - self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
+  + self.examples.copy_(torch.where(present, examples, self.examples))
 
 == kfac/plan.py
 DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost
@@ -648,7 +679,7 @@ a bound from what helpers see  <-  defaults::with_stats_workers_all_clip_alike
     if self._counted == "helpers":  =>  if False:
 a bound for the layer that sees least
   <-  defaults::a_layer_that_sees_little_does_not_shorten_all_steps
-    for count in counts]).max()  =>  for count in counts]).min()
+    torch.stack(counts).max()  =>  torch.stack(counts).min()
 a clip that lowering lr does not lower
   <-  step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root
     elif by_batch and rate < USUAL_LR:  =>  elif False:
@@ -770,7 +801,7 @@ damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
 
 == kfac/solve_async.py
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
-    elif self._background.deterministic or not ticket.done:  =>  elif not ticket.done:
+    elif self._background.deterministic or not ticket.done():  =>  elif not ticket.done():
 decompositions of threads arrive without their damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     return 0 if self.training.world.size == 1 else 1 + scaled  =>  return 0
@@ -795,6 +826,10 @@ a thread solves each factor in another's place
 an asynchronous inverse that comes a step late
   <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
     age >= self.drift.interval(block) - 1  =>  age >= self.drift.interval(block)
+a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
+    copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
+a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
+    torch.set_num_threads(1)  =>  pass
 
 == kfac/stats_workers.py
 a stats worker's losses of a step as sums
@@ -809,11 +844,9 @@ statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got
     parts[layer.solver("A")][block.name] = sums[block]  =>  parts[0][block.name] = sums[block]
 messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
-    if message[1]["edition"] < self.edition:  =>  if False:
+    message is None or message[1]["edition"] < self.edition  =>  message is None
 points queue up  <-  stats::no_point_is_sent_while_statistics_are_on_their_way
     helper.asked <= wanted <= helper.heard + 1  =>  helper.asked <= wanted
-hungry layers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
-    any(self.last.get(k, -1) <= due for k in wanting)  =>  False
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
     raise ValueError(whole_models(self.training.name, "stats"))  =>  return
 
@@ -844,16 +877,9 @@ a pass that draws labels silences those of other threads
   <-  compiled_drawn::training_in_another_thread_keeps_its_pairs
     return current_pass() in _drawing  =>  return bool(_drawing)
 
-== kronecker/background.py
-a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
-    copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
-a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
-  -     torch.set_num_threads(1)
-  -
-
 == kronecker/block.py
 failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
-    silent=False, failures=0, complaint  =>  silent=False, complaint
+    self.state.complaint = False, 0, ""  =>  self.state.complaint = False, self.state.failures, ""
 failures from before a load  <-  robustness::a_checkpoint_gives_a_failing_layer_all_its_tries_again
     self.state.asked, self.state.failures = False, 0  =>  self.state.asked = False
 micro-batches that FSDP2 has yet to average dropped
@@ -879,7 +905,8 @@ the number of examples is forgotten  <-  defaults::the_number_of_examples_is_in_
     factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))  =>  pass
 the change of a refresh by its own inverse twice
   <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    self._before = self._preconditioned_before(dtype)  =>  self._before = inverse
+  - self._before = before
+  + self._before = inverse
 
 == kronecker/capture.py
 an input that was changed in place is taken for the same
@@ -915,7 +942,7 @@ the product of one tensor is formed for each layer
     known = last[2]  =>  known = None
 an A with the bias's row for a layer without bias
   <-  sharing::layers_of_one_input_with_and_without_a_bias
-    block.trains_bias), self._last_a, None  =>  True), self._last_a, None
+    block.trains_bias), self.last_a, None  =>  True), self.last_a, None
 no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
   - return self._accumulation_steps / scale
   + return self._accumulation_steps / torch.ones_like(scale)
@@ -923,7 +950,7 @@ gradients thrown away by the model kept as statistics
   <-  examples::a_discriminator_counts_its_own_passes
     block.starts_anew(unreduced):  =>  False:
 terms counted where a loss is a mean  <-  loss_reduction::other_owners_layers_are_counted_at_most
-    self._counted(module) if self.reduction() == "step_mean" else []  =>  self._counted(module)
+    self._counted(module) if reduction == "step_mean" else []  =>  self._counted(module)
 
 == kronecker/convolutions.py
 a convolution's G without the number of locations
@@ -947,7 +974,8 @@ large finite factors are given up
   <-  solvers::large_factors_are_finite_though_their_squares_are_not
     exact = torch.isfinite(batch).flatten(1).all(1)  =>  exact = torch.isfinite(_norm(batch))
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
-    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE  =>  return error < RESIDUAL_TOLERANCE
+  - return (error < RESIDUAL_TOLERANCE) & _is_orthogonal(vectors)
+  + return error < RESIDUAL_TOLERANCE
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
   - return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
   + return (vectors, values * size.squeeze(-1)), _is_eigenbasis(
@@ -960,14 +988,12 @@ inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_in
 one batch of everything  <-  solvers::factors_are_built_batch_by_batch
     if key not in current or filled[key] + nbytes > most:  =>  if key not in current:
 
-== kronecker/doubly_factored.py
+== kronecker/exact.py
 a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_far_from_one
     root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
 inputs that are not finite count as zeros
   <-  doubly_factored::an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient
     psi = torch.where(finite[:, None], psi, torch.nan)  =>  pass
-
-== kronecker/exact.py
 exact blocks are not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
     p.grad.copy_(part.view_as(p) * coefficient)  =>  p.grad.copy_(part.view_as(p))
 a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
@@ -994,60 +1020,13 @@ rounding of sums that cancel counted as unexplained
   <-  explained::sums_that_cancel_count_for_rounding
     (left.norm() - self._noise)  =>  left.norm()
 
-== kronecker/factors.py
-the mean eigenvalue of G of modules used twice
-  <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    head[1 + groups : 1 + 2 * groups] *= scale  =>  pass
-uses without an example are uses  <-  examples::a_use_without_an_example_is_no_use
-    present | ~present.any()  =>  present | True
-uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
-    uses = sum(n for n, _ in counted) / len(counted)  =>  uses = 1.0
-sums divided in bfloat16
-  <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
-    total.to(examples.dtype) / examples if narrow  =>  total / examples.to(total.dtype) if narrow
-weights and means in bfloat16
-  <-  invariants_factors::13_weights_and_means_of_bfloat16_factors_are_not_rounded
-  - wide = torch.promote_types(dtype, torch.float32)
-  -         self.shape = shape
-  + wide = dtype
-  +         self.shape = shape
-an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
-    self.weight * decay + 1.0  =>  self.weight * decay + (1.0 - decay)
-a step without examples forgets
-  <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
-    torch.where(present, self.weight * decay + 1.0, self.weight)  =>  self.weight * decay + 1.0
-dropped statistics are not counted
-  <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
-    self.dropped += ~finite  =>  pass
-a gradient's scale once instead of squared
-  <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-  - torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
-  + torch.as_tensor(gradient_scale, dtype=found["G"].dtype)
-passes of a step not counted  <-  examples::passes_of_a_step_are_counted_and_said_once
-    uses * micro_batches**2  =>  uses
-a second pass through a forward as a micro-batch
-  <-  examples::two_losses_of_one_forward_are_no_micro_batches
-    if not again:  =>  if True:
-padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    if self._reduction == "mean":  =>  if False:
-examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
-    scale = scale / counted_again**2  =>  pass
-examples of a step counted in each pass through a forward
-  <-  loss_reduction::two_losses_of_one_forward_have_the_terms_of_one
-    uses * len(self._passes) / max(self.micro_batches, 1)  =>  uses
-both factors of gradients with the trace of the curvature
-  <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
-    sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums  =>  pass
-a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
-  - self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
-  + self.examples.copy_(torch.where(present, examples, self.examples))
-
 == kronecker/fisher.py
 micro-batches draw the same noise
   <-  contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one
-    hash((self.step, call - first_call, self._rank))  =>  hash((self.step, 0, self._rank))
+    hash((self.step, call - self._last[1], self._rank))  =>  hash((self.step, 0, self._rank))
 ranks draw the same noise  <-  kaisa::ranks_draw_labels_of_their_own
-    hash((self.step, call - first_call, self._rank))  =>  hash((self.step, call - first_call, 0))
+  - hash((self.step, call - self._last[1], self._rank))
+  + hash((self.step, call - self._last[1], 0))
 a coin that falls the other way
   <-  invariants_factors::14_labels_are_drawn_from_the_models_distribution
     (uniform < output.sigmoid())  =>  (uniform > output.sigmoid())
@@ -1079,21 +1058,24 @@ keys counted as queries are  <-  attention::factors_are_those_of_separate_linear
     more = [counts[0] / count for count in counts]  =>  more = [1.0 for _ in counts]
 a registered layer's own rows left out
   <-  kinds::a_registered_layer_has_the_factors_of_what_it_was_told_to_compute
-    return (x, d) if rows is None else rows(module, x, d)  =>  return x, d
+  - if rows is None else rows
+  -
+  +
+  +
 torch's own layers are registered anew  <-  kinds::the_rules_of_torchs_own_layers_stay
     if ruled and kind.__module__.startswith("torch."):  =>  if False:
+sparse embeddings are preconditioned
+  <-  finding::an_embedding_with_sparse_gradients_is_left_to_the_base
+    if getattr(module, "sparse", False):  =>  if False:
 
 == kronecker/layers.py
 padding tokens count
   <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
-    if embedding.padding_idx is not None:  =>  if False:
+    if padding is not None:  =>  if False:
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
     matrix[..., -1].copy_(bias.reshape(groups, out))  =>  matrix[..., -1].zero_()
-sparse embeddings are preconditioned
-  <-  finding::an_embedding_with_sparse_gradients_is_left_to_the_base
-    if getattr(module, "sparse", False):  =>  if False:
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
   - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
   + a = gram(x.unsqueeze(0), form.bias, form.triangular)
@@ -1160,7 +1142,7 @@ the steep directions' diagonal counts them twice
 == lanczos/hvp.py
 differences as wide as the parameters' dtype
   <-  mrdho2_fsdp::differences_are_wide_enough_for_narrow_passes
-    (set() if self._model is None else dtypes_of_passes(self._model))  =>  set()
+    self._dtypes |= dtypes_of_passes(self._model)  =>  pass
 micro-batches' losses weigh the same
   <-  lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples
     self.loss += examples * loss.detach().double()  =>  self.loss += loss.detach().double()
@@ -1170,6 +1152,8 @@ judged losses have other random numbers
   -
 micro-batches weigh the same  <-  hvp::micro_batches_are_one_batch
     if factor != 1.0:  =>  if False:
+buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_evaluation
+    buffer.data.copy_(value)  =>  pass
 
 == lanczos/lanczos.py
 orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
@@ -1194,10 +1178,6 @@ residuals below rounding  <-  lanczos::no_residual_is_stated_below_rounding
 a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
     *range(smallest)]  =>  *range(1, smallest + 1)]
 
-== lanczos/undisturbed.py
-buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_evaluation
-    buffer.data.copy_(value)  =>  pass
-
 == lanczos/vector_space.py
 a loss of the positive Hessian under maximize  <-  dho2::the_guard_of_s_knows_what_is_worse
     return self._sign * float(loss) / float(examples)  =>  return float(loss) / float(examples)
@@ -1219,9 +1199,9 @@ the step count is not loaded
   - training.steps, training.collected, self._consistency.loaded = steps, None, True
   + training.collected, self._consistency.loaded = None, True
 collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
-  - self._training.collected = None
+  -             training.collected = None
   -             self._share_state()
-  + self._share_state()
+  +             self._share_state()
 factors are collected on another rank  <-  factor_exchange::whoever_saves_has_all_factors
     range(size) if to is None else [to]  =>  range(size) if to is None else [0]
 an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as_nobody_has_it
@@ -1230,7 +1210,7 @@ one kind of processes alone hears of wrong shards
   <-  mrdho2_fsdp::other_shards_are_refused_on_every_rank
     if any(world.all_gather_object(sharded)):  =>  if sharded:
 an empty step of the parameters before counts  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
-    if self._take_shards() and empty:  =>  if self._take_shards() and (empty := False):
+    and self._take_shards() and empty:  =>  and self._take_shards() and (empty := False):
 two bases: half a group stays  <-  two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was
     self.param_groups[:] = before  =>  pass
 two bases: one's defaults for both
@@ -1251,15 +1231,11 @@ a state that loses its curvature by close()
 
 == optimizers/kaisa.py
 assignment without effect  <-  kaisa::layers_are_placed_as_asked_for
-    cost=cost,  =>  cost="compute",
+    cost=own.assignment,  =>  cost="compute",
 colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
-    colocate=colocate,  =>  colocate=True,
+    colocate=own.colocate_factors,  =>  colocate=True,
 
 == options.py
-the schedule's largest learning rate is not looked up
-  <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
-  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    for rate in (lr, group.get("initial_lr", lr), group.get("max_lr", lr)):  =>  for rate in (lr,):
 two bases: rest_kwargs without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]
@@ -1272,11 +1248,10 @@ a paper's bound that follows the learning rate  <-  paper_settings::kaisa
 a paper's steps of the base that grow slowly  <-  paper_settings::dho2
     "lr_scale_guard": False,  =>  "lr_scale_guard": True,
 
-== planning/fraction.py
+== planning/calibration.py
 a fraction that each rank chooses for itself
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
-  - workers, error = world.all_gather_object((workers, error))[0]
-  + workers, error = world.all_gather_object((workers, error))[world.rank]
+    return workers if alone else int(world.all_gather_object(workers)[0])  =>  return workers
 
 == planning/machine.py
 solves on threads planned as free where no core is idle
@@ -1297,16 +1272,10 @@ one number of ranks for all plans
 
 == planning/record.py
 large products that take no time  <-  planning_plan::more_work_is_seen
-  -             self.operations += flops
-  -
+    kernel = self._dense(name, args, kwargs, result) if dense else 0.0  =>  kernel = 0.0
 solves on threads that hold up the step
   <-  planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is
   -         self.clock = before
-  -
-
-== profiling.py
-an instrument that counts inner stages twice  <-  profiling::the_time_between_marks_is_shared_out
-  -         host[step][outer] -= length
   -
 
 == recipes.py
@@ -1326,4 +1295,8 @@ frozen parameters in the summary's share  <-  summary::only_what_trains_is_count
 == stages.py
 an instrument that counts no bytes  <-  statistics::all_accounts_together_are_the_whole_time
     spent[1] += total - self._bytes  =>  spent[1] += 0
+
+== profiling.py
+a profile without the backward pass  <-  profiling::the_time_of_a_step_is_shared_out
+    with self.optimizer._training.meter.stage("backward"):  =>  if True:
 """)
