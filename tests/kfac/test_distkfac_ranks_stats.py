@@ -246,10 +246,9 @@ def frozen_stats(model: nn.Module, optimizer: Any) -> int:
     return ends_stats(model, optimizer, "")
 
 
-@pytest.mark.parametrize("world_size", [3])
-def test_a_stats_worker_follows_what_workers_freeze(world: World, world_size: int) -> None:
+def test_a_stats_worker_follows_what_workers_freeze(world: World) -> None:
     """Of layers that train statistics go on coming."""
-    results = world.run(play, world_size, (frozen_worker, frozen_stats), {}, timeout=2 * LONG)
+    results = world.run(play, 3, (frozen_worker, frozen_stats), {}, timeout=2 * LONG)
     assert quiet(results)
     workers, _ = roles_of(results)
     for i, layers in enumerate((LAYERS, ("0", "4"), LAYERS)):
@@ -293,14 +292,13 @@ def added_stats(model: nn.Module, optimizer: Any, directory: Path, when: str) ->
 
 @pytest.mark.parametrize("every", [1, NEVER])
 @pytest.mark.parametrize("when", ["never", "sooner", "later"])
-@pytest.mark.parametrize("world_size", [3])
 def test_a_stats_worker_follows_what_workers_add(
-    world: World, tmp_path: Path, world_size: int, when: str, every: int
+    world: World, tmp_path: Path, when: str, every: int
 ) -> None:
     """Statistics of the new layer come, whenever the stats worker adds it, and if it never does."""
     options = {"layers": LAYERS[:2], "factor_update_steps": every}
     results = world.run(
-        play, world_size, (added_worker, added_stats), options, tmp_path, when, timeout=4 * LONG
+        play, 3, (added_worker, added_stats), options, tmp_path, when, timeout=4 * LONG
     )
     assert quiet(results)
     workers, _ = roles_of(results)

@@ -166,12 +166,11 @@ def refused(
 
 @spread_placement
 @pytest.mark.parametrize("everybody", [True, False])
-@pytest.mark.parametrize("world_size", [3])
 def test_a_checkpoint_without_the_factors_of_others_is_refused(
-    world: World, world_size: int, everybody: bool, placement: Placement
+    world: World, everybody: bool, placement: Placement
 ) -> None:
     """Whoever asks, after every step, waits for nobody; and asking has changed nothing."""
-    results = world.run(refused, world_size, placement, everybody, timeout=20)
+    results = world.run(refused, 3, placement, everybody, timeout=20)
     found = agreed([trajectory for trajectory, _ in results])
     assert_same_trajectory(found, train(0, 1, MLP, LONG[:3]))
     for rank, (_, messages) in enumerate(results):
