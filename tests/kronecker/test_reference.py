@@ -6,7 +6,6 @@ Numbers in names are the lines of the invariants they instantiate: see `referenc
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import pytest
 import reference as ref
@@ -17,9 +16,6 @@ from models import ZOO
 from reference import cross_entropy, half_squared_error
 from torch import Tensor, nn
 from torch.nn import functional
-
-if TYPE_CHECKING:
-    pass
 
 F64 = torch.float64
 
@@ -70,15 +66,10 @@ def test_empirical_fisher_by_hand() -> None:
 # Factors against exact blocks.
 
 
-@pytest.mark.parametrize(
-    ("name", "likelihood"),
-    [("mlp", "categorical"), ("mlp_no_bias", "bernoulli"), ("mlp", "gaussian")],
-)
-def test_1_one_example_is_exact(name: str, likelihood: ref.Likelihood) -> None:
+@pytest.mark.parametrize("name", ["mlp", "mlp_no_bias"])
+def test_1_one_example_is_exact(name: str) -> None:
     model, (x, y) = ZOO[name].model(), ZOO[name].batch(1)
     for layer in layers_of(model, nn.Linear):
-        factors = ref.exact_factors(model, x, likelihood, layer)
-        close(ref.block(*factors), ref.exact_fisher(model, x, likelihood, layer))
         factors = ref.empirical_factors(model, x, y, cross_entropy, layer)
         close(ref.block(*factors), ref.empirical_fisher(model, x, y, cross_entropy, layer))
 
