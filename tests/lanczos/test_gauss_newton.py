@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ZOO
@@ -22,12 +21,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from second_order.errors import CurvatureError
-from second_order.lanczos import Eigenpairs, Hessian, Outputs, eigenpairs
+from second_order.lanczos import Hessian, Outputs, eigenpairs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from pool import World
 
 MLP = ZOO["mlp"]
 EXACT = ["retained", "recomputed"]
@@ -178,28 +176,6 @@ def test_several_outputs(mode: str) -> None:
 
     expected = matrix(joined, model.parameters())
     assert_close(matrix(closure, model.parameters(), mode=mode), expected, mode)
-
-
-# On several processes.
-
-
-def on_shards(rank: int, world_size: int, kind: Any, sizes: list[int]) -> Eigenpairs:
-    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
-    x, y = x.split(sizes)[rank], y.split(sizes)[rank]
-    group = dist.group.WORLD if world_size > 1 else None
-    return eigenpairs(
-        lambda: Outputs(model(x), lambda z: each(z, y)), model,
-        largest=3, iterations=40, tol=1e-9, curvature=kind, process_group=group,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_many_processes_have_the_matrix_of_the_union(world: World, kind: str) -> None:
-    results = world.run(on_shards, 3, kind, [1, 4, 7])
-    expected = on_shards(0, 1, kind, [12])
-    for found in results:
-        torch.testing.assert_close(found.eigenvalues, expected.eigenvalues, rtol=1e-9, atol=0)
-        assert torch.equal(found.eigenvectors, results[0].eigenvectors)
 
 
 # What cannot be done is said, with what to do.
