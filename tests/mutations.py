@@ -1886,8 +1886,8 @@ MUTANTS = [
     _mutant(
         "each process decides by itself",
         "lanczos/lanczos.py",
-        "return bool(space.first(torch.tensor([verdict], device=device)))",
-        "return bool(verdict)",
+        "bool(space.first(torch.tensor([verdict], device=h.device)))",
+        "bool(verdict)",
         "lanczos_ranks::one_process_decides",
     ),
     _mutant(
