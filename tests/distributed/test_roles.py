@@ -362,25 +362,6 @@ def test_a_stop_of_all_processes_is_no_silence() -> None:
         assert ended
 
 
-def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
-    """Heartbeats go on while its owner does something else, for several timeouts."""
-    clock, timeout = Clock(), 4.0
-    with replaced(mailbox, {"time": clock}), pair(timeout) as (a, b):
-        a.expect("what is not to come")
-        for _ in range(16):  # quarters of a timeout
-            before = [one._heard_beat for one in (a, b)]
-            clock.stopped += timeout / 4
-            assert eventually(
-                lambda b4=before: all(
-                    one._heard_beat > last for one, last in zip((a, b), b4, strict=True)
-                )
-            )
-            assert not a.lost
-            assert not b.lost
-        looks = itertools.count()
-        assert a.wait("what is not to come", lambda: next(looks) == 3) is None
-
-
 def test_an_address_where_nobody_listens() -> None:
     with pytest.raises(SecondOrderError, match="does not hear from the others"):
         Mailbox(("127.0.0.1", 1), "a", "b", 0.1)
