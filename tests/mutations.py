@@ -1126,7 +1126,7 @@ a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_
 a vector of losses counts as one example  <-  gauss_newton::micro_batches_are_one_batch
     examples = len(losses)  =>  examples = 1.0
 a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_examples
-    lambda z: criterion(z, targets)), _count(targets)  =>  lambda z: criterion(z, targets)), 1
+    lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
 
 == lanczos/differentiable.py
 an empirical Fisher is a sum  <-  gauss_newton::empirical_fisher_is_the_mean_of_outer_products
