@@ -1123,13 +1123,13 @@ a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_
   + matrix[..., :h, :h].copy_(_mirrored(upper, lower=True))
 
 == lanczos/closure.py
-a vector of losses counts as one example  <-  gauss_newton::micro_batches_are_one_batch
+a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs
     examples = len(losses)  =>  examples = 1.0
 a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_examples
     lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
 
 == lanczos/differentiable.py
-an empirical Fisher is a sum  <-  gauss_newton::empirical_fisher_is_the_mean_of_outer_products
+an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_products
     [u / len(u) for u in _whole(pushed, roots)]  =>  _whole(pushed, roots)
 
 == lanczos/estimates.py
