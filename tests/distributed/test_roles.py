@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import queue
 import threading
 import time
@@ -411,31 +410,6 @@ def test_what_has_been_fetched_or_forgotten_is_not_kept() -> None:
         both.b.forget("declined", coming=True)
         assert eventually(lambda: not both.b._expected)
         assert not both.b.holds("declined")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_child_of_fork_closes_nothing() -> None:
-    """As the processes of a DataLoader are, which have copies of everything."""
-    both = Pair()
-    with closing(both):
-        child = os.fork()
-        if child == 0:
-            both.a.close(PATIENCE)
-            del both.a
-            gc.collect()
-            os._exit(0)
-
-        def ended() -> bool:
-            return os.waitpid(child, os.WNOHANG) != (0, 0)
-
-        assert eventually(ended), "the child hangs"
-        both.b.post("after", [torch.ones(1)])
-        get(both.a, "after")
-        both.a.post("answer", [torch.ones(1)])
-        get(both.b, "answer")
-        assert not both.b.closed_there
-    assert no_thread_is_left()
 
 
 def test_a_model_in_ddp_would_wait_for_the_helpers() -> None:
