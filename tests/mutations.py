@@ -934,13 +934,13 @@ a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_
   + matrix[..., :h, :h].copy_(_mirrored(upper, lower=True))
 
 == lanczos/closure.py
-a vector of losses counts as one example  <-  gauss_newton::micro_batches_are_one_batch
+a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs
     examples = len(losses)  =>  examples = 1.0
 a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_examples
-    lambda z: criterion(z, targets)), _count(targets)  =>  lambda z: criterion(z, targets)), 1
+    lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
 
 == lanczos/differentiable.py
-an empirical Fisher is a sum  <-  gauss_newton::empirical_fisher_is_the_mean_of_outer_products
+an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_products
     [u / len(u) for u in _whole(pushed, roots)]  =>  _whole(pushed, roots)
 
 == lanczos/estimates.py
@@ -969,7 +969,7 @@ a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
     if not rest > 0.5 * again[-1]:  =>  if False:
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    return bool(space.first(torch.tensor([verdict], device=device)))  =>  return bool(verdict)
+    bool(space.first(torch.tensor([verdict], device=h.device)))  =>  bool(verdict)
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
