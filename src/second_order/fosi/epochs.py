@@ -286,7 +286,7 @@ class Epochs:
         counts, vector = counts_of(saved), self._vector
         if self._asked == self.number and self.helped and self._mailbox is not None:
             for name in self._expected():
-                self._mailbox.decline(name)
+                self._mailbox.forget(name, coming=True)
         self.fresh, self._asked = None, -1
         self.number, self.step = counts.get("epoch", 0), counts.get("epoch_step", 0)
         self.let_go()

@@ -276,7 +276,7 @@ class KFAC(Curvature):
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
         world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
-            due = due and helpers.own_passes and layers.capture.enabled  # during the passes
+            due = due and helpers.own_passes and layers.capture.gate.open  # during the passes
         more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
         if due:
             layers.look(step.taken)

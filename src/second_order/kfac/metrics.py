@@ -21,8 +21,7 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock
-from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
 from second_order.kronecker.solvers import condition_estimate
@@ -89,7 +88,7 @@ def _traces(blocks: Sequence[KroneckerBlock]) -> dict[str, float]:
         weights.append(factors.weight)
         for letter, of_layers in traces.items():
             means = factors.means[shape.letters.index(letter)]
-            of_layers.append(means.sum() * shape.dim(letter))
+            of_layers.append(means.sum() * shape.dims[letter])
     known = [weight > 0 for weight in _numbers(weights)]
     found: dict[str, float] = {}
     for letter, of_layers in traces.items():

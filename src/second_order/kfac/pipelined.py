@@ -26,8 +26,7 @@ import torch
 
 from second_order.contract.training import Training
 from second_order.distributed.buckets import in_buckets
-from second_order.distributed.lent_groups import Loan, borrow_group
-from second_order.distributed.world import PendingReduction, World
+from second_order.distributed.world import Loan, PendingReduction, World, borrow_group
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums

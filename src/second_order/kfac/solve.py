@@ -314,14 +314,14 @@ class Solves:
             scale = factored_damping(factors.means, damping)[position]
         return Problem(
             shape.groups,
-            shape.dim(letter),
+            shape.dims[letter],
             dtype,
             device,
             partial(factors.matrix, letter, dtype),
             added=added,
             guess=guess,
             scale=scale,
-            is_diagonal=shape.is_diagonal(letter),
+            is_diagonal=letter in shape.diagonals,
         )
 
     # ------------------------------------------------------------------------------------ agree
@@ -411,13 +411,13 @@ class Solves:
             for k in shape.letters:
                 heads = self.heads if k == "A" else 0
                 kept = self.solver.kept_shapes(
-                    shape.groups, shape.dim(k), shape.is_diagonal(k), options.symmetry_aware
+                    shape.groups, shape.dims[k], k in shape.diagonals, options.symmetry_aware
                 )
                 shapes[block, k] = ((),) * heads + tuple(kept)
                 if k in solved:
                     parts = solved[k]
                     if rounding is not None:
-                        parts = self.solver.rounded(parts, shape.is_diagonal(k), rounding)
+                        parts = self.solver.rounded(parts, k in shape.diagonals, rounding)
                     numbers = (solve.damping, solve.scale)[:heads]
                     sent = (torch.as_tensor(x, dtype=rounding or dtype) for x in numbers)
                     mine[block, k] = (*(x.to(device, dtype) for x in sent), *parts)

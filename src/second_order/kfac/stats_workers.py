@@ -441,7 +441,7 @@ class StatsWorker(Curvature):
         for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
                 parts[layer.solver("A")][block.name] = sums[block]
-        self.layers.collector.settle()
+        self.layers.collector.last_a = None
         if self.mailbox is not None:
             for rank, each in enumerate(parts):
                 flat, note = statistics_of(each, self._edition)

@@ -19,7 +19,6 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.layers import (
     KINDS,
-    Approximation,
     FactorShape,
     Form,
     Key,
@@ -80,6 +79,7 @@ class KroneckerBlock:
         keys: Sequence[Key | None] = (),
     ) -> None:
         self.names, self.modules = list(names), list(modules)
+        self.watched = self.modules  # whose passes make the statistics
         self.keys = list(keys) or list(map(key_of, modules))
         named = zip(modules, self.keys, strict=True)
         self._kinds = {module: KINDS[key] for module, key in named if key is not None}
@@ -96,11 +96,6 @@ class KroneckerBlock:
     def _key_parameter(self) -> nn.Parameter:
         module = self.modules[0]
         return cast(nn.Parameter, getattr(module, self._kinds[module].weight))
-
-    @property
-    def watched(self) -> Sequence[nn.Module]:
-        """The modules whose passes make the statistics."""
-        return self.modules
 
     def _reset(self) -> None:
         self.trains_bias = self.bias is not None and self.bias.requires_grad
@@ -191,20 +186,9 @@ class KroneckerBlock:
         module = self.modules[0]
         return self._kinds[module].shape(module, self.training[1])
 
-    def statistics(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        approximation: Approximation,
-        dtype: torch.dtype,
-        known: PairStatistics | None = None,
-    ) -> PairStatistics:
-        """Statistics of a captured pair of one of the modules."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        x = x.to(dtype) if x.is_floating_point() else x
-        form = Form(self.trains_bias, approximation, self.staged.triangular, known)
-        return self._kinds[module].statistics(module, x, d.to(dtype), form)
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        """Statistics of a captured pair of one of the modules, in the dtype of the pair."""
+        return self._kinds[module].statistics(module, x, d, form)
 
     # ------------------------------------------------------------ do the pairs explain the gradient
 
@@ -295,8 +279,8 @@ class KroneckerBlock:
         factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))
         matrices = {k: saved[k] for k in shape.letters if k in saved}
         for k, stored in matrices.items():
-            if stored.dim() < 3 and not shape.is_diagonal(k):
-                matrices[k] = unpack_upper_triangular(stored, shape.dim(k))
+            if stored.dim() < 3 and k not in shape.diagonals:
+                matrices[k] = unpack_upper_triangular(stored, shape.dims[k])
         if "mean_eigenvalues" in saved:
             factors.means.copy_(saved["mean_eigenvalues"])
         elif len(matrices) == len(shape.letters):

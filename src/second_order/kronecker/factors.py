@@ -82,9 +82,7 @@ class StagedStatistics:
 
     def clear(self) -> None:
         """Drop every pair since the last step."""
-        if self.explanation is not None:
-            self.explanation.close()
-            self.explanation = None
+        self.explanation = None
         self.pairs = self.micro_batches = self.work = 0
         self.revision += 1
         self._sums: dict[str, Tensor] = {}
@@ -140,7 +138,7 @@ class StagedStatistics:
             found["G"].mul_(square)
             if self.shape.marginal:  # both are of gradients
                 found["A"].mul_(square)
-        means = [mean_eigenvalue(factor, self.shape.dim(k)) for k, factor in found.items()]
+        means = [mean_eigenvalue(factor, self.shape.dims[k]) for k, factor in found.items()]
         examples = torch.as_tensor(pair.examples, dtype=means[0].dtype, device=self.device)
         head = torch.cat([examples.view(1), *means])
         finite = torch.isfinite(head.sum())
@@ -281,7 +279,7 @@ class KroneckerFactors:
         assert stored is not None, f"factor {which} is kept elsewhere"
         if not self.triangular or (which == "A" and self.shape.diagonal_a):
             return stored.to(dtype, copy=True)
-        return unpack_upper_triangular(stored.to(dtype), self.shape.dim(which))
+        return unpack_upper_triangular(stored.to(dtype), self.shape.dims[which])
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and G, each as :meth:`matrix` gives it."""
@@ -305,7 +303,7 @@ def _with_unit_trace(sums: StatisticsSums, shape: FactorShape) -> StatisticsSums
 
     Both factors of gradients have the trace of the curvature, which their product is to have once.
     """
-    head, size = sums.head.clone(), shape.dim("A")
+    head, size = sums.head.clone(), shape.dims["A"]
     trace = head[1] * size
     scale = torch.where(trace > 0, head[0] / trace.where(trace > 0, 1.0), 0.0)
     head[1] *= scale
@@ -329,7 +327,8 @@ def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
     No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
     all ranks knows: on all ranks, whoever keeps the factors, so that all come to the same verdict.
     """
-    bound = torch.finfo(sums.factors["A"].dtype).max / max(shape.in_dim, shape.out_dim)
+    widest = max(shape.dims[letter] for letter in shape.letters)
+    bound = torch.finfo(sums.factors["A"].dtype).max / widest
     over = ~(sums.head[1:].amax() <= bound)  # NaN is no sound sum either
     # On the CPU nobody waits for an answer.
     if over.device.type != "cpu" or bool(over):

@@ -289,12 +289,12 @@ def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
     shape, conditions = factors.shape, []
     for letter, stored in inverse.inverses.items():
         kept = stored if letter != "G" or inverse.times is None else stored / inverse.times
-        if shape.is_diagonal(letter):
+        if letter in shape.diagonals:
             conditions.append(kept.amax(1) / kept.amin(1))
             continue
         whole = _whole(kept)
         if factors.stored[letter] is None:
-            largest = factors.means[shape.letters.index(letter)] * shape.dim(letter)
+            largest = factors.means[shape.letters.index(letter)] * shape.dims[letter]
         else:
             largest = _largest_eigenvalue(factors.matrix(letter, whole.dtype))
         conditions.append((largest * _largest_eigenvalue(whole)).clamp_min(1.0))
