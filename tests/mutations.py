@@ -909,8 +909,8 @@ the number of examples is forgotten  <-  defaults::the_number_of_examples_is_in_
     factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))  =>  pass
 the change of a refresh by its own inverse twice
   <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-  - self._before = before 
-  + self._before = inverse 
+  - self._before = before  # that
+  + self._before = inverse  # that
 
 == kronecker/capture.py
 an input that was changed in place is taken for the same
