@@ -112,12 +112,30 @@ parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_th
   -     refuse_meta(name, members_of(groups), inner)
   -
 
-== contract/averaging.py
+== contract/training.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
   <-  placements_gradients::a_gradient_that_is_none_everywhere_stays_none
     if p.grad is None and n > 0:  =>  if p.grad is None:
+names of a group that is added are left out
+  <-  groups::a_group_added_has_names_where_the_others_have
+    if known or not any(NAMES in other for other in others):  =>  if True:
+sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
+    for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
+warnings between two collectives
+  <-  deferred_warnings::errors_are_raised_one_at_a_time_after_the_work
+    while self.waiting and not self.held:  =>  while self.waiting:
+warnings again and again
+  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
+    new = key not in known  =>  new = True
+gradients from before a freeze are not averaged
+  <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
+    if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
+the schedule's largest learning rate is not looked up
+  <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
 
 == contract/checkpoint.py
 groups in another order load
@@ -149,24 +167,6 @@ checksums without places  <-  debug::places_count
     (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
 checksums of the last block alone  <-  debug::large_ones_are_read_in_blocks
     total * BETWEEN_BLOCKS + (_multipliers  =>  (_multipliers
-
-== contract/groups.py
-names of a group that is added are left out
-  <-  groups::a_group_added_has_names_where_the_others_have
-    if known or not any(NAMES in other for other in others):  =>  if True:
-
-== contract/training.py
-sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
-    for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
-warnings between two collectives
-  <-  deferred_warnings::errors_are_raised_one_at_a_time_after_the_work
-    while self._waiting and not self.held:  =>  while self._waiting:
-warnings again and again
-  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
-    new = key not in self._known  =>  new = True
-gradients from before a freeze are not averaged
-  <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
-    if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
 
 == contract/two_bases.py
 two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
@@ -457,8 +457,7 @@ owners that take their own terms for all
   + return float(ranks)
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_shares_however_statistics_travel
-  - layers.take_in(layers.whole_steps(sums, world.size, more), decay)
-  + layers.take_in(sums, decay)
+    sums = layers.whole_steps(sums, world.size, more)  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
   - ("losses", self.layers.reduction),
 messages forget since the beginning
@@ -470,7 +469,7 @@ a budget that ranks do not compare  <-  budget::ranks_compare_what_they_have_cho
     ("intervals by budget", self.budget.state)  =>  ("intervals by budget", self.budget.measuring)
 an instrument without the owners' clip
   <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
-    self.coefficient = self._preconditioned()  =>  self._preconditioned()
+    self.coefficient = precondition_by_owners(  =>  precondition_by_owners(
 averages that begin with rounded numbers
   <-  exchange_dtype::the_first_statistics_travel_as_they_are
     exact = self.training.steps < EXACT  =>  exact = False
@@ -480,19 +479,18 @@ a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
     kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
 a device waited for at every step  <-  budget::a_device_is_waited_for_where_a_refresh_is_due_alone
-  - if due and self.training.steps < JUDGED:  # what the passes have queued
-  + if True:  # what the passes have queued
+    if due and self.training.steps < JUDGED and  =>  if
 a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_length
     self.step_length.load(saved)  =>  pass
 
 == kfac/feedback.py
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    changes.append(change if mine else None)  =>  changes.append(change)
+    change if mine and change is not None else  =>  change if change is not None else
 work as often as ranks watch a layer  <-  drift::work_is_that_of_one_ranks_passes
-  - if mine:
-  -                     work
-  + if True:
-  +                     work
+  -             if mine:
+  -                 work
+  +             if True:
+  +                 work
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
@@ -509,7 +507,7 @@ zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_tak
   +                 pass
 passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
-    found = max((block.staged.micro_batches  =>  found = min((block.staged.micro_batches
+    found = max(found, block.staged.micro_batches)  =>  found = block.staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
     (each.head[0] * more / processes) ** 2  =>  (each.head[0] * more) ** 2
@@ -535,7 +533,7 @@ frozen parameters in the share that is said  <-  summary::only_what_trains_is_co
 == kfac/losses.py
 a number of targets that is ignored as used
   <-  loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used
-    loss is not None and not _divides(loss, number)  =>  False
+    not _divides(record, number)  =>  False
 validation that tells what losses are  <-  loss_reduction::only_a_training_pass_tells
   - or not torch.is_grad_enabled()
 
@@ -566,10 +564,10 @@ statistics that wait for the step
 statistics that have changed since they were sent
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]
-    float(not self._marks[b].holds(b, micro_batches))  =>  0.0
+    float(self._has_changed(b, micro_batches))  =>  0.0
 layers sent twice where numbers of pairs take turns
   <-  pipelined::steps_of_other_numbers_of_pairs_in_turn_send_no_layer_twice
-    {b: max(n, before.get(b, 0)) for b, n in found.items()}  =>  dict(found)
+    {b: max(n, before.get(b, 0)) for b, n in pairs.items()}  =>  dict(pairs)
 
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
@@ -681,7 +679,7 @@ a bound from what helpers see  <-  defaults::with_stats_workers_all_clip_alike
     if self._counted == "helpers":  =>  if False:
 a bound for the layer that sees least
   <-  defaults::a_layer_that_sees_little_does_not_shorten_all_steps
-    for count in counts]).max()  =>  for count in counts]).min()
+    torch.stack(counts).max()  =>  torch.stack(counts).min()
 a clip that lowering lr does not lower
   <-  step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root
     elif by_batch and rate < USUAL_LR:  =>  elif False:
@@ -846,11 +844,9 @@ statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got
     parts[layer.solver("A")][block.name] = sums[block]  =>  parts[0][block.name] = sums[block]
 messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
-    if message[1]["edition"] < self.edition:  =>  if False:
+    message is None or message[1]["edition"] < self.edition  =>  message is None
 points queue up  <-  stats::no_point_is_sent_while_statistics_are_on_their_way
     helper.asked <= wanted <= helper.heard + 1  =>  helper.asked <= wanted
-hungry layers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
-    any(self.last.get(k, -1) <= due for k in wanting)  =>  False
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
     raise ValueError(whole_models(self.training.name, "stats"))  =>  return
 
@@ -909,8 +905,8 @@ the number of examples is forgotten  <-  defaults::the_number_of_examples_is_in_
     factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))  =>  pass
 the change of a refresh by its own inverse twice
   <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-  - self._before = before  # that
-  + self._before = inverse  # that
+  - self._before = before
+  + self._before = inverse
 
 == kronecker/capture.py
 an input that was changed in place is taken for the same
@@ -1201,9 +1197,9 @@ the step count is not loaded
   - training.steps, training.collected, self._consistency.loaded = steps, None, True
   + training.collected, self._consistency.loaded = None, True
 collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
-  - self._training.collected = None
+  -             training.collected = None
   -             self._share_state()
-  + self._share_state()
+  +             self._share_state()
 factors are collected on another rank  <-  factor_exchange::whoever_saves_has_all_factors
     range(size) if to is None else [to]  =>  range(size) if to is None else [0]
 an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as_nobody_has_it
@@ -1212,7 +1208,7 @@ one kind of processes alone hears of wrong shards
   <-  mrdho2_fsdp::other_shards_are_refused_on_every_rank
     if any(world.all_gather_object(sharded)):  =>  if sharded:
 an empty step of the parameters before counts  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
-    if self._take_shards() and empty:  =>  if self._take_shards() and (empty := False):
+    and self._take_shards() and empty:  =>  and self._take_shards() and (empty := False):
 two bases: half a group stays  <-  two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was
     self.param_groups[:] = before  =>  pass
 two bases: one's defaults for both
@@ -1238,10 +1234,6 @@ colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
     colocate=own.colocate_factors,  =>  colocate=True,
 
 == options.py
-the schedule's largest learning rate is not looked up
-  <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
-  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    for rate in (lr, group.get("initial_lr", lr), group.get("max_lr", lr)):  =>  for rate in (lr,):
 two bases: rest_kwargs without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]

@@ -107,9 +107,8 @@ def eventually(holds: Callable[[], Any], seconds: float = LONG) -> None:
 
 def landed(optimizer: Any) -> bool:
     """Whether all that is under way has been solved."""
-    solves = optimizer._curvature.solves
-    tickets = map(solves.tickets.get, solves.under_way.values())
-    return all(ticket is None or ticket.done() for ticket in tickets)
+    under_way = optimizer._curvature.solves.under_way.values()
+    return all(solve.ticket is None or solve.ticket.done() for solve in under_way)
 
 
 def threads_of(name: str = "second_order inverses") -> int:

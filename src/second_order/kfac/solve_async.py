@@ -16,18 +16,17 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage
+from second_order.contract.training import PendingAverage
 from second_order.errors import DecompositionError
 from second_order.kfac.plan import solve_cost_of
 from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict
@@ -176,19 +175,11 @@ def retrieve(
 
 
 class SolvesOnThreads(Solves):
-    """The inverses of a training's layers, solved on threads.
+    """The inverses of a training's layers, solved on the threads of a pool."""
 
-    Attributes:
-        pool: The threads that solve beside training.
-        tickets: By solve under way, the ticket of a thread's work.
-    """
-
-    def __init__(self, *arguments: Any, background: Background, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(self, *arguments: Any, background: Background) -> None:
+        super().__init__(*arguments)
         self._background, self.pool = background, WorkerPool(background.threads)
-        self._made_streams: Streams | None = None
-        self.tickets: weakref.WeakKeyDictionary[Solve, Future[Solved]]
-        self.tickets = weakref.WeakKeyDictionary()
         if background.max_staleness != 0:
             self.agreeing = "wait"
 
@@ -207,16 +198,16 @@ class SolvesOnThreads(Solves):
                 f"model there first, or use inverse_device='cpu'"
             )
 
+    @cached_property
     def _streams(self) -> Streams | None:
         """The CUDA streams that copy and solve beside training; None without CUDA."""
         device = self.training.device
-        if self._made_streams is None and device.type == "cuda":
-            self._made_streams = Streams(*(torch.cuda.Stream(device) for _ in range(3)))
-        return self._made_streams
+        cuda = device.type == "cuda"
+        return Streams(*(torch.cuda.Stream(device) for _ in range(3))) if cuda else None
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
         """Send copies of tensors from the CPU; copies on CUDA by a thread that waits for them."""
-        streams = self._streams()
+        streams = self._streams
         if streams is None:
             send(copies)
             return
@@ -240,32 +231,25 @@ class SolvesOnThreads(Solves):
                 self.submit([block for block in due if block in came])
         return news, agreed, hopeless
 
-    def submit(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Hand this rank's layers to threads, the largest first, so that they end together."""
-        for block in sorted(self.ready(blocks), key=lambda b: -solve_cost_of(b)):
-            try:
-                ticket = self._submitted(block)
-            except Exception as error:  # as if it came from a thread
-                ticket = Future()
-                ticket.set_exception(error)
-            self.tickets[self.under_way[block]] = ticket
-
-    def _submitted(self, block: KroneckerBlock) -> Future[Solved]:
-        """Hand a snapshot of a layer's factors to a thread."""
-        options, factors = self.options, block.ensure_factors()
-        device = block.weight.device if self._background.device == "cuda" else torch.device("cpu")
-        problems = {k: self.problem(block, k, device) for k in block.shape.letters}
+    def solve(self, ready: Sequence[KroneckerBlock]) -> None:
+        """Hand snapshots of this rank's factors to threads, the largest first: ending together."""
+        options, streams = self.options, self._streams
         decompose = partial(
             self.solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
         )
-        if device.type == "cuda":  # where float32 products obey a setting of the whole process
-            problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
-        added = [each.added for each in problems.values() if each.added is not None]
-        stored = [factor for k in problems if (factor := factors.stored[k]) is not None]
-        streams = self._streams()
-        fetch = take_snapshot([*stored, *added], device, streams)
-        work = partial(solve, fetch, problems, factors.triangular, decompose, streams)
-        return self.pool.submit(work)
+        for block in sorted(ready, key=solve_cost_of, reverse=True):
+            on_cuda = self._background.device == "cuda"
+            device = block.weight.device if on_cuda else torch.device("cpu")
+            problems = {k: self.problem(block, k, device) for k in block.shape.letters}
+            if on_cuda:  # where float32 products obey a setting of the whole process
+                problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
+            factors = block.ensure_factors()
+            added = [each.added for each in problems.values() if each.added is not None]
+            stored = [factor for k in problems if (factor := factors.stored[k]) is not None]
+            fetch = take_snapshot([*stored, *added], device, streams)
+            self.under_way[block].ticket = self.pool.submit(
+                partial(solve, fetch, problems, factors.triangular, decompose, streams)
+            )
 
     def _waits(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way must be installed at this step; the same on every rank."""
@@ -275,15 +259,10 @@ class SolvesOnThreads(Solves):
         late = self.drift is not None and age >= self.drift.interval(block) - 1
         return late or (most is not None and age >= most)
 
-    def agrees(self) -> bool:
-        """Whether any layer may be installed now; the same on every rank."""
-        exactly = self._background.deterministic
-        return any(map(self._waits, self.under_way)) if exactly else bool(self.under_way)
-
     def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
         """This rank's verdict on a layer that is under way."""
         self.pool.require_own_process()
-        ticket, waits = self.tickets.get(solve), self._waits(block)
+        ticket, waits = solve.ticket, self._waits(block)
         if block.state.unexplained or (ticket is None and waits):
             return super().verdict(block, solve)
         if ticket is None:
@@ -298,13 +277,6 @@ class SolvesOnThreads(Solves):
             return Verdict.RAISED
         return Verdict.SOUND if len(ticket.result()) == len(block.shape.letters) else Verdict.FAILED
 
-    def retrieved(self, solve: Solve) -> Solved:
-        """The decompositions of this rank, on the training's device."""
-        ticket = self.tickets.pop(solve, None)
-        found = {} if ticket is None else ticket.result()
-        device, streams = self.training.device, self._streams()
-        return {k: retrieve(parts, device, streams) for k, parts in found.items()}
-
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> list[str]:
         """Put solved layers to use.
 
@@ -313,8 +285,15 @@ class SolvesOnThreads(Solves):
         """
         raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
         if not raised:
+            device, streams = self.training.device, self._streams
+            for block, verdict in verdicts.items():
+                solve, ticket = self.under_way[block], self.under_way[block].ticket
+                if ticket is not None and verdict is Verdict.SOUND:
+                    found = ticket.result().items()
+                    solve.solved = {k: retrieve(parts, device, streams) for k, parts in found}
+                    solve.ticket = None
             return super().install(verdicts)
-        tickets = [self.tickets.get(self.under_way[block]) for block in raised]
+        tickets = [self.under_way[block].ticket for block in raised]
         errors = [t.exception() for t in tickets if t is not None and t.done()]
         error = next(filter(None, errors), None)
         self.under_way.clear()  # other layers', too: one error is raised once
