@@ -776,13 +776,10 @@ large finite factors are given up
   <-  solvers::large_factors_are_finite_though_their_squares_are_not
     exact = torch.isfinite(batch).flatten(1).all(1)  =>  exact = torch.isfinite(_norm(batch))
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
-  - return (error < RESIDUAL_TOLERANCE) & _is_orthogonal(vectors)
-  + return error < RESIDUAL_TOLERANCE
+    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE  =>  return error < RESIDUAL_TOLERANCE
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
   - return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
   + return (vectors, values * size.squeeze(-1)), _is_eigenbasis(
-any guess is refined  <-  solvers::a_guess_that_is_no_guide_is_not_taken
-    REFINEMENT_TOLERANCE = 0.2  =>  REFINEMENT_TOLERANCE = 20.0
 inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_inverse
     definite & (error < RESIDUAL_TOLERANCE)  =>  torch.ones_like(definite)
 

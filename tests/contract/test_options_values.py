@@ -64,7 +64,7 @@ CHOICES: list[tuple[str, Any, str]] = [
         "traces",
         "refresh='traces' is not one of 'drift', 'interval', 'trace'; did you mean 'trace'",
     ),
-    ("eigen_refresh", "worm", "'full', 'warm'; did you mean 'warm'"),
+    ("refresh", "trice", "'drift', 'interval', 'trace'; did you mean 'trace'"),
     (
         "loss_reduction",
         "none",

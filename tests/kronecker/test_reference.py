@@ -10,8 +10,6 @@ from functools import partial
 import pytest
 import reference as ref
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from models import ZOO
 from reference import cross_entropy, half_squared_error
 from torch import Tensor, nn
@@ -72,19 +70,6 @@ def test_1_one_example_is_exact(name: str) -> None:
     for layer in layers_of(model, nn.Linear):
         factors = ref.empirical_factors(model, x, y, cross_entropy, layer)
         close(ref.block(*factors), ref.empirical_fisher(model, x, y, cross_entropy, layer))
-
-
-# Solves.
-
-
-@given(st.floats(1e-3, 10), st.floats(1e-6, 100))
-def test_19_clip(lr: float, kappa: float) -> None:
-    pairs = [(torch.randn(3, 2), torch.randn(3, 2)) for _ in range(3)]
-    change = lr**2 * sum(abs(float((P * g).sum())) for P, g in pairs)
-    nu = ref.clip_factor(pairs, lr, kappa)
-    assert nu**2 * change == pytest.approx(min(kappa, change))
-    assert ref.clip_factor(pairs, lr, None) == 1
-    assert ref.clip_factor([], lr, kappa) == 1
 
 
 # Training.

@@ -44,7 +44,7 @@ class DistKFACKeywords(KFACOptions, DistKFACOptions, RestOptions):
     """The keywords of DistKFAC."""
 
 
-@signed(DistKFACKeywords, without=["eigen_refresh"], defaults={"exact_blocks": True})
+@signed(DistKFACKeywords, defaults={"exact_blocks": True})
 class DistKFAC(KroneckerOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
