@@ -1459,14 +1459,14 @@ MUTANTS = [
     # Vectors of all parameters.
     _mutant(
         "the scheduler does not reach a base in pieces",
-        "fosi/pieces.py",
+        "fosi/sharded_base.py",
         'own.update({key: value for key, value in group.items() if key != "params"})',
         "pass",
         "dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is",
     ),
     _mutant(
         "pieces of parameters that are not contiguous",
-        "fosi/pieces.py",
+        "fosi/sharded_base.py",
         "stand_in.copy_(current)",
         "pass",
         "dho2_processes::channels_last_changes_nothing_on_many_processes",
@@ -1487,14 +1487,14 @@ MUTANTS = [
     ),
     _mutant(
         "the base's step count is cut to a piece",
-        "fosi/pieces.py",
+        "fosi/sharded_base.py",
         'value.shape == piece.param.shape and key != "step"',
         "value.shape == piece.param.shape",
         "dho2_state::the_count_of_a_base_is_not_cut_to_a_piece",
     ),
     _mutant(
         "chunks across groups",
-        "fosi/pieces.py",
+        "fosi/vector.py",
         "            and last[-1].group == piece.group\n",
         "",
         "dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing",
@@ -1502,9 +1502,9 @@ MUTANTS = [
     ),
     _mutant(
         "parameters without a gradient move",
-        "fosi/pieces.py",
-        "[None if p.grad is None else p for p in self._params]",
-        "self._params",
+        "fosi/curvature.py",
+        "[None if p.grad is None else p for p in chunk.params]",
+        "chunk.params",
         "dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind",
     ),
     # DHO2.
@@ -1560,15 +1560,15 @@ MUTANTS = [
     _mutant(
         "a Newton step that does not follow the schedule",
         "fosi/options.py",
-        "return scale * (lr / peak) if peak > 0.0 else 0.0",
-        "return scale",
+        "scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)",
+        "scales.append(scale)",
         "dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule",
     ),
     _mutant(
         "uphill is downhill",
         "fosi/options.py",
-        'scale = -float(scale) if group.get("maximize") else float(scale)',
-        "scale = float(scale)",
+        'scale = -float(given) if group.get("maximize") else float(given)',
+        "scale = float(given)",
         "dho2_state::uphill_on_the_negative_loss_is_downhill",
     ),
     _mutant(
@@ -1623,8 +1623,8 @@ MUTANTS = [
     _mutant(
         "carried momentum is not loaded",
         "fosi/checkpoint.py",
-        "load_vector(saved, CARRIED, params, dtype))",
-        "None)",
+        "load_vector(saved, CARRIED, params, dtype)\n",
+        "None\n",
         "dho2_state::a_checkpoint_goes_on_bit_for_bit",
     ),
     # MRDHO2.
@@ -1659,15 +1659,15 @@ MUTANTS = [
     _mutant(
         "the batch of an epoch is the next one",
         "fosi/accelerator.py",
-        "for _ in range((epoch - self._next) % self._count if self._count else 0):",
+        "for _ in range((epoch - coming) % count if count else 0):",
         "for _ in range(0):",
         "mrdho2_accelerator::an_epoch_has_the_batch_of_its_number",
     ),
     _mutant(
         "groups' own learning rates in the final update",
-        "fosi/curvature.py",
-        "return [newton_scale_at(chosen, training.steps, group) for group in training.groups]",
-        "return [newton_scale_at(chosen, training.steps, training.groups[0])] * 2",
+        "fosi/options.py",
+        'lr, peak = group["lr"], group[PEAK_LR]',
+        'lr, peak = training.groups[0]["lr"], training.groups[0][PEAK_LR]',
         "mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update",
     ),
     _mutant(
@@ -1680,14 +1680,14 @@ MUTANTS = [
     _mutant(
         "pairs under way belong to the point of a checkpoint",
         "fosi/epochs.py",
-        "self.fresh, self._asked = None, -1",
-        "self.fresh = None",
+        "        self._asked = -1\n        self._let_go()",
+        "        self._let_go()",
         "mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back",
     ),
     _mutant(
         "waits for a verdict are not reported",
         "fosi/epochs.py",
-        "        waited += more\n",
+        "            waited += more\n",
         "",
         "mrdho2_use::a_worker_reports_how_long_it_has_waited_for_a_verdict",
     ),
@@ -1701,7 +1701,7 @@ MUTANTS = [
     _mutant(
         "an additive update of all the epoch's gradients",
         "fosi/epochs.py",
-        "if self.total is None or (adds and self.step < last):",
+        "if self.total is None or (adds and self.epoch_step < last):",
         "if self.total is None:",
         "mrdho2::the_additive_update_takes_the_last_gradients",
     ),
@@ -1758,8 +1758,8 @@ MUTANTS = [
     _mutant(
         "pairs of two epochs ago",
         "fosi/epochs.py",
-        "            self.pairs.drop()  # those before are two epochs old by now\n",
-        "            pass\n",
+        "                self.pairs.drop()  # those before are two epochs old by now\n",
+        "                pass\n",
         "mrdho2_within::pairs_that_are_not_finite_leave_the_next_epoch_to_the_base",
     ),
     # Helpers hold whole models.
@@ -1829,7 +1829,7 @@ MUTANTS = [
     _mutant(
         "a checkpoint without the pairs in use",
         "fosi/epochs.py",
-        "return self.options.within and self.epochs.helped",
+        "return self._within and self.helped",
         "return False",
         "mrdho2_within::a_checkpoint_continues_with_the_pairs_in_use",
     ),
@@ -2542,8 +2542,8 @@ MUTANTS = [
     ),
     _mutant(
         "the room of packed parameters that is not written back",
-        "fosi/pieces.py",
-        "            torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
+        "fosi/vector.py",
+        "            torch._foreach_copy_(cast(list[Tensor], tensors), views)",
         "            pass",
         "dho2::steps_are_those_of_dense_algebra",
     ),
@@ -2900,7 +2900,7 @@ MUTANTS = [
     ),
     _mutant(
         "stand-ins that keep their dtype when the model is cast",
-        "fosi/pieces.py",
+        "fosi/sharded_base.py",
         "if stand_in.dtype != current.dtype:",
         "if False:",
         "found::a_model_that_is_cast_goes_on_in_rows",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from second_order.errors import CurvatureError
-from second_order.fosi.pieces import works_by_element
+from second_order.fosi.sharded_base import works_by_element
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
