@@ -17,6 +17,7 @@ from second_order.contract.saved import SavedPart
 from second_order.distributed.world import World
 from second_order.fosi.sharded_base import gather_parts
 from second_order.fosi.subspace import Subspace
+from second_order.fosi.trust import TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.vector_space import row_bounds
 
@@ -50,7 +51,7 @@ UNIT = 0.1  # tolerance of squared lengths around 1; rounding makes far less
 
 def gather_eigenpairs(
     subspace: Subspace,
-    trust: Tensor,
+    trust: TrustRegion,
     vector: ParameterVector,
     world: World,
     to: Sequence[int],
@@ -60,8 +61,8 @@ def gather_eigenpairs(
 
     They are views where all is here. With ``room``, there are zeros for momentum that is not.
     """
-    of = subspace
-    entries = of.values, of.residuals, of.momentum, of.largest, of.decayed, trust, of.last
+    of, numbers = subspace, torch.tensor([float(x) for x in trust.numbers], dtype=torch.float64)
+    entries = of.values, of.residuals, of.momentum, of.largest, of.decayed, numbers, of.last
     head: dict[str, Any] = dict(zip((*HEADS, *TRUST), entries, strict=True))
     vectors, carried, by_rows = subspace.basis.vectors, subspace.carried, subspace.basis.by_rows
     if world.size > 1:
@@ -81,7 +82,7 @@ def gather_eigenpairs(
 
 
 def room_for_eigenpairs(
-    count: int, trust: Tensor, vector: ParameterVector
+    count: int, trust: TrustRegion, vector: ParameterVector
 ) -> dict[Tensor, dict[str, Any]]:
     """Each parameter's part of zeros in the place of so many eigenpairs."""
     if not vector.params:
@@ -89,7 +90,8 @@ def room_for_eigenpairs(
     r, device = min(count, vector.size), vector.params[0].device
     vectors = torch.zeros((r, vector.size), dtype=vector.dtype, device=device)
     none, momentum = torch.zeros(r, dtype=torch.float64), vectors.new_zeros((2, r))
-    entries = none, none.clone(), momentum[0], -1, 1.0, trust, momentum[1]
+    numbers = torch.tensor([float(x) for x in trust.numbers], dtype=torch.float64)
+    entries = none, none.clone(), momentum[0], -1, 1.0, numbers, momentum[1]
     head = dict(zip((*HEADS, *TRUST), entries, strict=True))
     return _cut(head, vectors, None, vector.params, room=True)
 

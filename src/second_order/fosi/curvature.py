@@ -56,22 +56,13 @@ __all__ = ["FOSICurvature"]
 class FOSICurvature(Curvature):
     """The curvature of FOSI: eigenpairs, and the step that uses them.
 
-    Args:
-        training: The training to serve.
-        options: The options of the step.
-        closure: Evaluates the loss on the curvature batch.
-        settings: A line for the summary, on where the options come from.
-
     Attributes:
         vector: The parameters that train, as one vector.
         closure: The optimizer's function that evaluates the loss on the curvature batch.
         closure_of_step: The one that the present step is given in its place.
         pairs: The eigenpairs in use, and their refreshes.
         closed: Whether the base goes on alone for good.
-
-    Raises:
-        ValueError: If the parameters are no vector with a Hessian, or the base cannot step parts.
-        TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
+        settings: A line for the summary, on where the options come from.
     """
 
     computes_pairs = True
@@ -82,7 +73,7 @@ class FOSICurvature(Curvature):
     ) -> None:
         super().__init__(training)
         check_one_vector(training)
-        self.options, self._settings = options, settings
+        self.options, self.settings = options, settings
         spread = options.layout == "row"
         self.vector = ParameterVector(training, spread=spread, dtype=options.lanczos_dtype)
         if closure is not None:
@@ -286,7 +277,7 @@ class FOSICurvature(Curvature):
         counts, params = self.counts(), self.vector.params
         if self.training.world.size > 1 and self.subspace is not None:
             return {p: dict(counts) for p in params}
-        vector, trust, parts = self.vector, self.pairs.trust.saved(), dict[Tensor, Any]()
+        vector, trust, parts = self.vector, self.pairs.trust, dict[Tensor, Any]()
         # A checkpoint that is read in place needs room for pairs, found or not.
         room = is_sharded_checkpoint() and self.options.wanted > 0
         if self.subspace is not None and params:
@@ -327,7 +318,7 @@ class FOSICurvature(Curvature):
         vector, curvature = self.vector, dict[Tensor, Any]()
         bases = vector.base_state(ranks)
         if self.subspace is not None:
-            trust, world = self.pairs.trust.saved(), self.training.world
+            trust, world = self.pairs.trust, self.training.world
             curvature = gather_eigenpairs(self.subspace, trust, vector, world, ranks)
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in vector.params}
 
@@ -357,7 +348,7 @@ class FOSICurvature(Curvature):
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
         found = self.options, self.pairs, self.found()[0]
-        return pair_summary(self.training, self.vector, *found, self._settings)
+        return pair_summary(self.training, self.vector, *found, self.settings)
 
 
 def _no_closure(name: str, step: int) -> Any:

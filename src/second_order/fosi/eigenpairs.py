@@ -22,7 +22,7 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, load_eigenpairs
 from second_order.fosi.options import FOSIOptions
-from second_order.fosi.subspace import Basis, Subspace, momentum_rule, newton_rates, rest_scale
+from second_order.fosi.subspace import Basis, Subspace, newton_rates, rest_scale
 from second_order.fosi.trust import TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
@@ -233,15 +233,9 @@ class RefreshedPairs:
     ) -> bool:
         """Go on with new eigenpairs, in which the momentum goes on, too. A collective.
 
-        Args:
-            make: Makes the basis, once the old one is let go; None if it is not finite.
-            values: ``(r,)`` û, the largest first; float64 on the CPU.
-            residuals: ``(r,)``, float64 on the CPU.
-            largest: How many of them are the largest.
-            loss: The loss of the batch that they were computed on, at the same point.
-
-        Returns:
-            Whether they are finite; there are none otherwise.
+        Of û, residuals, and the basis that ``make`` makes once the old one is let go, None if it is
+        not finite: then there are none, and it returns False. ``loss`` is that of the batch that
+        they were computed on, at the same point.
         """
         self._guard(loss)
         chunks, momentum = self._vector.chunks, None
@@ -273,13 +267,12 @@ class RefreshedPairs:
             risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
             self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
             self.trust.renewed(risen=risen)
-        self.batch_loss = loss
-        self._first_loss = loss if self._first_loss is None else self._first_loss
-        training = self._training
-        if loss > BLOWN_UP * abs(self._first_loss) and training.first_time("blown up"):
+        self.batch_loss, training = loss, self._training
+        self._first_loss = first = loss if self._first_loss is None else self._first_loss
+        if loss > BLOWN_UP * abs(first) and training.first_time("blown up"):
             training.warn(
-                f"the loss of the curvature batch has grown from {self._first_loss:.3g} at the "
-                f"first refresh to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
+                f"the loss of the curvature batch has grown from {first:.3g} at the first refresh "
+                f"to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
             )
 
     def _take(self, basis: Basis, values: Tensor, residuals: Tensor, largest: int) -> Subspace:
@@ -298,14 +291,23 @@ class RefreshedPairs:
     def momentum_rule(self) -> tuple[float, float, bool]:
         """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
         training, chosen = self._training, self._options.subspace_momentum
-        groups = training.groups if isinstance(chosen, str) else ()
+        if not isinstance(chosen, str):
+            return float(chosen), 1.0 - chosen, False
+        group, groups = training.groups[0], training.groups
         unlike = len(groups) > 1 and len({str(g.get("betas", g.get("momentum"))) for g in groups})
         if unlike > 1 and training.first_time("momentum"):
             training.warn(
                 "momentum differs between the groups; in the eigenvectors' span that of the first "
                 "is used: subspace_momentum= sets another"
             )
-        return momentum_rule(training.groups[0], chosen)
+        if "betas" in group:
+            beta = float(group["betas"][0])
+            return beta, 1.0 - beta, False
+        momentum, nesterov = float(group.get("momentum") or 0.0), bool(group.get("nesterov"))
+        if chosen == "average":
+            return momentum, 1.0 - momentum, nesterov
+        gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
+        return momentum, gain, nesterov
 
     def drop(self, why: str = "") -> None:
         """Drop the eigenpairs, and warn of the reason if one is given."""

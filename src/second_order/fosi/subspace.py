@@ -14,10 +14,9 @@ anything. Whether it did is a plain value on the CPU, and a tensor elsewhere, as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,21 +26,16 @@ from second_order.fosi.trust import Flag, TrustVerdict
 from second_order.fosi.vector import Chunk
 from second_order.lanczos.vector_space import row_bounds
 
-__all__ = ["Basis", "Subspace", "momentum_rule", "newton_rates", "rest_scale", "share_inside"]
+__all__ = ["Basis", "Subspace", "newton_rates", "rest_scale", "share_inside"]
 
 
 class Basis:
     """V̂, wherever its parts are; vectors are lists of this process's chunks.
 
-    Args:
-        vectors: The part of V̂ᵀ here, ``(rows here, columns here)``.
-        chunks: The chunks of the columns.
-        world: The processes that have the other parts.
-        count: The number r of vectors in all, where they are kept whole, some on each process
-            (DHO2, algorithm 3); None where the rows of all are here.
-
     Attributes:
-        by_rows: Whether the rows of all vectors are here; with one process, all of V̂.
+        vectors: The part of V̂ᵀ here, ``(rows here, columns here)``; columns are cut by ``chunks``.
+        by_rows: Whether these are rows of all vectors; with one process, all of V̂. Otherwise they
+            are some of ``count`` whole vectors (DHO2, algorithm 3).
         mine: The slice of the r vectors whose coefficients are here.
     """
 
@@ -68,13 +62,11 @@ class Basis:
     def coefficients(
         self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
     ) -> Tensor:
-        """The coefficients V̂ᵀx of the vectors that are ``mine``.
+        """The coefficients V̂ᵀx of the vectors that are ``mine``, of x chunk by chunk.
 
-        Args:
-            x: The vector, chunk by chunk.
-            witness: A tensor; if it is not finite on a process, neither are the coefficients there,
-                nor the sums that :meth:`add` makes of them anywhere.
-            along: A sum over the rows that are here; in place it becomes that over all.
+        If ``witness`` is not finite on a process, neither are they there, nor the sums that
+        :meth:`add` makes of them anywhere. A sum over the rows that are here goes ``along``; in
+        place it becomes that over all.
         """
         c: Tensor | None = None
         for part, each in zip(self._parts, x, strict=True):
@@ -96,13 +88,9 @@ class Basis:
     ) -> Flag:
         """Add V̂c to x in place if it is finite; returns whether, the same on all processes.
 
-        By rows it is if c is finite: V̂ is wherever V̂ᵀx has been.
-
-        Args:
-            x: The vector, chunk by chunk.
-            c: Coefficients of the vectors that are ``mine``, one set or several.
-            of: Index of the set that each chunk takes, if there are several.
-            along: Sums over the vectors that are ``mine``; in place they become those over all.
+        By rows it is if c is finite: V̂ is wherever V̂ᵀx has been. c may be several sets; each chunk
+        takes the one ``of`` its index. Sums over the vectors that are ``mine`` go ``along``; in
+        place they become those over all.
         """
         which = of or [0] * len(self._parts)
         if self.by_rows:
@@ -159,24 +147,6 @@ def rest_scale(values: Tensor, largest: int, clip: float) -> float:
         return 1.0
     first, last = abs(float(values[0])), abs(float(values[largest - 1]))
     return min(max(first / last, 1.0), clip) if last > 0.0 else 1.0
-
-
-def momentum_rule(group: Mapping[str, Any], chosen: float | str) -> tuple[float, float, bool]:
-    """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg, of a group of the base.
-
-    ``chosen`` is a number, for a running average with that β; "average", with the base's; or
-    "base", as the base does it.
-    """
-    if not isinstance(chosen, str):
-        return float(chosen), 1.0 - chosen, False
-    if "betas" in group:
-        beta = float(group["betas"][0])
-        return beta, 1.0 - beta, False
-    momentum, nesterov = float(group.get("momentum") or 0.0), bool(group.get("nesterov"))
-    if chosen == "average":
-        return momentum, 1.0 - momentum, nesterov
-    gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
-    return momentum, gain, nesterov
 
 
 def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: bool) -> Tensor:
@@ -283,14 +253,10 @@ class Subspace:
     ) -> Flag:
         """Take the base's step out of the subspace, stretch it, and add the Newton step.
 
-        Nothing changes, on any process, where a step is not finite on one; returns whether none is.
-
-        Args:
-            values: The parameters after the base's step; changed in place.
-            moved: The base's step; overwritten.
-            step: The Newton step's coefficients without α; not finite to leave it out.
-            scales: α of each group of parameters.
-            of: Index of each chunk's group.
+        Of ``values``, the parameters after the base's step, in place; that step, ``moved``, is
+        overwritten. The Newton step has these coefficients, not finite to leave it out, and of each
+        group α, in ``scales``; each chunk is ``of`` a group. Nothing changes, on any process, where
+        a step is not finite on one; returns whether none is.
         """
         c = self.basis.coefficients(moved, witness=step)
         self.taken = step, c, scales

@@ -162,21 +162,13 @@ class TrustRegion:
         else:
             self.numbers = [torch.as_tensor(x).to(like) for x in self.numbers]
 
-    def saved(self) -> Tensor:
-        """The numbers for a checkpoint, ``(6,)``, on the CPU. Waits for the device."""
-        return torch.tensor([float(x) for x in self.numbers], dtype=torch.float64)
-
     def judge(
         self, terms: Tensor, alpha: Number, limit: float, sound: Flag, finite: Flag
     ) -> TrustVerdict:
         """Look at what the last step has done, and bound the one to come.
 
-        Args:
-            terms: The result of :func:`newton_terms`, over all vectors.
-            alpha: α, not negative.
-            limit: The bound on α τ κ, of :func:`stability_limit`.
-            sound: Whether V̂ᵀg is finite.
-            finite: Whether the gradient is.
+        By the results of :func:`newton_terms` over all vectors and of :func:`stability_limit`, α,
+        which is not negative, whether V̂ᵀg is finite, ``sound``, and whether the gradient is.
         """
         found: list[Number] = list(terms.unbind())
         if terms.device.type == "cpu":

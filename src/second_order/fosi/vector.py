@@ -136,12 +136,6 @@ def _chunks_of(pieces: Sequence[ParamPiece]) -> list[Chunk]:
 class ParameterVector:
     """The vector of parameters, the rows of each process, and the base that steps them.
 
-    Args:
-        training: The training of the parameters.
-        spread: Whether to spread rows over the processes, if there are several; as they are where
-            FSDP2 has sharded them.
-        dtype: Dtype of vectors; None for float64 where a parameter is, else float32.
-
     Attributes:
         model: The module whose train/eval mode is to be kept, if it is known.
         spread: Whether rows are spread over the processes.
@@ -154,9 +148,6 @@ class ParameterVector:
         mine: This process's pieces.
         chunks: This process's pieces, cut into chunks.
         in_parts: Whether the base's state here is cut to this process's rows.
-
-    Raises:
-        ValueError: If rows are to be spread and the base needs whole tensors.
     """
 
     def __init__(self, training: Training, *, spread: bool, dtype: torch.dtype | None) -> None:
