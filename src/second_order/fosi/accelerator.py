@@ -67,18 +67,14 @@ class Accelerating(Team):
     """
 
     role: Role = "accelerator"
-    scaler_matters = ""
+    scaler_matters, helps = "", True
     _loss_fn: Closures | None = None
     _orders = _calls = answered = 0
     _over = False
     lost = ""
 
-    @property
-    def instead(self) -> Callable[[], None]:
-        """A function that helps until the workers have taken a step, in place of a step."""
-        return self._help_for_a_step
-
-    def _help_for_a_step(self) -> None:
+    def prepare(self) -> None:
+        """Help until the workers have taken a step, in place of a step."""
         self.training.steps += 1
         self._calls += 1
         chosen, mailbox, calls = self.closure_now(), self.mailbox, self._calls

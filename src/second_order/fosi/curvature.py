@@ -19,11 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, PendingAverage, Routed, Training, members_of
 from second_order.errors import CurvatureError
 from second_order.fosi.checkpoint import (
     check_saved_pairs,
@@ -48,7 +45,7 @@ from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
 from second_order.options import scheduled
 from second_order.report import CurvatureReport, Summary
-from second_order.sharded import is_sharded_checkpoint
+from second_order.sharded import is_checkpointing
 
 __all__ = ["FOSICurvature"]
 
@@ -115,11 +112,8 @@ class FOSICurvature(Curvature):
                 f"each process has another part of the base's state; shard the model before the "
                 f"first step"
             )
-        params = [others.get(p, p) for p in members_of(self.training.groups)]
+        params = members_of(self.training.groups)
         check_shards(self.training.name, params, self.options, helped=not self.computes_pairs)
-
-    def replaced(self) -> None:
-        """Cut the vector anew, of shards."""
         if self.vector.follow():
             self.parameters_changed()
 
@@ -129,7 +123,7 @@ class FOSICurvature(Curvature):
         params = members_of(self.training.groups)
         check_shards(self.training.name, params, self.options, helped=not self.computes_pairs)
 
-    check_processes = replan
+    begin = replan
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -279,7 +273,7 @@ class FOSICurvature(Curvature):
             return {p: dict(counts) for p in params}
         vector, trust, parts = self.vector, self.pairs.trust, dict[Tensor, Any]()
         # A checkpoint that is read in place needs room for pairs, found or not.
-        room = is_sharded_checkpoint() and self.options.wanted > 0
+        room = is_checkpointing(part=True) and self.options.wanted > 0
         if self.subspace is not None and params:
             world = self.training.world
             parts = gather_eigenpairs(self.subspace, trust, vector, world, [world.rank], room)
@@ -305,7 +299,7 @@ class FOSICurvature(Curvature):
         return what if pairs or self.vector.in_parts else ""
 
     @property
-    def base_in_parts(self) -> bool:
+    def base_in_parts(self) -> bool:  # type: ignore[override]
         """Whether each rank has a part of the base's state."""
         return self.vector.in_parts
 

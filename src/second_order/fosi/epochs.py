@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
-from second_order.contract.averaging import PendingAverage
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.contract.training import PendingAverage, Training
 from second_order.distributed.buckets import pack_by_dtype
 from second_order.distributed.mailbox import Mailbox, Message, Patience, connected, open_store
 from second_order.distributed.roles import Role, assign_roles
@@ -44,7 +43,7 @@ from second_order.fosi.trust import Flag
 from second_order.fosi.vector import Chunk
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.report import EpochReport
-from second_order.sharded import is_sharded_checkpoint
+from second_order.sharded import is_checkpointing
 
 __all__ = ["LEAST_FALL", "Divided", "Team", "Worker", "answers", "correction", "refusal"]
 
@@ -80,15 +79,17 @@ class Divided(FOSICurvature):
         self.helped = False
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
 
-    def check_processes(self) -> None:
-        """Raise ValueError if no process would be left to train, TypeError for others' shards."""
-        world, under_ddp = self.training.world, self.training.under_ddp
-        self.roles = assign_roles(world.size, self.options.accelerators, "accelerator", under_ddp)
-        super().check_processes()
-
     def begin(self) -> None:
-        """Warn that no accelerators are at work."""
+        """Assign roles, and warn where no accelerators are at work.
+
+        Raises ValueError if no process would be left to train, TypeError for others' shards.
+        """
         training, options = self.training, self.options
+        world, under_ddp = training.world, training.under_ddp
+        self.roles = assign_roles(world.size, options.accelerators, "accelerator", under_ddp)
+        super().begin()
+        if not self.computes_pairs:
+            return
         size = training.world.size
         if options.wanted:
             training.warn(
@@ -136,6 +137,7 @@ class Team(Divided):
 
     def begin(self) -> None:
         """Give every process its role, and workers and accelerators a way to talk."""
+        super().begin()
         training, patience = self.training, self.options.helper_timeout
         everybody, first = training.world, self.roles.helpers[0]
         self.store, address = open_store(everybody, first)
@@ -152,7 +154,7 @@ class Team(Divided):
         """Each parameter's counts, and its part of c and p, or zeros in their place."""
         parts, here = super().state(), {START: self.start, SUM: self.total}
         kept = {name: vector for name, vector in here.items() if vector is not None}
-        if parts and len(kept) < len(here) and is_sharded_checkpoint():  # read in place
+        if parts and len(kept) < len(here) and is_checkpointing(part=True):  # read in place
             size, dtype, device = self.vector.size, self.vector.dtype, self.training.device
             room = {name: torch.zeros(size, dtype=dtype, device=device) for name in here}
             kept = room | kept
@@ -218,7 +220,7 @@ class Worker(Team):
         """
         if self.helped and self._asked == self.epoch:
             for name in self._expected():
-                self.mailbox.decline(name)
+                self.mailbox.forget(name, coming=True)
         self._asked = -1
         self._let_go()
         super().load(saved)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.groups import unhooked_step
+from second_order.contract.training import unhooked
 from second_order.distributed.world import Delivery, World
 from second_order.sharded import is_dtensor, local
 
@@ -131,7 +131,7 @@ class ShardedBase:
             stand_in.grad = None if gradient is None else piece.of(gradient)
             if stand_in.data_ptr() != current.data_ptr():  # not contiguous, or moved
                 stand_in.copy_(current)
-        unhooked_step(self._base)
+        unhooked(self._base)()
         for piece, stand_in in self._both:
             stand_in.grad = None
             piece.put(piece.param, stand_in)

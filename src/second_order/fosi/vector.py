@@ -20,14 +20,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import Routed
-from second_order.contract.training import Training
+from second_order.contract.training import Routed, Training
 from second_order.distributed.shard_layout import layout_of
 from second_order.fosi.sharded_base import ParamPiece, ShardedBase, gather_state, works_by_element
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.spectrum import lanczos_dtype
-from second_order.lanczos.vector_space import RowSpace, ShardSpace, row_bounds
+from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.sharded import is_dtensor, reshard
 
 __all__ = ["Chunk", "ParameterVector"]
@@ -239,7 +238,7 @@ class ParameterVector:
         if self.sharded:
             reshard(self._training.model)
             sharded = ShardedHessian(loss_fn, params, world, self.model)
-            return ShardSpace(sharded, world, self.dtype, self.sign, self.here)
+            return RowSpace(sharded, world, self.dtype, self.sign, self.here)
         hessian = Hessian(loss_fn, params, mode=hvp, model=self.model, curvature=curvature)
         return RowSpace(hessian, world, self.dtype, self.sign)
 
