@@ -272,13 +272,24 @@ room for eigenpairs taken for eigenpairs
   <-  dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit
     int(head.get("largest", -1)) < 0 or  =>  not head or
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    load_vector(saved, CARRIED, params, dtype))  =>  None)
+    load_vector(saved, CARRIED, params, dtype)  =>  None
 
-== fosi/curvature.py
+== fosi/options.py
 groups' own learning rates in the final update
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-  - return [newton_scale_at(chosen, training.steps, group) for group in training.groups]
-  + return [newton_scale_at(chosen, training.steps, training.groups[0])] * 2
+  - lr, peak = group["lr"], group[PEAK_LR]
+  + lr, peak = training.groups[0]["lr"], training.groups[0][PEAK_LR]
+a Newton step that does not follow the schedule
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)  =>  scales.append(scale)
+uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
+    scale = -float(given) if group.get("maximize") else float(given)  =>  scale = float(given)
+presets over what is given  <-  presets::what_is_given_goes_before_the_preset
+    {**PRESETS[name], **given}, values  =>  {**given, **PRESETS[name]}, values
+half a model as a frozen body  <-  presets::a_frozen_body_is_seen
+    LARGE_BODY = 0.75  =>  LARGE_BODY = 0.4
+
+== fosi/curvature.py
 a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
   - if self.vector.follow():
   -             self.parameters_changed()
@@ -287,6 +298,9 @@ a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_
   + pass
   +
   +     def replan
+parameters without a gradient move
+  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
+    [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
 
 == fosi/eigenpairs.py
 the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
@@ -313,7 +327,7 @@ an update where the loss falls at all  <-  mrdho2::the_guard_asks_for_half_the_l
     after <= before - LEAST_FALL * abs(before)  =>  after <= before
 an additive update of all the epoch's gradients
   <-  mrdho2::the_additive_update_takes_the_last_gradients
-    if self.total is None or (adds and self.step < last):  =>  if self.total is None:
+    if self.total is None or (adds and self.epoch_step < last):  =>  if self.total is None:
 a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_is_its_closed_form
     None if adds else before - self.start,  =>  None,
 pairs of two epochs ago
@@ -326,39 +340,30 @@ no warm-up with accelerators  <-  mrdho2_within::the_base_alone_warms_up_for_the
     if not self.helped or self._warming_up:  =>  if not self.helped:
 a checkpoint without the pairs in use
   <-  mrdho2_within::a_checkpoint_continues_with_the_pairs_in_use
-    return self.options.within and self.epochs.helped  =>  return False
+    return self._within and self.helped  =>  return False
 
-== fosi/options.py
-a Newton step that does not follow the schedule
-  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    return scale * (lr / peak) if peak > 0.0 else 0.0  =>  return scale
-uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
-    scale = -float(scale) if group.get("maximize") else float(scale)  =>  scale = float(scale)
-presets over what is given  <-  presets::what_is_given_goes_before_the_preset
-    {**PRESETS[name], **given}, values  =>  {**given, **PRESETS[name]}, values
-half a model as a frozen body  <-  presets::a_frozen_body_is_seen
-    LARGE_BODY = 0.75  =>  LARGE_BODY = 0.4
-
-== fosi/pieces.py
+== fosi/sharded_base.py
 the scheduler does not reach a base in pieces
   <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
     own.update({key: value for key, value in group.items() if key != "params"})  =>  pass
 pieces of parameters that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     stand_in.copy_(current)  =>  pass
+stand-ins that keep their dtype when the model is cast
+  <-  found::a_model_that_is_cast_goes_on_in_rows
+    if stand_in.dtype != current.dtype:  =>  if False:
+
+== fosi/vector.py
 chunks across groups
   <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
   -             and last[-1].group == piece.group
   -
-parameters without a gradient move
-  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
-    [None if p.grad is None else p for p in self._params]  =>  self._params
 the room of packed parameters that is not written back  <-  dho2::steps_are_those_of_dense_algebra
-    torch._foreach_copy_(cast(list[Tensor], tensors), self._views)  =>  pass
-stand-ins that keep their dtype when the model is cast
-  <-  found::a_model_that_is_cast_goes_on_in_rows
-    if stand_in.dtype != current.dtype:  =>  if False:
+    torch._foreach_copy_(cast(list[Tensor], tensors), views)  =>  pass
+parts of gradients that are not contiguous
+  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
+    p.grad = gradient.contiguous()  =>  pass
 
 == fosi/subspace.py
 near-zero eigenvalues give endless steps  <-  dho2::steps_are_those_of_dense_algebra
@@ -380,11 +385,6 @@ Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
     choose(excess > NEAR, scale * _ratio(AIM, excess), grown)  =>  grown
 a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_usual
     far = (square > bound) & (usual > 0.0)  =>  far = usual < 0.0
-
-== fosi/vector.py
-parts of gradients that are not contiguous
-  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
-    p.grad = gradient.contiguous()  =>  pass
 
 == kfac/checkpoint.py
 a factor's weight stays behind when it moves
