@@ -61,7 +61,8 @@ RUNS_EAGERLY = (
     "statistics; fisher='empirical' has them from the compiled graph"
 )
 COMPILED = (
-    "torch.compile leaves nothing of an attention's products to be seen; keep it out of the graph, "
+    "it is not called, or within torch.compile, which leaves nothing of an attention's products to "
+    "be seen: keep it out of the graph, "
     "attention.forward = torch.compiler.disable(attention.forward), or name it in skip_layers"
 )
 
@@ -199,7 +200,9 @@ class Capture:
         self._dismiss()
         self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
         # The calls of an attention are those of its `out_proj`, too.
-        within = {module.out_proj: module for module in root.modules() if is_attention(module)}
+        attention = filter(is_attention, root.modules())
+        within = {cast(nn.Module, module.out_proj): module for module in attention}
+        self.missed.update(dict.fromkeys([*within.values(), *within], COMPILED))
         called = dict.fromkeys(within.get(layer, layer) for layer in layers)
         kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
         if self._sampler is not None and layers:
@@ -278,8 +281,6 @@ class Capture:
         """Wait for the gradients of an attention's products."""
         inputs, products = projections(module, args, kwargs, output, self.fsdp)
         whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-        unseen = set(wanted).difference(product.owner for product in products)
-        self.missed.update(dict.fromkeys(unseen, COMPILED))
         saving: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
         checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
         for owner, node, thirds in products:
@@ -293,11 +294,6 @@ class Capture:
             assembly, edge = whole if owner is module else apart, GradientEdge(node, 0)
             self._sources += 1
             self._remember(owner, edge, x, self._sources, thirds=thirds, assembly=assembly)
-
-    def miss_attention(self, module: nn.Module) -> None:
-        """Note a call of an attention inside a graph, where nobody sees its products."""
-        layers = module, cast(nn.Module, module.out_proj)
-        self.missed.update(dict.fromkeys(layers, COMPILED))
 
     def _remember(
         self, module: nn.Module, edge: GradientEdge, x: Tensor | None, source: int, **more: Any
@@ -411,19 +407,10 @@ class Capture:
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
-        ends = [edge for *_, edge in pending]
-        try:
-            with autograd.drawing_from(loss):
-                gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                    loss, ends, retain_graph=True, allow_unused=True
-                )
-        except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
-                raise
-            raise RuntimeError(
-                "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
-                "checkpoint(..., use_reentrant=False), or fisher='empirical'"
-            ) from error
+        with autograd.drawing_from(loss):
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, [edge for _, edge in pending], retain_graph=True, allow_unused=True
+            )
         pairs = []
         for (call, _), gradient in zip(pending, gradients, strict=True):
             if gradient is not None and (pair := call.pair(gradient)) is not None:

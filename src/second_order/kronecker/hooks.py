@@ -50,11 +50,6 @@ PART = (
     "know of parts compiled by themselves, as by block.compile(), or called by themselves: compile "
     "the whole model that the optimizer was given, and call that, or use fisher='empirical'"
 )
-ATTENTION = (
-    "the products of nn.MultiheadAttention cannot be watched in a graph: leave fullgraph off, or "
-    "name the attention in skip_layers"
-)
-
 _numbers = itertools.count()
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
@@ -100,10 +95,6 @@ class WatchHook:
         """The captures that are told."""
         return [found for watch in self.watches if (found := watch.capture()) is not None]
 
-    def wanted(self) -> bool:
-        """Whether any capture wants calls now."""
-        return torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches)
-
 
 class LayerHook(WatchHook):
     """The hook on a layer, or on an ``nn.MultiheadAttention``, which calls none of its layers."""
@@ -115,11 +106,9 @@ class LayerHook(WatchHook):
         if torch.compiler.is_exporting():
             return None
         if torch.compiler.is_dynamo_compiling():
-            if not is_attention(module):
-                return _traced(self.watches, module, input_in(args, kwargs), output)
-            if self.wanted():
-                _miss(self, module)
-            return None
+            if is_attention(module):
+                return None  # its products cannot be seen
+            return _traced(self.watches, module, input_in(args, kwargs), output)
         for capture in self.captures():
             capture.observe(module, args, kwargs, output)
         return None
@@ -133,7 +122,7 @@ class RootPreHook(WatchHook):
         if torch.compiler.is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
-            if self.wanted():
+            if torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches):
                 _end_graph()
             return
         for capture in self.captures():
@@ -191,12 +180,6 @@ def _end_graph() -> None:
 @partial(torch.compiler.disable, reason=PART)
 def _refuse() -> None:
     raise SecondOrderError(PART)
-
-
-@partial(torch.compiler.disable, reason=ATTENTION)
-def _miss(hook: LayerHook, module: nn.Module) -> None:
-    for capture in hook.captures():
-        capture.miss_attention(module)
 
 
 # ------------------------------------------------------------------------- operators inside graphs
