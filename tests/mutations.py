@@ -773,15 +773,8 @@ MUTANTS = [
     _mutant(
         "gradients beside the loss as examples",
         "kronecker/capture.py",
-        "if autograd.reaches_parameters(call.module, self.fsdp):",
-        "if True:",
-        "examples::gradients_beside_the_loss_are_no_examples",
-    ),
-    _mutant(
-        "drawn labels of an attack as examples",
-        "kronecker/capture.py",
-        "autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs",
-        "True for module, *_ in pairs",
+        "if not autograd.reaches_parameters(call.module, self.fsdp):",
+        "if False:",
         "examples::gradients_beside_the_loss_are_no_examples",
     ),
     _mutant(

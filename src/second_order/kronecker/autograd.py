@@ -6,7 +6,7 @@ them; there is no public way to ask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,16 +98,6 @@ def is_reached(p: Tensor) -> bool:
         return bool(will_execute(get_gradient_edge(p).node))
     except RuntimeError:  # torch's answer for what autograd.grad gives back without accumulating
         return False
-
-
-def differentiable_tensors(output: Any) -> list[Tensor]:
-    """The tensors of a model's output that a backward can start from."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    if not isinstance(output, (list, tuple)):
-        parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-        output = list(parts.values())
-    return [tensor for part in output for tensor in differentiable_tensors(part)]
 
 
 def as_used(x: Tensor) -> Tensor:

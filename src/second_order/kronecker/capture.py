@@ -79,15 +79,16 @@ class _Call:
     source: int  # a number of the input, as in `StatisticsCollector.consume`
     outer: int = autograd.NO_PASS  # the backward pass in which the layer was called, if any
     used: bool = False  # a backward pass has come through this call
-    looks: bool = False  # the pair is one beside those of drawn labels
     shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
     thirds: tuple[int, ...] = ()  # of an attention, the product whose gradient is awaited
     assembly: Assembly | None = None  # puts an attention's pair together
+    drawn: tuple[Tensor, Tensor, int] | None = None  # the pair of drawn labels, and their number
 
-    def pair(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
+    def pair(self, gradient: Tensor, node: Any = None) -> tuple[Tensor, Tensor] | None:
         """The pair of the call; None if others of its products are awaited."""
         assert self.read is not None
-        x, d = self.read().detach(), gradient.detach()
+        x = input_of(node) if self.read is input_of else self.read()
+        x, d = x.detach(), gradient.detach()
         if self.assembly is not None:
             return self.assembly.add(self.thirds, x, d)
         return x, d if self.shape is None else d.reshape(self.shape)
@@ -118,23 +119,6 @@ def _node_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, number)
 
 
-def _delivery_hook(
-    capture: weakref.ref[Capture],
-    pairs: list[tuple[nn.Module, Tensor, int, Tensor]],
-    pass_id: int,
-    gradient: Tensor,
-) -> None:
-    alive = capture()
-    if alive is None or autograd.is_drawing():
-        return
-    with alive.timed():
-        reached = {module: autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
-        delivered = [pair for pair in pairs if reached[pair[0]]]
-        pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
-        for module, x, source, d in delivered:
-            alive.emit(module, x, d, pass_id, source, False)
-
-
 def _repeated_in() -> tuple[int, bool]:
     """The id of the backward pass that repeats this forward, and if an earlier pass has.
 
@@ -158,8 +142,8 @@ class Capture:
 
     ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
     and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
-    taken as soon as the root module's forward returns and delivered when the user's backward
-    reaches its output; no parameter's ``.grad`` is touched.
+    taken as soon as the root module's forward returns and delivered when the user's backward comes
+    by; no parameter's ``.grad`` is touched.
 
     ``gate.open`` tells whether pairs of the passes to come are captured, by compiled graphs, too;
     ``missed`` has, by layer, why its last lost pair did not count.
@@ -298,18 +282,16 @@ class Capture:
     def _remember(
         self, module: nn.Module, edge: GradientEdge, x: Tensor | None, source: int, **more: Any
     ) -> None:
-        """Wait for the gradient that comes to a node; with drawn labels, until they are drawn."""
-        if self._sampler is None:
-            read = input_of if x is None else autograd.keep(x)  # a hook of a node must not hold it
-            call = _Call(module, read, source, *_repeated_in(), **more)
-        elif self._inside_root:
-            read = partial(input_of, edge.node) if x is None else x.detach
-            self._pending.append((_Call(module, read, source, **more), edge))
-            if "assembly" in more or not self._consumer.looks(module):
-                return
-            call = _Call(module, read, source, *_repeated_in(), looks=True, **more)
-        else:
+        """Wait for the gradient that comes to a node; no hook of the node may hold it."""
+        sampled = self._sampler is not None
+        if sampled and not self._inside_root:
             return
+        read: Any = input_of
+        if x is not None:
+            read = x.detach if sampled else autograd.keep(x)
+        call = _Call(module, read, source, *_repeated_in(), **more)
+        if sampled:
+            self._pending.append((call, edge))
         hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
         cast(Any, edge.node).register_prehook(hook)
 
@@ -324,8 +306,18 @@ class Capture:
     # --------------------------------------------------------------------------------- gradients
 
     def take(self, call: _Call, gradient: Tensor) -> None:
-        """Take the gradient that a call has waited for."""
-        if autograd.reaches_parameters(call.module, self.fsdp):
+        """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
+        if not autograd.reaches_parameters(call.module, self.fsdp):
+            self.missed[call.module] = NOT_ACCUMULATED
+        elif self._sampler is not None:
+            drawn, call.drawn = call.drawn, None
+            if drawn is not None:
+                x, d, number = drawn
+                self.emit(call.module, x, d, number, call.source, False)
+            if call.assembly is None and self._consumer.looks(call.module):
+                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                    self._consumer.look(call.module, *cast(Any, call.pair(gradient)))
+        else:
             # A reentrant checkpoint runs a backward pass inside another, in which the forward was
             # repeated: the outer one is meant.
             pass_id = autograd.current_pass() if call.outer == autograd.NO_PASS else call.outer
@@ -338,13 +330,8 @@ class Capture:
                 self.missed[call.module] = CHANGED
                 return
             again, call.used = call.used, True
-            if pair is not None and call.looks:
-                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                    self._consumer.look(call.module, *pair)
-            elif pair is not None:
+            if pair is not None:
                 self.emit(call.module, *pair, pass_id, call.source, again)
-        else:
-            self.missed[call.module] = NOT_ACCUMULATED
         if not autograd.keeps_graph():
             call.read = None  # autograd frees its own inputs now, however long the loss is kept
 
@@ -411,14 +398,10 @@ class Capture:
             gradients: Sequence[Tensor | None] = torch.autograd.grad(
                 loss, [edge for _, edge in pending], retain_graph=True, allow_unused=True
             )
-        pairs = []
-        for (call, _), gradient in zip(pending, gradients, strict=True):
-            if gradient is not None and (pair := call.pair(gradient)) is not None:
-                pairs.append((call.module, pair[0], call.source, pair[1]))
-        # These pairs count once the user's own backward reaches the output, and not before.
-        deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
-        for tensor in autograd.differentiable_tensors(output):
-            tensor.register_hook(deliver)
+        # These pairs count once the user's own backward comes by, and not before.
+        for (call, edge), gradient in zip(pending, gradients, strict=True):
+            if gradient is not None and (pair := call.pair(gradient, edge.node)) is not None:
+                call.drawn = (*pair, self.root_calls)
         self.root_calls += 1
 
 
