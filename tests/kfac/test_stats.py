@@ -13,7 +13,7 @@ from threaded import BATCHES, CASE, LAYERS, distkfac
 from torch import Tensor, nn
 
 from second_order.kfac.options import FORGETFUL
-from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
+from second_order.kfac.stats_workers import Helper, StatsWorker, StatsWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -174,38 +174,6 @@ def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
     worker = distkfac(model)
     return model, worker, helped(worker), sent
-
-
-def spoiled(sent: Any) -> Any:
-    tensors, note = sent
-    return [t * math.nan for t in tensors], note
-
-
-def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
-    _, worker, post, sent = beside_a_stats_worker()
-
-    def hear(content: Any, number: int) -> bool:
-        post.came[TO_WORKER.format(number)] = content
-        for _ in worker._curvature.helpers.statistics(
-            {b.name: b for b in worker._curvature.layers.blocks}
-        ):
-            pass
-        worker._curvature.helpers.hear(worker._curvature.helpers.news(), worker._training)
-        return worker._curvature.helpers.own_passes
-
-    assert worker._curvature.helpers.own_passes
-    assert not hear(sent, 0)
-    told = [hear(spoiled(sent), 1 + i) for i in range(ENOUGH_MESSAGES)]
-    assert told == [False] * (ENOUGH_MESSAGES - 1) + [True]
-    assert worker._curvature.helpers.nonfinite == ENOUGH_MESSAGES * len(LAYERS)
-    assert not hear(sent, 1 + ENOUGH_MESSAGES)
-    worker._curvature.helpers.known.add("new")  # as of a group that was added
-    helpers = worker._curvature.helpers
-    helpers.begin_anew()
-    assert helpers.own_passes
-    list(helpers.statistics({"new": worker._curvature.layers.blocks[0]}))
-    helpers.hear(helpers.news(), worker._training)
-    assert helpers.own_passes
 
 
 def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:

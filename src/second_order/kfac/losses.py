@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -25,7 +24,6 @@ __all__ = [
     "IGNORED",
     "SAID",
     "ItemsHook",
-    "may_be_step_mean",
     "reduction_of",
     "watch_items",
 ]
@@ -69,14 +67,20 @@ class ItemsHook:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """See a call. In a graph of torch.compile the loss has no record of its own."""
+        """See a call."""
         number = kwargs.get(KEYWORD)
         if self.told or number is None or not torch.is_grad_enabled():
             return
         self.told = True
-        if not torch.compiler.is_compiling():
-            loss = _loss_in(output)
-            self.ignored = loss is not None and not _divides(loss, number)
+        if isinstance(output, Mapping):
+            output = output.get("loss")
+        elif isinstance(output, tuple) and output:
+            output = output[0]
+        record = getattr(output, "grad_fn", None)
+        if record is None or output.numel() != 1 or torch.compiler.is_compiling():
+            return
+        if "Compiled" not in record.name():  # whose loss has no record of its own
+            self.ignored = not _divides(record, number)
 
     def hang(self, model: nn.Module) -> None:
         """Hook a model."""
@@ -95,40 +99,20 @@ class ItemsHook:
         return ItemsHook, ()
 
 
-def _loss_in(output: Any) -> Tensor | None:
-    """The loss in a model's output; None if none is there that is a record of its own making."""
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple) and output:
-        found = output[0]
-    is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.grad_fn is not None
-    if not is_loss or "Compiled" in found.grad_fn.name():
-        return None
-    return cast(Tensor, found)
-
-
-def _divides(loss: Tensor, number: Tensor | float) -> bool:
+def _divides(record: Any, number: Tensor | float) -> bool:
     """Whether one of the last operations of a loss is a division by a number."""
-    nodes, seen = deque([loss.grad_fn]), 0
-    while nodes and seen < NEAR:
-        node = nodes.popleft()
-        seen += 1
-        if node is None:
-            continue
+    nodes = [record]
+    for node in nodes:  # which grows meanwhile, by those further from the loss
         divisor = getattr(node, "_saved_other", None) if "Div" in node.name() else None
         if divisor is not None and divisor.numel() == 1 and float(divisor) == float(number):
             return True
-        nodes.extend(following for following, _ in node.next_functions)
+        if len(nodes) < NEAR:
+            nodes += [following for following, _ in node.next_functions if following is not None]
     return False
 
 
 def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:
-    """Hook a model, while its owner is there, if its calls can tell what its losses are.
-
-    Returns:
-        The hook; None where the options tell, or the forward takes no such keyword.
-    """
+    """Hook a model while its owner is there, if its calls can tell what its losses are."""
     if options.loss_reduction != AUTO or options.accumulation_steps != AUTO:
         return None
     try:
@@ -150,8 +134,3 @@ def reduction_of(options: KFACOptions, items: ItemsHook | None) -> Reduction:
     if options.loss_reduction != AUTO:
         return cast(Reduction, options.loss_reduction)
     return "step_mean" if items is not None and items.told and not items.ignored else "mean"
-
-
-def may_be_step_mean(options: KFACOptions, items: ItemsHook | None) -> bool:
-    """Whether the losses of some passes can be divided by the terms of a whole step."""
-    return options.loss_reduction == "step_mean" or items is not None

@@ -30,7 +30,6 @@ from second_order.options import (
     is_adaptive,
     keyword,
     one_of,
-    scheduled,
 )
 
 __all__ = [
@@ -38,6 +37,7 @@ __all__ = [
     "AUTO",
     "BUDGETED",
     "FORGETFUL",
+    "SCHEDULES",
     "USUAL_OVERHEAD",
     "AutoSchedule",
     "DecayingClip",
@@ -76,18 +76,13 @@ def check_clip(value: Any) -> None:
 
 def check_trace_bounds(name: str, pair: Any) -> None:
     """Raise unless the option is a pair of numbers, the lower one last."""
+    remedy = f"{TRACE_BOUNDS} is the default"
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise ValueError(
-            f"{name}={pair!r} is not a pair (upper, lower); {TRACE_BOUNDS} is the default"
-        )
+        raise ValueError(f"{name}={pair!r} is not a pair (upper, lower); {remedy}")
     for each, bound in zip(("upper", "lower"), pair, strict=True):
-        remedy = f"{TRACE_BOUNDS} is the default"
         check_number(f"{name}' {each}", bound, low=0.0, open_high=True, remedy=remedy)
     if pair[1] > pair[0]:
-        raise ValueError(
-            f"{name}={pair!r}: lower is above upper, so that a layer to be solved would "
-            f"have settled; swap them, as in {TRACE_BOUNDS}"
-        )
+        raise ValueError(f"{name}={pair!r}: lower is above upper; swap them, as in {TRACE_BOUNDS}")
 
 
 def check_dtype(name: str, value: Any) -> None:
@@ -110,8 +105,7 @@ class PerStep:
             the start, and what it was then is soon no guide.
 
     Raises:
-        TypeError: For a value that is no number.
-        ValueError: For a value outside its bounds.
+        ValueError: For a value outside its bounds; TypeError for one that is no number.
     """
 
     decay: float
@@ -290,16 +284,12 @@ class KFACOptions:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
-        """Take the shared options from an optimizer's keywords, and check them.
-
-        Raises:
-            TypeError: For a value of the wrong type.
-            ValueError: For a value outside its bounds, with the bound and the remedy.
-        """
+        """Take the shared options from an optimizer's keywords, and check them."""
         adaptive = is_adaptive(keywords["base"])
         ours = {f.name: keywords.get(f.name, f.default) for f in fields(cls)}
         # A schedule-free base keeps other points than the weights, which would not be scaled.
-        follows = ours["kl_clip"] == AUTO and not _averages(keywords["base"])
+        averages = all(callable(getattr(keywords["base"], n, None)) for n in ("train", "eval"))
+        follows = ours["kl_clip"] == AUTO and not averages
         ours |= {"adaptive": adaptive, "damping_floor": 0.0, "follows_steps": follows}
         if ours["damping"] == AUTO:
             if ours["relative_damping"] is False:
@@ -319,10 +309,6 @@ class KFACOptions:
         if isinstance(ours["trace_bounds"], list):
             ours["trace_bounds"] = tuple(ours["trace_bounds"])
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
-
-    def scheduled(self, step: int) -> list[tuple[str, Any]]:
-        """The values at a step of options given as callables, by name; for comparison."""
-        return scheduled(self, SCHEDULES, step)
 
     @property
     def by_drift(self) -> bool:
@@ -381,11 +367,6 @@ class KFACOptions:
             )
 
 
-def _averages(base: Any) -> bool:
-    """Whether a base trains at points of its own, between which ``train`` and ``eval`` switch."""
-    return all(callable(getattr(base, name, None)) for name in ("train", "eval"))
-
-
 def _settle_intervals(ours: dict[str, Any]) -> None:
     """Replace intervals of None by what they come to, but that of refreshes by drift."""
     factors, inverses = (ours[name] for name in BUDGETED)
@@ -419,8 +400,7 @@ class DecayingClip:
         every: Number of steps between two decays; the paper takes half an epoch.
 
     Raises:
-        TypeError: For a value that is no number.
-        ValueError: For a value outside its bounds.
+        ValueError: For a value outside its bounds; TypeError for one that is no number.
     """
 
     start: float = 0.01
@@ -440,10 +420,9 @@ class DecayingClip:
 def own_cores() -> int:
     """This process's share of the cores."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    processes = int(local) if local.isdigit() and int(local) > 0 else 1
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return cores // processes
+    return cores // max(int(local) if local.isdigit() else 1, 1)
 
 
 def half_the_cores() -> int:
@@ -513,24 +492,16 @@ class DistKFACOptions:
 
 
 def checked_doubly_factored(chosen: Any) -> Mapping[str, tuple[int, int]] | str:
-    """Check ``doubly_factored`` and return it, a mapping or "auto".
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    if chosen is None:
-        return {}
-    if isinstance(chosen, str) and chosen == "auto":
-        return "auto"
-    named: dict[Any, Any] = dict(chosen) if isinstance(chosen, Mapping) else {0: None}
-    if not all(isinstance(name, str) and _is_pair(pair) for name, pair in named.items()):
+    """Check ``doubly_factored`` and return it, a mapping or "auto"."""
+    if chosen is None or chosen == AUTO:
+        return AUTO if chosen else {}
+    sound = isinstance(chosen, Mapping)
+    for name, pair in chosen.items() if sound else ():
+        two = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(name, str)
+        sound = sound and two and all(type(n) is int for n in pair)
+    if not sound:
         raise ValueError(
             f"doubly_factored={chosen!r} is not 'auto', None, or a dict of layer names and "
             f"(locations, channels), both whole numbers"
         )
-    return {name: (pair[0], pair[1]) for name, pair in named.items()}
-
-
-def _is_pair(value: Any) -> bool:
-    pair = isinstance(value, tuple | list) and len(value) == 2
-    return pair and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
+    return {name: (pair[0], pair[1]) for name, pair in chosen.items()}

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
-from second_order.contract.curvature import Curvature
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, Training
 from second_order.distributed.buckets import pack_by_dtype, take_model
 from second_order.distributed.mailbox import (
     Address,
@@ -48,7 +47,7 @@ from second_order.kronecker.collector import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
 
-__all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers", "with_stats_workers"]
+__all__ = ["StatsWorker", "StatsWorkers", "with_stats_workers"]
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
@@ -58,7 +57,6 @@ REMEDY = (
     "a model cannot grow beside stats workers: make the optimizer of a model that has all its "
     "layers, and add their groups when they are to train"
 )
-ENOUGH_MESSAGES = 5  # without sound statistics of a layer, after which it is hungry
 
 
 def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[TCPStore | None, Address]]]:
@@ -107,7 +105,7 @@ def unpack_statistics(
         return {}
     blocks = [mine[layer] for layer in note["layers"]]
     head_sizes = [1 + len(b.shape.letters) * b.shape.groups for b in blocks]
-    shapes = [[b.stored_shape(letter) for letter in b.shape.letters] for b in blocks]
+    shapes = [[*b.stored_shapes.values()] for b in blocks]
     heads, factors = tensors
     device = blocks[0].weight.device
     flat = iter(factors.split([torch.Size(shape).numel() for each in shapes for shape in each]))
@@ -124,19 +122,12 @@ def unpack_statistics(
 
 @dataclass
 class Helper:
-    """One stats worker, as a gradient worker sees it.
-
-    Attributes:
-        name: Name of the stats worker.
-        mailbox: The mailbox to the stats worker.
-        asked: Number of points sent to the stats worker.
-        heard: Number of statistics that have come from the stats worker.
-    """
+    """One stats worker, as a gradient worker sees it."""
 
     name: str
     mailbox: Mailbox
-    asked: int = 0
-    heard: int = 0
+    asked: int = 0  # number of points sent to it
+    heard: int = 0  # number of statistics that have come from it
 
 
 class StatsWorkers:
@@ -146,12 +137,8 @@ class StatsWorkers:
         active: The stats workers that are alive.
         shapes: Shapes of the model's parameters and buffers, as all processes have them.
         own_passes: Whether statistics come from the training passes.
-        hungry: Whether there are layers of this process without statistics.
-        messages: Number of messages that have come.
-        last: By layer of this process, the number of the last message with its sound statistics.
-        known: Layers that have ever had statistics, from whatever passes.
+        hungry: Whether no statistics have come since the last change of the layers.
         edition: Number of changes of the layers. Messages on their way at a change are dropped.
-        nonfinite: Number of statistics that were dropped because they were not finite.
     """
 
     def __init__(self, count: int, patience: float) -> None:
@@ -160,13 +147,7 @@ class StatsWorkers:
         self.shapes: list[torch.Size] = []
         self.active: list[Helper] = []
         self.own_passes = self.hungry = True
-        self.messages = self.edition = self.nonfinite = 0
-        self.last: dict[str, int] = {}
-        self.known: set[str] = set()
-
-    def check_processes(self, training: Training) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(training.world.size, self.count, "stats", training.under_ddp)
+        self.edition = 0
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
@@ -179,13 +160,6 @@ class StatsWorkers:
         made = [partial(Mailbox, *each, self._patience, training) for each in to]
         self.active += map(Helper, names, connected(everybody, made))
         self.shapes = [t.shape for t in _model_tensors(training.model)]
-
-    def tell(self, training: Training) -> None:
-        """Warn once of statistics that are not finite."""
-        if self.nonfinite and training.first_time("nonfinite"):
-            training.warn(
-                "a stats worker has sent statistics that are not finite: they are dropped"
-            )
 
     def require_no_growth(self, training: Training) -> None:
         """Raise SecondOrderError if the model has changed, and stats workers lack the new one."""
@@ -210,35 +184,26 @@ class StatsWorkers:
                 post = partial(helper.mailbox.post, f"point/{wanted}", **note)
                 send(pack_by_dtype(newest), post)
 
-    def statistics(
-        self, mine: Mapping[str, KroneckerBlock], fed: Iterable[str] = ()
-    ) -> Iterator[Sums]:
+    def statistics(self, mine: Mapping[str, KroneckerBlock], training: Training) -> Iterator[Sums]:
         """The sums of each message that has come since the last step."""
-        self.known.update(name for name in fed if name in mine)
         for helper in self.active:
             message = helper.mailbox.arrived(f"stats/{helper.heard}/{self._rank}")
             helper.heard += message is not None
             helper.mailbox.expect(f"stats/{helper.heard}/{self._rank}")
-            if message is None:
+            if message is None or message[1]["edition"] < self.edition:  # before layers changed
                 continue
-            if message[1]["edition"] < self.edition:  # from before the layers changed
-                continue
-            self.messages += 1
+            self.hungry = False
             found = unpack_statistics(message, mine)
-            self.nonfinite += sum(sums is None for sums in found.values())
-            sound = {layer: sums for layer, sums in found.items() if sums is not None}
-            self.last |= dict.fromkeys(sound, self.messages)
-            self.known.update(sound)
-            yield {mine[layer]: sums for layer, sums in sound.items()}
-        due = self.messages - ENOUGH_MESSAGES
-        wanting = [layer for layer in mine if layer in self.known]
-        self.hungry = self.messages == 0 or any(self.last.get(k, -1) <= due for k in wanting)
+            if None in found.values() and training.first_time("nonfinite"):
+                training.warn(
+                    "a stats worker has sent statistics that are not finite: they are dropped"
+                )
+            yield {mine[layer]: sums for layer, sums in found.items() if sums is not None}
 
     def begin_anew(self) -> None:
-        """After a change of layers or owners, take statistics here until all layers have some."""
+        """After a change of layers or owners, take statistics here until others come."""
         if self.active:
-            self.last, self.messages, self.hungry = {}, 0, True
-            self.own_passes = True
+            self.own_passes = self.hungry = True
             self.edition += 1
 
     def news(self) -> list[float]:
@@ -255,11 +220,8 @@ class StatsWorkers:
         if left:
             names = ", ".join(helper.name for helper in left)
             self._part(left, 0.1)
-            rest = (
-                "the others go on"
-                if self.active
-                else "statistics are taken from the training passes again"
-            )
+            rest = "statistics are taken from the training passes again"
+            rest = "the others go on" if self.active else rest
             training.warn(f"{names} has left, died, or not been heard of: {rest}")
         self.own_passes = not self.active or bool(hungry)
 
@@ -280,13 +242,12 @@ class StatsWorker(Curvature):
     """A process that computes statistics for the others' training, and does not train.
 
     Attributes:
-        layers: The layers of the model.
         mailbox: The mailbox to the workers; None before roles are given, and after a goodbye.
         optimized: Which parameters and buffers the workers optimize.
     """
 
     scaler_matters = "the gradients it has captured carry the scale"
-    parts_suffice = True
+    parts_suffice = helps = True
     accounts = ACCOUNTS
 
     def __init__(
@@ -304,7 +265,6 @@ class StatsWorker(Curvature):
         self._workers = training.world.size - count
         self.mailbox: Mailbox | None = None
         self._store: TCPStore | None = None
-        self._name = ""
         self._everybody: tuple[str, ...] = ()
         self._asked = self._sent = self._edition = 0
         self.optimized: list[bool] = []
@@ -314,23 +274,17 @@ class StatsWorker(Curvature):
         """The workers' options, and the layers."""
         return self.layers.description(self._system.said)
 
-    def check_processes(self) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
-
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
         everybody = self.training.world
         roles, stores = _divide(self.training, self._count)
         me = self.training.world.rank
-        self._name = f"stats worker {roles.helpers[me]}"
-        self._everybody = (self._name, *(f"worker {rank}" for rank in roles.workers))
+        name = f"stats worker {roles.helpers[me]}"
+        self._everybody = (name, *(f"worker {rank}" for rank in roles.workers))
         self._store, address = stores[me]
-        patience = self._patience, self.training
-        make = partial(Mailbox, address, self._name, "worker 0", *patience)
+        make = partial(Mailbox, address, name, "worker 0", self._patience, self.training)
         (self.mailbox,) = connected(everybody, [make])
-        whole = _model_tensors(self.training.model)
-        self.optimized = _in_groups(whole, self.training.groups)
+        self.optimized = _in_groups(_model_tensors(self.training.model), self.training.groups)
         self._look()
         self.layers.name_those_left()
 
@@ -354,7 +308,7 @@ class StatsWorker(Curvature):
         """Raise ValueError: a stats worker's model stays whole."""
         raise ValueError(whole_models(self.training.name, "stats"))
 
-    def instead(self) -> None:
+    def prepare(self) -> None:
         """Send the statistics of the last passes, and get the newest parameters."""
         self._deliver()
         self._fetch()
@@ -386,7 +340,6 @@ class StatsWorker(Curvature):
             for batch in endless(batches):
                 if not self._fetch():
                     break
-                # The loss is neither scaled nor divided.
                 self.layers.collector.gradient_scale = GradientScale(1, None)
                 with torch.enable_grad():
                     found = loss_fn(batch)
@@ -435,7 +388,8 @@ class StatsWorker(Curvature):
         active = self.layers.active
         self.layers.look(active)
         sums = self.layers.sums([block for block in active if not block.staged.empty])
-        sums = self.layers.whole_steps(sums, 1)
+        if self.layers.reduction == "step_mean":
+            sums = self.layers.whole_steps(sums, 1)
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         plan = self._system.plan(list(map(dims_of, active)), self._workers)
         for block, layer in zip(active, plan.layers, strict=True):
@@ -503,5 +457,4 @@ def with_stats_workers(
     system = replace(system, plan=partial(distkfac_plan, keeps_all=False))
     if training.world.rank < training.world.size - count:
         return KFAC(training, options, system, StatsWorkers(count, patience))
-
     return StatsWorker(training, options, system, count, patience)
