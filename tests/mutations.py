@@ -909,6 +909,20 @@ the change of a refresh by its own inverse twice
   + self._before = inverse
 
 == kronecker/capture.py
+the product of one tensor is formed for each layer
+  <-  sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing
+    known = last[2]  =>  known = None
+an A with the bias's row for a layer without bias
+  <-  sharing::layers_of_one_input_with_and_without_a_bias
+    block.trains_bias), self.last_a, None  =>  True), self.last_a, None
+no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
+  - return self.accumulation_steps / scale
+  + return self.accumulation_steps / torch.ones_like(scale)
+gradients thrown away by the model kept as statistics
+  <-  examples::a_discriminator_counts_its_own_passes
+    block.starts_anew(unreduced):  =>  False:
+terms counted where a loss is a mean  <-  loss_reduction::other_owners_layers_are_counted_at_most
+    self._counted(module) if reduction == "step_mean" else []  =>  self._counted(module)
 an input that was changed in place is taken for the same
   <-  sharing::an_input_that_is_changed_in_place_is_another_one
   -  or self._last_version != x._version
@@ -936,27 +950,11 @@ a second backward through a graph as a new micro-batch
   <-  compiled::passes_have_numbers_and_a_second_backward_is_known_as_one
     metadata.setdefault(_FIRST_PASS, pass_id) != pass_id  =>  False
 
-== kronecker/collector.py
-the product of one tensor is formed for each layer
-  <-  sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing
-    known = last[2]  =>  known = None
-an A with the bias's row for a layer without bias
-  <-  sharing::layers_of_one_input_with_and_without_a_bias
-    block.trains_bias), self.last_a, None  =>  True), self.last_a, None
-no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
-  - return self._accumulation_steps / scale
-  + return self._accumulation_steps / torch.ones_like(scale)
-gradients thrown away by the model kept as statistics
-  <-  examples::a_discriminator_counts_its_own_passes
-    block.starts_anew(unreduced):  =>  False:
-terms counted where a loss is a mean  <-  loss_reduction::other_owners_layers_are_counted_at_most
-    self._counted(module) if reduction == "step_mean" else []  =>  self._counted(module)
-
 == kronecker/convolutions.py
 a convolution's G without the number of locations
   <-  invariants_factors::6_every_convolution_has_the_factors_of_its_patches
-  - g = gram(rows_d, False, form.triangular).div_(locations)
-  + g = gram(rows_d, False, form.triangular)
+  - g = gram(rows_d, False, packed).div_(locations)
+  + g = gram(rows_d, False, packed)
 padding 'same' the other way round
   <-  invariants_factors::6_weight_times_patches_is_the_convolution
     (total // 2, total - total // 2)  =>  (total - total // 2, total // 2)
