@@ -865,11 +865,9 @@ a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
     moved(now.damping, before.damping) > upper or distance  =>  distance
 
-== kronecker/attention.py
+== kronecker/autograd.py
 values taken for queries  <-  attention::factors_are_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
-
-== kronecker/autograd.py
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from second_order.kronecker import autograd, hooks
-from second_order.kronecker.attention import Assembly, input_of, is_attention, projections
+from second_order.kronecker.autograd import Assembly, input_of, is_attention, projections
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import Reduction

@@ -16,8 +16,7 @@ and runs Python. The anchor is a scalar with two tasks. Its value is the number 
 input of the graph, so that blocks of one kind share a graph. And it asks for a gradient: as a
 result of the backward graph that keeps the call, which would be dropped as dead code otherwise.
 
-Drawn labels need a model that is not compiled: the hook before the model's forward ends the graph,
-where they are due.
+For drawn labels, where they are due, the hook before the model's forward ends the graph.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
-from second_order.kronecker.attention import is_attention
-from second_order.kronecker.autograd import as_used, skip_code, transformed
+from second_order.kronecker.autograd import as_used, is_attention, skip_code, transformed
 
 __all__ = ["LayerHook", "RootHook", "RootPreHook", "Watch", "hook_of", "release"]
 
