@@ -691,11 +691,9 @@ a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
     moved(now.damping, before.damping) > upper or distance  =>  distance
 
-== kronecker/attention.py
+== kronecker/autograd.py
 values taken for queries  <-  attention::factors_are_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
-
-== kronecker/autograd.py
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
@@ -731,7 +729,7 @@ forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
-    if autograd.reaches_parameters(call.module, self.fsdp):  =>  if True:
+    if not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
   <-  explained::operations_in_place_lose_nothing
     if edge.node.name() != "ViewBackward0":  =>  if True:
@@ -742,8 +740,6 @@ a budget without what the hooks do  <-  budget::what_is_chosen_is_what_is_comput
 gradients beside the loss as examples, in a graph
   <-  compiled::evaluation_attacks_and_frozen_layers_give_nothing
     if not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
-
-== kronecker/collector.py
 the product of one tensor is formed for each layer
   <-  sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing
     known = last[2]  =>  known = None
@@ -751,14 +747,13 @@ an A with the bias's row for a layer without bias
   <-  sharing::layers_of_one_input_with_and_without_a_bias
     block.trains_bias), self.last_a, None  =>  True), self.last_a, None
 no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
-  - return self._accumulation_steps / scale
-  + return self._accumulation_steps / torch.ones_like(scale)
+  - return self.accumulation_steps / scale
+  + return self.accumulation_steps / torch.ones_like(scale)
 
 == kronecker/convolutions.py
 a convolution's G without the number of locations
   <-  invariants_factors::6_every_convolution_has_the_factors_of_its_patches
-  - g = gram(rows_d, False, form.triangular).div_(locations)
-  + g = gram(rows_d, False, form.triangular)
+    g = gram(rows_d, False, packed).div_(locations)  =>  g = gram(rows_d, False, packed)
 padding 'same' the other way round
   <-  invariants_factors::6_weight_times_patches_is_the_convolution
     (total // 2, total - total // 2)  =>  (total - total // 2, total // 2)
