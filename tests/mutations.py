@@ -1203,7 +1203,7 @@ MUTANTS = [
     _mutant(
         "decompositions of threads arrive with another damping",
         "kfac/solve.py",
-        "torch.as_tensor(x, dtype=rounding or dtype)",
+        "torch.as_tensor(number, dtype=rounding or dtype)",
         "torch.ones((), dtype=dtype)",
         "distkfac_ranks::without_staleness_it_is_kaisa",
     ),

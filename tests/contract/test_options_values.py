@@ -111,7 +111,7 @@ TYPES: list[tuple[str, Any, str]] = [
     (
         "accumulation_steps",
         lambda step: 1,
-        "accumulation_steps=.* is not a whole number; use 1 or more: it is the number of micro-batches",
+        "accumulation_steps=.* is not a whole number; use 1 or more: .* micro-batches",
     ),
     ("skip_layers", "head", r"skip_layers='head' is not a sequence .*; write skip_layers=\['head'"),
     ("symmetry_aware", "no", "symmetry_aware='no'.*True"),
