@@ -112,12 +112,30 @@ parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_th
   -     refuse_meta(name, members_of(groups), inner)
   -
 
-== contract/averaging.py
+== contract/training.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
   <-  placements_gradients::a_gradient_that_is_none_everywhere_stays_none
     if p.grad is None and n > 0:  =>  if p.grad is None:
+names of a group that is added are left out
+  <-  groups::a_group_added_has_names_where_the_others_have
+    if known or not any(NAMES in other for other in others):  =>  if True:
+sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
+    for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
+warnings between two collectives
+  <-  deferred_warnings::errors_are_raised_one_at_a_time_after_the_work
+    while self.waiting and not self.held:  =>  while self.waiting:
+warnings again and again
+  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
+    new = key not in known  =>  new = True
+gradients from before a freeze are not averaged
+  <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
+    if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
+the schedule's largest learning rate is not looked up
+  <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
 
 == contract/checkpoint.py
 groups in another order load
@@ -149,24 +167,6 @@ checksums without places  <-  debug::places_count
     (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
 checksums of the last block alone  <-  debug::large_ones_are_read_in_blocks
     total * BETWEEN_BLOCKS + (_multipliers  =>  (_multipliers
-
-== contract/groups.py
-names of a group that is added are left out
-  <-  groups::a_group_added_has_names_where_the_others_have
-    if known or not any(NAMES in other for other in others):  =>  if True:
-
-== contract/training.py
-sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
-    for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
-warnings between two collectives
-  <-  deferred_warnings::errors_are_raised_one_at_a_time_after_the_work
-    while self._waiting and not self.held:  =>  while self._waiting:
-warnings again and again
-  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
-    new = key not in self._known  =>  new = True
-gradients from before a freeze are not averaged
-  <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
-    if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
 
 == contract/two_bases.py
 two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
@@ -457,8 +457,7 @@ owners that take their own terms for all
   + return float(ranks)
 statistics that leave in the passes as sums
   <-  loss_reduction::unequal_shares_however_statistics_travel
-  - layers.take_in(layers.whole_steps(sums, world.size, more), decay)
-  + layers.take_in(sums, decay)
+    sums = layers.whole_steps(sums, world.size, more)  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
   - ("losses", self.layers.reduction),
 messages forget since the beginning
@@ -470,7 +469,7 @@ a budget that ranks do not compare  <-  budget::ranks_compare_what_they_have_cho
     ("intervals by budget", self.budget.state)  =>  ("intervals by budget", self.budget.measuring)
 an instrument without the owners' clip
   <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
-    self.coefficient = self._preconditioned()  =>  self._preconditioned()
+    self.coefficient = precondition_by_owners(  =>  precondition_by_owners(
 averages that begin with rounded numbers
   <-  exchange_dtype::the_first_statistics_travel_as_they_are
     exact = self.training.steps < EXACT  =>  exact = False
@@ -480,8 +479,7 @@ a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
     kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
 a device waited for at every step  <-  budget::a_device_is_waited_for_where_a_refresh_is_due_alone
-  - if due and self.training.steps < JUDGED:  # what the passes have queued
-  + if True:  # what the passes have queued
+    if due and self.training.steps < JUDGED and  =>  if
 a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_length
     self.step_length.load(saved)  =>  pass
 
@@ -509,7 +507,7 @@ zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_tak
   +                 pass
 passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
-    found = max((block.staged.micro_batches  =>  found = min((block.staged.micro_batches
+    found = max(found, block.staged.micro_batches)  =>  found = block.staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
     (each.head[0] * more / processes) ** 2  =>  (each.head[0] * more) ** 2
@@ -681,7 +679,7 @@ a bound from what helpers see  <-  defaults::with_stats_workers_all_clip_alike
     if self._counted == "helpers":  =>  if False:
 a bound for the layer that sees least
   <-  defaults::a_layer_that_sees_little_does_not_shorten_all_steps
-    for count in counts]).max()  =>  for count in counts]).min()
+    torch.stack(counts).max()  =>  torch.stack(counts).min()
 a clip that lowering lr does not lower
   <-  step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root
     elif by_batch and rate < USUAL_LR:  =>  elif False:
@@ -907,8 +905,8 @@ the number of examples is forgotten  <-  defaults::the_number_of_examples_is_in_
     factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))  =>  pass
 the change of a refresh by its own inverse twice
   <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-  - self._before = before 
-  + self._before = inverse 
+  - self._before = before
+  + self._before = inverse
 
 == kronecker/capture.py
 an input that was changed in place is taken for the same
@@ -1201,9 +1199,9 @@ the step count is not loaded
   - training.steps, training.collected, self._consistency.loaded = steps, None, True
   + training.collected, self._consistency.loaded = None, True
 collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
-  - self._training.collected = None
+  -             training.collected = None
   -             self._share_state()
-  + self._share_state()
+  +             self._share_state()
 factors are collected on another rank  <-  factor_exchange::whoever_saves_has_all_factors
     range(size) if to is None else [to]  =>  range(size) if to is None else [0]
 an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as_nobody_has_it
@@ -1212,7 +1210,7 @@ one kind of processes alone hears of wrong shards
   <-  mrdho2_fsdp::other_shards_are_refused_on_every_rank
     if any(world.all_gather_object(sharded)):  =>  if sharded:
 an empty step of the parameters before counts  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
-    if self._take_shards() and empty:  =>  if self._take_shards() and (empty := False):
+    and self._take_shards() and empty:  =>  and self._take_shards() and (empty := False):
 two bases: half a group stays  <-  two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was
     self.param_groups[:] = before  =>  pass
 two bases: one's defaults for both
@@ -1238,10 +1236,6 @@ colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
     colocate=own.colocate_factors,  =>  colocate=True,
 
 == options.py
-the schedule's largest learning rate is not looked up
-  <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
-  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    for rate in (lr, group.get("initial_lr", lr), group.get("max_lr", lr)):  =>  for rate in (lr,):
 two bases: rest_kwargs without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]

@@ -36,7 +36,6 @@ __all__ = [
     "check_seed",
     "check_timeout",
     "check_whole",
-    "follow_learning_rates",
     "is_adaptive",
     "keyword",
     "one_of",
@@ -60,7 +59,7 @@ LARGEST_SEED = 2**62  # torch's generators take 64 bits, and steps are added
 DEBUG_STEPS = 100
 
 PEAK_LR = "peak_lr"
-"""The entry of a group that :func:`follow_learning_rates` keeps."""
+"""The entry of a group with the largest learning rate so far, or to come by its schedule."""
 
 
 def check_base(base: Any, own_class: type, option: str = "base") -> None:
@@ -325,19 +324,3 @@ def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, 
                 value = f"{type(error).__name__}: {error}"
             found.append((name, value if isinstance(value, int | float) else str(value)))
     return found
-
-
-def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
-    """Keep the largest learning rate of each group, that of the schedule to come included."""
-    for group in groups:
-        lr = group["lr"]
-        for rate in (lr, group.get("initial_lr", lr), group.get("max_lr", lr)):
-            group[PEAK_LR] = _larger(group[PEAK_LR], rate)
-
-
-def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
-    """The larger of two learning rates, without waiting for the device if one is a tensor."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        device = a.device if isinstance(a, Tensor) else cast(Tensor, b).device
-        return torch.maximum(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
-    return max(a, b)

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from second_order.contract.arguments import look_through
-from second_order.contract.groups import NAMES, trainable
+from second_order.contract.training import NAMES, trainable
 from second_order.errors import SecondOrderWarning
 from second_order.options import check_number
 

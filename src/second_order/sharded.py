@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "DTENSORS",
     "FSDPParams",
+    "caller",
     "chunk",
     "ddp_under_way",
-    "dtensors_exist",
     "dtypes_of_passes",
     "is_checkpointing",
     "is_dtensor",
@@ -35,14 +36,13 @@ __all__ = [
 ]
 
 
-def dtensors_exist() -> bool:
-    """Whether anything in this process can be a ``DTensor``."""
-    return "torch.distributed.tensor" in sys.modules
+DTENSORS = "torch.distributed.tensor"
+"""The module without which nothing in this process can be a ``DTensor``."""
 
 
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a ``DTensor``."""
-    loaded = sys.modules.get("torch.distributed.tensor")
+    loaded = sys.modules.get(DTENSORS)
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
@@ -190,6 +190,17 @@ class FSDPParams:
         return self._of.get(key)
 
 
+def caller(module: str = "", function: str = "") -> FrameType | None:
+    """The nearest frame above of a module whose name begins so, or of a function of a name."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        where, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if (module and where.startswith(module)) or code.co_name == function:
+            return frame
+        frame = frame.f_back
+    return None
+
+
 def is_checkpointing(part: bool = False) -> bool:
     """Whether torch.distributed.checkpoint is calling; ``part``: for what is this rank's alone.
 
@@ -197,9 +208,6 @@ def is_checkpointing(part: bool = False) -> bool:
     and gathers the rest itself, unless the full state on one rank has been asked for. torch has no
     other sign of the caller than the stack.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
-            return not (part and getattr(frame.f_locals.get("info"), "full_state_dict", False))
-        frame = frame.f_back
-    return False
+    frame = caller("torch.distributed.checkpoint")
+    full = frame is not None and getattr(frame.f_locals.get("info"), "full_state_dict", False)
+    return frame is not None and not (part and full)

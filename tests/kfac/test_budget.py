@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 from budgeted import CHOSEN, MEASURED, Run, each_system
 from torch import Tensor
 from torch.nn import functional
@@ -186,6 +187,7 @@ def test_a_device_is_waited_for_where_a_refresh_is_due_alone(
     waits: list[int] = []
 
     run = Run(**NO_BUDGET)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(curvature, "settle", lambda _: waits.append(run.steps))
     run.go(22)
     assert waits == [0, 10, 20]

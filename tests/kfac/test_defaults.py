@@ -202,7 +202,7 @@ def test_a_short_batch_is_one_of_many() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[:examples]), y[:examples]).backward()
         optimizer.step()
-    found = float(optimizer.state[model[0].weight]["curvature"]["examples"])
+    found = float(optimizer.state_dict()["state"][0]["curvature"]["examples"])
     assert found == pytest.approx(
         (64 + 64 * 0.995 + 64 * 0.995**2 + 64 * 0.995**3 - 63) / (1 + 0.995 + 0.995**2 + 0.995**3)
     )
@@ -252,7 +252,7 @@ def test_factors_remember_steps_whatever_the_interval() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(of(x), y).backward()
             optimizer.step()
-        weights.append(float(optimizer.state[of[0].weight]["curvature"]["average_weight"]))
+        weights.append(float(optimizer.state_dict()["state"][0]["curvature"]["average_weight"]))
     assert weights[0] == pytest.approx(sum(0.995**k for k in range(6)))
     assert weights[1] == pytest.approx(1 + 0.995**5)
 
@@ -283,5 +283,5 @@ def test_a_young_training_remembers_a_share_of_its_steps() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    weight = float(optimizer.state[model[0].weight]["curvature"]["average_weight"])
+    weight = float(optimizer.state_dict()["state"][0]["curvature"]["average_weight"])
     assert weight == pytest.approx(1 + 0.5 + 0.25 + 0.125)

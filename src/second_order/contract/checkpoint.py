@@ -17,10 +17,8 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import NAMES, members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart, check_base_part
-from second_order.contract.training import Training
+from second_order.contract.training import NAMES, Curvature, Training, members_of
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of
 from second_order.errors import SecondOrderError
 from second_order.options import PEAK_LR
@@ -65,13 +63,7 @@ def read_checkpoint(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
 ) -> tuple[dict[str, Any], dict[Tensor, SavedPart], int, list[str]]:
-    """Read a checkpoint of a wrapper, or of its base alone.
-
-    Args:
-        state_dict: The checkpoint, as ``state_dict()`` gives it.
-        base: The base that is to load it, one or two.
-        groups: Parameter groups of the optimizer that is to load it.
-        names: Names of parameters, by id.
+    """Read a checkpoint of a wrapper, or of its base alone, for a base or two and its groups.
 
     Returns:
         What torch is to load, with the base's parts alone; the ``"curvature"`` parts, by parameter;

@@ -28,9 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of, settings_of
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, Training, members_of, settings_of
 from second_order.distributed.world import World
 from second_order.errors import RankMismatchError, SecondOrderError
 from second_order.options import check_debug
@@ -53,10 +51,7 @@ WORDS = {1: torch.uint8, 2: torch.int16}  # by the size of an element in bytes; 
 
 
 class Consistency:
-    """Compares optimizers, groups and steps between ranks.
-
-    Args:
-        debug: The option: True, False, or a number of steps.
+    """Compares optimizers, groups and steps between ranks, by the option ``debug``.
 
     Attributes:
         every: Number of steps between comparisons of tensors; 0 for none.
@@ -93,12 +88,7 @@ class Consistency:
     ) -> None:
         """Raise RankMismatchError on every rank unless all are about to do the same; a collective.
 
-        Args:
-            training: The training.
-            curvature: The curvature, which has facts of its own.
-            doing: The operation that this rank is about to do.
-            named: Whether to compare the groups by their members' names, too.
-            tensors: Whether to compare tensors, if that is due.
+        Groups are compared by their members' names too if ``named``, and tensors if that is due.
         """
         step, groups = training.steps, training.groups
         if training.world.size == 1:

@@ -18,11 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, PendingAverage, Routed, Training, members_of
 from second_order.errors import CurvatureError
 from second_order.fosi.checkpoint import (
     check_saved_pairs,
@@ -130,7 +127,7 @@ class FOSICurvature(Curvature):
         averages = self.training.averages
         return "a step skipped on one process would leave the others waiting" * averages
 
-    def check_processes(self) -> None:
+    def begin(self) -> None:
         """Raise TypeError unless parameters that FSDP2 has sharded can be worked with."""
         self.check_shards(members_of(self.training.groups))
 
@@ -142,11 +139,7 @@ class FOSICurvature(Curvature):
                 f"each process has another part of the base's state; shard the model before the "
                 f"first step"
             )
-        groups = self.training.groups
-        self.check_shards([others.get(p, p) for group in groups for p in group["params"]])
-
-    def replaced(self) -> None:
-        """Cut the vector anew, of shards."""
+        self.check_shards(members_of(self.training.groups))
         if self.vector.follow():
             self.parameters_changed()
 
@@ -339,7 +332,7 @@ class FOSICurvature(Curvature):
         return what if pairs or self.vector.in_parts else ""
 
     @property
-    def base_in_parts(self) -> bool:
+    def base_in_parts(self) -> bool:  # type: ignore[override]
         """Whether each rank has a part of the base's state."""
         return self.vector.in_parts
 

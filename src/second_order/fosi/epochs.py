@@ -28,9 +28,8 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
-from second_order.contract.averaging import PendingAverage
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.contract.training import PendingAverage, Training
 from second_order.distributed.buckets import pack_by_dtype
 from second_order.distributed.mailbox import (
     Mailbox,
@@ -361,11 +360,11 @@ class Divided(FOSICurvature):
         super().__init__(training, options, closure)
         self.epochs = Epochs(training, self.vector, options)
 
-    def check_processes(self) -> None:
+    def begin(self) -> None:
         """Raise ValueError if no process would be left to train, TypeError for others' shards."""
         world, under_ddp = self.training.world, self.training.under_ddp
         self._roles = assign_roles(world.size, self.options.accelerators, "accelerator", under_ddp)
-        super().check_processes()
+        super().begin()
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
@@ -392,6 +391,7 @@ class Alone(Divided):
 
     def begin(self) -> None:
         """Warn that no accelerators are at work."""
+        super().begin()
         training, options = self.training, self.options
         size = training.world.size
         if options.wanted:
@@ -422,6 +422,7 @@ class _Team(Divided):
 
     def begin(self) -> None:
         """Give every process its role, and workers and accelerators a way to talk."""
+        super().begin()
         training, patience = self.training, self.options.helper_timeout
         everybody, first = training.world, self._roles.helpers[0]
         self._store, address = open_store(everybody, first)
@@ -510,7 +511,7 @@ class Accelerating(_Team):
     """Computes eigenpairs for the workers."""
 
     role: Role = "accelerator"
-    scaler_matters = ""
+    scaler_matters, helps = "", True
     accelerator: Accelerator | None
 
     def join(self, mailbox: Mailbox) -> None:
@@ -518,12 +519,8 @@ class Accelerating(_Team):
         workers = len(self._roles.workers)
         self.accelerator = Accelerator(self.training, self.vector, self.options, mailbox, workers)
 
-    @property
-    def instead(self) -> Callable[[], None]:
-        """A function that helps until the workers have taken a step, in place of a step."""
-        return self._help_for_a_step
-
-    def _help_for_a_step(self) -> None:
+    def prepare(self) -> None:
+        """Help until the workers have taken a step, in place of a step."""
         self.training.steps += 1
         chosen = self.closure_now()
         if self.accelerator is not None:

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.averaging import Routed
-from second_order.contract.training import Training
+from second_order.contract.training import Routed, Training
 from second_order.fosi.pieces import (
     FlatLayout,
     Room,

@@ -15,16 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from second_order.budget import settle
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.contract.training import ARRIVED, Curvature, PendingAverage, Routed, Training
 from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
@@ -76,12 +74,6 @@ EXACT = 20  # first steps whose statistics travel unrounded
 
 class KFAC(Curvature):
     """The layers of a training, their factors and inverses.
-
-    Args:
-        training: The training to serve.
-        options: The options that all systems with Kronecker factors share.
-        system: The choices of KAISA, DPKFAC or DistKFAC.
-        helpers: The stats workers that take statistics for this training, or None.
 
     Attributes:
         layers: The layers of the model.
@@ -150,25 +142,21 @@ class KFAC(Curvature):
             raise ValueError(whole_models(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._look_at_shards()
-
-    def replaced(self) -> None:
-        """Leave matrices without a rule to the base, now that no rank has their whole gradients."""
         if self._options.other_matrices == AUTO and gradient_blocks(self.layers.blocks):
-            self.replan()
+            self.replan()  # no rank has their whole gradients: they are left to the base
 
     def description(self) -> list[str]:
         """The options, and the layers."""
         return self.layers.description(self._system.said)
 
-    def check_processes(self) -> None:
-        """Raise ValueError if these processes and devices cannot do what is asked."""
-        self.solves.check_device()
-        if self.helpers is not None:
-            self.helpers.check_processes(self.training)
-        self._system.plan([], self.training.world.size)
-
     def begin(self) -> None:
-        """Give the processes their roles, plan, and watch the model."""
+        """Give the processes their roles, plan, and watch the model.
+
+        Raises:
+            ValueError: If these processes and devices cannot do what is asked.
+        """
+        self.solves.check_device()
+        self._system.plan([], self.training.world.size)
         if self.helpers is not None:
             self.helpers.begin(self.training)
         self.budget.begin()
@@ -227,21 +215,33 @@ class KFAC(Curvature):
                 if takes and step.of_gradients:
                     self._take_gradients(pending, age)
         due = cadence.due()
-        if due and self.training.steps < JUDGED:  # what the passes have queued is not the refresh's
-            settle(self.training.device)
+        if due and self.training.steps < JUDGED and torch.cuda.is_initialized():
+            settle(self.training.device)  # what the passes have queued is not the refresh's
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()
                 heard = solves.refresh(due, pending, news)
                 if helpers is not None:
                     helpers.hear(heard, self.training)
-        with meter.stage("average_gradients"):
-            pending.wait()
+        if pending is not ARRIVED:
+            with meter.stage("average_gradients"):
+                pending.wait()
         if solves.refreshed or length.kept:
             length.measure(step, solves.refreshed, self.sharded)
         with meter.stage("precondition"):
-            self.coefficient = self._preconditioned()
-        self._coming = bool(solves.under_way) or cadence.may_come
+            what = step, self.training, self.clip, self._options.inv_dtype
+            if self.sharded:
+                everybody = self._system.owners is None
+                self.coefficient = precondition_rows(
+                    self._sharded_buckets(), *what, batch_of_all=everybody
+                )
+            elif self._system.owners is None:
+                self.coefficient = precondition_by_workers(*what)
+            else:
+                back = self.training.averages or self.hook is not None
+                sent = self.owners() if back and self.only_to_owners else None
+                self.coefficient = precondition_by_owners(*what, sent)
+        self._coming = bool(solves.under_way) or cadence.may_come()
         if (asked := solves.refreshed or self._coming) or length.factor != 1.0:
             length.keep(step.layers, asked)
 
@@ -251,7 +251,7 @@ class KFAC(Curvature):
         if solves.refreshed:
             told = solves, drift, self.step_length, self._step
             follow_refresh(self.training, self._options, *told)
-            self._coming = bool(solves.under_way) or cadence.may_come
+            self._coming = bool(solves.under_way) or cadence.may_come()
         if self.step_length.kept:
             self.step_length.scale(asked=self._coming)
         if self.helpers is not None:
@@ -265,7 +265,8 @@ class KFAC(Curvature):
         """Capture during the coming passes only if the coming step wants statistics."""
         own = self.helpers is None or self.helpers.own_passes
         due = own and self._cadence.takes_statistics()
-        self.layers.expect(due)
+        if due or self.layers.expecting:
+            self.layers.expect(due)
         owned = self._system.owners is not None
         if owned and self.layers.collector.counted is not self._counted:  # it has been silent
             self.layers.watch(self._takes, self._counted)
@@ -278,12 +279,13 @@ class KFAC(Curvature):
         world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
             due = due and helpers.own_passes and layers.capture.gate.open  # during the passes
-        more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
         if due:
+            reduction, more = layers.reduction, cast("Tensor | float", 1.0)
+            if reduction == "step_mean":  # before pairs that explain nothing are dropped
+                more = self._more_terms()
             layers.look(step.taken)
             for block in step.layers:
                 block.ensure_factors(asked=True)
-        if due:
             decay = cadence.decay()
             exchange = partial(sum_statistics, world, step.layers)
             if pipeline is not None:
@@ -291,9 +293,12 @@ class KFAC(Curvature):
                 sums = pipeline.sums(layers, exchange)
             else:
                 sums = layers.sums(step.taken)
-                with self.training.meter.stage("exchange"):
-                    exchange(sums, self._wire)
-            layers.take_in(layers.whole_steps(sums, world.size, more), decay)
+                if world.size > 1:
+                    with self.training.meter.stage("exchange"):
+                        exchange(sums, self._wire)
+            if reduction == "step_mean":
+                sums = layers.whole_steps(sums, world.size, more)
+            layers.take_in(sums, decay)
             cadence.updated_at = steps
         elif pipeline is not None:
             pipeline.drain()
@@ -312,7 +317,7 @@ class KFAC(Curvature):
         Shares are taken for equal where a rank has not counted, or has none of the counted layer's.
         """
         counted = self._counted
-        if counted is None or self.layers.reduction != "step_mean":
+        if counted is None:
             return 1.0
         here, ranks = counted.staged.terms, self.training.world.size
         everywhere = here.clone()
@@ -347,23 +352,13 @@ class KFAC(Curvature):
             block.ensure_factors(asked=True)
         self.layers.take_in(sums, self._cadence.decay(age))
 
-    def _preconditioned(self) -> Tensor | None:
-        """Compute P as gradient worker, get the other ranks' P, and write ν P; returns ν."""
-        training, owners, step = self.training, self._system.owners, self._step
-        dtype = self._options.inv_dtype
-        if self.sharded:
-            solved = (b for b in self.plan if b.solved)
-            key = [id(p) for b in solved for p in (b, *b.params)]
-            if self._buckets[0] != key:
-                self._buckets = key, buckets_of(step, training.world)
-            return precondition_rows(
-                self._buckets[1], step, training, self.clip, dtype, batch_of_all=owners is None
-            )
-        if owners is None:
-            return precondition_by_workers(step, training, self.clip, dtype)
-        back = self.only_to_owners and (training.averages or self.hook is not None)
-        sent = self.owners() if back else None
-        return precondition_by_owners(step, training, self.clip, dtype, sent)
+    def _sharded_buckets(self) -> list[Bucket]:
+        """The buckets of the solved layers whose gradients are in shards."""
+        solved = (b for b in self.plan if b.solved)
+        key = [id(p) for b in solved for p in (b, *b.params)]
+        if self._buckets[0] != key:
+            self._buckets = key, buckets_of(self._step, self.training.world)
+        return self._buckets[1]
 
     # ------------------------------------------------------------------------------ who does what
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of
-from second_order.contract.training import Training
+from second_order.contract.training import Training, members_of
 from second_order.kfac.losses import (
     IGNORED,
     SAID,
@@ -107,7 +106,11 @@ class Layers:
         self.newcomers_at = -1
         self._signature: tuple[Any, ...] | None = None
         self._params: list[nn.Parameter] = []  # of all blocks
-        self._seen: list[Any] | None = None  # of these, when they were last looked at
+        # Of these, when they were last looked at, and the blocks' shapes: a pair of a pass may have
+        # been taken while a bias was frozen.
+        self._seen: list[tuple[bool, torch.device, torch.Size]] | None = None
+        self._shapes: list[FactorShape] = []
+        self.expecting = True
         self._overflown: dict[KroneckerBlock, Tensor] = {}
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
@@ -186,22 +189,24 @@ class Layers:
 
     def follow(self) -> bool:
         """Look at which layers train now; returns whether others than before."""
-        if self._look() == self._seen:
+        same = self._seen is not None
+        for p, before in zip(self._params, self._seen or (), strict=False):
+            trains, device, size = before
+            same = same and p.requires_grad == trains and p.device == device and p.shape == size
+        for block, shape in zip(self.blocks, self._shapes, strict=False):
+            same = same and block.shape is shape
+        if same:
             return False
         for block in self.blocks:
             block.follow_requires_grad()
-        self._seen = self._look()
+        self._seen = [(p.requires_grad, p.device, p.shape) for p in self._params]
+        self._shapes = [block.shape for block in self.blocks]
         signature = tuple((block.training, block.shape) for block in self.blocks)
         if signature == self._signature:
             return False
         self._signature = signature
         self.active = [block for block in self.blocks if block.trainable]
         return True
-
-    def _look(self) -> list[Any]:
-        # Blocks besides: a pair of a pass may have been taken while a bias was frozen.
-        params = [(p.requires_grad, p.device, p.shape) for p in self._params]
-        return [*params, *(block.shape for block in self.blocks)]
 
     def forget_plan(self) -> None:
         """Let the next :meth:`follow` take all layers that train for new ones."""
@@ -226,7 +231,7 @@ class Layers:
                 1 if sampled or divided_by == "auto" else divided_by, scaler
             ),
             conv_approximation=self._conv_approximation,
-            warn=self._training.warnings.keep,
+            warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
             sampled=sampled,
         )
@@ -235,6 +240,9 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
+        seen = self._items is not None and options.loss_reduction == AUTO and not sampled
+        self._reduction = None if seen else reduction_of(options, None)
+        self.expecting = True
         self.capture = Capture(
             self.collector, self._sampler, self.collector.wants, self._timed, fsdp
         )
@@ -255,6 +263,7 @@ class Layers:
 
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
+        self.expecting = due
         self.capture.gate.open = due
         if self._sampler is not None:
             self._sampler.step = self._training.steps
@@ -262,7 +271,7 @@ class Layers:
     @property
     def reduction(self) -> Reduction:
         """What the losses are taken to be whose gradients are captured."""
-        return reduction_of(self._options, self._items)
+        return self._reduction or reduction_of(self._options, self._items)
 
     @property
     def counting(self) -> KroneckerBlock | None:
@@ -318,7 +327,9 @@ class Layers:
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The statistics of some layers since the last step; those of all layers are cleared."""
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
-        sums = {block: block.staged.sums(parts) for block in blocks}
+        sums: dict[KroneckerBlock, StatisticsSums] = {}
+        for block in blocks:
+            sums[block] = block.staged.sums(parts)
         for block in self.active:
             block.staged.clear()
         return sums
@@ -334,8 +345,6 @@ class Layers:
         Of losses divided by the N examples of the whole step a gradient d is 1 / N of an example's,
         times the number of processes, over which the sums of gradients are averaged.
         """
-        if self.reduction != "step_mean":
-            return dict(sums)
         return {
             block: each.times((each.head[0] * more / processes) ** 2, block.shape.groups)
             for block, each in sums.items()
@@ -363,12 +372,14 @@ class Layers:
         told = options.accumulation_steps != "auto" or options.loss_reduction == "step_mean"
         if told or reduction == "sum":
             return 1
-        found = max((block.staged.micro_batches for block in blocks), default=1)
+        found = 1
+        for block in blocks:
+            found = max(found, block.staged.micro_batches)
         if found > 1 and training.first_time("micro-batches"):
             ignored = self._items is not None and self._items.ignored
             said = IGNORED if ignored else SAID[reduction]
             training.warn(f"{found} backward passes in a step: {said}")
-        return max(found, 1) if reduction == "mean" else 1
+        return found if reduction == "mean" else 1
 
     # ------------------------------------------------------------------------- what goes wrong
 
@@ -394,7 +405,9 @@ class Layers:
 
     def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of those of some layers of which no statistic has ever come."""
-        silent = [block for block in agreed if block.state.silent]
+        silent: list[KroneckerBlock] = []
+        for block in agreed:
+            silent += [block] * block.state.silent
         if not silent:
             return
         training = self._training

@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of
-from second_order.contract.training import Training
+from second_order.contract.training import Training, members_of
 from second_order.errors import SecondOrderError
 from second_order.kfac.checkpoint import gather_factors
 from second_order.kfac.layers import SILENT, Layers

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage
+from second_order.contract.training import PendingAverage
 from second_order.errors import DecompositionError
 from second_order.kfac.plan import solve_cost_of
 from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict

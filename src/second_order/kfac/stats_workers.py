@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
-from second_order.contract.curvature import Curvature
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, Training
 from second_order.distributed.buckets import pack_by_dtype, take_model
 from second_order.distributed.mailbox import (
     Address,
@@ -150,10 +149,6 @@ class StatsWorkers:
         self.own_passes = self.hungry = True
         self.edition = 0
 
-    def check_processes(self, training: Training) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(training.world.size, self.count, "stats", training.under_ddp)
-
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
         everybody = training.world
@@ -252,7 +247,7 @@ class StatsWorker(Curvature):
     """
 
     scaler_matters = "the gradients it has captured carry the scale"
-    parts_suffice = True
+    parts_suffice = helps = True
     accounts = ACCOUNTS
 
     def __init__(
@@ -278,10 +273,6 @@ class StatsWorker(Curvature):
     def description(self) -> list[str]:
         """The workers' options, and the layers."""
         return self.layers.description(self._system.said)
-
-    def check_processes(self) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
@@ -317,7 +308,7 @@ class StatsWorker(Curvature):
         """Raise ValueError: a stats worker's model stays whole."""
         raise ValueError(whole_models(self.training.name, "stats"))
 
-    def instead(self) -> None:
+    def prepare(self) -> None:
         """Send the statistics of the last passes, and get the newest parameters."""
         self._deliver()
         self._fetch()
@@ -397,7 +388,8 @@ class StatsWorker(Curvature):
         active = self.layers.active
         self.layers.look(active)
         sums = self.layers.sums([block for block in active if not block.staged.empty])
-        sums = self.layers.whole_steps(sums, 1)
+        if self.layers.reduction == "step_mean":
+            sums = self.layers.whole_steps(sums, 1)
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         plan = self._system.plan(list(map(dims_of, active)), self._workers)
         for block, layer in zip(active, plan.layers, strict=True):
