@@ -434,10 +434,10 @@ maximize is forgotten by accelerators  <-  mrdho2::uphill_on_the_negative_loss_i
 == kfac/checkpoint.py
 a factor's weight stays behind when it moves
   <-  placements::layers_that_are_frozen_and_thawed_take_their_factors_along
-    factors.weight.copy_(weight)  =>  pass
+    factors.weight.copy_(parts[WEIGHT])  =>  pass
 a lost factor arrives as zeros
   <-  factor_exchange::a_lost_factor_is_missing_from_the_next_checkpoint_as_well
-    arrived[key][0].clone() if bool(kept) else None  =>  arrived[key][0].clone()
+    if bool(kept):  =>  if True:
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -

@@ -133,9 +133,6 @@ class Solves:
         """Forget all layers."""
         self.restart(StepPlan({}, self.training.world, self.training.world))
 
-    def check_device(self) -> None:
-        """Raise ValueError if layers are to be solved on a device that does not exist."""
-
     def refresh(
         self,
         due: Sequence[KroneckerBlock],

@@ -180,6 +180,11 @@ class SolvesOnThreads(Solves):
     def __init__(self, *arguments: Any, background: Background) -> None:
         super().__init__(*arguments)
         self._background, self.pool = background, WorkerPool(background.threads)
+        if background.device == "cuda" and self.training.device.type != "cuda":
+            raise ValueError(
+                f"inverse_device='cuda', but the parameters are on {self.training.device}; move "
+                f"the model there first, or use inverse_device='cpu'"
+            )
         if background.max_staleness != 0:
             self.agreeing = "wait"
 
@@ -188,15 +193,6 @@ class SolvesOnThreads(Solves):
         """γ, and the scale, if there are others to tell: their factors have moved on."""
         scaled = self.options.preconditioner_scale == "gradient"
         return 0 if self.training.world.size == 1 else 1 + scaled
-
-    def check_device(self) -> None:
-        """Raise ValueError if inverses are to be solved on a device that does not exist."""
-        device = self.training.device
-        if self._background.device == "cuda" and device.type != "cuda":
-            raise ValueError(
-                f"inverse_device='cuda', but the parameters are on {device}; move the "
-                f"model there first, or use inverse_device='cpu'"
-            )
 
     @cached_property
     def _streams(self) -> Streams | None:
