@@ -843,6 +843,8 @@ a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_
 statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got
     parts[layer.solver("A")][block.name] = sums[block]  =>  parts[0][block.name] = sums[block]
+hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
+    self.hungry = bool(found) and not any(found.values())  =>  self.hungry = False
 messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
     message is None or message[1]["edition"] < self.edition  =>  message is None
 points queue up  <-  stats::no_point_is_sent_while_statistics_are_on_their_way

@@ -132,7 +132,7 @@ class StatsWorkers:
         active: The stats workers that are alive.
         shapes: Shapes of the model's parameters and buffers, as all processes have them.
         own_passes: Whether statistics come from the training passes.
-        hungry: Whether no statistics have come since the last change of the layers.
+        hungry: Whether no sound statistics have come last, or since a change of the layers.
         edition: Number of changes of the layers. Messages on their way at a change are dropped.
     """
 
@@ -187,8 +187,8 @@ class StatsWorkers:
             helper.mailbox.expect(f"stats/{helper.heard}/{self._rank}")
             if message is None or message[1]["edition"] < self.edition:  # before layers changed
                 continue
-            self.hungry = False
             found = unpack_statistics(message, mine)
+            self.hungry = bool(found) and not any(found.values())
             if None in found.values() and training.first_time("nonfinite"):
                 training.warn(
                     "a stats worker has sent statistics that are not finite: they are dropped"
