@@ -801,7 +801,7 @@ damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
 
 == kfac/solve_async.py
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
-    elif self._background.deterministic or not ticket.done():  =>  elif not ticket.done():
+    elif self._own.deterministic or not ticket.done():  =>  elif not ticket.done():
 decompositions of threads arrive without their damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     return 0 if self.training.world.size == 1 else 1 + scaled  =>  return 0

@@ -40,7 +40,7 @@ from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import ACCOUNTS, NAMES
-from second_order.kfac.options import KFACOptions
+from second_order.kfac.options import DistKFACOptions, KFACOptions
 from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.collector import GradientScale
@@ -430,16 +430,11 @@ class StatsWorker(Curvature):
 
 
 def with_stats_workers(
-    training: Training,
-    options: KFACOptions,
-    system: System,
-    *,
-    count: int,
-    patience: float,
-    on_device: bool,
+    training: Training, options: KFACOptions, system: System, own: DistKFACOptions
 ) -> Curvature:
     """Make this rank's curvature where the last ranks compute statistics for the others."""
-    if on_device:
+    count, patience = own.stats_workers, float(own.helper_timeout)
+    if own.inverse_device == "cuda":
         system = replace(system, said=f"{system.said} {training.device.type}")
     if count and training.world.size == 1:
         training.warn(
