@@ -389,10 +389,10 @@ a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_u
 == kfac/checkpoint.py
 a factor's weight stays behind when it moves
   <-  placements::layers_that_are_frozen_and_thawed_take_their_factors_along
-    factors.weight.copy_(weight)  =>  pass
+    factors.weight.copy_(parts[WEIGHT])  =>  pass
 a lost factor arrives as zeros
   <-  factor_exchange::a_lost_factor_is_missing_from_the_next_checkpoint_as_well
-    arrived[key][0].clone() if bool(kept) else None  =>  arrived[key][0].clone()
+    if bool(kept):  =>  if True:
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -
@@ -631,7 +631,7 @@ the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snap
   + received.pop(block), self.damping, solve.scale
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
-    torch.as_tensor(x, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
+    torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  statistics::failures_are_counted
   -             self.failed += 1
   -
@@ -646,7 +646,7 @@ damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
 
 == kfac/solve_async.py
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
-    elif self._background.deterministic or not ticket.done():  =>  elif not ticket.done():
+    elif self._own.deterministic or not ticket.done():  =>  elif not ticket.done():
 of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
     if len(ticket.result()) == len(block.shape.letters) else  =>  if len(ticket.result()) > 0 else
 a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
@@ -682,6 +682,8 @@ points queue up  <-  stats::no_point_is_sent_while_statistics_are_on_their_way
     helper.asked <= wanted <= helper.heard + 1  =>  helper.asked <= wanted
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
     raise ValueError(whole_models(self.training.name, "stats"))  =>  return
+hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
+    self.hungry = bool(found) and not any(found.values())  =>  self.hungry = False
 
 == kfac/trace_rule.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
