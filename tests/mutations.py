@@ -1794,8 +1794,8 @@ MUTANTS = [
     _mutant(
         "an empty step of the parameters before counts",
         "optimizers/base.py",
-        "and self._take_shards() and empty:",
-        "and self._take_shards() and (empty := False):",
+        "and self.take_shards() and empty:",
+        "and self.take_shards() and (empty := False):",
         "mrdho2_fsdp::a_checkpoint_goes_on_elsewhere",
     ),
     _mutant(

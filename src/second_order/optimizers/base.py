@@ -185,7 +185,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
         training.publish = partial(_share_state_of, weakref.ref(self))
 
-    def _agree(self, doing: str, named: bool = False) -> None:
+    def agree(self, doing: str, named: bool = False) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
         if not self._curvature.helps:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
@@ -219,7 +219,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         # By a step of lr 0 and zero gradients torch.distributed.checkpoint makes state exist. It
         # moves no counter and starts no collective: one rank alone may take it.
         empty = not self.state and training.steps == 0 and is_checkpointing()
-        if DTENSORS in sys.modules and self._take_shards() and empty:
+        if DTENSORS in sys.modules and self.take_shards() and empty:
             # torch has set the gradients of those before
             for p in members_of(self.param_groups):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -302,7 +302,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             if p is not None and id(p) in ours
         ]
 
-    def _take_shards(self) -> bool:
+    def take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
         training, others = self._training, dict[Tensor, Tensor]()
         for module, name, p in training.places:
@@ -343,7 +343,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     @between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop the statistics that the last backward left."""
-        self._take_shards()
+        self.take_shards()
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
 
@@ -429,7 +429,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 doing = f"refuse a parameter group ({error})"
                 raise
             finally:
-                self._agree(doing, named=True)
+                self.agree(doing, named=True)
             self._curvature.replan()
         except Exception:
             self.param_groups[:] = before
@@ -454,7 +454,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         size = self._training.world.size
         check_rank("consolidate", to, size)
         if self._curvature.kept_elsewhere:
-            self._agree(f"consolidate(to={to})")
+            self.agree(f"consolidate(to={to})")
             ranks = range(size) if to is None else [to]
             self._training.collected = self._curvature.gather(ranks), to
 
@@ -469,7 +469,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 :meth:`consolidate` since the last step, and it is not
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
-        self._take_shards()
+        self.take_shards()
         require_whole(self._training, self._curvature)
         if self.state:
             self._share_state()
@@ -498,7 +498,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         check_is_state(state_dict)
-        self._take_shards()
+        self.take_shards()
         training, names, groups = self._training, self._training.names(), self.param_groups
         saved: dict[Tensor, SavedPart] = {}
         steps, absent = 0, list[str]()
@@ -533,6 +533,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._share_state()
 
     # ------------------------------------------------------------------------------ odds and ends
+
+    @property
+    def training(self) -> Training:
+        """What the optimizer and its curvature share."""
+        return self._training
 
     def summary(self) -> Summary:
         """A table of the layers preconditioned, by which ranks, and of those left to the base.
