@@ -1310,8 +1310,8 @@ MUTANTS = [
     _mutant(
         "a first zero step taken for a checkpoint's",
         "optimizers/base.py",
-        "training.steps == 0 and is_checkpointing()",
-        "training.steps == 0",
+        "not self.state and is_checkpointing()",
+        "not self.state",
         "contract_state::a_first_step_with_zero_gradients_is_a_step",
     ),
     _mutant(
@@ -2449,7 +2449,7 @@ MUTANTS = [
     ),
     _mutant(
         "steps within backward",
-        "optimizers/base.py",
+        "contract/training.py",
         "if torch._C._current_graph_task_id() != NO_BACKWARD:",
         "if False:",
         "frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused",
