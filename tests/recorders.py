@@ -29,14 +29,10 @@ class Recorder:
     pairs: list[Pair] = field(default_factory=list)
     grad_enabled: list[bool] = field(default_factory=list)
     autocast: list[bool] = field(default_factory=list)
-    lost: list[nn.Module] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
     def warn(self, message: str) -> None:
         self.told.append(message)
-
-    def lose(self, module: nn.Module, reason: str) -> None:
-        self.lost.append(module)
 
     def looks(self, module: nn.Module) -> bool:
         return False

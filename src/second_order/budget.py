@@ -26,7 +26,6 @@ from torch import Tensor
 
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.agreement import mean_over
 from second_order.options import AUTO, check_interval, value_at
 
 __all__ = [
@@ -172,7 +171,7 @@ class IntervalBudget:
             return
         self._watch.lap()
         if self._training.steps + 1 >= self.until:
-            self._choose(*mean_over(self._training.world, self._watch.medians("S", "R", "T")))
+            self._choose(*self._training.world.mean(self._watch.medians("S", "R", "T")))
             self._watch = self._training.meter.watch = None
 
     def _choose(self, S: float, R: float, T: float) -> None:
@@ -322,7 +321,7 @@ class RefreshBudget:
     def probed(self, product: float, whole: float, most: int) -> None:
         """Know about what a refresh of ``most`` products costs, by seconds. A collective."""
         times = [self._base_step(), product, whole]
-        T, product, whole = mean_over(self._training.world, times)
+        T, product, whole = self._training.world.mean(times)
         self.cost = max(product, LEAST) / max(T, LEAST) * (most + 1)
         self.spent += whole / max(T, LEAST)
         self.warmed = True
@@ -342,7 +341,7 @@ class RefreshBudget:
         self._watch.lap()
         self._laps += 1
         if self._products and self._laps >= FEWEST:
-            T, R = mean_over(self._training.world, [self._base_step(), self._seconds])
+            T, R = self._training.world.mean([self._base_step(), self._seconds])
             found = max(R, LEAST) / (max(T, LEAST) * (self._products + 1))
             self.spent += (found - self.price) * (self._products + 1)
             self.prices.append(found)

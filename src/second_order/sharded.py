@@ -27,7 +27,6 @@ __all__ = [
     "dtypes_of_passes",
     "is_checkpointing",
     "is_dtensor",
-    "is_sharded_checkpoint",
     "like",
     "local",
     "mesh_ranks",
@@ -118,12 +117,6 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
                 yield group
 
 
-def _managed(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of the parameters that it manages."""
-    for group in _param_groups(model):
-        yield from group.fsdp_params
-
-
 def dtypes_of_passes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes in which passes compute by FSDP2's mixed-precision policies, where there are."""
     found = {group.mp_policy.param_dtype for group in _param_groups(model)}
@@ -132,7 +125,7 @@ def dtypes_of_passes(model: nn.Module) -> set[torch.dtype]:
 
 def sharded_params(model: nn.Module) -> list[Tensor]:
     """The sharded parameters that FSDP2 manages in a model."""
-    return [managed.sharded_param for managed in _managed(model)]
+    return [p.sharded_param for group in _param_groups(model) for p in group.fsdp_params]
 
 
 def reshard(model: nn.Module) -> None:
@@ -189,7 +182,7 @@ class FSDPParams:
             # By items: of TorchScript's parameters nothing else is an iterator.
             self._of = {(id(m), n): None for m in model.modules() for n, _ in m._parameters.items()}
             self._of[key] = None
-            for record in _managed(model):
+            for record in (r for group in _param_groups(model) for r in group.fsdp_params):
                 info = record._module_info
                 self._of[id(info.module), info.param_name] = record
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -208,19 +201,13 @@ def caller(module: str = "", function: str = "") -> FrameType | None:
     return None
 
 
-def is_checkpointing() -> bool:
-    """Whether torch.distributed.checkpoint is calling.
+def is_checkpointing(part: bool = False) -> bool:
+    """Whether torch.distributed.checkpoint is calling; ``part``: for what is this rank's alone.
 
     Like any other caller, it calls state_dict() without arguments; but it wants each rank's part,
-    and gathers the rest itself. torch has no other sign of the caller than the stack.
-    """
-    return caller("torch.distributed.checkpoint") is not None
-
-
-def is_sharded_checkpoint() -> bool:
-    """Whether ``state_dict`` is being asked by torch.distributed.checkpoint for this rank's part.
-
-    False where the full state on one rank has been asked for.
+    and gathers the rest itself, unless the full state on one rank has been asked for. torch has no
+    other sign of the caller than the stack.
     """
     frame = caller("torch.distributed.checkpoint")
-    return frame is not None and not getattr(frame.f_locals.get("info"), "full_state_dict", False)
+    full = frame is not None and getattr(frame.f_locals.get("info"), "full_state_dict", False)
+    return frame is not None and not (part and full)

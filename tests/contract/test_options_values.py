@@ -43,7 +43,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("seed", -1, "seed=-1 is below 0; use 0"),
     ("debug", 0, "debug=0 is below 1; use True for every 100 steps, False for never"),
     ("max_factor_dim", 0, "max_factor_dim=0 is below 1.*use 1"),
-    ("lr", float("nan"), "lr=nan is not finite; use 0.1"),
+    ("lr", float("nan"), "lr=nan is outside"),
     ("helper_timeout", float("inf"), r"helper_timeout=inf is outside \[0\.1, 1e\+06\]; 60\.0"),
     ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*both whole numbers"),
     ("curvature_closure", [], "curvature closure is an empty sequence; give a function"),

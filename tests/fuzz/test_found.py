@@ -27,7 +27,7 @@ PAIRS = {"lr": 0.05, "largest": 2, "curvature_interval": 3, "warmup_steps": 1}
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_model_that_is_cast_goes_on_in_rows(world: World, dtype: str) -> None:
     """As it does where every process steps whole parameters."""
-    example = Example("DHO2", 2, 0, MODEL, dtype, PAIRS, habits=("another dtype later",))
+    example = Example("DHO2", 2, 0, MODEL, dtype, PAIRS, habits=frozenset({"another dtype later"}))
     columns = replace(example, options={**PAIRS, "layout": "column"})
     rows, whole = world.run(train, 2, example), world.run(train, 2, columns)
     assert judge(example, rows).name == "trains"

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from second_order import KAISA, DistKFAC, SecondOrderWarning
-from second_order.kfac import curvature
-from second_order.kronecker.background import Ticket
+from second_order.kfac import curvature, solve_async
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -59,15 +58,15 @@ def test_waiting_for_threads_counts_where_all_solves_are_waited_for(
     monkeypatch: pytest.MonkeyPatch, staleness: int | None, counted: bool
 ) -> None:
     run = Run(DistKFAC, max_staleness=staleness, inverse_threads=1)
-    wait, waited_for = Ticket.wait, []
+    wait, waited_for = solve_async.wait, []
 
-    def waiting(ticket: Any) -> None:
-        if ticket not in waited_for:
+    def waiting(tickets: Any) -> None:
+        if tickets[0] not in waited_for:
             run.time.spend(17.0)
-            waited_for.append(ticket)
-        wait(ticket)
+            waited_for.append(tickets[0])
+        wait(tickets)
 
-    monkeypatch.setattr(Ticket, "wait", waiting)
+    monkeypatch.setattr(solve_async, "wait", waiting)
     run.go(MEASURED)
     waited = 17 * len(run.curvature.plan) if counted else 0
     assert run.budget.measured == pytest.approx((5, 40 + waited, 100))

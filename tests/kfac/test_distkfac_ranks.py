@@ -192,7 +192,11 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
         curvature.layers.forget_plan()  # plan anew: each factor goes to its owner
         go(model, optimizer, CASE, shards(BATCHES[:2], rank, world_size))
         known = [block.factors for block in optimizer._curvature.layers.blocks]
-    return [(float(f.weight), f.means, (f.a is not None, f.g is not None)) for f in known]  # type: ignore[union-attr]
+    return [
+        (float(f.weight), f.means, tuple(x is not None for x in f.stored.values()))
+        for f in known
+        if f is not None
+    ]
 
 
 def test_all_workers_know_the_weights_and_traces_of_all_layers(world: World) -> None:

@@ -60,8 +60,8 @@ def own_factors(
     trajectory = start + go(model, optimizer, case, shards)
     for block in optimizer._curvature.layers.blocks:
         assert block.factors is not None
-        assert (block.factors.a is None) == (block.factors.g is None)
-        if block.factors.a is None:
+        assert (block.factors.stored["A"] is None) == (block.factors.stored["G"] is None)
+        if block.factors.stored["A"] is None:
             block.factors = None
     return trajectory, factors(optimizer)
 

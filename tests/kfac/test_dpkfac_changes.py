@@ -88,7 +88,7 @@ def resume_noting(
         kept = {
             block.name: block.factors.matrices(torch.float64)
             for block in optimizer._curvature.layers.blocks
-            if block.factors is not None and block.factors.a is not None
+            if block.factors is not None and block.factors.stored["A"] is not None
         }
         for batch in BATCHES[3:]:
             trajectory += go(model, optimizer, MLP, [batch])

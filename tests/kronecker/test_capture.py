@@ -97,16 +97,16 @@ def test_a_frozen_layer_gives_none() -> None:
 def test_enabled_is_a_gate_at_the_forward(sampler: Any) -> None:
     model = MLP.model()
     capture, recorder = watched(model, sampler)
-    capture.enabled = False
+    capture.gate.open = False
     loss = model(MLP.batch()[0]).sum()
-    capture.enabled = True
+    capture.gate.open = True
     loss.backward()
     assert not recorder.pairs
     backward(model)
     assert len(recorder.pairs) == 3
     recorder.clear()
     loss = model(MLP.batch()[0]).sum()
-    capture.enabled = False
+    capture.gate.open = False
     loss.backward()
     assert len(recorder.pairs) == 3  # what was captured arrives
     recorder.clear()
@@ -186,13 +186,13 @@ def test_an_input_changed_in_place_where_that_is_legal_is_told_to_be_lost() -> N
     """A Linear works on a copy of a transposed sequence, so that the backward needs ours alone."""
     layer = nn.Linear(4, 3, dtype=F64)
     model = nn.Sequential(layer)
-    _capture, recorder = watched(model)
+    capture, recorder = watched(model)
     x = torch.randn(2, 3, 4, dtype=F64)
     loss = model(x.transpose(0, 1)).mean()
     x.zero_()
     loss.backward()
     assert not recorder.pairs
-    assert recorder.lost == [layer]
+    assert "changed in place" in capture.missed[layer]
 
 
 # The sampled Fisher.
@@ -367,6 +367,6 @@ def test_two_captures_of_one_module_each_get_every_pair(samplers: tuple[Any, Any
     backward(model)
     for _, recorder in captures:
         assert len(recorder.pairs) == 3
-    captures[0][0].enabled = False
+    captures[0][0].gate.open = False
     backward(model)
     assert [len(recorder.pairs) for _, recorder in captures] == [3, 6]

@@ -86,7 +86,7 @@ def test_a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice() 
     compiled = torch.compile(model, backend=note, fullgraph=True)
     capture, recorder = watched(model)
     for step in range(6):
-        capture.enabled = step % 3 == 0
+        capture.gate.open = step % 3 == 0
         backward(compiled)
         assert len(recorder.pairs) == 3 * (step // 3 + 1)
     assert len(seen) == 2
@@ -131,7 +131,7 @@ def test_captures_that_come_and_go_after_the_first_run() -> None:
     other, second = watched(model)
     backward(compiled)
     assert (len(recorder.pairs), len(second.pairs)) == (6, 3)
-    capture.enabled = False
+    capture.gate.open = False
     backward(compiled)
     assert (len(recorder.pairs), len(second.pairs)) == (6, 6)
     other.attach(model, [model[2]])

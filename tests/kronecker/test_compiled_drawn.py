@@ -176,7 +176,7 @@ def test_training_in_another_thread_keeps_its_pairs(compiles: bool) -> None:
     assert (len(recorder.pairs), len(drawn.pairs)) == (5, 0)
     loss.backward()
     assert (len(recorder.pairs), len(drawn.pairs)) == (5, 5)
-    assert capture.enabled
+    assert capture.gate.open
 
 
 @pytest.mark.parametrize("how", ["model", "function"])
@@ -191,7 +191,7 @@ def test_without_statistics_due_the_model_is_one_graph(how: str) -> None:
     target = model if how == "model" else (lambda x: model(x * 1.0))
     compiled = torch.compile(target, backend=note, fullgraph=True)
     capture, recorder = watched(model)
-    capture.enabled = False
+    capture.gate.open = False
     for _ in range(2):
         compiled(X).sum().backward()
     assert len(graphs) == 1

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from second_order import DistKFAC
 from second_order.kronecker import solvers
 from second_order.kronecker.decompositions import Problem
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock, rank_one
+from second_order.kronecker.exact import DoublyFactoredBlock, rank_one
+from second_order.kronecker.layers import Form
 from second_order.kronecker.solvers import SOLVERS
 
 F32, F64 = torch.float32, torch.float64
@@ -132,7 +133,7 @@ def test_18_exact_for_one_example_of_rank_one(channels: int, locations: int, see
     total = torch.zeros_like(empirical)
     for label in range(CLASSES):
         ((_, d),) = ref.captured(model, x, lambda out, i=label: (out * v[i]).sum(), "1")["1"]
-        pair = block.statistics(model[1], x.flatten(1), d, "expand", F64)
+        pair = block.statistics(model[1], x.flatten(1), d, Form(False, "expand", False))
         A, G, L = (part[0] for part in pair.factors.values())
         total += ref.kron(G, A, L)
     exact = weight_fisher(ref.exact_fisher(model, x, "categorical", "1"), width)
@@ -161,7 +162,7 @@ def test_an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient() -> Non
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
     x, d = torch.randn(4, 6, dtype=F64), torch.randn(4, block.shape.out_dim, dtype=F64)
     x[1, 1] = math.nan
-    pair = block.statistics(block.modules[0], x, d, "expand", F64)
+    pair = block.statistics(block.modules[0], x, d, Form(False, "expand", False))
     assert not pair.factors["A"].isfinite().all()
 
 

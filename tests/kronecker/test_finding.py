@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from second_order import KAISA, DistKFAC
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock
-from second_order.kronecker.exact import ExactBlock
+from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock
 from second_order.kronecker.model_blocks import BlockRules, find_blocks
 
 if TYPE_CHECKING:
@@ -239,7 +238,7 @@ def test_auto_factors_the_first_wide_linear_after_a_convolution() -> None:
         "8": DoublyFactoredBlock,
         "11": KroneckerBlock,
     }
-    assert [blocks["8"].shape.dim(k) for k in "AGL"] == [6, 8, 4]  # channels, out, locations
+    assert [blocks["8"].shape.dims[k] for k in "AGL"] == [6, 8, 4]  # channels, out, locations
     assert blocks["8"].bias is None
 
 

@@ -253,10 +253,13 @@ def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
     values = [(symmetric(1, 3, 3), symmetric(1, 3, 3)) for _ in range(3)]
     *_, before = running(kronecker, values, [0.9] * 3)
     weight, means = kronecker.weight.clone(), kronecker.means.clone()
-    assert kronecker.a is not None
-    assert kronecker.g is not None
+    assert kronecker.stored["A"] is not None
+    assert kronecker.stored["G"] is not None
     absent = torch.tensor([0.0, 7.0, 7.0], dtype=F64)
-    kronecker.update(StatisticsSums({"A": kronecker.a * 7, "G": kronecker.g * 7}, absent), 0.9)
+    kronecker.update(
+        StatisticsSums({"A": kronecker.stored["A"] * 7, "G": kronecker.stored["G"] * 7}, absent),
+        0.9,
+    )
     assert torch.equal(kronecker.weight, weight)
     assert torch.equal(kronecker.means, means)
     for a, b in zip(kronecker.matrices(F64), before, strict=True):

@@ -31,7 +31,7 @@ def train(model: Attention, optimizer: Any, steps: range) -> None:
 
 
 def averages(optimizer: Any) -> dict[str, Tensor]:
-    return {block.name: block.factors.a for block in optimizer._curvature.layers.blocks}
+    return {block.name: block.factors.stored["A"] for block in optimizer._curvature.layers.blocks}
 
 
 @pytest.mark.parametrize("system", KRONECKER)

@@ -1,4 +1,4 @@
-"""Trace, diagonal, blocks of layers, loaders and pictures, against dense matrices.
+"""Trace, diagonal, blocks of layers and loaders, against dense matrices.
 
 Functions that take (rank, world_size, ...) run on the pool's ranks.
 """
@@ -6,10 +6,8 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
-import matplotlib.figure
 import pytest
 import torch
 import torch.distributed as dist
@@ -287,33 +285,11 @@ def test_numbers_that_are_not_finite(estimate: Any) -> None:
         estimate(lambda: (w * math.inf).square().sum(), [w])
 
 
-# Pictures.
-
-
-def test_a_density_is_drawn() -> None:
-    """Its curve, and a line at the height of one eigenvalue."""
+def test_a_density_has_bumps_of_a_width() -> None:
     _, loss, w = problem(8, 0)
     density = spectral_density(loss, [w], probes=2, iterations=20)
-    axes = matplotlib.figure.Figure().add_subplot()
-    assert density.plot(axes, width=0.1) is axes
-    assert axes.get_yscale() == "log"
-    curve, one = axes.get_lines()
-    grid = torch.tensor(curve.get_xdata())
-    torch.testing.assert_close(torch.tensor(curve.get_ydata()), density.on(grid, 0.1))
-    assert float(grid[0]) < float(density.nodes.min()) < float(density.nodes.max()) < grid[-1]
-    assert one.get_ydata()[0] == pytest.approx(1 / (30 * 0.1 * math.sqrt(2 * math.pi)))
     for width, told in ((0, r"width=0 is outside \(0, inf\)"), (-0.1, "-0.1"), (math.nan, "nan")):
         with pytest.raises(ValueError, match=told):
-            density.plot(axes, width=width)
-        with pytest.raises(ValueError, match=told):
-            density.on(grid, width)
+            density.on(torch.ones(3), width)
     with pytest.raises(TypeError, match="width=None is not a number"):
-        density.on(grid, None)  # type: ignore[arg-type]
-
-
-def test_without_matplotlib_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, loss, w = problem(8, 0)
-    density = spectral_density(loss, [w], probes=1, iterations=5)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    with pytest.raises(ImportError, match="pip install matplotlib"):
-        density.plot()
+        density.on(torch.ones(3), None)  # type: ignore[arg-type]

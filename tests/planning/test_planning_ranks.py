@@ -108,7 +108,7 @@ def test_solves_fall_with_ranks_and_messages_rise() -> None:
 
 
 def test_large_products_and_decompositions_are_not_computed() -> None:
-    """Seconds, bytes and operations are those of the same step with the work done."""
+    """Seconds and bytes are those of the same step with the work done."""
 
     def make(model: nn.Module, closure: Any) -> Any:
         return KAISA(model, solver="eigen", **EVERY)
@@ -124,8 +124,7 @@ def test_large_products_and_decompositions_are_not_computed() -> None:
             found.append(record(make, large(), lambda m: m(x), MACHINE, LINKS, 0, 2))
     skipped, computed = found
     assert skipped.sent == computed.sent
-    assert skipped.operations == pytest.approx(computed.operations, rel=0.1)
-    assert skipped.seconds.keys() == computed.seconds.keys()
+    assert skipped.seconds == pytest.approx(computed.seconds, rel=0.1)
 
 
 def test_a_running_process_group_refuses() -> None:

@@ -22,7 +22,7 @@ from second_order.contract.training import NAMES, Curvature, Training, members_o
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of
 from second_order.errors import SecondOrderError
 from second_order.options import PEAK_LR
-from second_order.sharded import is_checkpointing, is_dtensor, is_sharded_checkpoint, like, local
+from second_order.sharded import is_checkpointing, is_dtensor, like, local
 
 __all__ = [
     "HEADER",
@@ -254,7 +254,7 @@ def require_whole(training: Training, curvature: Curvature) -> None:
         )
     if not lacking:
         return
-    if collected is None and not (curvature.parts_suffice and is_sharded_checkpoint()):
+    if collected is None and not (curvature.parts_suffice and is_checkpointing(part=True)):
         sharded = (
             "save with torch.distributed.checkpoint"
             if curvature.parts_suffice

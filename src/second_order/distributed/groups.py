@@ -1,17 +1,19 @@
-"""Process groups that are like a given one: of some of its ranks, with its timeout and backend."""
+"""Process groups like a given one, of some of its ranks; and the errors of those that are lost."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["check_group", "group_like", "shared_group_like", "timeout_of"]
+from second_order.errors import SecondOrderError
+
+__all__ = ["check_group", "explained", "group_like", "shared_group_like", "timeout_of"]
 
 # One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
 _shared: weakref.WeakKeyDictionary[
@@ -72,3 +74,29 @@ def shared_group_like(
     if key not in made:
         made[key] = group_like(group, members, backend=backend, timeout=timeout)
     return made[key]
+
+
+# Gloo and NCCL raise plain RuntimeErrors for some failures of connections.
+BACKENDS = "gloo", "nccl", "pair closure"
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn a backend's errors into SecondOrderErrors that name the likely cause.
+
+    Raises:
+        SecondOrderError: In the place of the backend's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).strip().split("\n", maxsplit=1)[0]
+        of_backend = dist.is_available() and isinstance(error, dist.DistError)
+        of_backend = of_backend or any(word in said.lower() for word in BACKENDS)
+        if not of_backend or isinstance(error, SecondOrderError):
+            raise
+        raise SecondOrderError(
+            f"this process does not hear from the others any more: one of them has ended, has "
+            f"raised an error of its own, or was silent for longer than the process group's "
+            f"timeout; the others' output tells more ({said})"
+        ) from error

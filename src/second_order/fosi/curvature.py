@@ -47,7 +47,7 @@ from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
 from second_order.options import AUTO, scheduled, value_at
 from second_order.report import CurvatureReport, Summary
-from second_order.sharded import is_sharded_checkpoint
+from second_order.sharded import is_checkpointing
 
 __all__ = ["FOSICurvature"]
 
@@ -309,7 +309,7 @@ class FOSICurvature(Curvature):
         if self.training.world.size > 1 and self.subspace is not None:
             return {p: dict(counts) for p in params}
         # A checkpoint that is read in place needs room for pairs, found or not.
-        room = self.options.wanted if is_sharded_checkpoint() else 0
+        room = self.options.wanted if is_checkpointing(part=True) else 0
         layout, trust = self.vector.layout, self.pairs.trust.saved()
         parts = eigenpair_parts(self.subspace, trust, layout, self.vector.dtype, room)
         return {p: {**counts, **parts.get(p, {})} for p in params}

@@ -51,7 +51,7 @@ from second_order.fosi.subspace import Basis, ColumnBasis, newton_rates
 from second_order.fosi.trust import Flag
 from second_order.fosi.vector import ParameterVector
 from second_order.report import EpochReport
-from second_order.sharded import is_dtensor, is_sharded_checkpoint
+from second_order.sharded import is_checkpointing, is_dtensor
 
 __all__ = [
     "LEAST_FALL",
@@ -285,7 +285,7 @@ class Epochs:
         counts, vector = counts_of(saved), self._vector
         if self._asked == self.number and self.helped and self._mailbox is not None:
             for name in self._expected():
-                self._mailbox.decline(name)
+                self._mailbox.forget(name, coming=True)
         self.fresh, self._asked = None, -1
         self.number, self.step = counts.get("epoch", 0), counts.get("epoch_step", 0)
         self.let_go()
@@ -445,7 +445,7 @@ class _Team(Divided):
         """Each parameter's counts, and its part of c and p, or zeros in their place."""
         parts, here = super().state(), {START: self.epochs.start, SUM: self.epochs.total}
         kept = {name: vector for name, vector in here.items() if vector is not None}
-        if parts and len(kept) < len(here) and is_sharded_checkpoint():  # read in place
+        if parts and len(kept) < len(here) and is_checkpointing(part=True):  # read in place
             size, dtype, device = self.vector.layout.size, self.vector.dtype, self.vector.device
             room = {name: torch.zeros(size, dtype=dtype, device=device) for name in here}
             kept = room | kept

@@ -29,7 +29,7 @@ from second_order.fosi.pieces import (
 )
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
-from second_order.lanczos.vector_space import RowSpace, ShardSpace
+from second_order.lanczos.vector_space import RowSpace
 from second_order.sharded import is_dtensor, reshard
 
 __all__ = ["ParameterVector"]
@@ -139,7 +139,7 @@ class ParameterVector:
             reshard(self._training.model)
             sharded = ShardedHessian(loss_fn, params, world, self.model)
             mine = partial(self.layout.part, rank=world.rank)
-            return ShardSpace(sharded, world, self.dtype, self.sign, mine)
+            return RowSpace(sharded, world, self.dtype, self.sign, mine)
         hessian = Hessian(loss_fn, params, mode=hvp, model=self.model, curvature=curvature)
         return RowSpace(hessian, world, self.dtype, self.sign)
 

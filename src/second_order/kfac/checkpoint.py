@@ -94,7 +94,7 @@ def load_factors(
         part: Mapping[str, Any] = saved.get(block.weight, {})
         block.staged.clear()
         block.forget()
-        if WEIGHT in part and (block.trainable or block.fits(part)):
+        if WEIGHT in part and (block.trainable or not block.misfit(part)):
             block.load_factors(part)
         elif WEIGHT in part:
             training.warn(
@@ -135,8 +135,9 @@ def check_saved_factors(
                 raise part.wrong(CHOSEN[0], f"is {workers}, which does not divide {ranks} ranks")
         block = of.get(p)
         # A frozen layer's bias is not in its A yet: factors that do not fit are not loaded.
-        if block is not None and (block.trainable or block.fits(part)):
-            block.check_factors(part)
+        if block is not None and (block.trainable or not block.misfit(part)):
+            if misfit := block.misfit(part):
+                raise ValueError(misfit)
             if MEANS in part:
                 part.tensor(MEANS, (len(block.shape.letters), block.shape.groups))
 
@@ -214,7 +215,7 @@ def _deliver_factors(
         mine: dict[Item, Parts] = {}
         for (block, which), (source, _) in chosen.items():
             head_shapes[block, which] = (), (), (len(block.shape.letters), block.shape.groups), ()
-            shapes[block, which] = (block.stored_shape(which),)
+            shapes[block, which] = (block.stored_shapes[which],)
             if source != world.rank:
                 continue
             factors, stored = block.ensure_factors(), block.stored(which)

@@ -278,14 +278,14 @@ class KFAC(Curvature):
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
         world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
-            due = due and helpers.own_passes and layers.capture.enabled  # during the passes
+            due = due and helpers.own_passes and layers.capture.gate.open  # during the passes
         if due:
             reduction, more = layers.reduction, cast("Tensor | float", 1.0)
             if reduction == "step_mean":  # before pairs that explain nothing are dropped
                 more = self._more_terms()
             layers.look(step.taken)
             for block in step.layers:
-                block.expect()
+                block.ensure_factors(asked=True)
             decay = cadence.decay()
             exchange = partial(sum_statistics, world, step.layers)
             if pipeline is not None:
@@ -308,7 +308,7 @@ class KFAC(Curvature):
                 decay = cadence.decay(exactly=True)
                 cadence.updated_at = steps
                 for block in found:
-                    block.expect()
+                    block.ensure_factors(asked=True)
                 layers.take_in(found, decay)
 
     def _more_terms(self) -> Tensor | float:
@@ -349,7 +349,7 @@ class KFAC(Curvature):
             mean_loss=self._options.loss_reduction != "sum",
         )
         for block in blocks:
-            block.expect()
+            block.ensure_factors(asked=True)
         self.layers.take_in(sums, self._cadence.decay(age))
 
     def _sharded_buckets(self) -> list[Bucket]:

@@ -264,7 +264,7 @@ class Layers:
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
         self.expecting = due
-        self.capture.enabled = due
+        self.capture.gate.open = due
         if self._sampler is not None:
             self._sampler.step = self._training.steps
 
@@ -329,7 +329,7 @@ class Layers:
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
         sums: dict[KroneckerBlock, StatisticsSums] = {}
         for block in blocks:
-            sums[block] = block.staged.sums(parts).to(self._options.factor_dtype)
+            sums[block] = block.staged.sums(parts)
         for block in self.active:
             block.staged.clear()
         return sums
@@ -360,7 +360,7 @@ class Layers:
             if over.device.type != "cpu" or bool(over):
                 block.staged.dropped += over
                 self._overflown[block] = over | self._overflown.get(block, over)
-        self.collector.settle()
+        self.collector.last_a = None
         self.updates += 1
         while sums:  # the last layer's sums are freed first
             block, each = sums.popitem()
@@ -506,8 +506,8 @@ def _factors(shape: FactorShape) -> str:
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
     groups = "of gradients: " if shape.marginal else ""
     groups = f"{shape.groups} x " if shape.groups > 1 and not groups else groups
-    squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
-    return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
+    squares = {k: "" if k in shape.diagonals else "²" for k in shape.letters}
+    return groups + ", ".join(f"{k} {shape.dims[k]}{square}" for k, square in squares.items())
 
 
 def _status(block: KroneckerBlock) -> str:

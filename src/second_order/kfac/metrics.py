@@ -76,7 +76,7 @@ def metrics_of(
         "condition": _numbers([condition_estimate(*each) for each in inverses]),
     }
     for letter in "AG":
-        sums = [f.means[s.letters.index(letter)].sum() * s.dim(letter) for s, f in kept]
+        sums = [f.means[s.letters.index(letter)].sum() * s.dims[letter] for s, f in kept]
         pairs = zip(_numbers(sums), known, strict=True)
         ranges[f"trace_{letter}"] = [trace for trace, is_known in pairs if is_known]
     for name, values in ranges.items():

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from second_order.contract.training import Training
 from second_order.distributed.buckets import in_buckets
-from second_order.distributed.lent_groups import Loan, borrow_group
-from second_order.distributed.world import PendingReduction
+from second_order.distributed.world import Loan, PendingReduction, borrow_group
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
@@ -129,9 +128,9 @@ class Pipeline:
             staged = slot.block.staged
             if (staged.shape, staged.device) != slot[1:]:  # of another size by now: none
                 triangular = staged.triangular
-                staged = StagedStatistics(slot.shape, slot.device, staged.dtype, triangular)
+                staged = StagedStatistics(slot.shape, slot.device, staged.factor_dtype, triangular)
             self._marks[slot.block] = SentState(staged, staged.revision, micro_batches)
-            found.append(staged.sums(micro_batches).to(self._dtype))
+            found.append(staged.sums(micro_batches))
         heads = [each.head.clone() for each in found]
         factors = [factor.clone() for each in found for factor in each.factors.values()]
         if self._wire is None:

@@ -183,8 +183,8 @@ def dims_of(block: KroneckerBlock) -> LayerDims:
 def solve_cost_of(block: KroneckerBlock) -> float:
     """The cost of solving a layer: the sum of n³ over its factors, n for a diagonal one."""
     shape = block.shape
-    powers = ((k, 1 if shape.is_diagonal(k) else 3) for k in shape.letters)
-    return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers))
+    powers = ((k, 1 if k in shape.diagonals else 3) for k in shape.letters)
+    return float(sum(shape.groups * shape.dims[k] ** power for k, power in powers))
 
 
 def _one(rank: int) -> range:

@@ -192,7 +192,7 @@ class Solves:
         for block in due:
             size = 0
             for letter in block.shape.letters:
-                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shape(letter))
+                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shapes[letter])
             if not parts or (self.training.world.size == 1 and filled + size > PART_BYTES):
                 parts.append([])
                 filled = 0.0
@@ -292,17 +292,17 @@ class Solves:
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
             guess = inverse.vectors.get(letter)
-            scale = factored_damping(*factors.means.unbind(), damping=damping)[position]
+            scale = factored_damping(factors.means, damping)[position]
         return Problem(
             shape.groups,
-            shape.dim(letter),
+            shape.dims[letter],
             dtype,
             device,
             partial(factors.matrix, letter, dtype),
             added=self.solver.dampings(factors.means, damping, shape.exact)[position],
             guess=guess,
             scale=scale,
-            is_diagonal=shape.is_diagonal(letter),
+            is_diagonal=letter in shape.diagonals,
         )
 
     # ------------------------------------------------------------------------------------ agree
@@ -385,8 +385,8 @@ class Solves:
         for block in sound:
             shape, solve = block.shape, self.under_way[block]
             for k in shape.letters:
-                heads, diagonal = self.heads if k == "A" else 0, shape.is_diagonal(k)
-                sizes = shape.groups, shape.dim(k), diagonal, options.symmetry_aware
+                heads, diagonal = self.heads if k == "A" else 0, k in shape.diagonals
+                sizes = shape.groups, shape.dims[k], diagonal, options.symmetry_aware
                 shapes[block, k] = ((),) * heads + tuple(self.solver.kept_shapes(*sizes))
                 if k in solve.solved:
                     parts = solve.solved.pop(k)

@@ -6,14 +6,22 @@ install   the results, on the device of the training, at the step at which all r
 
 A layer is under way from the step that submits a snapshot of its factors until it is installed, and
 is not submitted again before: at that step if it is due. One without an inverse is waited for.
+
+Decompositions release the interpreter lock. A thread computes with one core, whatever torch is set
+to for the others. Threads end with their pool or with the interpreter, after the work that they
+have begun: Python may not cut off a thread in C++ code. A child of ``fork`` is refused.
 """
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,13 +30,13 @@ from second_order.contract.training import PendingAverage
 from second_order.errors import DecompositionError
 from second_order.kfac.plan import solve_cost_of
 from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict
-from second_order.kronecker.background import Streams, WorkerPool, retrieve, take_snapshot
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.triangles import unpack_upper_triangular
 
-__all__ = ["Background", "SolvesOnThreads", "solve"]
+__all__ = ["Background", "SolvesOnThreads", "WorkerPool", "solve"]
 
+T = TypeVar("T")
 Decompose: TypeAlias = Callable[[Sequence[Problem]], list[Decomposition | None]]
 
 
@@ -47,6 +55,123 @@ class Background:
     device: str
     max_staleness: int | None
     deterministic: bool
+
+
+_STARTING = threading.Lock()
+
+
+def _take_one_core() -> None:
+    """Give this thread one core, and new threads as many as before: torch has one setting."""
+    with _STARTING:
+        others = torch.get_num_threads()
+        torch.set_num_threads(1)
+        restorer = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
+        with suppress(RuntimeError):  # there may be no more threads
+            restorer.start()
+            restorer.join()
+
+
+class WorkerPool:
+    """Threads, at most so many, that take up work in the order in which it comes."""
+
+    def __init__(self, threads: int) -> None:
+        name = "second_order inverses"
+        self._threads = ThreadPoolExecutor(threads, name, initializer=_take_one_core)
+        self._pid: int | None = None  # of the process whose threads these are
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queue a piece of work; RuntimeError after :meth:`close`, and in a child of ``fork``."""
+        self.require_own_process()
+        self._pid = os.getpid()
+        return self._threads.submit(_unless_at_the_end, work)
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a child of ``fork``: threads and what they do are its parent's."""
+        if self._pid not in (None, os.getpid()):
+            raise RuntimeError(
+                "this process was forked from one whose threads solve: they are not here; make the "
+                "optimizer in the child, or start it by 'spawn'"
+            )
+
+    def close(self) -> None:
+        """Drop the work that has not been begun, and end the threads after that which has."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def _unless_at_the_end(work: Callable[[], T]) -> T:
+    if getattr(
+        thread, "_shutdown", False
+    ):  # the interpreter ends, and waits for all that is queued
+        raise CancelledError
+    return work()
+
+
+@dataclass(frozen=True)
+class Streams:
+    """CUDA streams for copies and solves beside the stream that trains.
+
+    Attributes:
+        snapshots: Stream of copies to the CPU.
+        solves: Stream of decompositions, where the device does them.
+        returns: Stream of copies from the CPU, which are not to wait for the others.
+    """
+
+    snapshots: torch.cuda.Stream
+    solves: torch.cuda.Stream
+    returns: torch.cuda.Stream
+
+
+def take_snapshot(
+    tensors: Sequence[Tensor], device: torch.device, streams: Streams | None
+) -> Callable[[], list[Tensor]]:
+    """Begin to copy tensors of one device as they are now, to a device.
+
+    They may change as soon as this returns. ``streams`` are for tensors on CUDA.
+
+    Returns:
+        A function for the thread that needs the copies: it waits for them, and returns them.
+    """
+    copies = [t.clone() for t in tensors]
+    if streams is None:
+        return lambda: copies
+    current = torch.cuda.current_stream(streams.snapshots.device)
+    if device.type == "cpu":
+        streams.snapshots.wait_stream(current)
+        with torch.cuda.stream(streams.snapshots):
+            arrived = []
+            for copy in copies:
+                copy.record_stream(streams.snapshots)
+                pinned = torch.empty(copy.shape, dtype=copy.dtype, device="cpu", pin_memory=True)
+                arrived.append(pinned.copy_(copy, non_blocking=True))
+        event = streams.snapshots.record_event()
+    else:
+        for copy in copies:
+            copy.record_stream(streams.solves)
+        arrived, event = copies, current.record_event()
+
+    def fetch() -> list[Tensor]:
+        event.synchronize()
+        return arrived
+
+    return fetch
+
+
+def retrieve(
+    parts: Sequence[Tensor], device: torch.device, streams: Streams | None
+) -> tuple[Tensor, ...]:
+    """Move a thread's results to a device; on CUDA, by streams, without waiting for it.
+
+    Results are in pinned memory if they are to be copied, else complete.
+    """
+    if streams is None:
+        return tuple(parts)
+    current = torch.cuda.current_stream(streams.returns.device)
+    with torch.cuda.stream(streams.returns):
+        moved = [part.to(device, non_blocking=True) for part in parts]
+    current.wait_stream(streams.returns)
+    for part in moved:
+        part.record_stream(current)
+    return tuple(moved)
 
 
 class SolvesOnThreads(Solves):
@@ -144,11 +269,11 @@ class SolvesOnThreads(Solves):
             return solve.verdict
         if waits:
             with self.training.meter.stage("wait"):
-                ticket.wait()
-        elif self._background.deterministic or not ticket.done:
+                wait([ticket])
+        elif self._background.deterministic or not ticket.done():
             return Verdict.OPEN
         # Also SystemExit and the like: they would end this process, or a step of it, alone.
-        if ticket.error is not None:
+        if ticket.exception() is not None:
             return Verdict.RAISED
         return Verdict.SOUND if len(ticket.result()) == len(block.shape.letters) else Verdict.FAILED
 
@@ -169,7 +294,7 @@ class SolvesOnThreads(Solves):
                     solve.ticket = None
             return super().install(verdicts)
         tickets = [self.under_way[block].ticket for block in raised]
-        errors = [ticket.error for ticket in tickets if ticket is not None and ticket.done]
+        errors = [t.exception() for t in tickets if t is not None and t.done()]
         error = next(filter(None, errors), None)
         self.under_way.clear()  # other layers', too: one error is raised once
         where = "a thread of another process" if error is None else "a thread"

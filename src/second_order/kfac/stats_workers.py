@@ -105,7 +105,7 @@ def unpack_statistics(
         return {}
     blocks = [mine[layer] for layer in note["layers"]]
     head_sizes = [1 + len(b.shape.letters) * b.shape.groups for b in blocks]
-    shapes = [[b.stored_shape(letter) for letter in b.shape.letters] for b in blocks]
+    shapes = [[*b.stored_shapes.values()] for b in blocks]
     heads, factors = tensors
     device = blocks[0].weight.device
     flat = iter(factors.split([torch.Size(shape).numel() for each in shapes for shape in each]))
@@ -395,7 +395,7 @@ class StatsWorker(Curvature):
         for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
                 parts[layer.solver("A")][block.name] = sums[block]
-        self.layers.collector.settle()
+        self.layers.collector.last_a = None
         if self.mailbox is not None:
             for rank, each in enumerate(parts):
                 flat, note = statistics_of(each, self._edition)

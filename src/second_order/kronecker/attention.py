@@ -10,16 +10,17 @@ The in-projection is a grouped layer of three groups: A and G of queries, of key
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.autograd import current_node, saving_hooks
+from second_order.kronecker.autograd import current_node, params_in_pass
+from second_order.sharded import FSDPParams
 
-__all__ = ["Assembly", "hosts", "is_attention", "projections"]
+__all__ = ["Assembly", "is_attention", "projections"]
 
 PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
 """Nodes of a product with a weight, whose edge is the last one, and their names of the input."""
@@ -43,24 +44,29 @@ def is_attention(module: nn.Module) -> bool:
     )
 
 
-def hosts(root: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules whose calls are those of a model's layers: of an ``out_proj`` its attention's."""
-    attention = [module for module in root.modules() if is_attention(module)]
-    of = {cast(nn.Module, module.out_proj): module for module in attention}
-    return list(dict.fromkeys(of.get(layer, layer) for layer in layers))
-
-
 def projections(
-    module: nn.Module, output: Tensor, given: Iterable[Any], owners: Mapping[Tensor, nn.Module]
-) -> list[Projection]:
-    """The products with the weights of an attention in the call that gave an output.
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Tensor,
+    fsdp: FSDPParams | None,
+) -> tuple[list[Tensor], list[Projection]]:
+    """Queries, keys and values of an attention's call, and the products with its weights.
 
-    The search does not go beyond the arguments that the call was given. ``owners`` are the
-    attention and its ``out_proj``, by their parameters as the call has them.
+    Each input is ``(batch, positions, in)``, a view of the one given. The search for products does
+    not go beyond the arguments of the call.
     """
-    width = cast(nn.MultiheadAttention, module).embed_dim
-    found: list[Projection] = []
-    todo, seen = [output.grad_fn], {t.grad_fn for t in given if isinstance(t, Tensor)}
+    given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+    inputs = [given[name] for name in ("query", "key", "value")]
+    if inputs[0].dim() == 2:
+        inputs = [x.unsqueeze(0) for x in inputs]
+    elif not module.batch_first:
+        inputs = [x.transpose(0, 1) for x in inputs]
+    both = (module, cast(nn.Module, module.out_proj))
+    owners = {p: owner for owner in both for p in params_in_pass(owner, fsdp).values()}
+    width, found = cast(int, module.embed_dim), []
+    todo = [output.grad_fn]
+    seen = {t.grad_fn for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
     while todo:
         node = cast(Any, todo.pop())
         if node is None or node in seen:
@@ -73,7 +79,7 @@ def projections(
             count = node._input_metadata[0].shape[-1] // width
             thirds = (0, 1, 2)[piece : piece + count] if owner is module else ()
             found.append(Projection(owner, node, thirds))
-    return found
+    return inputs, found
 
 
 def _weight_of(product: Any) -> tuple[Tensor | None, int]:
@@ -88,21 +94,6 @@ def _weight_of(product: Any) -> tuple[Tensor | None, int]:
             break
         node, output = node.next_functions[0]
     return None, 0
-
-
-def inputs_of(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Queries, keys and values of a call, each ``(batch, positions, in)``; views of those given."""
-    given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
-    each = [given[name] for name in ("query", "key", "value")]
-    if each[0].dim() == 2:
-        return [x.unsqueeze(0) for x in each]
-    return each if module.batch_first else [x.transpose(0, 1) for x in each]
-
-
-def is_checkpointed() -> bool:
-    """Whether a checkpoint that saves nothing is in force: what a node saves can be read once."""
-    hooks: Any = saving_hooks(True)
-    return bool(hooks) and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def input_of(node: Any = None) -> Tensor:
@@ -121,9 +112,7 @@ class Assembly:
     batch: int  # the number of sequences
     parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by thirds
 
-    def add(
-        self, projection: tuple[int, ...], x: Tensor, d: Tensor
-    ) -> tuple[Tensor, Tensor] | None:
+    def add(self, thirds: tuple[int, ...], x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
         """Take a product's pair; returns the call's pair once it is complete.
 
         x is ``(batch, positions, in)``, or ``(positions batch, in)``, d ``(positions batch, out)``;
@@ -132,9 +121,9 @@ class Assembly:
         """
         d = d.unflatten(0, (-1, self.batch)).transpose(0, 1)
         x = x if x.dim() == 3 else x.unflatten(0, (-1, self.batch)).transpose(0, 1)
-        if len(projection) in (0, 3):
+        if len(thirds) in (0, 3):
             return x, d
-        for third, each in zip(projection, d.chunk(len(projection), -1), strict=True):
+        for third, each in zip(thirds, d.chunk(len(thirds), -1), strict=True):
             self.parts[third] = x, each
         if len(self.parts) < 3:
             return None

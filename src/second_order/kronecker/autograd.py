@@ -104,10 +104,9 @@ def differentiable_tensors(output: Any) -> list[Tensor]:
     """The tensors of a model's output that a backward can start from."""
     if isinstance(output, Tensor):
         return [output] if output.requires_grad else []
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    elif not isinstance(output, (list, tuple)):
-        output = list(getattr(output, "__dict__", {}).values())
+    if not isinstance(output, (list, tuple)):
+        parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        output = list(parts.values())
     return [tensor for part in output for tensor in differentiable_tensors(part)]
 
 

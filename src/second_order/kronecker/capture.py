@@ -4,9 +4,8 @@ The gradient is taken by a hook on the *node* that makes the output. A hook on t
 would wrap the output in a view and break in-place activations; the node's hook sees the gradient
 with respect to the value the layer produced, whatever happens to that tensor afterwards, and it
 fires once however often a checkpointed forward is repeated. A pair exists only when its gradient
-arrives, in
-a backward pass that goes on to accumulate into the ``.grad`` of the layer's own parameters: a
-forward that never sees a backward (validation, batch-norm updates, averaged copies) leaves nothing,
+arrives, in a backward pass that goes on to accumulate into the ``.grad`` of the layer's own
+parameters: a forward that never sees a backward (validation, batch-norm updates) leaves nothing,
 and neither does ``torch.autograd.grad`` (gradient penalties, derivatives in a loss, attacks on
 inputs), whose gradients are no loss's.
 
@@ -34,27 +33,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from second_order.kronecker import autograd
-from second_order.kronecker.attention import (
-    Assembly,
-    hosts,
-    input_of,
-    inputs_of,
-    is_attention,
-    is_checkpointed,
-    projections,
-)
-from second_order.kronecker.hooks import (
-    Gate,
-    LayerHook,
-    RootHook,
-    RootPreHook,
-    Watch,
-    WatchHook,
-    hook_of,
-    input_in,
-    release,
-)
+from second_order.kronecker import autograd, hooks
+from second_order.kronecker.attention import Assembly, input_of, is_attention, projections
+from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
 from second_order.sharded import FSDPParams
 
 __all__ = ["Capture"]
@@ -70,6 +51,7 @@ NOT_ACCUMULATED = (
     "nothing, and backward() sends none through their outputs"
 )
 NOT_TENSORS = "it is not called with one tensor, or does not return one"
+CHANGED = "its input was changed in place after its forward"
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
@@ -168,18 +150,17 @@ def _repeated_in() -> tuple[int, bool]:
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
-    Args:
-        consumer: Receives every pair, under ``no_grad`` and without autocast: a
-            :class:`~second_order.kronecker.collector.StatisticsCollector`.
-        sampler: The sampled Fisher's: ``sampler(model_output, call)`` draws labels from the
-            model's output and returns the summed negative log-likelihood. The pairs then carry that
-            loss's gradients, taken as soon as the root module's forward returns and delivered when
-            the user's backward reaches its output; no parameter's ``.grad`` is touched. None: the
-            gradients of the user's own backward.
-        wanted: Tells whether a module's pairs are wanted now; None: if its weight trains.
-        timed: Makes a context manager around the work of a hook, to measure it.
-        fsdp: What FSDP2 does with the model's parameters; None for nothing.
+    ``consumer`` receives every pair, under ``no_grad`` and without autocast: a
+    :class:`~second_order.kronecker.collector.StatisticsCollector`. ``wanted`` tells whether a
+    module's pairs are wanted now, if None where its weight trains; ``timed`` makes a context
+    manager that measures the work of a hook; ``fsdp`` knows what FSDP2 does with the parameters.
 
+    ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
+    and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
+    taken as soon as the root module's forward returns and delivered when the user's backward
+    reaches its output; no parameter's ``.grad`` is touched.
+
+    ``gate.open`` tells whether pairs of the passes to come are captured, by compiled graphs, too;
     ``missed`` has, by layer, why its last lost pair did not count.
     """
 
@@ -191,36 +172,21 @@ class Capture:
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
     ) -> None:
-        self._gate = Gate()
-        self.timed = timed
-        self.fsdp = fsdp
+        self.gate, self.timed, self.fsdp = Gate(), timed, fsdp
         self._wanted = wanted or (lambda module: cast(Tensor, module.weight).requires_grad)
-        self.root_calls = 0
-        self._told = False
+        self._consumer, self._sampler = consumer, sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._consumer = consumer
-        self._sampler = sampler
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._model: weakref.ref[nn.Module] | None = None  # whose layers are observed
-        self._root: weakref.ref[nn.Module] | None = None  # that labels are drawn for
-        self._inside_root = False
+        self.root_calls = 0
+        self._inside_root = self._told = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
         self._sources = self._last_version = 0
         self._watches: list[Watch] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        weakref.finalize(self, _let_go, self._watches, self._hooked)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether pairs are captured now; compiled graphs follow."""
-        return self._gate.open
-
-    @enabled.setter
-    def enabled(self, enabled: bool) -> None:
-        """Open or close the gate for the passes to come."""
-        self._gate.open = enabled
+        weakref.finalize(self, release, self._hooked)
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Watch exactly these layers, and no longer those from before, whose hooks stay.
@@ -232,14 +198,14 @@ class Capture:
             return
         self._dismiss()
         self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
-        kinds: list[tuple[nn.Module, type[WatchHook]]] = [
-            (module, LayerHook) for module in hosts(root, layers)
-        ]
+        # The calls of an attention are those of its `out_proj`, too.
+        within = {module.out_proj: module for module in root.modules() if is_attention(module)}
+        called = dict.fromkeys(within.get(layer, layer) for layer in layers)
+        kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
         if self._sampler is not None and layers:
-            self._root = self._model
-            kinds += [(root, RootPreHook), (root, RootHook)]
+            kinds += [(root, hooks.RootPreHook), (root, hooks.RootHook)]
         for module, kind in kinds:
-            watch = Watch(self, module, self._gate, self._sampler is not None)
+            watch = Watch(self, module, self.gate, self._sampler is not None)
             hook_of(module, kind).watches.append(watch)
             self._watches.append(watch)
             self._hooked.add(module)
@@ -271,7 +237,6 @@ class Capture:
         self._watches.clear()
         release(self._hooked, keep=True)
         self._observed = weakref.WeakSet()
-        self._root = None
         self._pending.clear()
 
     # --------------------------------------------------------------------------- what hooks see
@@ -280,7 +245,7 @@ class Capture:
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> None:
         """See a call of a layer; in a training pass, wait for the gradient of its output."""
-        if not self.enabled or cast(Any, torch.jit).is_tracing():
+        if not self.gate.open or cast(Any, torch.jit).is_tracing():
             return
         attention = is_attention(module)
         both = (module, cast(nn.Module, module.out_proj)) if attention else (module,)
@@ -291,20 +256,16 @@ class Capture:
         wanted = [layer for layer in layers if self._wanted(layer)]
         if not (wanted and torch.is_grad_enabled()):
             return
-        if attention:
-            if output[0].requires_grad:
-                with self.timed():
-                    self._observe_attention(module, args, kwargs, output[0], wanted)
-            return
-        x = input_in(args, kwargs)
-        if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+        x = None if attention else input_in(args, kwargs)
+        if not attention and not (isinstance(x, Tensor) and isinstance(output, Tensor)):
             self.missed[module] = NOT_TENSORS
-        elif output.requires_grad:
+        elif (output[0] if attention else output).requires_grad:
             with self.timed():
-                source = self._source_of(x)
-                self._remember(
-                    module, _node_of(output), autograd.as_used(x), source, shape=output.shape
-                )
+                if x is None:
+                    self._observe_attention(module, args, kwargs, output[0], wanted)
+                    return
+                source, shape = self._source_of(x), output.shape
+                self._remember(module, _node_of(output), autograd.as_used(x), source, shape=shape)
 
     def _observe_attention(
         self,
@@ -315,19 +276,16 @@ class Capture:
         wanted: Sequence[nn.Module],
     ) -> None:
         """Wait for the gradients of an attention's products."""
-        inputs = inputs_of(module, args, kwargs)
+        inputs, products = projections(module, args, kwargs, output, self.fsdp)
         whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-        both = (module, cast(nn.Module, module.out_proj))
-        owners = {
-            p: owner for owner in both for p in autograd.params_in_pass(owner, self.fsdp).values()
-        }
-        products = projections(module, output, (*args, *kwargs.values()), owners)
         unseen = set(wanted).difference(product.owner for product in products)
         self.missed.update(dict.fromkeys(unseen, COMPILED))
+        saving: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
+        checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
         for owner, node, thirds in products:
             if owner not in wanted:
                 continue
-            if owner is not module and is_checkpointed():
+            if owner is not module and checkpointed:
                 self.missed[owner] = CHECKPOINTED
                 continue
             # Of the output's projection autograd alone has the input.
@@ -347,15 +305,15 @@ class Capture:
         """Wait for the gradient that comes to a node; with drawn labels, until they are drawn."""
         if self._sampler is None:
             read = input_of if x is None else autograd.keep(x)  # a hook of a node must not hold it
-            self._await(edge, _Call(module, read, source, *_repeated_in(), **more))
+            call = _Call(module, read, source, *_repeated_in(), **more)
         elif self._inside_root:
             read = partial(input_of, edge.node) if x is None else x.detach
             self._pending.append((_Call(module, read, source, **more), edge))
-            if "assembly" not in more and self._consumer.looks(module):
-                call = _Call(module, read, source, *_repeated_in(), looks=True, **more)
-                self._await(edge, call)
-
-    def _await(self, edge: GradientEdge, call: _Call) -> None:
+            if "assembly" in more or not self._consumer.looks(module):
+                return
+            call = _Call(module, read, source, *_repeated_in(), looks=True, **more)
+        else:
+            return
         hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
         cast(Any, edge.node).register_prehook(hook)
 
@@ -381,8 +339,7 @@ class Capture:
                 if "inplace operation" not in str(error):
                     raise
                 # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
-                reason = "its input was changed in place after its forward"
-                self._consumer.lose(call.module, reason)
+                self.missed[call.module] = CHANGED
                 return
             again, call.used = call.used, True
             if pair is not None and call.looks:
@@ -422,20 +379,17 @@ class Capture:
 
     def enter_root(self, module: nn.Module) -> None:
         """See the beginning of the model's forward, and let it run without a compiler."""
-        if self._root is None or module is not self._root():
-            return
         self._pending.clear()
         self._inside_root, self._compiler = True, None
-        if self.enabled and torch.is_grad_enabled() and (compiler := autograd.set_eval_frame(None)):
-            self._compiler = compiler  # which puts itself back, too, where the forward raises
-            if not self._told:
+        if self.gate.open and torch.is_grad_enabled():
+            # A compiler puts itself back, too, where the forward raises.
+            self._compiler = autograd.set_eval_frame(None)
+            if self._compiler and not self._told:
                 self._told = True
                 self._consumer.warn(RUNS_EAGERLY)
 
     def leave_root(self, module: nn.Module, output: Any) -> None:
         """See the model's output: draw labels from it, and take the gradients of their loss."""
-        if self._root is None or module is not self._root():
-            return
         self._inside_root = False
         pending, self._pending = self._pending, []
         if self._sampler is not None and pending:
@@ -470,12 +424,10 @@ class Capture:
                 "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
                 "checkpoint(..., use_reentrant=False), or fisher='empirical'"
             ) from error
-        found = [
-            (call, call.pair(gradient))
-            for (call, _), gradient in zip(pending, gradients, strict=True)
-            if gradient is not None
-        ]
-        pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
+        pairs = []
+        for (call, _), gradient in zip(pending, gradients, strict=True):
+            if gradient is not None and (pair := call.pair(gradient)) is not None:
+                pairs.append((call.module, pair[0], call.source, pair[1]))
         # These pairs count once the user's own backward reaches the output, and not before.
         deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
         for tensor in autograd.differentiable_tensors(output):
@@ -485,10 +437,3 @@ class Capture:
 
 for _function in (Capture.enter_root, Capture.leave_root):
     autograd.skip_code(_function.__code__)
-
-
-def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
-    """Release the modules of a capture that is no more."""
-    for watch in watches:
-        watch.gone = True
-    release(modules)

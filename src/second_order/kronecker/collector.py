@@ -10,11 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.errors import SecondOrderWarning
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import Reduction
-from second_order.kronecker.layers import Approximation, PairStatistics, is_convolution, live_rows
+from second_order.kronecker.layers import (
+    CONVOLUTIONS,
+    Approximation,
+    Form,
+    PairStatistics,
+    live_rows,
+)
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
@@ -46,15 +51,14 @@ class StatisticsCollector:
     reduction: Callable[[], Reduction]  # what the loss of a pass is
     gradient_scale: Callable[[Tensor], Tensor | float]  # a further factor of captured gradients
     conv_approximation: Approximation | None = None  # for convolutions; None for the same
-    warn: Callable[[str], None] = lambda message: warnings.warn(
-        message, SecondOrderWarning, stacklevel=3
-    )
+    warn: Callable[[str], None] = warnings.warn
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)  # of each module
     counted: KroneckerBlock | None = None  # whose terms are counted, whether it gets pairs or not
     fsdp: FSDPParams | None = None
     heard: Callable[[KroneckerBlock], None] = lambda block: None  # of statistics that have grown
     sampled: bool = False  # the pairs are of drawn labels, and say nothing of the gradient
-    _last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
+    # Of one input and pass; to be let go when the step's statistics are taken.
+    last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
@@ -63,31 +67,19 @@ class StatisticsCollector:
             for module in block.watched:
                 self.blocks.setdefault(module, []).append(block)
 
-    def settle(self) -> None:
-        """Forget the backward passes so far."""
-        self._last_a = None
-
-    def wants(self, module: nn.Module) -> bool:
-        """Whether any block of a module trains now."""
-        return bool(self._training(module) or self._counted(module))
-
     def _training(self, module: nn.Module) -> list[KroneckerBlock]:
         return [block for block in self.blocks.get(module, ()) if block.trainable]
 
     def _counted(self, module: nn.Module) -> list[KroneckerBlock]:
         """The block whose terms are counted, if it is a module's and trains."""
         block = self.counted
-        found = block is not None and block.trainable and module in block.watched
-        return [block] if found and block is not None else []
+        if block is None or not block.trainable or module not in block.watched:
+            return []
+        return [block]
 
-    def lose(self, module: nn.Module, reason: str) -> None:
-        """Count a pair that cannot be had, and warn of its layer once."""
-        for block in self.blocks.get(module, ()):
-            if block.looks:
-                block.explanation.complete = False
-            if not bool(block.staged.dropped):
-                self.warn(f"a statistic of layer {block.name!r} is dropped: {reason}")
-            block.staged.dropped += 1
+    def wants(self, module: nn.Module) -> bool:
+        """Whether any block of a module trains now."""
+        return bool(self._training(module) or self._counted(module))
 
     def looks(self, module: nn.Module) -> bool:
         """Whether the pairs of a module are compared with its gradient now."""
@@ -120,8 +112,9 @@ class StatisticsCollector:
                 -1 if that is not known.
             again: Whether a backward pass has come through this call of the layer before.
         """
-        counted = self._counted(module) if self.reduction() == "step_mean" else []
-        for block in {*self._training(module), *counted}:
+        training, reduction = self._training(module), self.reduction()
+        counted = self._counted(module) if reduction == "step_mean" else []
+        for block in {*training, *counted}:
             if not block.staged.knows(pass_id):
                 block.follow_requires_grad()
                 unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
@@ -131,14 +124,14 @@ class StatisticsCollector:
             block.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
         if not self.sampled:
             self.look(module, x, d)
-        for block in self._training(module):
+        for block in training:
             if not block.fits_pair(module, x, d):
                 block.judge(1.0)
             elif not block.state.unexplained:
                 with span("capture"), ieee_matmul(d.device):
-                    pair = self._statistics(block, module, x, d, pass_id, source)
+                    pair = self._statistics(block, module, x, d, (source, pass_id))
                     scale = self.gradient_scale(d)
-                    block.staged.add(pair, scale, pass_id, again=again, reduction=self.reduction())
+                    block.staged.add(pair, scale, pass_id, again=again, reduction=reduction)
                 inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
                 block.staged.work += 6 * d.numel() * inputs
                 block.state.work = block.staged.work
@@ -146,26 +139,23 @@ class StatisticsCollector:
                 self.heard(block)
 
     def _statistics(
-        self,
-        block: KroneckerBlock,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        pass_id: int,
-        source: int,
+        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, key: tuple[int, int]
     ) -> PairStatistics:
         approximation = self.approximation
-        if self.conv_approximation is not None and is_convolution(module):
+        if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
             approximation = self.conv_approximation
         # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
-        plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and source >= 0
+        plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and key[0] >= 0
         plain = plain and not block.shape.marginal
-        key, last, known = (source, pass_id, block.trains_bias), self._last_a, None
-        if plain and last is not None and last[0] == key and last[1] is not block:
+        mine, last, known = (*key, block.trains_bias), self.last_a, None
+        if plain and last is not None and last[0] == mine and last[1] is not block:
             known = last[2]
-        pair = block.statistics(module, x, d, approximation, self.factor_dtype, known)
+        wide = torch.promote_types(self.factor_dtype, torch.float32)
+        form = Form(block.trains_bias, approximation, block.staged.triangular, known)
+        x = x.to(wide) if x.is_floating_point() else x
+        pair = block.statistics(module, x, d.to(wide), form)
         if known is not None and pair.factors["A"] is known.factors["A"]:
             return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})
         if plain:
-            self._last_a = (key, block, pair)
+            self.last_a = (mine, block, pair)
         return pair

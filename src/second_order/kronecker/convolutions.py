@@ -23,7 +23,6 @@ d₁ x d₂, output H x W with H' = H + (k₁ - 1) d₁ and W' = W + (k₂ - 1) 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from functools import lru_cache, reduce
 from typing import TypeAlias, cast
@@ -105,8 +104,7 @@ def sum_patches(x: Tensor, conv: Convolution) -> Tensor:
     """The sum of all patches of each example, without the patches where that is faster.
 
     Every tap of the kernel meets some of the inputs: a product of the input with a matrix of zeros
-    and ones, or, as the taps of one spatial dimension do not ask for those of another, with one for
-    each dimension. ``(N, groups, in)``, with the order of ``conv.weight.flatten(1)``.
+    and ones. ``(N, groups, in)``, with the order of ``conv.weight.flatten(1)``.
     """
     dims, sizes = len(conv.kernel_size), zip(x.shape[2:], conv.kernel_size, strict=True)
     if any(size * kernel > TAPS_A_DIMENSION for size, kernel in sizes):
@@ -115,19 +113,19 @@ def sum_patches(x: Tensor, conv: Convolution) -> Tensor:
     sides = padding_per_side(conv)
     if conv.padding_mode != "zeros":
         x, sides = pad_input(x, conv), [(0, 0)] * len(sides)
-    spatial, taps = x.shape[2:], math.prod(conv.kernel_size)
-    each = zip(spatial, conv.kernel_size, conv.stride, conv.dilation, sides, strict=True)
+    each = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, sides, strict=True)
     met = [_taps_met(*one, x.dtype, x.device) for one in each]
-    if taps * spatial.numel() <= TAPS_AT_ONCE:
+    if math.prod(conv.kernel_size) * x.shape[2:].numel() > TAPS_AT_ONCE:
+        # The taps of one spatial dimension do not ask for those of another.
+        x = x @ met[-1].mT
+        for i in reversed(range(dims - 1)):
+            x = met[i] @ x.flatten(3 + i)
+    else:
         all_met = reduce(torch.kron, met)
         if x.is_contiguous():
             x = x.flatten(2) @ all_met.mT
         else:  # channels last, as a rule
             x = (all_met @ x.movedim(1, -1).flatten(1, -2)).mT
-    else:
-        x = x @ met[-1].mT
-        for i in reversed(range(dims - 1)):
-            x = met[i] @ x.flatten(3 + i)
     return torch.unflatten(x.flatten(1), 1, (conv.groups, -1))
 
 
@@ -163,15 +161,8 @@ def patch_second_moment(
     The sum is made in bands of rows, so that the whole ``(groups, c k₁ k₂, c k₁ k₂)`` need not
     exist; the taps of a channel are next to each other, as in ``weight.flatten(1)``.
 
-    Args:
-        x: Padded input, ``(N, C, H', W')``.
-        kernel: ``(k₁, k₂)``.
-        dilation: ``(d₁, d₂)``.
-        groups: Channels of different groups are not multiplied.
-
-    Yields:
-        The first row of a band, and the band as
-        :func:`~second_order.kronecker.triangles.write_band` takes it.
+    Of the padded input ``(N, C, H', W')``. Yields the first row of each band, and the band as
+    :func:`~second_order.kronecker.triangles.write_band` takes it.
     """
     c, taps = x.shape[1] // groups, kernel[0] * kernel[1]
     x = x.contiguous(memory_format=torch.channels_last)  # a quarter faster for narrow layers
@@ -430,28 +421,12 @@ def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     return cast(Tensor, gradient)
 
 
-def _conv_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
-    """Whether a pair has the sizes of a convolution's input and output, transposed or not."""
-    conv = cast(Convolution, module)
-    at = -len(conv.kernel_size) - 1
-    sizes = (x.shape[at], d.shape[at]) == (conv.in_channels, conv.out_channels)
-    if x.dim() != d.dim() or x.shape[:at] != d.shape[:at] or not sizes:
-        return False
-    narrow, wide = (t.shape[at + 1 :] for t in ((x, d) if conv.transposed else (d, x)))
-    window = (conv.dilation, conv.kernel_size, conv.stride)
-    ends = zip(wide, padding_per_side(conv), *window, strict=True)
-    outputs = tuple((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in ends)
-    # A transposed one may add to its output's end.
-    return outputs == narrow or (conv.transposed and all(map(operator.ge, outputs, narrow)))
-
-
 for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-    KINDS[_kind] = LayerKind(_conv_statistics, gradient=_conv_gradient, fits=_conv_fits)
+    KINDS[_kind] = LayerKind(_conv_statistics, gradient=_conv_gradient)
 for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
     KINDS[_transposed] = LayerKind(
         _transposed_conv_statistics,
         _patches_of_output,
         with_bias=False,
         gradient=_conv_gradient,
-        fits=_conv_fits,
     )

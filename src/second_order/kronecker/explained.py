@@ -66,10 +66,13 @@ class Explanation:
         if self._hook is None:
             hook = partial(_arrive, weakref.ref(self), weakref.ref(weight))
             self._hook = weight.register_hook(hook)
+            weakref.finalize(self, self._hook.remove).atexit = False
 
     def take(self, gradient: Tensor, weight: Tensor) -> None:
         """Add a pass's gradient, as it arrives at the weight."""
-        self.close()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         wide = torch.promote_types(gradient.dtype, torch.float32)
         self._gradient = self._gradient + _sketch(gradient.to(wide))
         self._weight = _sketch(weight.detach().to(wide)) if weight.dim() > 1 else None
@@ -85,12 +88,6 @@ class Explanation:
         size = torch.maximum(gradient.norm(), pairs.norm())
         residual: Tensor = (left.norm() - self._noise).clamp_min(0.0) / size
         return residual.float()
-
-    def close(self) -> None:
-        """Take the hook off the weight."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
 
 def _arrive(

@@ -26,7 +26,7 @@ import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,9 +105,6 @@ class WatchHook:
         return torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches)
 
 
-H = TypeVar("H", bound=WatchHook)
-
-
 class LayerHook(WatchHook):
     """The hook on a layer, or on an ``nn.MultiheadAttention``, which calls none of its layers."""
 
@@ -164,6 +161,7 @@ def input_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next((t for t in kwargs.values() if isinstance(t, Tensor)), None)
 
 
+# By itself: where `_refuse` breaks the graph, it runs as it is, and the caller does not.
 def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) -> Any:
     """The output, watched inside a graph; a part of the graph, like every condition here."""
     for watch in watches:
@@ -257,13 +255,13 @@ def _hooks(module: nn.Module) -> Iterable[tuple[dict[int, Any], int, WatchHook]]
                 yield hooks, key, hook
 
 
-def hook_of(module: nn.Module, kind: type[H]) -> H:
+def hook_of(module: nn.Module, kind: type[WatchHook]) -> WatchHook:
     """A module's hook of a kind, which is hung on it if need be; a copy has brought its own."""
     found = next((hook for _, _, hook in _hooks(module) if type(hook) is kind), None)
     if found is not None:
         return found
     hook = kind()
-    called = cast(Any, hook)
+    called: Any = hook
     if kind is RootPreHook:
         module.register_forward_pre_hook(called)
     else:
@@ -272,10 +270,10 @@ def hook_of(module: nn.Module, kind: type[H]) -> H:
 
 
 def release(modules: Iterable[nn.Module], *, keep: bool = False) -> None:
-    """Forget watches that are gone, and take off hooks by which nobody watches, or keep them."""
+    """Forget watches of nobody, and take off hooks by which nobody watches, or keep them."""
     for module in modules:
         for hooks, key, hook in _hooks(module):
-            hook.watches[:] = [watch for watch in hook.watches if not watch.gone]
+            hook.watches[:] = [w for w in hook.watches if not w.gone and w.capture() is not None]
             if not (hook.watches or keep):
                 del hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)

@@ -18,7 +18,7 @@ are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, cast
 
 import torch
@@ -33,7 +33,7 @@ from second_order.kronecker.triangles import (
     write_last_row,
 )
 
-__all__ = ["KINDS", "Approximation", "FactorShape", "PairStatistics", "gram", "is_convolution"]
+__all__ = ["CONVOLUTIONS", "KINDS", "Approximation", "FactorShape", "PairStatistics", "gram"]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
 
@@ -49,6 +49,9 @@ class FactorShape:
     channels, of which A is, times so many locations, of which L is. ``exact``: G is the whole
     curvature, and A is 1. ``transposed``: the weight is ``(groups in, out)``. ``marginal``: the
     factors are those of gradients, G of their rows and A of their columns; A has the trace 1.
+
+    ``letters`` are the names of the factors, ``dims`` their sizes n, ``diagonals`` the names of
+    those kept as diagonals, and ``gradient_size`` is the shape of the gradient as a matrix.
     """
 
     groups: int
@@ -59,33 +62,27 @@ class FactorShape:
     exact: bool = False
     transposed: bool = False
     marginal: bool = False
+    letters: str = field(init=False, repr=False, compare=False)
+    dims: dict[str, int] = field(init=False, repr=False, compare=False)
+    diagonals: str = field(init=False, repr=False, compare=False)
+    gradient_size: tuple[int, int, int] = field(init=False, repr=False, compare=False)
 
-    @property
-    def letters(self) -> str:
-        """The names of the factors."""
-        return "AGL" if self.locations else "AG"
-
-    def dim(self, letter: str) -> int:
-        """Size n of a factor, by its letter."""
-        if letter == "A":
-            return self.in_dim // (self.locations or 1)
-        return self.out_dim if letter == "G" else self.locations
-
-    def is_diagonal(self, letter: str) -> bool:
-        """Whether a factor, by its letter, is kept as its diagonal."""
-        return letter == "A" and self.diagonal_a
+    def __post_init__(self) -> None:
+        dims = {"A": self.in_dim // (self.locations or 1), "G": self.out_dim}
+        dims |= {"L": self.locations} if self.locations else {}
+        vars(self).update(
+            letters="".join(dims),
+            dims=dims,
+            diagonals="A" if self.diagonal_a else "",
+            gradient_size=(self.groups, self.out_dim, self.in_dim),
+        )
 
     def stored_shape(self, letter: str, triangular: bool) -> tuple[int, ...]:
         """Shape of a factor as it is stored."""
-        dim = self.dim(letter)
-        if self.is_diagonal(letter):
+        dim = self.dims[letter]
+        if letter in self.diagonals:
             return self.groups, dim
         return (self.groups, *((packed_length(dim),) if triangular else (dim, dim)))
-
-    @property
-    def gradient_size(self) -> tuple[int, int, int]:
-        """Shape of the gradient as a matrix."""
-        return self.groups, self.out_dim, self.in_dim
 
 
 @dataclass(frozen=True)
@@ -174,16 +171,10 @@ CONVOLUTIONS = (
 def gram(
     x: Tensor, homogeneous: bool, triangular: bool, ones: int | Tensor | None = None
 ) -> Tensor:
-    """Sum of the outer products of the rows of ``x``, batched.
+    """Sum of the outer products of the rows of ``x``, ``(groups, rows, dim)``.
 
-    Args:
-        x: Shape ``(groups, rows, dim)``.
-        homogeneous: Append a 1 to every row, without a copy of the rows.
-        triangular: Whether to return upper triangles.
-        ones: Number of rows that get the 1, if the others are zero; None for all.
-
-    Returns:
-        Shape ``(groups, dim, dim)``, or ``dim + 1`` with ``homogeneous``; or those as triangles.
+    ``homogeneous`` appends a 1 to every row, without a copy of the rows; or to so many ``ones``, if
+    the others are zero. Of shape ``(groups, n, n)``, or those as triangles.
     """
     _, rows, dim = x.shape
     column = x.sum(1) if homogeneous else None
@@ -287,9 +278,9 @@ Key: TypeAlias = type[nn.Module] | str
 class LayerKind:
     """The rules for one kind of layer.
 
-    ``statistics`` makes those of a pair, in float32 at least. ``shape`` gives the sizes
-    of a module's factors; ``with_bias``: the bias is the homogeneous coordinate of A. ``gradient``
-    gives a pair's part of the weight's gradient, ``fits`` tells whether it can be the layer's.
+    ``statistics`` makes those of a pair, in float32 at least; ``shape`` gives the factors' sizes;
+    ``with_bias``: the bias is the homogeneous coordinate of A; ``gradient`` gives a pair's part of
+    the weight's gradient; ``fits`` tells whether a pair's sizes can be the layer's.
     """
 
     statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
@@ -298,38 +289,58 @@ class LayerKind:
     bias: str = "bias"
     with_bias: bool = True
     gradient: Callable[[nn.Module, Tensor, Tensor], Tensor] = linear_gradient
-    fits: Callable[[nn.Module, Tensor, Tensor], bool] = linear_fits
+    fits: Callable[[nn.Module, Tensor, Tensor], bool] = lambda module, x, d: True
 
 
 KINDS: dict[Key, LayerKind] = {}
 """All kinds of layers, those of users among them."""
 
-KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics)
+KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics, fits=linear_fits)
 
 
 # --------------------------------------------------------------------------------------- embeddings
 
 
-def embedding_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``."""
+def _scaled(module: nn.Module, d: Tensor) -> Tensor:
+    """Gradients with respect to an embedding's entries; a subclass may multiply these by a number.
+
+    As the embeddings of BART, Gemma and their kin do.
+    """
+    own = type(module).forward is not nn.Embedding.forward
+    return d * cast(float, module.embed_scale) if own else d
+
+
+def embedding_statistics(
+    module: nn.Module, x: Tensor, d: Tensor, form: Form, tied: bool = False
+) -> PairStatistics:
+    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``.
+
+    ``tied`` to an output layer, A has ‖d‖² at a token in the place of a 1.
+    """
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
-    embedding = cast(nn.Embedding, module)
+    embedding, d = cast(nn.Embedding, module), _scaled(module, d)
     tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
-    live = live_rows(rows)
-    ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
-    if live.mask is not None:
-        ones.masked_fill_(~live.mask, 0.0)
-    if embedding.padding_idx is not None:
-        ones.masked_fill_(tokens == embedding.padding_idx, 0.0)
-    counts = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
-    counts.scatter_add_(0, tokens.long(), ones)
-    g = gram(live.pick(rows).unsqueeze(0), False, form.triangular)
+    live, padding = live_rows(rows), embedding.padding_idx
+    if tied:
+        rows = rows if padding is None else rows * (tokens != padding).unsqueeze(1)
+        ones = rows.square().sum(1)
+    else:
+        ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
+        if live.mask is not None:
+            ones.masked_fill_(~live.mask, 0.0)
+        if padding is not None:
+            ones.masked_fill_(tokens == padding, 0.0)
+    entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
+    entries.scatter_add_(0, tokens.long(), ones)
+    g = gram((rows if tied else live.pick(rows)).unsqueeze(0), False, form.triangular)
+    factors = {"A": entries.unsqueeze(0), "G": g}
     if form.approximation == "expand" or x.dim() < 2:
-        return PairStatistics({"A": counts.unsqueeze(0), "G": g}, live.count, len(rows))
+        return PairStatistics(factors, live.count, len(rows))
     examples = live_rows(d.flatten(1)).count
-    g.mul_(examples / at_least_one(live.count))
-    return PairStatistics({"A": counts.unsqueeze(0), "G": g}, examples, len(d))
+    if not tied:
+        g.mul_(examples / at_least_one(live.count))
+    return PairStatistics(factors, examples, len(d))
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
@@ -339,27 +350,21 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
 
 def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     """The sum of d at the entries looked up, ``(entries, width)``."""
-    embedding, tokens, rows = cast(nn.Embedding, module), x.reshape(-1), d.flatten(0, -2)
-    found = rows.new_zeros(embedding.weight.shape).index_add_(0, tokens, rows)
-    if (padding := embedding.padding_idx) is not None:
-        found[padding] = 0.0
+    embedding, rows = cast(nn.Embedding, module), _scaled(module, d).flatten(0, -2)
+    found = rows.new_zeros(embedding.weight.shape).index_add_(0, x.reshape(-1), rows)
+    if embedding.padding_idx is not None:
+        found[embedding.padding_idx] = 0.0
     return found
 
 
-def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
-    """Whether a pair has a row for each index."""
-    width = cast(Tensor, module.weight).shape[1]
-    return not x.is_floating_point() and d.shape == (*x.shape, width)
-
-
-def rows_of_embedding(module: nn.Module, bias: bool) -> FactorShape:
+def rows_of_embedding(module: nn.Module, bias: bool, tied: bool = False) -> FactorShape:
     """Sizes of an embedding's factors."""
     entries, width = cast(Tensor, module.weight).shape
-    return FactorShape(1, entries, width, diagonal_a=True)
+    return FactorShape(1, entries, width, diagonal_a=True, marginal=tied)
 
 
 KINDS[nn.Embedding] = LayerKind(
-    embedding_statistics, rows_of_embedding, gradient=embedding_gradient, fits=embedding_fits
+    embedding_statistics, rows_of_embedding, gradient=embedding_gradient
 )
 
 
@@ -369,30 +374,6 @@ KINDS[nn.Embedding] = LayerKind(
 def key_of(module: nn.Module) -> Key | None:
     """The key of a module's kind by its class, or the nearest class that it is made from."""
     return next((kind for kind in type(module).__mro__ if kind in KINDS), None)
-
-
-def is_convolution(module: nn.Module) -> bool:
-    """Whether a module is one of the convolutions that have Kronecker factors."""
-    return isinstance(module, CONVOLUTIONS)
-
-
-def unsupported_reason(module: nn.Module) -> str | None:
-    """Why a module's class tells of no way to precondition it; None if it does."""
-    key = key_of(module)
-    if not isinstance(key, type):
-        return f"{type(module).__name__} has no Kronecker factors here"
-    if type(module).forward is not key.forward:
-        return f"{type(module).__name__} overrides {key.__name__}.forward"
-    if getattr(module, "sparse", False):
-        return "its gradient is sparse"
-    if getattr(module, "scale_grad_by_freq", False):
-        return "its gradient is scaled by how often entries are looked up"
-    weight = module._parameters.get(KINDS[key].weight)
-    if not isinstance(weight, nn.Parameter):
-        return "its weight is computed (parametrization, weight norm or pruning)"
-    if isinstance(weight, nn.parameter.UninitializedParameter):
-        return "its weight is not initialised yet: run one forward before making the optimizer"
-    return None
 
 
 def gradient_to_matrix(

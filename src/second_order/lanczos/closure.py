@@ -104,9 +104,22 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
     value, examples = value if counted else (value, 1.0)
     if not isinstance(value, Outputs):
         if curvature != "hessian":
-            raise CurvatureError(_needs_outputs(curvature, value))
+            loss = 'cross_entropy(z, y, reduction="none")'
+            raise CurvatureError(
+                f"curvature={curvature!r} needs the model's outputs and their loss, and the "
+                f"curvature closure returned {_described(value)}; return "
+                f"second_order.lanczos.Outputs(model(x), lambda z: "
+                f"{loss if curvature == 'empirical-fisher' else 'criterion(z, y)'}), or use "
+                f"curvature='hessian'"
+            )
         return Evaluation(_scalar(value), _weight(examples), [], [])
-    roots, leaves, given = _tensors(value.outputs), list[Tensor](), value.outputs
+    given, leaves = value.outputs, list[Tensor]()
+    roots: Any = [given] if isinstance(given, Tensor) else given
+    if not isinstance(roots, (tuple, list)) or not all(isinstance(z, Tensor) for z in roots):
+        raise CurvatureError(
+            f"the curvature closure returned Outputs of {_described(given)}; give the tensor "
+            f"that the loss is a function of, or a tuple of tensors"
+        )
     if curvature == "gauss-newton":
         copies = [z.detach().requires_grad_(z.requires_grad) for z in roots]
         if isinstance(given, Tensor):
@@ -134,16 +147,6 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
     return Evaluation(_scalar(losses.mean() if each else losses), _weight(examples), roots, leaves)
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
-    found = [outputs] if isinstance(outputs, Tensor) else outputs
-    if not isinstance(found, (tuple, list)) or not all(isinstance(z, Tensor) for z in found):
-        raise CurvatureError(
-            f"the curvature closure returned Outputs of {_described(outputs)}; give the tensor "
-            f"that the loss is a function of, or a tuple of tensors"
-        )
-    return list(found)
-
-
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -151,18 +154,7 @@ def _described(value: Any) -> str:
     return f"a {kind} of {len(value)}" if isinstance(value, (tuple, list)) else f"a {kind}"
 
 
-def _needs_outputs(curvature: str, value: Any) -> str:
-    loss = 'cross_entropy(z, y, reduction="none")'
-    loss = loss if curvature == "empirical-fisher" else "criterion(z, y)"
-    return (
-        f"curvature={curvature!r} needs the model's outputs and their loss, and the curvature "
-        f"closure returned {_described(value)}; return second_order.lanczos.Outputs(model(x), "
-        f"lambda z: {loss}), or use curvature='hessian'"
-    )
-
-
 def _scalar(value: Any) -> Tensor:
-    """The loss as a scalar with a graph."""
     said = f"the curvature closure returned {_described(value)}"
     if not isinstance(value, Tensor):
         raise CurvatureError(

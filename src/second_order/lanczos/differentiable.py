@@ -101,11 +101,8 @@ def derivatives(
 ) -> list[Tensor | None]:
     """Compute the derivatives of roots with respect to parameters; None for one not reached.
 
-    Args:
-        roots: What to differentiate.
-        params: With respect to what.
-        along: A cotangent of each root; None for scalar roots.
-        twice: Whether they get a graph, to be differentiated again.
+    ``along`` are cotangents of roots that are no scalars; ``twice`` gives a graph, to be
+    differentiated again.
 
     Raises:
         CurvatureError: If they cannot be differentiated, or not again though they are to be.
@@ -119,8 +116,15 @@ def derivatives(
     finally:
         for hook in hooks:
             hook.remove()
-    if twice:
-        _require_second_derivatives(used)
+    for function in used if twice else ():  # where the loss is linear in it, torch gives zeros
+        if function.__name__ == "CompiledFunction":
+            raise CurvatureError(_COMPILED)
+        if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
+            raise CurvatureError(
+                f"the autograd.Function {function.__name__} cannot be differentiated twice: it is "
+                f"marked with @once_differentiable; write its backward in differentiable "
+                f"operations, {_DIFFERENCES}"
+            )
     if any(g is None for g in found) and any(f is CheckpointFunction for _, f in custom):
         raise CurvatureError(_REENTRANT)
     return list(found)
@@ -193,16 +197,3 @@ def _custom_functions(roots: Sequence[Tensor]) -> list[tuple[Any, Any]]:
                 seen.add(following)
                 stack.append(following)
     return found
-
-
-def _require_second_derivatives(functions: Sequence[Any]) -> None:
-    """Raise if a function has none: torch takes it for constant if the loss is linear in it."""
-    for function in functions:
-        if function.__name__ == "CompiledFunction":
-            raise CurvatureError(_COMPILED)
-        if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
-            raise CurvatureError(
-                f"the autograd.Function {function.__name__} cannot be differentiated twice: it is "
-                f"marked with @once_differentiable; write its backward in differentiable "
-                f"operations, {_DIFFERENCES}"
-            )

@@ -33,7 +33,7 @@ from second_order.options import (
     one_of,
     picked,
 )
-from second_order.planning.fraction import AutoFraction
+from second_order.planning.calibration import AutoFraction
 
 __all__ = ["KAISA", "KroneckerOptimizer"]
 
@@ -135,22 +135,20 @@ class KAISA(KroneckerOptimizer):
                     f"exchange_dtype={sent} is wider than {name}={kept}: more would travel than is "
                     f"kept; use exchange_dtype=None"
                 )
-        cost, colocate = own.assignment, own.colocate_factors
-        keeps_all, fraction = own.factor_exchange != "reduce", own.grad_worker_fraction
-        automatic = fraction == AUTO
+        fraction = own.grad_worker_fraction
+        plan = partial(
+            kaisa_plan,
+            cost=own.assignment,
+            colocate=own.colocate_factors,
+            keeps_all=own.factor_exchange != "reduce",
+        )
         system = System(
-            partial(
-                kaisa_plan,
-                fraction=1.0 if fraction == AUTO else float(fraction),
-                cost=cost,
-                colocate=colocate,
-                keeps_all=keeps_all,
-            ),
+            partial(plan, fraction=1.0 if fraction == AUTO else float(fraction)),
             options.block_rules,
             str(own),
             pipelined=own.factor_exchange == "pipelined",
             exchange_dtype=own.exchange_dtype,
-            chooser=AutoFraction(options, cost, colocate, keeps_all) if automatic else None,
+            chooser=AutoFraction(options, plan) if fraction == AUTO else None,
         )
         super().__init__(
             params_or_model,

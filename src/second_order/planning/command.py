@@ -63,13 +63,12 @@ def _intervals(word: str) -> tuple[int, int]:
 def run(chosen: argparse.Namespace) -> int:
     """Plan, print a table for each number of ranks, and write JSON if it is asked for."""
     try:
-        machine = chosen.machine and Machine.of_json(_read(chosen.machine))
-        network = chosen.network and Interconnect.of_json(_read(chosen.network))
+        machine, network = _read(chosen.machine, Machine), _read(chosen.network, Interconnect)
         model, batch = _called(chosen.target)
         names = "memory", "systems", "solvers", "intervals", "seconds"
         wanted = {name: getattr(chosen, name) for name in names}
         first = plan(model, batch, chosen.world_sizes, machine=machine, network=network, **wanted)
-    except (ValueError, TypeError, OSError, SecondOrderError) as error:
+    except (ValueError, TypeError, OSError, ImportError, SecondOrderError) as error:
         sys.stderr.write(f"python -m second_order plan: {error}\n")
         return 2
     plans = [first, *first.others]
@@ -77,47 +76,35 @@ def run(chosen: argparse.Namespace) -> int:
         sys.stdout.write(f"{each.summary()}\n\n")
     if chosen.json is not None:
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps([each.as_json() for each in plans], indent=1), "utf-8")
+        chosen.json.write_text(f"[{','.join(each.to_json() for each in plans)}]", "utf-8")
         sys.stdout.write(f"written: {chosen.json}\n")
     return 0 if all(each.recommended is not None for each in plans) else 1
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path | None, kind: Any) -> Any:
+    """A machine or a network from a file, if one is named."""
     try:
-        found = json.loads(path.read_text("utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; give an object of numbers")
-    return found
+        return path and kind.of_json(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has no numbers of a {kind.__name__}: {error}") from None
 
 
 def _called(target: str) -> tuple[nn.Module, Any]:
     """A model and a batch from a script's or a module's function."""
     place, _, name = target.partition(":")
-    name, script = name or FUNCTION, Path(place)
-    is_script = script.suffix == ".py"
-    if is_script and not script.is_file():
-        raise ValueError(f"{place} is not a file; give train.py, or a module's name and function")
-    first = str(script.resolve().parent) if is_script else os.getcwd()  # noqa: PTH109
-    with patch.object(sys, "path", [first, *sys.path]), patch.object(sys, "argv", [place]):
-        if is_script:
-            # Not as __main__: a script's training stays behind its guard.
+    is_script = place.endswith(".py")
+    first = str(Path(place).resolve().parent) if is_script else os.getcwd()  # noqa: PTH109
+    with patch.multiple(sys, path=[first, *sys.path], argv=[place]):
+        if is_script:  # not as __main__: a script's training stays behind its guard
             names = runpy.run_path(place, run_name="second_order_plan")
         else:
-            try:
-                names = vars(importlib.import_module(place))
-            except ModuleNotFoundError as error:
-                raise ValueError(f"{place!r}: {error}; give train.py or module:function") from None
-        if not callable(names.get(name)):
-            raise ValueError(
-                f"{place} has no function {name!r}; write one that takes nothing and returns "
-                f"(model, batch), or name yours as {place}:function"
-            )
-        found: Any = names[name]()
+            names = vars(importlib.import_module(place))
+        function = names.get(name or FUNCTION)
+        found: Any = function() if callable(function) else None
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module):
         return found
     raise ValueError(
-        f"{name}() of {place} returns a {type(found).__name__}, not (model, batch): a "
-        f"torch.nn.Module, and its arguments for one rank's batch"
+        f"{place} has no function {name or FUNCTION}() that takes nothing and returns (model, "
+        f"batch), a torch.nn.Module and its arguments for one rank's batch; write it, or name "
+        f"yours as {place}:function"
     )

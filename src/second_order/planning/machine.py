@@ -6,13 +6,11 @@ nodes, each rank with its share of the data, and back. With g parties, n bytes, 
 bytes a second, on one level:
 
 all_reduce   ring 2 (g - 1) (a + n / (g b))                or tree 2 ceil(log2 g) (a + n / b)
-broadcast    tree ceil(log2 g) (a + n / b)
-             or ring (ceil(log2 g) + g - 1) a + 2 (g - 1) / g n / b   (scatter, then all-gather)
 all_gather   ring (g - 1) (a + n / b), n a rank's part     between nodes first
 all_to_all   a + gap (messages - 1), and what a rank sends or receives, whichever is more
 
 (Thakur, Rabenseifner & Gropp 2005; the gap between two messages of a rank is LogP's, Culler et al.
-1993). Of two ways the faster one counts.
+1993). Of two ways the faster one counts. A broadcast counts as an all_reduce.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import lru_cache
+from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from typing import Any
@@ -29,17 +26,19 @@ from typing import Any
 __all__ = ["Curve", "Interconnect", "Level", "Machine"]
 
 
+def _positive(**numbers: Any) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+            raise ValueError(f"{name}={value!r} is not a number above 0")
+
+
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size, between measured points on straight lines in logarithms of both.
-
-    Below the smallest size it is constant, above the largest it grows with the third power.
+    """Seconds by size: constant below the smallest size, growing with n³ above the largest.
 
     Attributes:
-        points: Pairs of a size and the seconds it takes, by rising size; seconds do not fall.
-
-    Raises:
-        ValueError: For no points, numbers that are not above 0, or seconds that fall.
+        points: Pairs of a size and the seconds it takes, which do not fall as sizes rise; between
+            them lie straight lines in logarithms of both. Sizes may be numbers in text, as in JSON.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -47,21 +46,12 @@ class Curve:
     def __post_init__(self) -> None:
         points = tuple(sorted((float(n), float(s)) for n, s in self.points))
         object.__setattr__(self, "points", points)
-        if not points:
-            raise ValueError("a curve without points; give seconds for one size at least")
-        for n, seconds in points:
-            _positive(**{"a size": n, f"seconds at size {n:g}": seconds})
-        for (small, less), (large, more) in pairwise(points):
-            if small == large or more < less:
-                raise ValueError(
-                    f"size {large:g} takes {more:g} s, and size {small:g} takes {less:g} s; give "
-                    f"each size once, and seconds that do not fall as sizes rise"
-                )
-
-    @classmethod
-    def of(cls, seconds: Mapping[Any, float]) -> Curve:
-        """Make a curve of seconds by size; sizes may be numbers in text, as in JSON."""
-        return cls(tuple((float(n), float(s)) for n, s in seconds.items()))
+        rising = all(n < m and s <= t for (n, s), (m, t) in pairwise(points))
+        if not points or not rising or not all(0 < x < inf for point in points for x in point):
+            raise ValueError(
+                f"seconds by size {dict(points)}: give one size at least, each once, numbers above "
+                f"0, and seconds that do not fall as sizes rise"
+            )
 
     def at(self, size: float) -> float:
         """Seconds at a size."""
@@ -90,9 +80,6 @@ class Machine:
         memory: Bytes of the device's memory, None where it is not known.
         spare_cores: CPU cores of a rank that training leaves idle, for solves on threads; None
             where nobody knows: none on a CPU, enough beside a device.
-
-    Raises:
-        ValueError: For numbers that are not above 0.
     """
 
     name: str
@@ -126,20 +113,11 @@ class Machine:
         memory: int | None = None,
         spare_cores: int | None = None,
     ) -> Machine:
-        """Make a machine from numbers.
+        """Make a machine from its attributes, given as numbers.
 
-        Args:
-            flops: Floating point operations a second of a matrix product in float32, two for each
-                multiplication; a number, or by size n of the product.
-            eigh: Seconds of an eigendecomposition by size n.
-            inverse: Seconds of a Cholesky factorisation and inverse by size n.
-            bandwidth: As the attribute, like those that follow.
-            launch: Seconds that an operation takes at least.
-            python: Seconds of Python around each operation.
-            name: A name, for tables.
-            device: "cpu" or "cuda".
-            memory: Bytes of memory.
-            spare_cores: CPU cores that training leaves idle.
+        ``flops`` are floating point operations a second of a matrix product in float32, two for
+        each multiplication: a number, or by size n of the product. ``eigh`` and ``inverse`` are
+        seconds by size n.
         """
         rates = flops if isinstance(flops, Mapping) else {1024: flops}
         _positive(**{f"flops at size {n}": rate for n, rate in rates.items()})
@@ -149,8 +127,9 @@ class Machine:
         floor = smallest * (launch / seconds[smallest]) ** (1 / 3)
         if floor < smallest:
             seconds[floor] = launch
-        curves = Curve.of(seconds), Curve.of(eigh), Curve.of(inverse)
-        return cls(name, device, *curves, bandwidth, launch, python, memory, spare_cores)
+        products, solved, inverted = (Curve(tuple(by.items())) for by in (seconds, eigh, inverse))
+        rest = bandwidth, launch, python, memory, spare_cores
+        return cls(name, device, products, solved, inverted, *rest)
 
     def dense(self, flops: float) -> float:
         """Seconds of a product with so many floating point operations, as of a cube."""
@@ -174,24 +153,11 @@ class Machine:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> Machine:
-        """Make a machine from what :meth:`as_json` gave, or from the numbers of :meth:`given`.
-
-        Raises:
-            ValueError: For entries that are missing or unknown.
-        """
-        given = dict(found)
-        try:
-            if "flops" in given:
-                return cls.given(**given)
-            for name in ("products", "eigh", "inverse"):
-                given[name] = Curve.of(given[name])
-            return cls(**given)
-        except (TypeError, KeyError) as error:
-            names = ", ".join(f.name for f in fields(cls))
-            raise ValueError(
-                f"a machine's numbers: {error}; give flops, eigh, inverse and bandwidth, or what "
-                f"as_json() of a calibrated machine gave: {names}"
-            ) from None
+        """Make a machine from what :meth:`as_json` gave, or from the numbers of :meth:`given`."""
+        if "flops" in found:
+            return cls.given(**found)
+        curves = {n: Curve(tuple(v.items())) for n, v in found.items() if isinstance(v, Mapping)}
+        return cls(**{**found, **curves})
 
 
 @dataclass(frozen=True)
@@ -204,9 +170,6 @@ class Level:
         ranks: Number of ranks that are together on this level; None for all.
         gap: Seconds between two messages of one rank to different others; None for the latency,
             as if each waited for the one before.
-
-    Raises:
-        ValueError: For numbers out of range.
     """
 
     latency: float
@@ -215,8 +178,7 @@ class Level:
     gap: float | None = None
 
     def __post_init__(self) -> None:
-        given = {k: v for k, v in vars(self).items() if v is not None}
-        _positive(**given)
+        _positive(**{k: v for k, v in vars(self).items() if v is not None})
 
 
 @dataclass(frozen=True)
@@ -227,9 +189,6 @@ class Interconnect:
         levels: Each holds more ranks than the one before, a whole number of times; the last holds
             all of them.
         measured: Whether the numbers were measured, for tables.
-
-    Raises:
-        ValueError: For no level, or sizes that do not nest.
     """
 
     levels: tuple[Level, ...]
@@ -237,14 +196,13 @@ class Interconnect:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "levels", tuple(self.levels))
-        if not self.levels or self.levels[-1].ranks is not None:
-            raise ValueError("the last level of a network holds all ranks; give it ranks=None")
-        for inner, outer in pairwise((1, *(level.ranks for level in self.levels[:-1]))):
-            if not inner or not outer or outer % inner:
-                raise ValueError(
-                    f"a level of {outer} ranks after one of {inner}; give whole multiples, and "
-                    f"None for the last alone"
-                )
+        sizes = [level.ranks for level in self.levels]
+        inner = [1, *(ranks or 0 for ranks in sizes[:-1])]
+        if not sizes or sizes[-1] or any(not m or m % n for n, m in pairwise(inner)):
+            raise ValueError(
+                f"levels of {sizes} ranks: give whole multiples of the level before, and None for "
+                f"the last alone, which holds all ranks"
+            )
 
     @classmethod
     def flat(cls, latency: float, bandwidth: float) -> Interconnect:
@@ -255,21 +213,24 @@ class Interconnect:
     def of_nodes(
         cls, ranks: int, inside: tuple[float, float], between: tuple[float, float]
     ) -> Interconnect:
-        """Make a network of nodes.
+        """Make a network of nodes of so many ranks.
 
-        Args:
-            ranks: Ranks of each node.
-            inside: Latency in seconds and bandwidth in bytes a second of a rank inside of a node.
-            between: The same between nodes.
+        ``inside`` a node and ``between`` nodes are latency in seconds and bytes a second of a rank.
         """
         return cls((Level(*inside, ranks), Level(*between)))
 
-    def parties(self, ranks: Sequence[int]) -> tuple[tuple[Level, int], ...]:
+    def parties(self, ranks: Sequence[int]) -> list[tuple[Level, int]]:
         """The levels, and the number of parties that meet there: ranks of a node, nodes, and so on.
 
         Where nodes have unequally many of the ranks, that of the fullest counts.
         """
-        return _parties(self.levels, tuple(ranks))
+        found, units = [], set(ranks)
+        for level in self.levels[:-1]:
+            # A node is known by its first rank.
+            nodes = Counter(unit - unit % (level.ranks or 1) for unit in units)
+            found.append((level, max(nodes.values())))
+            units = set(nodes)
+        return [*found, (self.levels[-1], len(units))]
 
     def all_reduce(self, nbytes: float, ranks: Sequence[int]) -> float:
         """Seconds to sum n bytes over ranks, for all of them."""
@@ -277,20 +238,9 @@ class Interconnect:
         for level, g in self.parties(ranks):
             if g > 1:
                 ring = 2 * (g - 1) * (level.latency + share / g / level.bandwidth)
-                tree = 2 * _rounds(g) * (level.latency + share / level.bandwidth)
+                tree = 2 * (g - 1).bit_length() * (level.latency + share / level.bandwidth)
                 seconds += min(ring, tree)
                 share /= g
-        return seconds
-
-    def broadcast(self, nbytes: float, ranks: Sequence[int]) -> float:
-        """Seconds to send n bytes from one rank to the others."""
-        seconds = 0.0
-        for level, g in self.parties(ranks):
-            if g > 1:
-                tree = _rounds(g) * (level.latency + nbytes / level.bandwidth)
-                ring = (_rounds(g) + g - 1) * level.latency
-                ring += 2 * (g - 1) / g * nbytes / level.bandwidth
-                seconds += min(ring, tree)
         return seconds
 
     def all_gather(self, nbytes: float, ranks: Sequence[int]) -> float:
@@ -304,10 +254,7 @@ class Interconnect:
     def all_to_all(self, sent: float, received: float, ranks: Sequence[int]) -> float:
         """Seconds of an exchange of unlike parts between all pairs of ranks.
 
-        Args:
-            sent: Bytes that the busiest rank sends to the others in all.
-            received: Bytes that it receives.
-            ranks: The ranks; peers on each level get an equal share.
+        The busiest rank sends and receives so many bytes; peers on each level get an equal share.
         """
         others, seconds, nearer = len(ranks) - 1, 0.0, 1
         for level, g in self.parties(ranks):
@@ -325,37 +272,6 @@ class Interconnect:
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> Interconnect:
-        """Make a network from what :meth:`as_json` gave.
-
-        Raises:
-            ValueError: For entries that are missing or unknown.
-        """
-        try:
-            levels = tuple(Level(**level) for level in found["levels"])
-        except (TypeError, KeyError) as error:
-            raise ValueError(
-                f"a network's numbers: {error}; give levels, a list of latency, bandwidth and "
-                f"ranks, the innermost first"
-            ) from None
+        """Make a network from what :meth:`as_json` gave."""
+        levels = tuple(Level(**level) for level in found.get("levels", ()))
         return cls(levels, bool(found.get("measured", False)))
-
-
-def _positive(**numbers: Any) -> None:
-    for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
-            raise ValueError(f"{name}={value!r} is not a number above 0")
-
-
-def _rounds(parties: int) -> int:
-    return math.ceil(math.log2(parties))
-
-
-@lru_cache(maxsize=512)
-def _parties(levels: tuple[Level, ...], ranks: tuple[int, ...]) -> tuple[tuple[Level, int], ...]:
-    found, units = [], set(ranks)
-    for level in levels[:-1]:
-        # A node is known by its first rank.
-        nodes = Counter(unit - unit % (level.ranks or 1) for unit in units)
-        found.append((level, max(nodes.values())))
-        units = set(nodes)
-    return (*found, (levels[-1], len(units)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from second_order.errors import CurvatureError
 from second_order.fosi.pieces import works_by_element
@@ -24,36 +25,33 @@ from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
-from second_order.optimizers.mrdho2 import MRDHO2
-from second_order.options import check_choice, check_count, check_number
-from second_order.planning.calibration import DEFAULT_NETWORKS, measure_machine
-from second_order.planning.fraction import SIMILAR, workers_of
+from second_order.options import check_count, check_number
+from second_order.planning.calibration import (
+    DEFAULT_NETWORKS,
+    SIMILAR,
+    measure_machine,
+    workers_of,
+)
 from second_order.planning.machine import Interconnect, Machine
 from second_order.planning.record import Record, loss_of, record
 from second_order.report import aligned
 from second_order.stages import ELSEWHERE
 
-__all__ = ["SYSTEMS", "Choice", "Plan", "bytes_of", "plan"]
+__all__ = ["SOLVERS", "SYSTEMS", "Choice", "Plan", "plan"]
 
-SYSTEMS: dict[str, Any] = {c.__name__: c for c in (KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2)}
-OF_PAIRS = ("DHO2", "MRDHO2")
+SYSTEMS: dict[str, Any] = {c.__name__: c for c in (KAISA, DPKFAC, DistKFAC, DHO2)}
+SOLVERS = ("inverse", "eigen")
 PASSES = "passes"
 """The account of forward and backward."""
 
 PLANNED = {
-    "solver": "use solvers=",
-    "factor_update_steps": "use intervals=",
-    "inv_update_steps": "use intervals=",
-    "grad_worker_fraction": "MEM-OPT, HYBRID and COMM-OPT differ in it; leave it out",
-    "factor_exchange": "settings of KAISA differ in it; leave it out",
-    "layout": "DHO2's rows and columns; leave it out",
-    "stats_workers": "messages of stats workers come when they come; leave it out",
-    "process_group": "ranks are pretended; leave it out",
+    *("solver", "factor_update_steps", "inv_update_steps", "grad_worker_fraction"),
+    *("factor_exchange", "layout", "stats_workers", "process_group"),
 }
 """Options that are planned themselves, or that a pretended world has not."""
 
 STATISTICS = ("statistics", "statistics_exchange")
-REFRESH = ("solve", "solve_exchange", "lanczos", "final_update", "pairs", "wait")
+REFRESH = ("solve", "solve_exchange", "lanczos", "wait")
 COLUMNS = {
     "statistics": STATISTICS[:1],
     "solve": ("solve", "lanczos"),
@@ -81,7 +79,6 @@ class Choice:
         sent: Bytes a step that the busiest rank hands to ``torch.distributed``.
         hidden: Seconds a step of solves on threads, beside training.
         fits: Whether the memory allowed is enough.
-        ranks: What each recorded rank takes at a step with statistics and a refresh.
     """
 
     system: str
@@ -95,7 +92,6 @@ class Choice:
     sent: float
     hidden: float = 0.0
     fits: bool = True
-    ranks: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -165,25 +161,17 @@ class Plan:
             note if choice.fits else "does not fit",
         ]
 
-    def as_json(self) -> dict[str, Any]:
-        """The plan as primitives; the recommended setting with what its ranks take."""
-
-        def primitive(choice: Choice) -> dict[str, Any]:
-            return {k: v for k, v in vars(choice).items() if k != "ranks"}
-
-        best = self.recommended
-        return {
+    def to_json(self, indent: int | None = 1) -> str:
+        """The plan as JSON."""
+        found = {
             **{k: getattr(self, k) for k in ("world_size", "memory", "reason")},
             "base_seconds": self.base,
-            "recommended": best and primitive(best) | {"ranks": [vars(r) for r in best.ranks]},
-            "choices": [primitive(choice) for choice in self.choices],
+            "recommended": self.recommended and vars(self.recommended),
+            "choices": [vars(choice) for choice in self.choices],
             "machine": self.machine.as_json(),
             "network": self.network.as_json(),
         }
-
-    def to_json(self, indent: int | None = 1) -> str:
-        """The plan as JSON."""
-        return json.dumps(self.as_json(), indent=indent)
+        return json.dumps(found, indent=indent)
 
     def __str__(self) -> str:
         return self.summary()
@@ -198,7 +186,7 @@ def plan(
     network: Interconnect | None = None,
     memory: int | str | None = None,
     systems: Sequence[str] = tuple(SYSTEMS),
-    solvers: Sequence[str] = ("inverse", "eigen"),
+    solvers: Sequence[str] = SOLVERS,
     intervals: Sequence[tuple[int, int]] = ((10, 10),),
     base: type[torch.optim.Optimizer] = torch.optim.SGD,
     base_kwargs: Mapping[str, Any] | None = None,
@@ -226,7 +214,7 @@ def plan(
         systems: Names of the optimizers.
         solvers: The solvers: "inverse" (Cholesky) and "eigen".
         intervals: Pairs of ``factor_update_steps`` and ``inv_update_steps``. The recommendation is
-            for the first. DHO2 and MRDHO2 have intervals of their own, among ``options``.
+            for the first. DHO2 has an interval of its own, among ``options``.
         base: Class of the base.
         base_kwargs: Arguments of the base.
         options: Further keywords of the optimizers; each gets those that it knows.
@@ -238,8 +226,34 @@ def plan(
             meta device without a machine, or where a process group is initialised.
     """
     sizes = list(world_size) if isinstance(world_size, Sequence) else [world_size]
-    _check(sizes, systems, solvers, intervals, options or {})
+    options = dict(options or {})
+    _check(model, machine, sizes, {"systems": systems, "solvers": solvers}, intervals, options)
     check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
+    allowed = None if memory is None else _bytes_of(memory)
+    keywords = {"lr": 0.1, "base": base, **(base_kwargs or {})}
+    if base is torch.optim.SGD:
+        keywords.setdefault("momentum", 0.9)
+    device = next(p.device for p in model.parameters() if p.requires_grad)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        model, run, passes = _ready(model, sample_batch, 5 if machine is None else 0)
+        machine = machine or measure_machine(device, seconds=seconds)
+        network = network or DEFAULT_NETWORKS[machine.device]
+        allowed = machine.memory if allowed is None else allowed
+        costs = machine, network, allowed
+        planner = _Planner(model, run, passes, keywords, options, tuple(intervals), *costs)
+        first, *others = (planner.plan(n, systems, solvers) for n in dict.fromkeys(sizes))
+    return replace(first, others=tuple(others))
+
+
+def _check(
+    model: Any,
+    machine: Machine | None,
+    sizes: Sequence[Any],
+    named: Mapping[str, Sequence[str]],
+    intervals: Sequence[Any],
+    options: Mapping[str, Any],
+) -> None:
+    """Raise TypeError or ValueError for what cannot be planned."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
     device = next((p.device for p in model.parameters() if p.requires_grad), None)
@@ -250,90 +264,51 @@ def plan(
             "the model is on the meta device, and no machine is given to plan for; give "
             "machine=Machine.given(...), or the model on the device to measure"
         )
-    allowed = None if memory is None else bytes_of(memory)
-    positional, named = _arguments_of(sample_batch)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        if device.type == "meta":  # no number matters, but there have to be some
-            model, device = copy.deepcopy(model).to_empty(device="cpu"), torch.device("cpu")
-            with torch.no_grad():
-                for x in (*model.parameters(), *model.buffers()):
-                    x.fill_(0.01 if x.is_floating_point() else 0)
-            positional, named = tree_map_only(
-                Tensor, lambda x: torch.zeros_like(x, device="cpu"), (positional, named)
-            )
-
-        def run(model: nn.Module) -> Any:
-            return model(*positional, **named)
-
-        passes = _measured(model, run, device, 5 if machine is None else 0)
-        machine = machine or measure_machine(device, seconds=seconds)
-        keywords = {"lr": 0.1, "base": base, **(base_kwargs or {})}
-        if base is torch.optim.SGD:
-            keywords.setdefault("momentum", 0.9)
-        network = network or DEFAULT_NETWORKS[machine.device]
-        allowed = machine.memory if allowed is None else allowed
-        given = passes, keywords, dict(options or {}), tuple(intervals), machine, network, allowed
-        planner = _Planner(model, run, *given)
-        first, *others = (planner.plan(n, systems, solvers) for n in dict.fromkeys(sizes))
-    return replace(first, others=tuple(others))
-
-
-def _check(
-    sizes: Sequence[Any],
-    systems: Sequence[str],
-    solvers: Sequence[str],
-    intervals: Sequence[Any],
-    options: Mapping[str, Any],
-) -> None:
-    """Raise TypeError or ValueError for what cannot be planned."""
     if not sizes or not intervals:
         raise ValueError("world_size and intervals: give one of each at least")
     for size in sizes:
         check_count("world_size", size, "ranks")
-    allowed = {"systems": (systems, tuple(SYSTEMS)), "solvers": (solvers, ("inverse", "eigen"))}
-    for name, (values, known) in allowed.items():
-        if isinstance(values, str) or not values:
+    for (name, values), known in zip(named.items(), (SYSTEMS, SOLVERS), strict=True):
+        if isinstance(values, str) or not values or not set(values) <= set(known):
             raise ValueError(f"{name}={values!r}; give a list of some of {', '.join(known)}")
-        for value in values:
-            check_choice(name, value, known)
     for pair in intervals:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"intervals: {pair!r} is not a pair of two numbers, as (10, 100)")
-        check_count("factor_update_steps", pair[0], "steps")
-        check_count("inv_update_steps", pair[1], "steps")
-    for name in options.keys() & PLANNED.keys():
-        raise ValueError(f"options[{name!r}] is planned: {PLANNED[name]}")
-    unknown = set(options).difference(*(inspect.signature(SYSTEMS[s]).parameters for s in systems))
-    if unknown:
-        raise TypeError(f"options: none of {', '.join(systems)} knows {', '.join(sorted(unknown))}")
-
-
-def _arguments_of(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as a model's positional and named arguments."""
-    if isinstance(sample_batch, Tensor):
-        sample_batch = (sample_batch,)
-    if isinstance(sample_batch, str) or not isinstance(sample_batch, Mapping | Sequence):
+        for steps in pair:
+            check_count("intervals", steps, "steps")
+    systems = named["systems"]
+    known = set().union(*(inspect.signature(SYSTEMS[s]).parameters for s in systems)) - PLANNED
+    for name in options.keys() - known:
         raise TypeError(
-            f"sample_batch is a {type(sample_batch).__name__}; give the model's arguments: a "
-            f"tensor, a tuple or a list of them, or a dictionary by name"
+            f"options: {name!r} is a setting that is planned, or unknown to {', '.join(systems)}"
         )
-    if not any(isinstance(x, Tensor) and x.dim() and len(x) for x in tree_leaves(sample_batch)):
-        raise ValueError(
-            "sample_batch has no tensor with a batch dimension; give one example at least"
-        )
-    if isinstance(sample_batch, Mapping):
-        return (), dict(sample_batch)
-    return tuple(sample_batch), {}
 
 
-def _measured(
-    model: nn.Module, run: Callable[[nn.Module], Any], device: torch.device, times: int
-) -> float | None:
-    """Seconds of the fastest of some passes of a copy; None if they are not to be taken."""
-    model, found = copy.deepcopy(model).train(), []
+def _ready(
+    model: nn.Module, batch: Any, times: int
+) -> tuple[nn.Module, Callable[[nn.Module], Any], float | None]:
+    """The model, a run of it on the batch, and seconds of the fastest of some passes of a copy."""
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence):
+        raise TypeError(
+            f"sample_batch is a {type(batch).__name__}; give the model's arguments: a tensor, a "
+            f"tuple or a list of them, or a dictionary by name"
+        )
+    if any(p.is_meta for p in model.parameters()):  # no number matters, but there have to be some
+        model = copy.deepcopy(model).to_empty(device="cpu")
+        with torch.no_grad():
+            for x in (*model.parameters(), *model.buffers()):
+                x.fill_(0.01 if x.is_floating_point() else 0)
+        batch = tree_map_only(Tensor, lambda x: torch.zeros_like(x, device="cpu"), batch)
+
+    def run(model: nn.Module) -> Any:
+        return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+    twin, found = copy.deepcopy(model).train(), []
     try:
         with torch.no_grad():
-            run(model)
+            run(twin)
     except Exception as error:
         raise ValueError(
             f"the model does not take sample_batch: {type(error).__name__}: {error}; give the "
@@ -341,11 +316,11 @@ def _measured(
         ) from error
     for _ in range(times):
         start = time.perf_counter()
-        loss_of(run(model)).backward()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        loss_of(run(twin)).backward()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         found.append(time.perf_counter() - start)
-    return min(found, default=None)
+    return model, run, min(found, default=None)
 
 
 @dataclass(frozen=True)
@@ -354,8 +329,7 @@ class _Planner:
 
     model: nn.Module
     run: Callable[[nn.Module], Any]
-    passes: float | None
-    """Measured seconds of forward and backward; None for simulated ones."""
+    passes: float | None  # measured seconds of forward and backward; None for simulated ones
     keywords: Mapping[str, Any]
     options: Mapping[str, Any]
     intervals: tuple[tuple[int, int], ...]
@@ -366,41 +340,28 @@ class _Planner:
     def plan(self, world_size: int, systems: Sequence[str], solvers: Sequence[str]) -> Plan:
         """The plan for a number of ranks."""
         choices: list[Choice] = []
+        by_element = works_by_element(self.keywords["base"])
         for system in systems:
-            for setting, keywords in _settings(system, world_size, solvers, self._by_element):
+            for setting, keywords in _settings(system, world_size, solvers, by_element):
                 try:
                     choices += self._choices(system, setting, keywords, world_size)
                 except CurvatureError:  # noqa: PERF203  # no second derivatives: factors are planned
-                    if set(systems) <= set(OF_PAIRS):
+                    if set(systems) == {"DHO2"}:
                         raise
-        if not choices:
-            raise ValueError(
-                f"MRDHO2 needs more ranks than accelerators, and there is {world_size}"
-            )
         choices.sort(key=lambda choice: choice.seconds)
         base = choices[0].stages[PASSES] + choices[0].stages.get("base", 0.0)
         if world_size > 1:
             trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
             base += self.network.all_reduce(trained, range(world_size))
-        of_factors = [
-            c for c in choices if c.intervals == self.intervals[0] and c.system not in OF_PAIRS
-        ]
+        of_factors = [c for c in choices if c.intervals == self.intervals[0] and c.system != "DHO2"]
         best, reason = _recommended(of_factors or choices, self.memory, self.machine)
-        if len(of_factors) < len(choices) and any(s in OF_PAIRS for s in systems):
+        if of_factors and "DHO2" in systems:
             reason += (
-                "; DHO2 and MRDHO2 have another curvature: seconds of a step do not tell which "
-                "makes more progress"
+                "; DHO2 has another curvature: seconds of a step do not tell which makes more "
+                "progress"
             )
         links = self.machine, self.network, self.memory
         return Plan(world_size, tuple(choices), best, reason, base, *links)
-
-    @property
-    def _by_element(self) -> bool:
-        """Whether the base suits rows of the parameters."""
-        return works_by_element(self.keywords["base"])
-
-    def _option(self, name: str, system: Any = DHO2) -> Any:
-        return self.options.get(name, inspect.signature(system).parameters[name].default)
 
     def _records(self, system: str, keywords: Mapping[str, Any], ranks: int) -> list[Record]:
         """What the first rank and one in the middle take, if all is due at each step."""
@@ -409,7 +370,7 @@ class _Planner:
 
         def make(model: nn.Module, closure: Callable[[], Tensor]) -> Any:
             every: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
-            if system in OF_PAIRS:  # with as many products as a refresh may take
+            if system == "DHO2":  # with as many products as a refresh may take
                 every = {"curvature_closure": closure, "warmup_steps": 0}
                 every |= {"curvature_interval": 1, "lanczos_tol": 0.0, "curvature": "hessian"}
             return SYSTEMS[system](model, **{**self.keywords, **own, **keywords, **every})
@@ -421,34 +382,20 @@ class _Planner:
         self, system: str, setting: str, keywords: dict[str, Any], ranks: int
     ) -> Iterator[Choice]:
         """A setting at each of the intervals."""
-        epoch, helpers = 1, 0
-        if system == "MRDHO2":
-            epoch, helpers = (self._option(k, MRDHO2) for k in ("epoch_steps", "accelerators"))
-            if helpers >= ranks:
-                return
-            # Workers step as DHO2's do; of an epoch's end they get the pairs of the accelerators.
-            layout = "row" if self._by_element else "column"
-            records = self._records("DHO2", {"layout": layout}, ranks - helpers)
-        else:
-            records = self._records(system, keywords, ranks)
+        records = self._records(system, keywords, ranks)
         due = {k: max(r.seconds.get(k, 0.0) for r in records) for r in records for k in r.seconds}
         sent = {k: max(r.sent.get(k, 0.0) for r in records) for r in records for k in r.sent}
         simulated = due.pop(ELSEWHERE)
         due = {PASSES: simulated if self.passes is None else self.passes, **due}
         hidden = max(r.hidden for r in records)
-        if helpers:
-            hidden = due.pop("lanczos", 0.0) * (ranks - helpers) / helpers
-            sent.pop("lanczos", None)
-            due["wait"] = max(hidden - epoch * sum(due.values()), 0.0)
-        elif not self.machine.solves_beside:
+        if not self.machine.solves_beside:
             due["solve"], hidden = due.get("solve", 0.0) + hidden, 0.0
         fullest = max(records, key=lambda r: r.peak)
         memory = sum(p.nbytes for p in self.model.parameters()) + fullest.peak
-        for pair in [self._interval(system, due, epoch)] if system in OF_PAIRS else self.intervals:
+        for pair in self.intervals if system != "DHO2" else [self._interval(due)]:
             every = dict.fromkeys(STATISTICS, pair[0]) | dict.fromkeys(REFRESH, pair[1])
             stages = {stage: s / every.get(stage, 1) for stage, s in due.items()}
-            total, beside = sum(stages.values()), hidden / pair[1]
-            if system not in OF_PAIRS:
+            if system != "DHO2":
                 keywords = {**keywords, "factor_update_steps": pair[0], "inv_update_steps": pair[1]}
             yield Choice(
                 system,
@@ -456,22 +403,24 @@ class _Planner:
                 keywords,
                 pair,
                 stages,
-                total if helpers else max(total, beside),
+                max(sum(stages.values()), hidden / pair[1]),
                 memory,
                 fullest.kept,
                 sum(nbytes / every.get(stage, 1) for stage, nbytes in sent.items()),
-                beside,
+                hidden / pair[1],
                 self.memory is None or memory <= self.memory,
-                tuple(records),
             )
 
-    def _interval(self, system: str, due: Mapping[str, float], epoch: int) -> tuple[int, int]:
-        """Steps from one refresh of eigenpairs to the next: an epoch, a number, or by budget."""
-        every = epoch if system == "MRDHO2" else self._option("curvature_interval")
+    def _interval(self, due: Mapping[str, float]) -> tuple[int, int]:
+        """Steps from one refresh of DHO2's eigenpairs to the next: a number, or by budget."""
+        defaults = inspect.signature(DHO2).parameters
+        every, overhead = (
+            self.options.get(name, defaults[name].default)
+            for name in ("curvature_interval", "overhead")
+        )
         if not isinstance(every, int):
-            overhead = self._option("overhead") or 0.15
             alone = due[PASSES] + due.get("base", 0.0) + due.get("average_gradients", 0.0)
-            every = max(round(due.get("lanczos", 0.0) / (overhead * alone)), 1)
+            every = max(round(due.get("lanczos", 0.0) / ((overhead or 0.15) * alone)), 1)
         return every, every
 
 
@@ -479,9 +428,7 @@ def _settings(
     system: str, ranks: int, solvers: Sequence[str], by_element: bool
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A system's settings that are compared, in words and as keywords."""
-    if system == "MRDHO2":
-        yield "", {}
-    elif system == "DHO2":
+    if system == "DHO2":
         layouts = ("row", "column") if by_element else ("column",)
         for layout in layouts if ranks > 1 else ("row",):
             yield f"{layout}s" if ranks > 1 else "", {"layout": layout}
@@ -523,39 +470,25 @@ def _recommended(
     unfit = [choice for choice in choices if not choice.fits]
     if unfit:
         quicker = sum(c.seconds < best.seconds for c in unfit)
-        said += f"; {len(unfit)} do not fit into {_said(memory or 0)}"
-        said += f", {quicker} of them faster" if quicker else ""
+        said += f"; {len(unfit)} do not fit into {_said(memory or 0)}, {quicker} of them faster"
     if best.system == "DPKFAC":
         said += "; its factors are of their owner's batches alone"
-    if best.system == "MRDHO2":
-        said += "; its accelerators do not train, and the step is of fewer examples"
-    if best.system == "DistKFAC" and best.hidden:
-        said += "; its solves need cores of their own beside training"
-    if any(choice.system == "DistKFAC" for choice in choices) and not machine.solves_beside:
-        said += (
-            "; no core is left to DistKFAC's threads (spare_cores of the machine): its solves take "
-            "training's time, and are counted in full"
-        )
+    if not machine.solves_beside and any(choice.system == "DistKFAC" for choice in choices):
+        said += "; no core is left to DistKFAC's threads (spare_cores of the machine): its solves "
+        said += "take training's time, and are counted in full"
     return best, said
 
 
-def bytes_of(size: int | str) -> int:
-    """A number of bytes from a number, or a text like "80GB" or "512 MiB".
-
-    Raises:
-        ValueError: For anything else, or less than one byte.
-    """
-    text = str(size).strip()
-    digits = text.rstrip("BbKkMmGgTtIi ")
-    unit = text[len(digits) :].strip().upper().removesuffix("B")
-    try:
-        power = " KMGT".index(unit[:1] or " ")
-        found = int(float(digits) * (1024 if unit.endswith("I") else 1000) ** power)
-    except (ValueError, OverflowError):
-        found = 0
-    if found < 1:
+def _bytes_of(size: int | str) -> int:
+    """A number of bytes from a number, or a text like "80GB" or "512 MiB"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?) *([KMGT]?)(I?)B?", str(size).strip().upper())
+    nbytes = 0
+    if found:
+        unit = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
+        nbytes = int(float(found[1]) * unit)
+    if nbytes < 1:
         raise ValueError(f"memory={size!r} is not a number of bytes; write 80GB or 512MiB")
-    return found
+    return nbytes
 
 
 def _said(size: float) -> str:
