@@ -152,6 +152,9 @@ the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
     for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
+steps within backward
+  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
+    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 
 == contract/two_bases.py
 two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
@@ -988,7 +991,7 @@ the Hessian of the negative loss has its sign
 == optimizers/base.py
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
-    training.steps == 0 and is_checkpointing()  =>  training.steps == 0
+    not self.state and is_checkpointing()  =>  not self.state
 the step count is not loaded
   <-  contract_state::checkpoint_gives_the_number_of_the_step
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
@@ -1008,9 +1011,6 @@ two bases: half a group stays  <-  two_bases::a_group_that_cannot_be_added_leave
 two bases: one's defaults for both
   <-  two_bases::a_group_added_is_divided_too_and_one_with_a_mark_is_not
     {**self.defaults, **base_of(self._base, group).defaults}.items()  =>  self.defaults.items()
-steps within backward
-  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
-    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
     {index: dict(entry) for index  =>  {index: entry for index
