@@ -237,7 +237,7 @@ def record(
         with simulation:
             optimizer = make(model)
         try:
-            optimizer._training.meter.now = lambda: simulation.clock
+            optimizer.training.meter.now = lambda: simulation.clock
             with simulation:
                 for _ in range(2):
                     optimizer.zero_grad()
@@ -247,7 +247,7 @@ def record(
                     optimizer.step()
             gc.collect()
             kept = simulation.now
-            found = optimizer._training.meter.read((ELSEWHERE, *PAPER_NAMES))
+            found = optimizer.training.meter.read((ELSEWHERE, *PAPER_NAMES))
         finally:
             optimizer.close()
     seconds, sent = (
