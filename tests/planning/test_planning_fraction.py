@@ -18,8 +18,8 @@ from second_order import KAISA, Interconnect, Machine, RankMismatchError
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.model_blocks import find_blocks
-from second_order.planning import calibration
-from second_order.planning.calibration import AutoFraction, workers_of
+from second_order.planning import machine as machines
+from second_order.planning.machine import AutoFraction, workers_of
 
 if TYPE_CHECKING:
     from pool import World
@@ -86,8 +86,8 @@ def force(patch: pytest.MonkeyPatch, workers: int) -> None:
     def fastest(*_: Any) -> int:
         return 1 if torch.distributed.get_rank() else workers
 
-    patch.setattr(calibration, "measure_machine", lambda *_, **__: machine(1e9))
-    patch.setattr(calibration, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
+    patch.setattr(machines, "measure_machine", lambda *_, **__: machine(1e9))
+    patch.setattr(machines, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
     patch.setattr(AutoFraction, "fastest", fastest)
 
 
@@ -157,7 +157,7 @@ def test_numbers_of_gradient_workers() -> None:
 
 
 def test_one_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calibration, "measure_machine", None)
+    monkeypatch.setattr(machines, "measure_machine", None)
     assert workers_in(KAISA(MLP.model(), lr=0.1, grad_worker_fraction="auto")) == 1
     with pytest.raises(TypeError, match="'auto' measures"):
         KAISA(MLP.model(), lr=0.1, grad_worker_fraction="most")  # type: ignore[arg-type]

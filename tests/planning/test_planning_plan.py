@@ -15,7 +15,7 @@ import second_order
 from second_order import KAISA, Interconnect, Machine
 from second_order.__main__ import main
 from second_order.planning import plan as planning
-from second_order.planning.calibration import calibrate
+from second_order.planning.machine import calibrate
 from second_order.planning.plan import SYSTEMS, Choice, _bytes_of, _recommended
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def test_solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is(
 
 def test_this_machine_is_measured() -> None:
     machine, links = calibrate(seconds=0.2)
-    assert links == second_order.planning.calibration.DEFAULT_NETWORKS["cpu"]
+    assert links == second_order.planning.machine.DEFAULT_NETWORKS["cpu"]
     assert machine.eigh.at(64) > machine.inverse.at(64)
     assert 0 < machine.launch + machine.python < 1e-2
     with pytest.raises(ValueError, match="seconds=61 is outside 0 to 60"):

@@ -33,7 +33,7 @@ from second_order.options import (
     one_of,
     picked,
 )
-from second_order.planning.calibration import AutoFraction
+from second_order.planning.machine import AutoFraction
 
 __all__ = ["KAISA", "KroneckerOptimizer"]
 

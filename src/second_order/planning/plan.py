@@ -31,13 +31,14 @@ from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
 from second_order.options import check_count, check_number
-from second_order.planning.calibration import (
+from second_order.planning.machine import (
     DEFAULT_NETWORKS,
     SIMILAR,
+    Interconnect,
+    Machine,
     measure_machine,
     workers_of,
 )
-from second_order.planning.machine import Interconnect, Machine
 from second_order.planning.record import loss_of, record
 from second_order.report import aligned
 from second_order.stages import ELSEWHERE

@@ -70,7 +70,7 @@ class Simulation(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.machine, self.links = machine, links
         self.clock = self.hidden = 0.0
-        self.calls = self.now = self.peak = 0
+        self.now = self.peak = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._noise = torch.empty(0)
 
@@ -92,7 +92,6 @@ class Simulation(TorchDispatchMode):
         kernel = self._dense(name, args, kwargs, result) if dense else 0.0
         kernel, host = max(kernel, nbytes / machine.bandwidth), machine.launch + machine.python
         self.clock += kernel + host if machine.device == "cpu" else max(kernel, host)
-        self.calls += 1
         old = {id(t.untyped_storage()) for t in operands}
         for storage in (t.untyped_storage() for t in made):
             if id(storage) not in old and storage not in self._known:
