@@ -92,7 +92,11 @@ SAMPLE = {
     **{f"{s} / all ranks / are interrupted by Ctrl-C / refresh": ENDS for s in THREADED},
     "DistKFAC 2+1 / one rank alone / raises in the loss / between": ENDS,
     "MRDHO2 2+1 / all ranks / raise in the loss / between": ENDS,
+    # Workers go on without helpers, and helpers return from serve() where workers have died.
+    "DistKFAC 2+1 / helpers / is killed / whole": IS_TOLD,
     "DistKFAC 2+1 / helpers / is stopped for good / whole": None,  # perhaps unheard of
+    "DistKFAC 2+1 / one rank alone / is killed / between": ENDS,
+    "MRDHO2 2+1 / one rank alone / is killed / between": ENDS,
 }
 
 
