@@ -152,6 +152,9 @@ the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
     for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
+steps within backward
+  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
+    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 
 == contract/two_bases.py
 two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
@@ -272,13 +275,24 @@ room for eigenpairs taken for eigenpairs
   <-  dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit
     int(head.get("largest", -1)) < 0 or  =>  not head or
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    load_vector(saved, CARRIED, params, dtype))  =>  None)
+    load_vector(saved, CARRIED, params, dtype)  =>  None
 
-== fosi/curvature.py
+== fosi/options.py
 groups' own learning rates in the final update
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-  - return [newton_scale_at(chosen, training.steps, group) for group in training.groups]
-  + return [newton_scale_at(chosen, training.steps, training.groups[0])] * 2
+  - lr, peak = group["lr"], group[PEAK_LR]
+  + lr, peak = training.groups[0]["lr"], training.groups[0][PEAK_LR]
+a Newton step that does not follow the schedule
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)  =>  scales.append(scale)
+uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
+    scale = -float(given) if group.get("maximize") else float(given)  =>  scale = float(given)
+presets over what is given  <-  presets::what_is_given_goes_before_the_preset
+    {**PRESETS[name], **given}, values  =>  {**given, **PRESETS[name]}, values
+half a model as a frozen body  <-  presets::a_frozen_body_is_seen
+    LARGE_BODY = 0.75  =>  LARGE_BODY = 0.4
+
+== fosi/curvature.py
 a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
   - if self.vector.follow():
   -             self.parameters_changed()
@@ -287,6 +301,9 @@ a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_
   + pass
   +
   +     def replan
+parameters without a gradient move
+  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
+    [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
 
 == fosi/eigenpairs.py
 the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
@@ -313,7 +330,7 @@ an update where the loss falls at all  <-  mrdho2::the_guard_asks_for_half_the_l
     after <= before - LEAST_FALL * abs(before)  =>  after <= before
 an additive update of all the epoch's gradients
   <-  mrdho2::the_additive_update_takes_the_last_gradients
-    if self.total is None or (adds and self.step < last):  =>  if self.total is None:
+    if self.total is None or (adds and self.epoch_step < last):  =>  if self.total is None:
 a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_is_its_closed_form
     None if adds else before - self.start,  =>  None,
 pairs of two epochs ago
@@ -326,39 +343,30 @@ no warm-up with accelerators  <-  mrdho2_within::the_base_alone_warms_up_for_the
     if not self.helped or self._warming_up:  =>  if not self.helped:
 a checkpoint without the pairs in use
   <-  mrdho2_within::a_checkpoint_continues_with_the_pairs_in_use
-    return self.options.within and self.epochs.helped  =>  return False
+    return self._within and self.helped  =>  return False
 
-== fosi/options.py
-a Newton step that does not follow the schedule
-  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    return scale * (lr / peak) if peak > 0.0 else 0.0  =>  return scale
-uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
-    scale = -float(scale) if group.get("maximize") else float(scale)  =>  scale = float(scale)
-presets over what is given  <-  presets::what_is_given_goes_before_the_preset
-    {**PRESETS[name], **given}, values  =>  {**given, **PRESETS[name]}, values
-half a model as a frozen body  <-  presets::a_frozen_body_is_seen
-    LARGE_BODY = 0.75  =>  LARGE_BODY = 0.4
-
-== fosi/pieces.py
+== fosi/sharded_base.py
 the scheduler does not reach a base in pieces
   <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
     own.update({key: value for key, value in group.items() if key != "params"})  =>  pass
 pieces of parameters that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     stand_in.copy_(current)  =>  pass
+stand-ins that keep their dtype when the model is cast
+  <-  found::a_model_that_is_cast_goes_on_in_rows
+    if stand_in.dtype != current.dtype:  =>  if False:
+
+== fosi/vector.py
 chunks across groups
   <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
   -             and last[-1].group == piece.group
   -
-parameters without a gradient move
-  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
-    [None if p.grad is None else p for p in self._params]  =>  self._params
 the room of packed parameters that is not written back  <-  dho2::steps_are_those_of_dense_algebra
-    torch._foreach_copy_(cast(list[Tensor], tensors), self._views)  =>  pass
-stand-ins that keep their dtype when the model is cast
-  <-  found::a_model_that_is_cast_goes_on_in_rows
-    if stand_in.dtype != current.dtype:  =>  if False:
+    torch._foreach_copy_(cast(list[Tensor], tensors), views)  =>  pass
+parts of gradients that are not contiguous
+  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
+    p.grad = gradient.contiguous()  =>  pass
 
 == fosi/subspace.py
 near-zero eigenvalues give endless steps  <-  dho2::steps_are_those_of_dense_algebra
@@ -381,18 +389,13 @@ Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
 a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_usual
     far = (square > bound) & (usual > 0.0)  =>  far = usual < 0.0
 
-== fosi/vector.py
-parts of gradients that are not contiguous
-  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
-    p.grad = gradient.contiguous()  =>  pass
-
 == kfac/checkpoint.py
 a factor's weight stays behind when it moves
   <-  placements::layers_that_are_frozen_and_thawed_take_their_factors_along
-    factors.weight.copy_(weight)  =>  pass
+    factors.weight.copy_(parts[WEIGHT])  =>  pass
 a lost factor arrives as zeros
   <-  factor_exchange::a_lost_factor_is_missing_from_the_next_checkpoint_as_well
-    arrived[key][0].clone() if bool(kept) else None  =>  arrived[key][0].clone()
+    if bool(kept):  =>  if True:
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -
@@ -631,7 +634,7 @@ the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snap
   + received.pop(block), self.damping, solve.scale
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
-    torch.as_tensor(x, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
+    torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  statistics::failures_are_counted
   -             self.failed += 1
   -
@@ -646,7 +649,7 @@ damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
 
 == kfac/solve_async.py
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
-    elif self._background.deterministic or not ticket.done():  =>  elif not ticket.done():
+    elif self._own.deterministic or not ticket.done():  =>  elif not ticket.done():
 of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
     if len(ticket.result()) == len(block.shape.letters) else  =>  if len(ticket.result()) > 0 else
 a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
@@ -682,6 +685,8 @@ points queue up  <-  stats::no_point_is_sent_while_statistics_are_on_their_way
     helper.asked <= wanted <= helper.heard + 1  =>  helper.asked <= wanted
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
     raise ValueError(whole_models(self.training.name, "stats"))  =>  return
+hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
+    self.hungry = bool(found) and not any(found.values())  =>  self.hungry = False
 
 == kfac/trace_rule.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
@@ -691,11 +696,9 @@ a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
     moved(now.damping, before.damping) > upper or distance  =>  distance
 
-== kronecker/attention.py
+== kronecker/autograd.py
 values taken for queries  <-  attention::factors_are_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
-
-== kronecker/autograd.py
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
@@ -731,7 +734,7 @@ forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
-    if autograd.reaches_parameters(call.module, self.fsdp):  =>  if True:
+    if not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
   <-  explained::operations_in_place_lose_nothing
     if edge.node.name() != "ViewBackward0":  =>  if True:
@@ -742,8 +745,6 @@ a budget without what the hooks do  <-  budget::what_is_chosen_is_what_is_comput
 gradients beside the loss as examples, in a graph
   <-  compiled::evaluation_attacks_and_frozen_layers_give_nothing
     if not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
-
-== kronecker/collector.py
 the product of one tensor is formed for each layer
   <-  sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing
     known = last[2]  =>  known = None
@@ -751,14 +752,13 @@ an A with the bias's row for a layer without bias
   <-  sharing::layers_of_one_input_with_and_without_a_bias
     block.trains_bias), self.last_a, None  =>  True), self.last_a, None
 no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
-  - return self._accumulation_steps / scale
-  + return self._accumulation_steps / torch.ones_like(scale)
+  - return self.accumulation_steps / scale
+  + return self.accumulation_steps / torch.ones_like(scale)
 
 == kronecker/convolutions.py
 a convolution's G without the number of locations
   <-  invariants_factors::6_every_convolution_has_the_factors_of_its_patches
-  - g = gram(rows_d, False, form.triangular).div_(locations)
-  + g = gram(rows_d, False, form.triangular)
+    g = gram(rows_d, False, packed).div_(locations)  =>  g = gram(rows_d, False, packed)
 padding 'same' the other way round
   <-  invariants_factors::6_weight_times_patches_is_the_convolution
     (total // 2, total - total // 2)  =>  (total - total // 2, total // 2)
@@ -776,13 +776,10 @@ large finite factors are given up
   <-  solvers::large_factors_are_finite_though_their_squares_are_not
     exact = torch.isfinite(batch).flatten(1).all(1)  =>  exact = torch.isfinite(_norm(batch))
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
-  - return (error < RESIDUAL_TOLERANCE) & _is_orthogonal(vectors)
-  + return error < RESIDUAL_TOLERANCE
+    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE  =>  return error < RESIDUAL_TOLERANCE
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
   - return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
   + return (vectors, values * size.squeeze(-1)), _is_eigenbasis(
-any guess is refined  <-  solvers::a_guess_that_is_no_guide_is_not_taken
-    REFINEMENT_TOLERANCE = 0.2  =>  REFINEMENT_TOLERANCE = 20.0
 inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_inverse
     definite & (error < RESIDUAL_TOLERANCE)  =>  torch.ones_like(definite)
 
@@ -934,13 +931,13 @@ a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_
   + matrix[..., :h, :h].copy_(_mirrored(upper, lower=True))
 
 == lanczos/closure.py
-a vector of losses counts as one example  <-  gauss_newton::micro_batches_are_one_batch
+a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs
     examples = len(losses)  =>  examples = 1.0
 a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_examples
-    lambda z: criterion(z, targets)), _count(targets)  =>  lambda z: criterion(z, targets)), 1
+    lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
 
 == lanczos/differentiable.py
-an empirical Fisher is a sum  <-  gauss_newton::empirical_fisher_is_the_mean_of_outer_products
+an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_products
     [u / len(u) for u in _whole(pushed, roots)]  =>  _whole(pushed, roots)
 
 == lanczos/estimates.py
@@ -969,7 +966,7 @@ a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
     if not rest > 0.5 * again[-1]:  =>  if False:
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    return bool(space.first(torch.tensor([verdict], device=device)))  =>  return bool(verdict)
+    bool(space.first(torch.tensor([verdict], device=h.device)))  =>  bool(verdict)
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
@@ -994,7 +991,7 @@ the Hessian of the negative loss has its sign
 == optimizers/base.py
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
-    training.steps == 0 and is_checkpointing()  =>  training.steps == 0
+    not self.state and is_checkpointing()  =>  not self.state
 the step count is not loaded
   <-  contract_state::checkpoint_gives_the_number_of_the_step
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
@@ -1014,9 +1011,6 @@ two bases: half a group stays  <-  two_bases::a_group_that_cannot_be_added_leave
 two bases: one's defaults for both
   <-  two_bases::a_group_added_is_divided_too_and_one_with_a_mark_is_not
     {**self.defaults, **base_of(self._base, group).defaults}.items()  =>  self.defaults.items()
-steps within backward
-  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
-    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
     {index: dict(entry) for index  =>  {index: entry for index

@@ -179,8 +179,6 @@ def agreeable(options: dict[str, Any]) -> dict[str, Any]:
     found = dict(options)
     if found.get("relative_damping") is False and found.get("damping", "auto") == "auto":
         found["damping"] = 0.1
-    if found.get("eigen_refresh") == "warm":
-        found["solver"] = "eigen"
     if found.get("rest") is None:
         found.pop("rest_layers", None)
     if found.get("async_inverse") is False:
