@@ -13,7 +13,7 @@ import torch
 from contract import make
 from hypothesis import given
 from hypothesis import strategies as st
-from tampered import MLP, alike, train
+from states import MLP, alike, train
 
 from second_order import KAISA, CheckpointError, load_checkpoint, save_checkpoint
 from second_order.files import replacing

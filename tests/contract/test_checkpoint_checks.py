@@ -17,7 +17,7 @@ from contract import (
     make,
 )
 from models import ZOO
-from tampered import alike, containers, snapshot, train, trained
+from states import alike, containers, snapshot, train, trained
 from torch import Tensor, nn
 
 from second_order import DHO2, KAISA, SecondOrderWarning, export_base_state

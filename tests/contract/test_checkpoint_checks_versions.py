@@ -9,7 +9,7 @@ import pytest
 import torch
 from contract import BASES, base_only, each_of_five, make, same
 from models import ZOO
-from tampered import PLAIN, alike, plain, snapshot, train, trained
+from states import PLAIN, alike, plain, snapshot, train, trained
 
 import second_order
 from second_order import KAISA, DistKFAC, export_base_state

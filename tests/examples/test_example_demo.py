@@ -13,17 +13,15 @@ import demo
 from demo import Run, Task
 
 if TYPE_CHECKING:
-    from conftest import TorchRunner
     from pool import World
 
 COMPETITORS = [(task.name, name) for task in demo.TASKS for name in task.optimizers]
 
 
-def test_prints_tables_draws_and_stores_the_runs(torchrun: TorchRunner, tmp_path: Path) -> None:
-    """Slow: processes of their own."""
+def test_prints_tables_draws_and_stores_the_runs(world: World, tmp_path: Path) -> None:
     picture, stored = tmp_path / "demo.png", tmp_path / "demo.json"
-    run = torchrun(Path(demo.__file__), 2, "--steps", 3, "--figure", picture, "--json", stored)
-    assert run.wait(200.0) == 0, run.output
+    options = "--steps", 3, "--figure", picture, "--json", stored
+    output, _ = world.run(script, 2, "demo", *options, timeout=200.0)
     assert picture.read_bytes().startswith(b"\x89PNG")
     record = json.loads(stored.read_text("utf-8"))
     assert record["processes"] == 2
@@ -31,7 +29,7 @@ def test_prints_tables_draws_and_stores_the_runs(torchrun: TorchRunner, tmp_path
     for found in record["runs"]:
         assert found["steps"] == [0, 3]
         assert found["losses"][-1] < found["losses"][0]
-        assert f"{found['losses'][-1]:.3f}" in run.output
+        assert f"{found['losses'][-1]:.3f}" in output
 
 
 def test_judges_every_25_steps_and_at_the_end(world: World) -> None:

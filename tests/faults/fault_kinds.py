@@ -227,15 +227,18 @@ fault("a clock that jumps by hours on one rank", NUMBERS, suits=budgeted)(
 PASSES = "passes"
 
 
-@fault("a step without backward on all ranks", PASSES)
-def _(run: Run) -> None:
-    run.replace(run, "trains", False)
+for _everywhere, _who in ((False, "one rank"), (True, "all ranks")):
 
+    def _trains_not(run: Run, everywhere: bool = _everywhere) -> None:
+        if everywhere or run.culprit:
+            run.replace(run, "trains", False)
 
-@fault("a step without backward on one rank", PASSES)
-def _(run: Run) -> None:
-    if run.culprit:
-        run.replace(run, "trains", False)
+    def _skips(run: Run, everywhere: bool = _everywhere) -> None:
+        if everywhere or run.culprit:
+            run.on("model", lambda: run.replace(run.model, "skips", True))
+
+    fault(f"a step without backward on {_who}", PASSES)(_trains_not)
+    fault(f"a layer unused on {_who}", PASSES, expect="any" if _everywhere else "goes on")(_skips)
 
 
 @fault("forwards without gradients between steps", PASSES, expect="same")
@@ -254,17 +257,6 @@ def _(run: Run) -> None:
 fault("zero_grad between forward and backward", PASSES, expect="same")(
     alone(lambda run: run.optimizer.zero_grad(), "forward", everywhere=True)
 )
-
-
-@fault("a layer unused on one rank", PASSES)
-def _(run: Run) -> None:
-    if run.culprit:
-        run.on("model", lambda: run.replace(run.model, "skips", True))
-
-
-@fault("a layer unused on all ranks", PASSES, expect="any")
-def _(run: Run) -> None:
-    run.on("model", lambda: run.replace(run.model, "skips", True))
 
 
 @fault("a child is forked in mid-run", PASSES, expect="same", moments=LATER)

@@ -183,7 +183,6 @@ class Training:
         self.outer: nn.Module = self.model
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if self.does("scaler") else None
         self.optimizer: Any = None
-        self.helps = False
 
     def batch(self, step: int, micro: int = 0, rank: int | None = None) -> tuple[Tensor, Tensor]:
         rank = self.rank if rank is None else rank
@@ -401,8 +400,7 @@ class Training:
         if self.does("evaluation mode"):
             self.outer.eval()
         optimizer = self.optimizer
-        self.helps = getattr(optimizer, "role", "worker") != "worker"
-        if self.helps:
+        if getattr(optimizer, "role", "worker") != "worker":
             self.stage = "serving"
             batches = [self.batch(i) for i in range(4)]
             loss = self.curvature if self.example.curved else self.helpers_loss
@@ -418,12 +416,7 @@ class Training:
 
     def report(self) -> dict[str, Any]:
         values = [p.detach().double().reshape(-1) for p in self.model.parameters()]
-        return {
-            "status": "done",
-            "parameters": torch.cat(values),
-            "largest": self.largest,
-            "helps": self.helps,
-        }
+        return {"status": "done", "parameters": torch.cat(values), "largest": self.largest}
 
 
 def described(error: BaseException, stage: str) -> dict[str, Any]:

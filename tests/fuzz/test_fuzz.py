@@ -89,7 +89,7 @@ def test_the_page_has_the_stored_run() -> None:
 
 def done(*parameters: float, **more: Any) -> dict[str, Any]:
     values = torch.tensor(parameters)
-    return {"status": "done", "parameters": values, "largest": [1.0], "helps": False, **more}
+    return {"status": "done", "parameters": values, "largest": [1.0], **more}
 
 
 def raised(**more: Any) -> Told:

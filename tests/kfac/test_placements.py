@@ -228,7 +228,7 @@ def train_widths(
 
 
 @each_placement
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), world_size=st.integers(1, 4), per_rank=st.integers(1, 3))
 def test_any_network_on_any_grid_gives_the_trajectory_of_one_process(
     world: World, placement: Placement, data: st.DataObject, world_size: int, per_rank: int
