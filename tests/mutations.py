@@ -1129,7 +1129,7 @@ a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_
 
 == lanczos/differentiable.py
 an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_products
-    [u / len(u) for u in _whole(pushed, roots)]  =>  _whole(pushed, roots)
+    pushed = [u / len(u) for u in pushed]  =>  pass
 
 == lanczos/estimates.py
 a variance of samples divided by their number  <-  estimates::the_error_of_a_diagonal_of_two_samples
