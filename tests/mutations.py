@@ -198,10 +198,9 @@ the rows of all ranks for one owner  <-  shares::balanced_and_small_messages_go_
     return ranks * largest > max(2 * whole, SMALL_BYTES)  =>  return False
 buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
     if key not in last or filled[key] + size > most:  =>  if key not in last:
-what does not train stays with the workers
+a helper that keeps a model of its own
   <-  mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model
-  - target.copy_(part.view(target.shape))
-  + _ = target.requires_grad and target.copy_(part.view(target.shape))
+    scatter(flat, alike)  =>  pass
 bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_the_order_of_ranks
     rows[0].to(wide(rows.dtype))  =>  rows[0].clone()
 
@@ -938,7 +937,7 @@ a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_
 
 == lanczos/differentiable.py
 an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_products
-    [u / len(u) for u in _whole(pushed, roots)]  =>  _whole(pushed, roots)
+    pushed = [u / len(u) for u in pushed]  =>  pass
 
 == lanczos/estimates.py
 a variance of samples divided by their number  <-  estimates::the_error_of_a_diagonal_of_two_samples

@@ -208,15 +208,16 @@ native = mailbox.TCPStore
 def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
     opened, address = open_store(worlds.World.alone(), 0)
     silences = []
-    with replaced(mailbox, {"TCPStore": Slow, "PART_BYTES": 64}):
-        a, b = (Mailbox(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
+    with (
+        replaced(mailbox, {"TCPStore": Slow, "PART_BYTES": 64}),
+        closing(Mailbox(address, "a", "b", 0.4)) as a,
+        closing(Mailbox(address, "b", "a", 0.4)) as b,
+    ):
         b.expect("large")
         a.post("large", [torch.zeros(20)])
         while not b.holds("large"):
             silences.append(b._silence._waited)
             assert not b.lost, silences[-10:]
-    for one in a, b:
-        one.close(PATIENCE)
     assert opened is not None
     assert len(silences) > 0
 

@@ -100,9 +100,7 @@ def take_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Te
             f"helper's {len(into)} of {ours}: build and change the same model on every rank"
         )
     for flat, alike in zip(flats, _by_dtype(into), strict=True):
-        parts = flat.split([t.numel() for t in alike])
-        for target, part in zip(alike, parts, strict=True):
-            target.copy_(part.view(target.shape))
+        scatter(flat, alike)
     for tensor, trains in zip(into, train, strict=True):
         if tensor.requires_grad != trains:
             tensor.requires_grad_(trains)

@@ -171,6 +171,7 @@ class FOSIOptions:
 
     def __post_init__(self) -> None:
         check_keywords(self)
+        check_curvature(self.curvature, self.hvp)
         if (most := self.lanczos_iterations) is not None:
             check_whole("lanczos_iterations", most, max(self.wanted, 1), "4 (largest + smallest)")
         if self.smallest > 0 and self.curvature != "hessian":

@@ -64,8 +64,8 @@ class Evaluation:
     leaves: list[Tensor]  # the detached outputs that it was evaluated at, with "gauss-newton"
 
 
-def check_curvature(value: Any) -> None:
-    """Raise ValueError unless ``value`` names a curvature matrix."""
+def check_curvature(value: Any, hvp: str = "auto") -> None:
+    """Raise ValueError unless ``value`` names a curvature matrix that has such products."""
     if value == "fisher":
         raise ValueError(
             "curvature='fisher' may mean two matrices: the Fisher information of a softmax with "
@@ -75,6 +75,11 @@ def check_curvature(value: Any) -> None:
     if value not in get_args(CurvatureKind):
         known = ", ".join(map(repr, get_args(CurvatureKind)))
         raise ValueError(f"curvature={value!r} is not one of {known}")
+    if value != "hessian" and hvp == "differences":
+        raise ValueError(
+            f"hvp='differences' with curvature={value!r}: it is multiplied by derivatives alone; "
+            f"use hvp='auto', or curvature='hessian'"
+        )
 
 
 def check_closure(given: Any) -> None:

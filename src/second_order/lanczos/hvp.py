@@ -3,8 +3,7 @@
     retained     one forward, g = ∇L with its graph; then H v = ∇(gᵀv), one backward a product
     recomputed   the same for each micro-batch, forward and all, at every product: one graph at a
                  time in memory
-    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice;
-                 Gauss-Newton: J v alike, from outputs, then J'H as it is
+    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice
 
 What curvature there is beside the Hessian, `differentiable.py` tells.
 Vectors are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
@@ -36,7 +35,6 @@ from second_order.lanczos.differentiable import (
     Graph,
     Parts,
     derivatives,
-    outputs_curvature,
     remedied,
 )
 from second_order.sharded import dtypes_of_passes, local
@@ -154,9 +152,9 @@ class Hessian:
         params: The parameters to differentiate with respect to, any of the model.
         mode: "retained" keeps one graph and multiplies through it; "recomputed" evaluates every
             function again at each product; "differences" takes finite differences of gradients, for
-            what cannot be differentiated twice. The last two have the random numbers of the first
-            time: the batch must be the same, too. "auto": "retained" for one function, "recomputed"
-            for several.
+            what cannot be differentiated twice, and of the Hessian alone. The last two have the
+            random numbers of the first time: the batch must be the same, too. "auto": "retained"
+            for one function, "recomputed" for several.
         model: The module whose train/eval mode is kept as it is.
         curvature: "hessian"; "gauss-newton" for J'HJ, with J the Jacobian of the outputs and H the
             Hessian of the loss with respect to them; "empirical-fisher" for the mean of ggᵀ over
@@ -184,7 +182,7 @@ class Hessian:
         model: nn.Module | None = None,
         curvature: CurvatureKind = "hessian",
     ) -> None:
-        check_curvature(curvature)
+        check_curvature(curvature, mode)
         if mode not in get_args(ProductMode):
             raise ValueError(f"hvp={mode!r} is not one of {', '.join(get_args(ProductMode))}")
         self._loss_fns = list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
@@ -235,10 +233,8 @@ class Hessian:
         ]
         total: Tensor | None = None
         with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-            if self._mode == "differences" and self._curvature == "hessian":
+            if self._mode == "differences":
                 total = self._differences(directions, v.dtype)
-            elif self._mode == "differences":
-                total = self._output_differences(directions, v.dtype)
             else:
                 retain = self._mode == "retained"
                 graphs = self._graphs if retain else map(self._linearised, self._again())
@@ -283,29 +279,6 @@ class Hessian:
             gradients = self._reached(derivatives([found.loss], self.params, twice=False))
             total = self._add(total, gradients, factor * found.examples, dtype)
         assert total is not None
-        return total
-
-    def _output_differences(
-        self, directions: Sequence[Tensor], dtype: torch.dtype
-    ) -> Tensor | None:
-        """J'HJ v, with J v from the outputs at w ± εv."""
-        step = self._step_along(directions)
-        if not step:
-            return None
-        pushed: list[list[Tensor]] = [[] for _ in self._loss_fns]
-        with self._movable() as move:
-            for sign in (1.0, -1.0):
-                move(directions, sign * step)
-                for terms, loss_fn in zip(pushed, self._again(), strict=True):
-                    outputs = [z.detach() for z in self._evaluate(loss_fn).roots]
-                    pairs = zip(terms, outputs, strict=bool(terms))
-                    terms[:] = [(a - b) / (2 * step) for a, b in pairs] or outputs
-        total: Tensor | None = None
-        for terms, loss_fn in zip(pushed, self._again(), strict=True):
-            found = self._evaluate(loss_fn)
-            bent = outputs_curvature(found)(terms)
-            parts = self._reached(derivatives(found.roots, self.params, bent, twice=False))
-            total = self._add(total, parts, found.examples, dtype)
         return total
 
     @contextmanager
