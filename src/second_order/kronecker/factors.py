@@ -327,8 +327,7 @@ def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
     No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
     all ranks knows: on all ranks, whoever keeps the factors, so that all come to the same verdict.
     """
-    widest = max(shape.dims[letter] for letter in shape.letters)
-    bound = torch.finfo(sums.factors["A"].dtype).max / widest
+    bound = torch.finfo(sums.factors["A"].dtype).max / max(shape.dims.values())
     over = ~(sums.head[1:].amax() <= bound)  # NaN is no sound sum either
     # On the CPU nobody waits for an answer.
     if over.device.type != "cpu" or bool(over):

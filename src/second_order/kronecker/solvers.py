@@ -35,7 +35,6 @@ __all__ = [
     "InverseSolver",
     "SolverName",
     "condition_estimate",
-    "factored_damping",
     "round_definite",
     "round_to",
 ]
@@ -111,20 +110,6 @@ class FactoredInverse:
 
 
 Inverse: TypeAlias = EigenInverse | FactoredInverse
-
-
-def factored_damping(means: Tensor, damping: Damping) -> tuple[Tensor, ...]:
-    """Split γ over N Kronecker factors: factor i gets πᵢ γ^(1/N) on its diagonal, ``(groups,)``.
-
-    With nᵢ = tr Fᵢ / dim Fᵢ, the ``means`` ``(N, groups)``, πᵢ = nᵢ / (Π n)^(1/N). These πᵢ, whose
-    product is 1, minimise the bound on the error that the cross terms make (Ba et al. 2017, section
-    4.1). Two factors have π √γ and √γ / π, π² = (tr A / dim A) / (tr G / dim G) (Martens & Grosse
-    2015, section 6.3). A zero trace gives πᵢ = 1.
-    """
-    usable = (means > 0).all(0)
-    logarithms = torch.where(usable, means, 1.0).log()  # logarithms: the product may overflow
-    pi = (logarithms - logarithms.mean(0)).exp()
-    return (pi * damping ** (1 / len(means))).unbind()
 
 
 def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
@@ -220,10 +205,19 @@ class InverseSolver:
     def dampings(
         self, means: Tensor, damping: Damping, exact: bool = False
     ) -> Sequence[Tensor | None]:
-        """Split γ: π √γ and √γ/π, or πᵢ γ^(1/3) with an L; γ itself for an exact block."""
+        """Split γ over N factors: factor i gets πᵢ γ^(1/N); γ itself for an exact block.
+
+        With nᵢ = tr Fᵢ / dim Fᵢ, the ``means``, πᵢ = nᵢ / (Π n)^(1/N); a zero trace gives πᵢ = 1.
+        These πᵢ, whose product is 1, minimise the bound on the error that the cross terms make (Ba
+        et al. 2017, section 4.1). Two factors have π √γ and √γ / π, π² = (tr A / dim A) / (tr G /
+        dim G) (Martens & Grosse 2015, section 6.3).
+        """
         if exact:
             return None, torch.zeros_like(means[1]) + damping
-        return factored_damping(means, damping)
+        usable = (means > 0).all(0)
+        logarithms = torch.where(usable, means, 1.0).log()  # logarithms: the product may overflow
+        pi = (logarithms - logarithms.mean(0)).exp()
+        return (pi * damping ** (1 / len(means))).unbind()
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
