@@ -60,14 +60,12 @@ class StagedStatistics:
 
     Attributes:
         dtype: Dtype of the sums; they leave in ``factor_dtype``.
-        pairs: Number of pairs since the last :meth:`clear`.
+        pairs: Number of pairs since the last :meth:`clear`; of their passes, ``work`` operations.
         micro_batches: Number of backward passes that were the first through some forward.
-        work: Operations of their passes.
         revision: A number that changes whenever the sums may have.
-        explanation: The gradient in these passes beside the pairs, where they are compared.
     """
 
-    explanation: Explanation | None = None
+    explanation: Explanation | None = None  # the gradient in these passes, where it is compared
 
     def __init__(
         self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype, triangular: bool

@@ -126,10 +126,9 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Round symmetric matrices ``(groups, n, n)`` to ones that are at least as large, M̂ ⪰ M.
 
-    Numbers off the diagonal are rounded to the nearest. That changes M by E. The diagonal grows by
+    Numbers off the diagonal are rounded to the nearest, which changes M by E. The diagonal grows by
     Σ_j |E_ij|, and is rounded up: M̂ - M is then diagonally dominant, and so without negative
-    eigenvalues (Golub & Van Loan 2013, section 4.1.1). Rounding alone would leave a matrix whose
-    condition number is above some 2⁸ with negative ones.
+    eigenvalues (Golub & Van Loan 2013, section 4.1.1).
     """
     rounded = round_to(matrix, dtype)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
@@ -272,9 +271,8 @@ def _whole(inverse: Tensor) -> Tensor:
 def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
     """The condition number of the damped block that an inverse inverts; a scalar.
 
-    Of eigenvalues it is exact. Of inverses it is the product over factors of the largest eigenvalue
-    of the factor, as it is now, and that of its inverse, by the power method; where the factor is
-    kept elsewhere, its trace stands for the largest eigenvalue.
+    Of eigenvalues it is exact. Of inverses it is the product over factors of the largest
+    eigenvalues of the factor and of its inverse; of a factor kept elsewhere its trace.
     """
     if isinstance(inverse, EigenInverse):
         scale = inverse.scale.flatten(1)
