@@ -137,11 +137,7 @@ def reshard(model: nn.Module) -> None:
 
 
 class FSDPParams:
-    """What FSDP2 puts in the place of a model's sharded parameters while a pass runs.
-
-    Args:
-        model: The model, sharded or not; it may be sharded later.
-    """
+    """What FSDP2 puts in the place of sharded parameters of a model while a pass runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)

@@ -387,8 +387,9 @@ class Solves:
             shape, solve = block.shape, self.under_way[block]
             for k in shape.letters:
                 heads, diagonal = self.heads if k == "A" else 0, k in shape.diagonals
-                sizes = shape.groups, shape.dims[k], diagonal, options.symmetry_aware
-                shapes[block, k] = ((),) * heads + tuple(self.solver.kept_shapes(*sizes))
+                if plan.row.size > 1:
+                    sizes = shape.groups, shape.dims[k], diagonal, options.symmetry_aware
+                    shapes[block, k] = ((),) * heads + tuple(self.solver.kept_shapes(*sizes))
                 if k in solve.solved:
                     parts = solve.solved.pop(k)
                     if rounding is not None:

@@ -60,14 +60,12 @@ class StagedStatistics:
 
     Attributes:
         dtype: Dtype of the sums; they leave in ``factor_dtype``.
-        pairs: Number of pairs since the last :meth:`clear`.
+        pairs: Number of pairs since the last :meth:`clear`; of their passes, ``work`` operations.
         micro_batches: Number of backward passes that were the first through some forward.
-        work: Operations of their passes.
         revision: A number that changes whenever the sums may have.
-        explanation: The gradient in these passes beside the pairs, where they are compared.
     """
 
-    explanation: Explanation | None = None
+    explanation: Explanation | None = None  # the gradient in these passes, where it is compared
 
     def __init__(
         self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype, triangular: bool
@@ -327,8 +325,7 @@ def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
     No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
     all ranks knows: on all ranks, whoever keeps the factors, so that all come to the same verdict.
     """
-    widest = max(shape.dims[letter] for letter in shape.letters)
-    bound = torch.finfo(sums.factors["A"].dtype).max / widest
+    bound = torch.finfo(sums.factors["A"].dtype).max / max(shape.dims.values())
     over = ~(sums.head[1:].amax() <= bound)  # NaN is no sound sum either
     # On the CPU nobody waits for an answer.
     if over.device.type != "cpu" or bool(over):

@@ -35,7 +35,6 @@ __all__ = [
     "InverseSolver",
     "SolverName",
     "condition_estimate",
-    "factored_damping",
     "round_definite",
     "round_to",
 ]
@@ -113,20 +112,6 @@ class FactoredInverse:
 Inverse: TypeAlias = EigenInverse | FactoredInverse
 
 
-def factored_damping(means: Tensor, damping: Damping) -> tuple[Tensor, ...]:
-    """Split γ over N Kronecker factors: factor i gets πᵢ γ^(1/N) on its diagonal, ``(groups,)``.
-
-    With nᵢ = tr Fᵢ / dim Fᵢ, the ``means`` ``(N, groups)``, πᵢ = nᵢ / (Π n)^(1/N). These πᵢ, whose
-    product is 1, minimise the bound on the error that the cross terms make (Ba et al. 2017, section
-    4.1). Two factors have π √γ and √γ / π, π² = (tr A / dim A) / (tr G / dim G) (Martens & Grosse
-    2015, section 6.3). A zero trace gives πᵢ = 1.
-    """
-    usable = (means > 0).all(0)
-    logarithms = torch.where(usable, means, 1.0).log()  # logarithms: the product may overflow
-    pi = (logarithms - logarithms.mean(0)).exp()
-    return (pi * damping ** (1 / len(means))).unbind()
-
-
 def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype, copied if it is a view of a larger batch or message."""
     part = part.to(dtype).contiguous()
@@ -141,10 +126,9 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Round symmetric matrices ``(groups, n, n)`` to ones that are at least as large, M̂ ⪰ M.
 
-    Numbers off the diagonal are rounded to the nearest. That changes M by E. The diagonal grows by
+    Numbers off the diagonal are rounded to the nearest, which changes M by E. The diagonal grows by
     Σ_j |E_ij|, and is rounded up: M̂ - M is then diagonally dominant, and so without negative
-    eigenvalues (Golub & Van Loan 2013, section 4.1.1). Rounding alone would leave a matrix whose
-    condition number is above some 2⁸ with negative ones.
+    eigenvalues (Golub & Van Loan 2013, section 4.1.1).
     """
     rounded = round_to(matrix, dtype)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
@@ -220,10 +204,19 @@ class InverseSolver:
     def dampings(
         self, means: Tensor, damping: Damping, exact: bool = False
     ) -> Sequence[Tensor | None]:
-        """Split γ: π √γ and √γ/π, or πᵢ γ^(1/3) with an L; γ itself for an exact block."""
+        """Split γ over N factors: factor i gets πᵢ γ^(1/N); γ itself for an exact block.
+
+        With nᵢ = tr Fᵢ / dim Fᵢ, the ``means``, πᵢ = nᵢ / (Π n)^(1/N); a zero trace gives πᵢ = 1.
+        These πᵢ, whose product is 1, minimise the bound on the error that the cross terms make (Ba
+        et al. 2017, section 4.1). Two factors have π √γ and √γ / π, π² = (tr A / dim A) / (tr G /
+        dim G) (Martens & Grosse 2015, section 6.3).
+        """
         if exact:
             return None, torch.zeros_like(means[1]) + damping
-        return factored_damping(means, damping)
+        usable = (means > 0).all(0)
+        logarithms = torch.where(usable, means, 1.0).log()  # logarithms: the product may overflow
+        pi = (logarithms - logarithms.mean(0)).exp()
+        return (pi * damping ** (1 / len(means))).unbind()
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
@@ -278,9 +271,8 @@ def _whole(inverse: Tensor) -> Tensor:
 def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
     """The condition number of the damped block that an inverse inverts; a scalar.
 
-    Of eigenvalues it is exact. Of inverses it is the product over factors of the largest eigenvalue
-    of the factor, as it is now, and that of its inverse, by the power method; where the factor is
-    kept elsewhere, its trace stands for the largest eigenvalue.
+    Of eigenvalues it is exact. Of inverses it is the product over factors of the largest
+    eigenvalues of the factor and of its inverse; of a factor kept elsewhere its trace.
     """
     if isinstance(inverse, EigenInverse):
         scale = inverse.scale.flatten(1)

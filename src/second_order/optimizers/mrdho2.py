@@ -40,19 +40,10 @@ class MRDHO2Keywords(PairOptions, EpochOptions, CommonOptions):
     """The keywords of MRDHO2."""
 
 
-@signed(
-    MRDHO2Keywords,
-    without=[
-        "preset",
-        "curvature_interval",
-        "overhead",
-        "lr_scale_guard",
-        "subspace_momentum",
-        "warm_start",
-        "trust_region",
-        "layout",
-    ],
-)
+WITHOUT = "preset curvature_interval overhead lr_scale_guard subspace_momentum warm_start"
+
+
+@signed(MRDHO2Keywords, without=f"{WITHOUT} trust_region layout".split())
 class MRDHO2(EigenpairOptimizer):
     """DHO2 whose eigenpairs are computed by processes of their own, while the others train.
 
