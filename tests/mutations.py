@@ -748,8 +748,8 @@ a refresh in parts without a bound  <-  kaisa::alone_a_refresh_takes_a_few_layer
     filled += size  =>  filled += 0
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
-  - block.state.failures >= self.options.max_consecutive_failures
-  + block.state.failures > self.options.max_consecutive_failures
+  - block.state.failures >= most
+  + block.state.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
     damping * positive.clamp_min(least)  =>  damping * torch.ones_like(positive)
