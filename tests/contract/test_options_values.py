@@ -64,7 +64,7 @@ CHOICES: list[tuple[str, Any, str]] = [
         "traces",
         "refresh='traces' is not one of 'drift', 'interval', 'trace'; did you mean 'trace'",
     ),
-    ("eigen_refresh", "worm", "'full', 'warm'; did you mean 'warm'"),
+    ("refresh", "trice", "'drift', 'interval', 'trace'; did you mean 'trace'"),
     (
         "loss_reduction",
         "none",
@@ -76,7 +76,7 @@ CHOICES: list[tuple[str, Any, str]] = [
     (
         "lanczos_dtype",
         torch.bfloat16,
-        r"lanczos_dtype=torch\.bfloat16 loses orthogonality; use torch\.float32 or torch\.float64",
+        r"lanczos_dtype=torch\.bfloat16 is not one of torch\.float32, torch\.float64",
     ),
     ("hvp", "retain", "'retained', 'recomputed', 'differences'; did you mean 'retained'"),
     ("preset", "finetuning", "preset='finetuning' is not one of 'auto', .*'fine-tuning'"),

@@ -91,7 +91,7 @@ def warnings_as_all_go_on(
 
 
 @each_placement
-@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [1, 3])
 def test_a_checkpoint_continues_on_any_number_of_processes(
     world: World, before: int, placement: Placement
 ) -> None:
@@ -154,12 +154,11 @@ def refused(
 
 @spread_placement
 @pytest.mark.parametrize("everybody", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_checkpoint_without_the_factors_of_others_is_refused(
-    world: World, world_size: int, everybody: bool, placement: Placement
+    world: World, everybody: bool, placement: Placement
 ) -> None:
     """Whoever asks, after every step, waits for nobody; and asking has changed nothing."""
-    results = world.run(refused, world_size, placement, everybody, timeout=20)
+    results = world.run(refused, 3, placement, everybody, timeout=20)
     found = agreed([trajectory for trajectory, _ in results])
     assert_same_trajectory(found, train(0, 1, MLP, LONG[:3]))
     for rank, (_, messages) in enumerate(results):

@@ -29,7 +29,7 @@ from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
+from second_order.kronecker.solvers import SOLVERS, Damping
 from second_order.options import value_at
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
@@ -284,15 +284,11 @@ class Solves:
         return ready
 
     def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
-        """Describe a factor to decompose on a device, with its damping and guess."""
-        options, shape, inverse = self.options, block.shape, block.inverse
+        """Describe a factor to decompose on a device, with its damping."""
+        shape = block.shape
         factors, damping = block.ensure_factors(), self.under_way[block].damping
         assert damping is not None
         position, dtype = shape.letters.index(letter), self.solve_dtype
-        guess, scale = None, None
-        if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
-            guess = inverse.vectors.get(letter)
-            scale = factored_damping(factors.means, damping)[position]
         return Problem(
             shape.groups,
             shape.dims[letter],
@@ -300,8 +296,6 @@ class Solves:
             device,
             partial(factors.matrix, letter, dtype),
             added=self.solver.dampings(factors.means, damping, shape.exact)[position],
-            guess=guess,
-            scale=scale,
             is_diagonal=letter in shape.diagonals,
         )
 

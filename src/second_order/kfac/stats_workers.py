@@ -43,7 +43,7 @@ from second_order.kfac.metrics import ACCOUNTS, NAMES
 from second_order.kfac.options import DistKFACOptions, KFACOptions
 from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.collector import GradientScale
+from second_order.kronecker.capture import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
 

@@ -43,7 +43,7 @@ class DistKFACKeywords(KFACOptions, DistKFACOptions, RestOptions):
     """The keywords of DistKFAC."""
 
 
-@signed(DistKFACKeywords, without=["eigen_refresh"], defaults={"exact_blocks": True})
+@signed(DistKFACKeywords, defaults={"exact_blocks": True})
 class DistKFAC(KroneckerOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
@@ -109,14 +109,14 @@ class DistKFAC(KroneckerOptimizer):
     @property
     def worker_group(self) -> Any:
         """The process group of the gradient workers; of the stats workers, on one of them."""
-        return self._training.world.group
+        return self.training.world.group
 
     @property
     def staleness(self) -> dict[str, int]:
         """By layer, the age in steps of the factors of the inverse in use at the next step."""
         if isinstance(self._curvature, StatsWorker):
             return {}
-        taken, steps = self._curvature.solves.taken_at, self._training.steps
+        taken, steps = self._curvature.solves.taken_at, self.training.steps
         return {block.name: steps - step for block, step in taken.items()}
 
     @property
@@ -145,10 +145,10 @@ class DistKFAC(KroneckerOptimizer):
         """
         if not isinstance(self._curvature, StatsWorker):
             raise SecondOrderError(
-                f"rank {self._training.world.rank} is a worker: it trains, and serve() is for the "
+                f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'stats'"
             )
-        self._take_shards()
+        self.take_shards()
         return self._curvature.serve(batches, loss_fn)
 
     def summary(self) -> Summary:
