@@ -472,9 +472,6 @@ frozen parameters in the share that is said  <-  summary::only_what_trains_is_co
   + share = _share(self.preconditioned(), members_of(training.groups))
 
 == kfac/losses.py
-a number of targets that is ignored as used
-  <-  loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used
-    not _divides(record, number)  =>  False
 
 == kfac/metrics.py
 a curvature object with an absolute damping
