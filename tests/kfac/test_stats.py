@@ -73,7 +73,6 @@ def helped(optimizer: Any) -> Post:
     post: Any = Post()
     helpers = StatsWorkers(1, 1.0)
     helpers.active = [Helper("stats worker 1", post)]
-    helpers.shapes = [t.shape for t in optimizer._training.whole_model()]
     optimizer._curvature.helpers = helpers
     return post
 
