@@ -471,9 +471,6 @@ frozen parameters in the share that is said  <-  summary::only_what_trains_is_co
   + share = _share(self.preconditioned(), members_of(training.groups))
 
 == kfac/losses.py
-a number of targets that is ignored as used
-  <-  loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used
-    not _divides(record, number)  =>  False
 
 == kfac/metrics.py
 a curvature object with an absolute damping
@@ -609,8 +606,8 @@ silence outweighs pairs without an example
   +     SILENT = 2
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
-  - block.state.failures >= self.options.max_consecutive_failures
-  + block.state.failures > self.options.max_consecutive_failures
+  - block.state.failures >= most
+  + block.state.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
     damping * positive.clamp_min(least)  =>  damping * torch.ones_like(positive)

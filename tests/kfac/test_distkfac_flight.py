@@ -88,7 +88,7 @@ def test_threads_end_when_it_is_closed_even_twice() -> None:
     model = CASE.model()
     optimizer = distkfac(model, inverse_threads=3)
     go(model, optimizer, CASE, BATCHES[:2])
-    assert threads_of() == 3
+    assert 1 <= threads_of() <= 3, "as many as have been needed"
     optimizer.close()
     optimizer.close()
     assert (threads_of(), hook_count(model)) == (0, 0)

@@ -284,44 +284,7 @@ def test_a_model_that_is_given_the_number_is_found_out(System: Any) -> None:
     assert off([found], whole) < 1e-10
     (line,) = said
     assert "2 backward passes in a step: the model was given num_items_in_batch" in line
-    assert "loss_reduction='mean'" in line
-
-
-class Ignoring(Told):
-    """Is given the number, and takes the mean over the pass."""
-
-    def forward(self, x: Tensor, y: Tensor, **kwargs: Any) -> Tensor:
-        return functional.cross_entropy(self.inner(x), y)
-
-
-class Within(Told):
-    """Has a further term, and gives its loss with other things."""
-
-    def forward(self, x: Tensor, y: Tensor, **kwargs: Any) -> Any:
-        loss = super().forward(x, y, **kwargs)
-        aside = 1e-3 * sum(p.square().sum() for p in self.parameters())
-        return {"loss": 1.0 * (loss + aside), "outputs": self.inner(x)}
-
-
-class Without(Told):
-    """Leaves the loss to others."""
-
-    def forward(self, x: Tensor, y: Tensor, **kwargs: Any) -> Any:
-        return self.inner(x)
-
-
-@pytest.mark.parametrize(
-    ("kind", "reduction"),
-    [(Told, "step_mean"), (Within, "step_mean"), (Without, "step_mean"), (Ignoring, "mean")],
-)
-@pytest.mark.parametrize("number", [7, torch.tensor(7)])
-def test_the_record_of_the_loss_tells_whether_the_number_is_used(
-    kind: Any, reduction: str, number: Any
-) -> None:
-    model = kind()
-    optimizer = make(KAISA, model)
-    model(*BATCHES[0], num_items_in_batch=number)
-    assert optimizer._curvature.layers.reduction == reduction
+    assert "accumulation_steps=1" in line
 
 
 def test_only_a_training_pass_tells() -> None:

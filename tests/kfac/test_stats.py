@@ -73,7 +73,6 @@ def helped(optimizer: Any) -> Post:
     post: Any = Post()
     helpers = StatsWorkers(1, 1.0)
     helpers.active = [Helper("stats worker 1", post)]
-    helpers.shapes = [t.shape for t in optimizer._training.whole_model()]
     optimizer._curvature.helpers = helpers
     return post
 
@@ -93,7 +92,7 @@ def helping(optimizer: Any) -> Post:
 def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: str) -> Any:
     """What a stats worker sends of a pass, and its factors by layer."""
     post = helping(optimizer)
-    optimizer._curvature.layers.capture.enabled = True
+    optimizer._curvature.layers.capture.gate.open = True
     if how == "serve":
         tensors = list(model.parameters())
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
@@ -142,7 +141,7 @@ def test_micro_batches_of_a_stats_worker_are_counted() -> None:
         model = CASE.model()
         optimizer = distkfac(model, accumulation_steps=steps)
         post = helping(optimizer)
-        optimizer._curvature.layers.capture.enabled = True
+        optimizer._curvature.layers.capture.gate.open = True
         with noted():
             for one in zip(x.chunk(passes), y.chunk(passes), strict=True):
                 (CASE.loss(model(one[0]), one[1]) / passes).backward()
@@ -159,7 +158,7 @@ def test_a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step() -> No
         model = CASE.model()
         optimizer = distkfac(model, loss_reduction=reduction)
         post = helping(optimizer)
-        optimizer._curvature.layers.capture.enabled = True
+        optimizer._curvature.layers.capture.gate.open = True
         for part in zip(x.split(sizes), y.split(sizes), strict=True):
             (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
         optimizer.step()

@@ -127,10 +127,6 @@ def check_saved_factors(
                 value = part.number(key, -math.inf if key == STEP_SIGN else 0.0)
             if key in alike and known.setdefault(key, value) != value:
                 raise part.wrong(key, f"is {value:g}, and {known[key]:g} for another parameter")
-        if part.keys() >= set(CHOSEN):
-            workers, ranks = (part.whole(key, 0) for key in CHOSEN)
-            if workers and ranks % workers:
-                raise part.wrong(CHOSEN[0], f"is {workers}, which does not divide {ranks} ranks")
         block = of.get(p)
         # A frozen layer's bias is not in its A yet: factors that do not fit are not loaded.
         if block is not None and (block.trainable or not block.misfit(part)):

@@ -180,13 +180,7 @@ class KFAC(Curvature):
         self.watch()
 
     def replan(self) -> None:
-        """Look for the model's layers again.
-
-        Raises:
-            SecondOrderError: If the model has grown, and stats workers lack what is new.
-        """
-        if self.helpers is not None:
-            self.helpers.require_no_growth(self.training)
+        """Look for the model's layers again."""
         if not self._closed:
             self.layers.find()
             self._look_at_shards()

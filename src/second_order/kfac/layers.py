@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from second_order.contract.training import Training, members_of
 from second_order.kfac.losses import (
-    IGNORED,
     SAID,
     ItemsHook,
     reduction_of,
@@ -375,9 +374,7 @@ class Layers:
         for block in blocks:
             found = max(found, block.staged.micro_batches)
         if found > 1 and training.first_time("micro-batches"):
-            ignored = self._items is not None and self._items.ignored
-            said = IGNORED if ignored else SAID[reduction]
-            training.warn(f"{found} backward passes in a step: {said}")
+            training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
         return found if reduction == "mean" else 1
 
     # ------------------------------------------------------------------------- what goes wrong

@@ -1,35 +1,26 @@
 """What the losses of a step's passes are: told by an option, or seen.
 
 Models of transformers are given ``num_items_in_batch`` by the Trainer, the number of targets in all
-micro-batches of a step and on all processes. Most divide the sum over a pass's targets by it; some
-take the mean over the pass all the same. A hook sees whether a model is called with the number, and
-whether autograd's record of its loss divides by it. Models that take no such keyword have no hook.
+micro-batches of a step and on all processes, and divide the sum over a pass's targets by it. A hook
+sees whether a model is called with the number; models that take no such keyword have none.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from second_order.kfac.options import AUTO, KFACOptions
 from second_order.kronecker.factors import Reduction
 
-__all__ = [
-    "IGNORED",
-    "SAID",
-    "ItemsHook",
-    "reduction_of",
-    "watch_items",
-]
+__all__ = ["SAID", "ItemsHook", "reduction_of", "watch_items"]
 
 KEYWORD = "num_items_in_batch"
-NEAR = 100  # nodes of a loss's record, the last ones, among which a division by the number is
 
 SAID: dict[Reduction, str] = {
     "mean": (
@@ -39,14 +30,9 @@ SAID: dict[Reduction, str] = {
     ),
     "step_mean": (
         "the model was given num_items_in_batch, and each loss is taken to have been divided by "
-        "it; otherwise write loss_reduction='mean'"
+        "it; where it takes the mean over a pass all the same, write accumulation_steps=1"
     ),
 }
-IGNORED = (
-    "the model was given num_items_in_batch and does not seem to divide by it: write "
-    "accumulation_steps=1 if losses are added up as they are, as by transformers' Trainer, or "
-    "loss_reduction='step_mean'; until then each is taken to have been divided by their number"
-)
 """What is said of the passes of a step."""
 
 
@@ -55,30 +41,18 @@ class ItemsHook:
 
     Attributes:
         told: Whether a training pass has been given the number of its step's targets.
-        ignored: Whether the model's loss is not divided by it, as far as can be seen.
     """
 
     def __init__(self) -> None:
-        self.told = self.ignored = False
+        self.told = False
         self._handle: RemovableHandle | None = None
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """See a call."""
-        number = kwargs.get(KEYWORD)
-        if self.told or number is None or not torch.is_grad_enabled():
-            return
-        self.told = True
-        if isinstance(output, Mapping):
-            output = output.get("loss")
-        elif isinstance(output, tuple) and output:
-            output = output[0]
-        record = getattr(output, "grad_fn", None)
-        if record is None or output.numel() != 1 or torch.compiler.is_compiling():
-            return
-        if "Compiled" not in record.name():  # whose loss has no record of its own
-            self.ignored = not _divides(record, number)
+        if kwargs.get(KEYWORD) is not None and torch.is_grad_enabled():
+            self.told = True
 
     def hang(self, model: nn.Module) -> None:
         """Hook a model."""
@@ -95,18 +69,6 @@ class ItemsHook:
 
     def __reduce__(self) -> Any:
         return ItemsHook, ()
-
-
-def _divides(record: Any, number: Tensor | float) -> bool:
-    """Whether one of the last operations of a loss is a division by a number."""
-    nodes = [record]
-    for node in nodes:  # which grows meanwhile, by those further from the loss
-        divisor = getattr(node, "_saved_other", None) if "Div" in node.name() else None
-        if divisor is not None and divisor.numel() == 1 and float(divisor) == float(number):
-            return True
-        if len(nodes) < NEAR:
-            nodes += [following for following, _ in node.next_functions if following is not None]
-    return False
 
 
 def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:
@@ -131,4 +93,4 @@ def reduction_of(options: KFACOptions, items: ItemsHook | None) -> Reduction:
         return "sum"
     if options.loss_reduction != AUTO:
         return cast(Reduction, options.loss_reduction)
-    return "step_mean" if items is not None and items.told and not items.ignored else "mean"
+    return "step_mean" if items is not None and items.told else "mean"

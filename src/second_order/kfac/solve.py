@@ -39,8 +39,8 @@ PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on
 Solved: TypeAlias = dict[str, Decomposition]
 """A layer's decompositions, by the factors' letters; without those that failed."""
 
-Refreshed: TypeAlias = tuple[Sequence[float], list[KroneckerBlock], list[str]]
-"""All ranks' news, the layers that have been agreed on, the names of those that fail too often."""
+Refreshed: TypeAlias = tuple[Sequence[float], list[KroneckerBlock]]
+"""All ranks' news, and the layers that have been agreed on."""
 
 
 class Verdict(IntEnum):
@@ -160,7 +160,7 @@ class Solves:
                 damping = value_at(self.options.damping, self.training.steps)
                 check_damping(damping)  # everywhere, before it begins
                 self.damping = float(damping)
-            heard, agreed, hopeless = self.run(due, pending, news)
+            heard, agreed = self.run(due, pending, news)
         except DecompositionError:
             raise
         except BaseException:  # solves under way may have lost their results
@@ -168,11 +168,13 @@ class Solves:
             self.wanted = True
             raise
         self.layers.tell_of_silence(agreed)
+        most = self.options.max_consecutive_failures
+        hopeless = [repr(block.name) for block in agreed if block.state.failures >= most]
         if hopeless:
             raise DecompositionError(
-                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
-                f"{self.options.max_consecutive_failures} refreshes in a row, in float32 or in "
-                f"float64; raise damping, lower lr, or name them in skip_layers"
+                f"the factors of {', '.join(hopeless)} could not be decomposed {most} refreshes in "
+                f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
+                f"skip_layers"
             )
         return heard
 
@@ -185,7 +187,7 @@ class Solves:
         ones are made; several take all, in few messages.
         """
         parts: list[list[KroneckerBlock]] = []
-        filled, agreed, hopeless = 0.0, [], []
+        filled, agreed = 0.0, []
         for block in due:
             size = 0
             for letter in block.shape.letters:
@@ -199,12 +201,11 @@ class Solves:
             with self.training.meter.stage("launch"):
                 self.submit(part)
             self.layers.tell_of_sums()
-            news, came, failing = self.agree(pending, news)
+            news, came = self.agree(pending, news)
             agreed += came
-            hopeless += failing
         if due:
             self.wanted = False
-        return news, agreed, hopeless
+        return news, agreed
 
     # ------------------------------------------------------------------------------------ solve
 
@@ -317,7 +318,7 @@ class Solves:
         with meter.stage("average_gradients"):
             pending.wait()
         if not asked:
-            return news, [], []
+            return news, []
         if world.size > 1:
             with meter.stage(self.agreeing):
                 agreement.wait()
@@ -327,7 +328,8 @@ class Solves:
             if number > Verdict.OPEN:
                 agreed[block] = Verdict(int(number))
         with meter.stage("land"):
-            return heard[len(self.plan) :], list(agreed), self.install(agreed)
+            self.install(agreed)
+        return heard[len(self.plan) :], list(agreed)
 
     def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
         """This rank's verdict on a layer that is to be installed."""
@@ -341,10 +343,9 @@ class Solves:
 
     # ---------------------------------------------------------------------------------- install
 
-    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> list[str]:
-        """Put solved layers to use; returns the names of those that have failed too often."""
+    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
+        """Put solved layers to use."""
         received = self._exchanged(verdicts)
-        failing = []
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -353,10 +354,6 @@ class Solves:
                 continue
             if verdict is not Verdict.SOUND:
                 self._note_failure(block, verdict)
-                if verdict is Verdict.FAILED and (
-                    block.state.failures >= self.options.max_consecutive_failures
-                ):
-                    failing.append(block.name)
                 continue
             inverse = None
             if block in received:
@@ -366,7 +363,6 @@ class Solves:
             block.install(inverse, None if self.drift is None else self.options.inv_dtype)
             self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
-        return failing
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]

@@ -192,13 +192,13 @@ class SolvesOnThreads(Solves):
             self.submit([block for block in due if block not in self.under_way])
         if due:
             self.layers.tell_of_sums()
-        news, agreed, hopeless = self.agree(pending, news)
+        news, agreed = self.agree(pending, news)
         if due:
             self.wanted = False
             came = {b for b in before if b not in self.under_way and b.solved}
             with stage("launch"):
                 self.submit([block for block in due if block in came])
-        return news, agreed, hopeless
+        return news, agreed
 
     def solve(self, ready: Sequence[KroneckerBlock]) -> None:
         """Hand snapshots of this rank's factors to threads, the largest first: ending together."""
@@ -246,30 +246,26 @@ class SolvesOnThreads(Solves):
             return Verdict.RAISED
         return Verdict.SOUND if len(ticket.result()) == len(block.shape.letters) else Verdict.FAILED
 
-    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> list[str]:
-        """Put solved layers to use.
-
-        Raises:
-            DecompositionError: On every rank, for an error on some rank's thread.
-        """
+    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
+        """Put solved layers to use; DecompositionError on every rank, for an error on a thread."""
         raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
-        if not raised:
-            device, streams = self.training.device, self._streams
-            for block, verdict in verdicts.items():
-                solve, ticket = self.under_way[block], self.under_way[block].ticket
-                if ticket is not None and verdict is Verdict.SOUND:
-                    found = ticket.result().items()
-                    solve.solved = {k: retrieve(parts, device, streams) for k, parts in found}
-                    solve.ticket = None
-            return super().install(verdicts)
-        tickets = [self.under_way[block].ticket for block in raised]
-        errors = [t.exception() for t in tickets if t is not None and t.done()]
-        error = next(filter(None, errors), None)
-        self.under_way.clear()  # other layers', too: one error is raised once
-        where = "a thread of another process" if error is None else "a thread"
-        said = "" if error is None else f": {type(error).__name__}: {error}"
-        names = ", ".join(repr(block.name) for block in raised)
-        raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
+        if raised:
+            tickets = [self.under_way[block].ticket for block in raised]
+            errors = [t.exception() for t in tickets if t is not None and t.done()]
+            error = next(filter(None, errors), None)
+            self.under_way.clear()  # other layers', too: one error is raised once
+            where = "a thread of another process" if error is None else "a thread"
+            said = "" if error is None else f": {type(error).__name__}: {error}"
+            names = ", ".join(repr(block.name) for block in raised)
+            raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
+        device, streams = self.training.device, self._streams
+        for block, verdict in verdicts.items():
+            solve, ticket = self.under_way[block], self.under_way[block].ticket
+            if ticket is not None and verdict is Verdict.SOUND:
+                found = ticket.result().items()
+                solve.solved = {k: retrieve(parts, device, streams) for k, parts in found}
+                solve.ticket = None
+        super().install(verdicts)
 
     def close(self) -> None:
         """End the threads, and forget all layers."""

@@ -36,7 +36,6 @@ from second_order.distributed.mailbox import (
     open_store,
 )
 from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
-from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import ACCOUNTS, NAMES
@@ -52,11 +51,6 @@ __all__ = ["StatsWorker", "StatsWorkers", "with_stats_workers"]
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
 Sums: TypeAlias = dict[KroneckerBlock, StatisticsSums]
-
-REMEDY = (
-    "a model cannot grow beside stats workers: make the optimizer of a model that has all its "
-    "layers, and add their groups when they are to train"
-)
 
 
 def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[TCPStore | None, Address]]]:
@@ -130,7 +124,6 @@ class StatsWorkers:
 
     Attributes:
         active: The stats workers that are alive.
-        shapes: Shapes of the model's parameters and buffers, as all processes have them.
         own_passes: Whether statistics come from the training passes.
         hungry: Whether no sound statistics have come last, or since a change of the layers.
         edition: Number of changes of the layers. Messages on their way at a change are dropped.
@@ -139,7 +132,6 @@ class StatsWorkers:
     def __init__(self, count: int, patience: float) -> None:
         self.count, self._patience = count, patience
         self._rank = 0
-        self.shapes: list[torch.Size] = []
         self.active: list[Helper] = []
         self.own_passes = self.hungry = True
         self.edition = 0
@@ -154,12 +146,6 @@ class StatsWorkers:
         to = [(address, me, name) for (_, address), name in zip(stores, names, strict=True)]
         made = [partial(Mailbox, *each, self._patience, training) for each in to]
         self.active += map(Helper, names, connected(everybody, made))
-        self.shapes = [t.shape for t in _model_tensors(training.model)]
-
-    def require_no_growth(self, training: Training) -> None:
-        """Raise SecondOrderError if the model has changed, and stats workers lack the new one."""
-        if self.active and self.shapes != [t.shape for t in _model_tensors(training.model)]:
-            raise SecondOrderError(f"the model has changed; {REMEDY}")
 
     def offer(self, training: Training, send: Sender) -> None:
         """Send the newest parameters to the stats workers that want them; worker 0 does.
