@@ -32,7 +32,7 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
-from second_order.kfac.plan import StepPlan, solve_cost_of
+from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
@@ -195,7 +195,7 @@ def follow_refresh(
     They hear s, the mean curvature of layers, P₀ · P, |P₀|², |P|² of each layer, and how many of
     these are known: of each layer from one rank.
     """
-    if not (options.by_drift or options.follows_steps or options.damping_floor > 0):
+    if drift is None and not (options.follows_steps or options.damping_floor > 0):
         return
     blocks, told, device = [*step.layers], {*step.told}, training.device
     with training.meter.stage("agree"):
@@ -233,4 +233,4 @@ def follow_refresh(
         solves.mean_curvature = mean / layers
     if drift is not None:
         price = PRICE[options.solver] / training.world.size
-        drift.hear(blocks, changed, passes, [price * solve_cost_of(b) for b in blocks])
+        drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])

@@ -30,7 +30,6 @@ from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
-from second_order.options import value_at
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
 
@@ -113,7 +112,7 @@ class Solves:
     ) -> None:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
-        self.solver = SOLVERS[options.solver]
+        self.solver, self._dtype = SOLVERS[options.solver], options.solve_dtype
         self.damping, self.failed, self.mean_curvature = math.nan, 0, 0.0
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
@@ -160,8 +159,10 @@ class Solves:
         due = list(self.plan) if self.wanted else due
         try:
             if due:
-                damping = value_at(self.options.damping, self.training.steps)
-                check_damping(damping)  # everywhere, before it begins
+                damping: Any = self.options.damping
+                if callable(damping):
+                    damping = damping(self.training.steps)
+                    check_damping(damping)  # everywhere, before it begins
                 self.damping = float(damping)
             heard, agreed, hopeless = self.run(due, pending, news)
         except DecompositionError:
@@ -288,7 +289,7 @@ class Solves:
         options, shape, inverse = self.options, block.shape, block.inverse
         factors, damping = block.ensure_factors(), self.under_way[block].damping
         assert damping is not None
-        position, dtype = shape.letters.index(letter), options.solve_dtype
+        position, dtype = shape.letters.index(letter), self._dtype
         guess, scale = None, None
         if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
             guess = inverse.vectors.get(letter)
