@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.attention import is_attention
+from second_order.kronecker.autograd import is_attention
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_of
 from second_order.kronecker.gradient import GradientBlock, folded

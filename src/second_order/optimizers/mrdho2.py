@@ -23,7 +23,8 @@ from typing import Any
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.epochs import Accelerating, Divided, divided_curvature
+from second_order.fosi.accelerator import Accelerating, divided_curvature
+from second_order.fosi.epochs import Divided
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.dho2 import EigenpairOptimizer
@@ -102,7 +103,7 @@ class MRDHO2(EigenpairOptimizer):
     @property
     def epochs(self) -> Sequence[EpochReport]:
         """Reports of the last 1,000 epochs, on a worker."""
-        return self._curvature.epochs.reports
+        return self._curvature.reports
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute eigenpairs until the workers close; an accelerator calls this, not ``step``.
