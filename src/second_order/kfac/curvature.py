@@ -566,8 +566,18 @@ class KFAC(Curvature):
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
-        settled = "; ".join(filter(None, settings))
-        return replace(self.layers.summary(said), intervals=self.budget.said, settings=settled)
+        intervals, settled, age = self.budget.said, "; ".join(filter(None, settings)), ""
+        if self._system.solves is not None:
+            solves, steps, age = self.solves, self.training.steps, "no inverses yet"
+            ages = sorted(steps - step for step in solves.taken_at.values())
+            delays = sorted(n - solves.taken_at[b] for b, n in solves.installed_at.items())
+            if ages:
+                age = (
+                    f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took "
+                    f"{delays[0]} to {delays[-1]} steps; {len(solves.under_way)} under way"
+                )
+        table = self.layers.summary(said)
+        return replace(table, intervals=intervals, settings=settled, age=age)
 
 
 @contextmanager
