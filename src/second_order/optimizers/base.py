@@ -8,7 +8,7 @@
     curvature.correct()                what is left to do to the parameters
 
 Nothing here is numerical. ``state[p]`` holds two parts: ``"base"``, which the wrapped optimizer
-sees as its whole state for p, and ``"curvature"``, which belongs to the curvature.
+sees as its whole state for p, and ``"curvature"``, which is put there for ``state_dict()``.
 """
 
 from __future__ import annotations
