@@ -480,11 +480,6 @@ a curvature object with an absolute damping
 == kfac/options.py
 Newton's scale under bases that scale their steps  <-  preconditioner_scale::auto_follows_the_base
     "gradient" if adaptive else  =>  "newton" if adaptive else
-factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
-    return decay ** max(steps, 1)  =>  return decay
-a young training remembers as much as an old one
-  <-  defaults::a_young_training_remembers_a_share_of_its_steps
-    decay = min(decay, 1 - 1 / max(2.0, self.share * step))  =>  pass
 every base taken for SGD
   <-  defaults::defaults_follow_the_base defaults::of_two_bases_the_first_is_asked
     adaptive = is_adaptive(keywords["base"])  =>  adaptive = False
@@ -556,6 +551,11 @@ a clip that lowering lr does not lower
     elif by_batch and rate < USUAL_LR:  =>  elif False:
 
 == kfac/schedule.py
+factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
+    decay ** max(since, 1)  =>  decay
+a young training remembers as much as an old one
+  <-  defaults::a_young_training_remembers_a_share_of_its_steps
+    decay = min(decay, 1 - 1 / max(2.0, past.share * step))  =>  pass
 newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics
     step == self._layers.newcomers_at or self.budget.measuring  =>  self.budget.measuring
 factors forget by the step, not by the update
@@ -792,15 +792,13 @@ a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_ze
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
 
-== kronecker/explained.py
+== kronecker/factors.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
     if weight is not None:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
-
-== kronecker/factors.py
 sums of narrow factors that travel as they were added up
   <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
     factor.to(self.factor_dtype)  =>  factor

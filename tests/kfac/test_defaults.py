@@ -27,6 +27,7 @@ from torch.optim import (
 import second_order
 from second_order import KAISA, DistKFAC, PerStep
 from second_order.kfac.precondition import bound_for
+from second_order.kfac.schedule import past_at
 from second_order.options import is_adaptive
 
 if TYPE_CHECKING:
@@ -239,8 +240,8 @@ def test_the_number_of_examples_is_in_checkpoints(System: type[KAISA]) -> None:
 
 
 def test_factors_remember_steps_whatever_the_interval() -> None:
-    assert PerStep(0.95).after(1, 0) == 0.95
-    assert PerStep(0.95).after(10, 10) == pytest.approx(0.95**10)
+    assert past_at(PerStep(0.95), 1, 0) == 0.95
+    assert past_at(PerStep(0.95), 10, 10) == pytest.approx(0.95**10)
     model, x, y = model_and_batch(20)
     weights = []
     for every in (1, 5):
@@ -273,10 +274,10 @@ def test_a_memory_in_steps_has_bounds(fields: dict[str, float], said: str) -> No
 
 def test_a_young_training_remembers_a_share_of_its_steps() -> None:
     memory = PerStep(0.978, share=1 / 3)
-    assert memory.after(1, 0) == memory.after(1, 6) == 0.5
-    assert memory.after(1, 30) == pytest.approx(0.9)
-    assert memory.after(5, 30) == pytest.approx(0.9**5)
-    assert memory.after(10, 10_000) == pytest.approx(0.978**10)
+    assert past_at(memory, 1, 0) == past_at(memory, 1, 6) == 0.5
+    assert past_at(memory, 1, 30) == pytest.approx(0.9)
+    assert past_at(memory, 5, 30) == pytest.approx(0.9**5)
+    assert past_at(memory, 10, 10_000) == pytest.approx(0.978**10)
     model, x, y = model_and_batch(20)
     optimizer = KAISA(model, lr=1e-3, base=AdamW, inv_update_steps=1)
     for _ in range(4):

@@ -310,6 +310,15 @@ class Training:
             if p is not None and id(p) in ours
         ]
 
+    def new_shards(self) -> dict[Tensor, Tensor]:
+        """The shards that FSDP2 has put in the places of parameters since, by these."""
+        found: dict[Tensor, Tensor] = {}
+        for module, name, p in self.places:
+            new = module._parameters.get(name)
+            if new is not None and new is not p and is_dtensor(new) and new.shape == p.shape:
+                found[p] = new
+        return found
+
     def names(self) -> dict[int, str]:
         """The names of the model's parameters, by id."""
         reshard(self.model)

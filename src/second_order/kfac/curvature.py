@@ -73,20 +73,7 @@ EXACT = 20  # first steps whose statistics travel unrounded
 
 
 class KFAC(Curvature):
-    """The layers of a training, their factors and inverses.
-
-    Attributes:
-        layers: The layers of the model.
-        plan: The plan of each layer that trains: which rank does what.
-        solves: The layers' inverses, and the solves under way.
-        clip: The clip of the steps.
-        coefficient: ν of the last step, a scalar; None where nothing was clipped.
-        sharded: Whether FSDP2 has sharded any parameter of a layer.
-        hook: DPKFAC's hook of DistributedDataParallel, or None.
-        helpers: The stats workers, or None.
-        budget: Chooses the intervals that are "auto".
-        workers: The number of gradient workers that has been chosen; 0 where it is given.
-    """
+    """The layers of a training, their factors and inverses; ``helpers`` are the stats workers."""
 
     scaler_matters = "the gradients it has captured carry the scale"
     parts_suffice = True
@@ -103,7 +90,7 @@ class KFAC(Curvature):
         self._options, self._system, self.helpers = options, system, helpers
         timed = partial(_in_hooks, training.meter)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
-        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}
+        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of each layer that trains
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self._cadence = Cadence(training, options, self.layers, helpers is not None, system.waits)
@@ -114,15 +101,16 @@ class KFAC(Curvature):
         self._step = StepPlan({}, World.alone(), World.alone())
         self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
         self._owners: tuple[Any, dict[Tensor, int]] = (None, {})
-        self.hook: OwnerHook | None = None
+        self.hook: OwnerHook | None = None  # DPKFAC's of DistributedDataParallel
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
-        self._closed, self._coming, self.workers = False, False, 0
-        self.coefficient: Tensor | None = None
+        self._closed, self._coming = False, False
+        self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
+        self.coefficient: Tensor | None = None  # ν of the last step; None where nothing was clipped
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
         self.clip = Clip(training, options, self.layers, counted if helpers is None else "helpers")
         self.layers.find()
@@ -560,8 +548,18 @@ class KFAC(Curvature):
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
-        settled = "; ".join(filter(None, settings))
-        return replace(self.layers.summary(said), intervals=self.budget.said, settings=settled)
+        intervals, settled, age = self.budget.said, "; ".join(filter(None, settings)), ""
+        if self._system.solves is not None:
+            solves, steps, age = self.solves, self.training.steps, "no inverses yet"
+            ages = sorted(steps - step for step in solves.taken_at.values())
+            delays = sorted(n - solves.taken_at[b] for b, n in solves.installed_at.items())
+            if ages:
+                age = (
+                    f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took "
+                    f"{delays[0]} to {delays[-1]} steps; {len(solves.under_way)} under way"
+                )
+        table = self.layers.summary(said)
+        return replace(table, intervals=intervals, settings=settled, age=age)
 
 
 @contextmanager

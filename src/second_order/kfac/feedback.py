@@ -32,7 +32,7 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
-from second_order.kfac.plan import StepPlan, solve_cost_of
+from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
@@ -237,4 +237,4 @@ def follow_refresh(
         solves.mean_curvature = mean / layers
     if drift is not None:
         price = PRICE[options.solver] / training.world.size
-        drift.hear(blocks, changed, passes, [price * cost for cost in map(solve_cost_of, blocks)])
+        drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])

@@ -71,21 +71,7 @@ ELSEWHERE = (
 class Layers:
     """The blocks of a model, and the statistics that its passes leave in them.
 
-    Args:
-        training: The training of the model.
-        options: The options, those of statistics among them.
-        rules: Rules for which modules become blocks.
-        conv_approximation: Approximation for convolutions; None for that of other layers.
-        timed: Makes a context manager that measures the work of the hooks.
-
-    Attributes:
-        blocks: The blocks of all layers, frozen ones too.
-        active: The blocks that train now.
-        left: The parameters left to the base, and why.
-        newcomers_at: The first step whose passes are sure to have been captured for layers that
-            began to train in mid-run, or lost their factors.
-        heard: Hears, in a backward pass, of each layer whose statistics have grown.
-        updates: Number of changes of the running averages so far.
+    ``timed`` makes a context manager that measures the work of the hooks.
     """
 
     def __init__(
@@ -98,9 +84,11 @@ class Layers:
     ) -> None:
         self._training, self._options, self._rules = training, options, rules
         self._conv_approximation, self._timed = conv_approximation, timed
-        self.blocks: list[KroneckerBlock] = []
-        self.active: list[KroneckerBlock] = []
-        self.left: list[LeftToBase] = []
+        self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
+        self.active: list[KroneckerBlock] = []  # those that train now
+        self.left: list[LeftToBase] = []  # the parameters left to the base, and why
+        # The first step whose passes are sure to have been captured for layers that began to train
+        # in mid-run, or lost their factors.
         self.newcomers_at = -1
         self._signature: tuple[Any, ...] | None = None
         self._params: list[nn.Parameter] = []  # of all blocks
@@ -110,9 +98,10 @@ class Layers:
         self._shapes: list[FactorShape] = []
         self.expecting = True
         self._overflown: dict[KroneckerBlock, Tensor] = {}
+        # Hears, in a backward pass, of each layer whose statistics have grown.
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
-        self.updates = 0
+        self.updates = 0  # number of changes of the running averages so far
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
         """Find the layers of the parameters in the groups that have blocks, or of others'."""
@@ -248,12 +237,7 @@ class Layers:
     def watch(
         self, taken: Callable[[KroneckerBlock], bool], counted: KroneckerBlock | None = None
     ) -> None:
-        """Hook the layers whose statistics this process takes, and the one whose terms it counts.
-
-        Args:
-            taken: Tells whether statistics of a layer are taken.
-            counted: The layer whose terms are counted, or None.
-        """
+        """Hook the layers whose statistics this process takes, and the one it counts terms of."""
         self.collector.counted = counted
         self.collector.watch(filter(taken, self.blocks))
         watched = [b for b in self.blocks if taken(b) or b is counted]
@@ -544,15 +528,9 @@ def gradient_statistics(
 ) -> dict[KroneckerBlock, StatisticsSums]:
     """The sums of the blocks whose mean gradients are here; a collective if ``counts_own``.
 
-    The number of examples of a step is that of the layer that sees most, on average; 64 where no
-    layer counts any.
-
-    Args:
-        training: The training that the gradients are of.
-        blocks: The blocks whose counts are those of the training's batches.
-        mine: The blocks to take statistics of.
-        counts_own: Whether a rank's layers count its own examples alone, not those of all ranks.
-        mean_loss: Whether the gradient is a mean over the step's examples, not a sum.
+    Statistics are taken of ``mine``. The number of examples of a step is that of the layer of
+    ``blocks`` that sees most, on average, of this rank alone if it ``counts_own``; 64 where no
+    layer counts any. ``mean_loss``: the gradient is a mean over the step's examples, not a sum.
     """
     size = training.world.size
     others = [b.factors for b in blocks if b.factors and not isinstance(b, GradientBlock)]

@@ -117,13 +117,6 @@ class PerStep:
             remedy = "1 / 3, say, or None"
             check_number("share", self.share, low=0.0, open_low=True, high=1.0, remedy=remedy)
 
-    def after(self, steps: int, step: int) -> float:
-        """The weight of the past at an update at ``step``, ``steps`` after the last one."""
-        decay = self.decay
-        if self.share is not None:
-            decay = min(decay, 1 - 1 / max(2.0, self.share * step))
-        return decay ** max(steps, 1)
-
 
 STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.978, share=1 / 3)
 

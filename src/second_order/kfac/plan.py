@@ -52,7 +52,6 @@ __all__ = [
     "dpkfac_plan",
     "gradient_owners",
     "kaisa_plan",
-    "solve_cost_of",
     "sum_statistics",
     "with_one_worker",
 ]
@@ -175,16 +174,14 @@ def gradient_owners(sizes: Sequence[int], owners: Sequence[int | None], ranks: i
 
 
 def dims_of(block: KroneckerBlock) -> LayerDims:
-    """The sizes of a layer that a plan is made from."""
-    shape, cost = block.shape, solve_cost_of(block)
+    """The sizes of a layer that a plan is made from, and the cost of its solve.
+
+    That is the sum of n³ over its factors, of n for a diagonal one.
+    """
+    shape, cost = block.shape, 0.0
+    for k in shape.letters:
+        cost += shape.groups * shape.dims[k] ** (1 if k in shape.diagonals else 3)
     return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)
-
-
-def solve_cost_of(block: KroneckerBlock) -> float:
-    """The cost of solving a layer: the sum of n³ over its factors, n for a diagonal one."""
-    shape = block.shape
-    powers = ((k, 1 if k in shape.diagonals else 3) for k in shape.letters)
-    return float(sum(shape.groups * shape.dims[k] ** power for k, power in powers))
 
 
 def _one(rank: int) -> range:
@@ -233,6 +230,7 @@ class StepPlan:
     # Of the layers that this row preconditions, the position in it of the factor's solver.
     to_send: Mapping[Item, int] = field(default_factory=dict)
     rows: Mapping[KroneckerBlock, int] = field(default_factory=dict)  # that precondition each layer
+    costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)  # of the layers' solves
 
 
 def compile_step(
@@ -264,6 +262,7 @@ def compile_step(
             for letter in block.shape.letters
         },
         {block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
+        {block: dims_of(block).cost for block in layers},
     )
 
 

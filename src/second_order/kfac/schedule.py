@@ -45,6 +45,7 @@ __all__ = [
     "Change",
     "Drift",
     "least_intervals",
+    "past_at",
 ]
 
 DRIFT_INTERVAL, DRIFT_ALIKE = DRIFT = ("drift_interval", "drift_alike")
@@ -234,6 +235,14 @@ def _median(values: Sequence[float]) -> float:
     return float(statistics.median(values)) if values else math.nan
 
 
+def past_at(past: PerStep, since: int, step: int) -> float:
+    """The weight of the past at an update at ``step``, so many steps after the last one."""
+    decay = past.decay
+    if past.share is not None:
+        decay = min(decay, 1 - 1 / max(2.0, past.share * step))
+    return float(decay ** max(since, 1))
+
+
 class Cadence:
     """When statistics and refreshes are due, and how much of the past an update keeps.
 
@@ -343,7 +352,7 @@ class Cadence:
                 every = self.interval("factor_update_steps", steps)
                 since = min(every, steps - self.budget.until + 1)
         if isinstance(past, PerStep):
-            return past.after(since, steps)
+            return past_at(past, since, steps)
         decay: float = value_at(past, steps)
         check_decay(decay)
         return decay

@@ -30,7 +30,6 @@ from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.solvers import SOLVERS, Damping
-from second_order.options import value_at
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
 
@@ -157,8 +156,10 @@ class Solves:
         due = list(self.plan) if self.wanted else due
         try:
             if due:
-                damping = value_at(self.options.damping, self.training.steps)
-                check_damping(damping)  # everywhere, before it begins
+                damping: Any = self.options.damping
+                if callable(damping):
+                    damping = damping(self.training.steps)
+                    check_damping(damping)  # everywhere, before it begins
                 self.damping = float(damping)
             heard, agreed = self.run(due, pending, news)
         except DecompositionError:

@@ -29,7 +29,6 @@ from torch import Tensor
 from second_order.contract.training import PendingAverage
 from second_order.errors import DecompositionError
 from second_order.kfac.options import DistKFACOptions, half_the_cores
-from second_order.kfac.plan import solve_cost_of
 from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
@@ -206,7 +205,7 @@ class SolvesOnThreads(Solves):
         decompose = partial(
             self.solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
         )
-        for block in sorted(ready, key=solve_cost_of, reverse=True):
+        for block in sorted(ready, key=self.step.costs.__getitem__, reverse=True):
             on_cuda = self._own.inverse_device == "cuda"
             device = block.weight.device if on_cuda else torch.device("cpu")
             problems = {k: self.problem(block, k, device) for k in block.shape.letters}

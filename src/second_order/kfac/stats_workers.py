@@ -393,7 +393,7 @@ class StatsWorker(Curvature):
 
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
-        return self.layers.summary({})
+        return replace(self.layers.summary({}), age="no inverses yet")
 
     def unwatched(self) -> AbstractContextManager[None]:
         """Make a context manager that takes all hooks off the model and puts them back."""

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.autograd import params_in_pass
-from second_order.kronecker.explained import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
+    TOLERANCE,
+    Explanation,
     KroneckerFactors,
     StagedStatistics,
     mean_eigenvalue,

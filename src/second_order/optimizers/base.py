@@ -8,7 +8,7 @@
     curvature.correct()                what is left to do to the parameters
 
 Nothing here is numerical. ``state[p]`` holds two parts: ``"base"``, which the wrapped optimizer
-sees as its whole state for p, and ``"curvature"``, which belongs to the curvature.
+sees as its whole state for p, and ``"curvature"``, which is put there for ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -261,11 +261,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
-        training, others = self._training, dict[Tensor, Tensor]()
-        for module, name, p in training.places:
-            new = module._parameters.get(name)
-            if new is not None and new is not p and is_dtensor(new) and new.shape == p.shape:
-                others[p] = new
+        training, others = self._training, self._training.new_shards()
         if not others:
             return False
         check_sharding(training.model)
@@ -422,9 +418,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
 
         Raises:
-            SecondOrderError: If other processes keep some of it, it has not been collected by
-                :meth:`consolidate` since the last step, and it is not
-                ``torch.distributed.checkpoint`` that asks for this process's part.
+            SecondOrderError: If other processes keep some of it, :meth:`consolidate` has not
+                collected it, and ``torch.distributed.checkpoint`` does not ask for a part.
         """
         self.take_shards()
         require_whole(self._training, self._curvature)
@@ -507,13 +502,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Numbers to log: of the last step, of the curvature in use, seconds and bytes by stage.
 
         The names are the same on every process, and on the page *Instruments*; a number that this
-        process does not know is NaN. Nothing is sent and nothing changes. Reading it waits for the
-        device.
+        process does not know is NaN. Nothing is sent, and the device is waited for.
         """
-        curvature = self._curvature
-        steps = {"step": float(self._training.steps)}
-        accounts = self._training.meter.read(curvature.accounts)
-        return {**steps, **curvature.metrics(), **accounts}
+        training, curvature = self._training, self._curvature
+        accounts = training.meter.read(curvature.accounts)
+        return {"step": float(training.steps), **curvature.metrics(), **accounts}
 
     def recipe(self) -> Recipe:
         """A table of which base trains each parameter, how, and whether it is preconditioned."""

@@ -33,7 +33,6 @@ from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kaisa import KroneckerOptimizer
 from second_order.optimizers.keywords import RestOptions, settled, signed, typed
 from second_order.options import picked
-from second_order.report import Summary
 
 __all__ = ["DistKFAC"]
 
@@ -150,18 +149,3 @@ class DistKFAC(KroneckerOptimizer):
             )
         self.take_shards()
         return self._curvature.serve(batches, loss_fn)
-
-    def summary(self) -> Summary:
-        """A table of every layer, with how old the inverses in use are.
-
-        Bytes are those of this process. Reading it waits for the device.
-        """
-        ages, delays = sorted(self.staleness.values()), sorted(self.delays.values())
-        note = "no inverses yet"
-        if ages and isinstance(self._curvature, KFAC):
-            note = (
-                f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took "
-                f"{delays[0]} to {delays[-1]} steps; {len(self._curvature.solves.under_way)} under "
-                f"way"
-            )
-        return replace(super().summary(), age=note)
