@@ -147,9 +147,8 @@ def _repeated_in() -> tuple[int, bool]:
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
-    ``consumer`` receives every pair, under ``no_grad`` and without autocast. ``wanted`` tells
-    whether a module's pairs are wanted now, if None where its weight trains; ``timed`` makes a
-    context manager that measures a hook; ``fsdp`` knows what FSDP2 does with the parameters.
+    ``consumer`` receives the pairs it wants, under ``no_grad`` and without autocast; ``timed``
+    makes a context manager that measures a hook; ``fsdp`` is what FSDP2 does with parameters.
 
     ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
     and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
@@ -164,12 +163,10 @@ class Capture:
         self,
         consumer: Any,
         sampler: Sampler | None = None,
-        wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
     ) -> None:
         self.gate, self.timed, self.fsdp = Gate(), timed, fsdp
-        self._wanted = wanted or (lambda module: cast(Tensor, module.weight).requires_grad)
         self._consumer, self._sampler = consumer, sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -251,7 +248,7 @@ class Capture:
         if autograd.transformed():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
-        wanted = [layer for layer in layers if self._wanted(layer)]
+        wanted = [layer for layer in layers if self._consumer.wants(layer)]
         if not (wanted and torch.is_grad_enabled()):
             return
         x = None if attention else input_in(args, kwargs)
@@ -325,7 +322,7 @@ class Capture:
             if drawn is not None:
                 x, d, number = drawn
                 self.emit(call.module, x, d, number, call.source, False)
-            if call.assembly is None and self._consumer.looks(call.module):
+            if call.assembly is None:
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                     self._consumer.look(call.module, *cast(Any, call.pair(gradient)))
         else:
@@ -479,10 +476,6 @@ class StatisticsCollector:
         """Whether any block of a module trains now."""
         return bool(self._training(module) or self._counted(module))
 
-    def looks(self, module: nn.Module) -> bool:
-        """Whether the pairs of a module are compared with its gradient now."""
-        return any(block.looks for block in self._training(module))
-
     def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
         for block in self._training(module):
@@ -501,14 +494,9 @@ class StatisticsCollector:
     ) -> None:
         """Add one pair to the staged statistics of its blocks.
 
-        Args:
-            module: The layer that was called.
-            x: The layer's input.
-            d: The gradient with respect to the layer's output.
-            pass_id: A number of the backward pass, the same for all its pairs.
-            source: A number of the input, the same for layers called in a row on the same tensor;
-                -1 if that is not known.
-            again: Whether a backward pass has come through this call of the layer before.
+        ``pass_id`` is one number for all pairs of a backward pass, ``source`` one for layers called
+        in a row on one tensor, -1 if that is not known; ``again``: a backward pass has come through
+        this call of the layer before.
         """
         training, reduction = self._training(module), self.reduction()
         counted = self._counted(module) if reduction == "step_mean" else []

@@ -42,29 +42,19 @@ LOOKED_AT = 32  # entries of each row that are looked at before all are
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``.
-
-    ``diagonal_a``: A is diagonal and kept as ``groups x in``; of an embedding, whose weight is
-    ``(in, out)``. ``locations``: the layer is doubly factored, its inputs being ``in / locations``
-    channels, of which A is, times so many locations, of which L is. ``exact``: G is the whole
-    curvature, and A is 1. ``transposed``: the weight is ``(groups in, out)``. ``marginal``: the
-    factors are those of gradients, G of their rows and A of their columns; A has the trace 1.
-
-    ``letters`` are the names of the factors, ``dims`` their sizes n, ``diagonals`` the names of
-    those kept as diagonals, and ``gradient_size`` is the shape of the gradient as a matrix.
-    """
+    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``."""
 
     groups: int
     in_dim: int
     out_dim: int
-    diagonal_a: bool = False
-    locations: int = 0
-    exact: bool = False
-    transposed: bool = False
-    marginal: bool = False
-    letters: str = field(init=False, repr=False, compare=False)
-    dims: dict[str, int] = field(init=False, repr=False, compare=False)
-    diagonals: str = field(init=False, repr=False, compare=False)
+    diagonal_a: bool = False  # A is kept as groups x in; of an embedding, whose weight is (in, out)
+    locations: int = 0  # if doubly factored, with A of in / locations channels, and L of locations
+    exact: bool = False  # G is the whole curvature, and A is 1
+    transposed: bool = False  # the weight is (groups in, out)
+    marginal: bool = False  # G is of gradients' rows and A of their columns; A has the trace 1
+    letters: str = field(init=False, repr=False, compare=False)  # names of the factors
+    dims: dict[str, int] = field(init=False, repr=False, compare=False)  # their sizes n
+    diagonals: str = field(init=False, repr=False, compare=False)  # those kept as diagonals
     gradient_size: tuple[int, int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -196,10 +186,9 @@ def symmetric(
     rows: int | Tensor,
     triangular: bool,
 ) -> Tensor:
-    """Assemble a symmetric matrix from bands of its rows and the homogeneous coordinate.
+    """A symmetric matrix from bands of its rows, as for :func:`write_band`, of the dtype of ``x``.
 
-    The bands are as for :func:`write_band`, of the dtype of ``x``. The column, ``(groups, dim)``,
-    is the sum of the rows, None without that coordinate; ``rows`` is their number.
+    ``column``, ``(groups, dim)``, is the sum of ``rows`` rows; None without a row of ones.
     """
     total, matrix = dim + (column is not None), None
     small = triangular and total <= GATHERED_UP_TO  # by way of the whole matrix
@@ -271,23 +260,19 @@ def _rows_of_weight(module: nn.Module, bias: bool) -> FactorShape:
 
 
 Key: TypeAlias = type[nn.Module] | str
-"""The name of a kind of layer: a class, or a word for what is known by what it computes."""
+"""The name of a kind of layer: its class, or a word for what it computes."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The rules for one kind of layer.
+    """The rules for one kind of layer."""
 
-    ``statistics`` makes those of a pair, in float32 at least; ``shape`` gives the factors' sizes;
-    ``with_bias``: the bias is the homogeneous coordinate of A; ``gradient`` gives a pair's part of
-    the weight's gradient; ``fits`` tells whether a pair's sizes can be the layer's.
-    """
-
-    statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
+    statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]  # of a pair (x, d)
     shape: Callable[[nn.Module, bool], FactorShape] = _rows_of_weight
     weight: str = "weight"
     bias: str = "bias"
-    with_bias: bool = True
+    with_bias: bool = True  # the bias is the homogeneous coordinate of A
+    # A pair's part of the weight's gradient, and whether its sizes can be the layer's.
     gradient: Callable[[nn.Module, Tensor, Tensor], Tensor] = linear_gradient
     fits: Callable[[nn.Module, Tensor, Tensor], bool] = lambda module, x, d: True
 
