@@ -194,7 +194,8 @@ class Capture:
         # The calls of an attention are those of its `out_proj`, too.
         attention = filter(is_attention, root.modules())
         within = {cast(nn.Module, module.out_proj): module for module in attention}
-        self.missed.update(dict.fromkeys([*within.values(), *within], COMPILED))
+        for layer in (*within, *within.values()):
+            self.missed.setdefault(layer, COMPILED)
         called = dict.fromkeys(within.get(layer, layer) for layer in layers)
         kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
         if self._sampler is not None and layers:
