@@ -14,7 +14,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_of
 from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
-from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape
+from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape, Key
 from second_order.patterns import first_match
 from second_order.sharded import plain_type
 
@@ -244,16 +244,14 @@ class _Search:
             self.leave(norm.name, norm.modules[0], TIED, alone=norm.owned)
             return []
         names, modules = [name for name, _ in members], [module for _, module in members]
-        keys = [self.keys[module] for module in modules]
-        kinds = [KINDS[nn.Linear if k is None else k] for k in keys]
-        first, own = modules[0], kinds[0]
-        found = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
-        tied, reason = all(module in self.ties for module in modules), None
-        if not self.left.isdisjoint(modules):
-            reason = TIED
-        elif not tied:
+        keys, tied = [self.keys[m] for m in modules], all(m in self.ties for m in modules)
+        reason = None if self.left.isdisjoint(modules) else TIED
+        if reason is None:
+            kinds = [KINDS[cast(Key, key)] for key in keys]
+            first, own = modules[0], kinds[0]
+            found = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
             shapes = {(plain_type(m), cast(Tensor, getattr(m, own.weight)).shape) for m in modules}
-            if len(set(map(id, found))) > 1 or len(shapes) > 1:
+            if not tied and (len(set(map(id, found))) > 1 or len(shapes) > 1):
                 reason = "tied weights with separate biases or types"
         if reason is not None:
             for name, module in members:
