@@ -139,7 +139,7 @@ def spoilt_epoch(rank: int, world_size: int, final_update: str) -> Any:
 
     def before(step: int) -> None:
         if rank == 1 and step == EPOCH + 2:
-            optimizer._curvature.epochs.total[0] = NAN
+            optimizer._curvature.total[0] = NAN
 
     with noted() as warned, mrdho2(model, final_update=final_update) as optimizer:
         if optimizer.role == "accelerator":

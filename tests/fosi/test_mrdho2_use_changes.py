@@ -40,13 +40,13 @@ def slow_verdict(rank: int, world_size: int, seconds: float) -> Any:
     model = CASE.model()
     optimizer = mrdho2(model, final_update="guarded")
     if optimizer.role == "accelerator":
-        judge = optimizer._curvature.accelerator._judge
+        judge = optimizer._curvature._judge
 
         def late(*args: Any) -> None:
             time.sleep(seconds)
             judge(*args)
 
-        with replaced(optimizer._curvature.accelerator, {"_judge": late}):
+        with replaced(optimizer._curvature, {"_judge": late}):
             return serve(model, optimizer)
     with optimizer:
         worker(model, optimizer, rank, 1, BATCHES[:EPOCH])

@@ -87,7 +87,7 @@ def test_where_the_model_holds_steps_are_whole(curvature: float) -> None:
     for step in range(30):
         c = curvature * (1 - curvature) ** step
         assert line.step(c) == (c, False)
-    assert line.trust.scale == 1.0
+    assert line.trust.numbers[1] == 1.0
 
 
 @pytest.mark.parametrize("curvature", [1.8, 2.1, 5.0, 60.0])
@@ -111,14 +111,14 @@ def test_a_step_is_at_most_ten_times_as_long_as_usual() -> None:
 def test_a_step_that_explodes_is_undone_once(how: str) -> None:
     line = Line()
     line.step(1.0)
-    before = line.trust.scale
+    before = line.trust.numbers[1]
     if how == "not finite":
         assert line.step(math.nan, sound=NO, finite=NO)[1]
         assert not line.step(math.nan, sound=NO, finite=NO)[1]
     else:
         assert line.step(-1e6)[1]
         assert not line.step(1.0)[1]
-    assert line.trust.scale <= 0.11 * before
+    assert line.trust.numbers[1] <= 0.11 * before
     assert int(line.trust.undone) == 1
     assert all(map(math.isfinite, line.trust.numbers))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.training import Training
+from second_order.distributed.roles import whole_models
 from second_order.lanczos.closure import CurvatureKind, LossFn, check_curvature
 from second_order.lanczos.hvp import ProductMode
 from second_order.lanczos.spectrum import check_one_device, default_iterations
@@ -46,7 +47,7 @@ __all__ = [
     "check_one_vector",
     "check_shards",
     "frozen_body",
-    "newton_scale_at",
+    "newton_scales",
     "suited",
 ]
 
@@ -55,24 +56,8 @@ Layout: TypeAlias = Literal["row", "column"]
 WARM_PRODUCTS = 20
 """Products that a warm start may take whatever the number of pairs."""
 
-REST_CLIP = 3.0
-"""FOSI's bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
-
-
 PresetName: TypeAlias = Literal["auto", "general", "fine-tuning", "full-batch"]
 FinalUpdate: TypeAlias = Literal["within", "guarded", "paper", "additive"]
-
-
-def check_newton_scale(name: str, value: Any) -> None:
-    """Raise unless α is a finite number of at least 0."""
-    remedy = "0.1 is the default, 1.0 a full step"
-    check_number(name, value, low=0.0, open_high=True, remedy=remedy)
-
-
-def check_lanczos_dtype(name: str, value: Any) -> None:
-    """Raise unless Lanczos vectors stay orthogonal in a dtype."""
-    if value not in (torch.float32, torch.float64):
-        raise ValueError(f"{name}={value} loses orthogonality; use torch.float32 or torch.float64")
 
 
 def check_momentum(name: str, value: Any) -> None:
@@ -96,6 +81,7 @@ WARMUP = partial(check_whole, low=0, remedy="0 to begin with a refresh")
 CLIP = partial(check_number, low=1.0, remedy="1.0 for no scaling")
 TOLERANCE = partial(check_number, low=0.0, open_high=True, remedy="1e-2 is the default")
 FLOOR = partial(check_number, low=0.0, high=1.0, remedy="0.01 is usual")
+SCALE = partial(check_number, low=0.0, open_high=True, remedy="0.1 is the default, 1.0 a full step")
 SHARE = partial(check_number, low=0.0, open_low=True, high=10.0, remedy="0.2 is the default")
 
 
@@ -168,12 +154,12 @@ class FOSIOptions:
     curvature_interval: AutoInterval = keyword(AUTO, check_interval, AUTO)
     overhead: float = keyword(0.2, SHARE)
     warmup_steps: int | None = keyword(None, WARMUP, None)
-    newton_scale: Schedule = keyword(0.1, check_newton_scale, callable)
+    newton_scale: Schedule = keyword(0.1, SCALE, callable)
     lr_scale_clip: float | None = keyword(None, CLIP, None)
     lr_scale_guard: bool = keyword(True, check_flag)
     lanczos_iterations: int | None = keyword(None)
     lanczos_tol: float = keyword(1e-2, TOLERANCE)
-    lanczos_dtype: torch.dtype | None = keyword(None, check_lanczos_dtype, None)
+    lanczos_dtype: torch.dtype | None = keyword(None, one_of(torch.float32, torch.float64), None)
     eigenvalue_floor: float = keyword(1e-2, FLOOR)
     subspace_momentum: float | Literal["average", "base"] = keyword("average", check_momentum)
     warm_start: bool = keyword(True, check_flag)
@@ -212,19 +198,6 @@ class FOSIOptions:
         if not warm or self.smallest:
             return usual
         return min(usual, max(2 * wanted, WARM_PRODUCTS))
-
-    @property
-    def first_refresh(self) -> int:
-        """The step of the first refresh: W, the steps of the base alone; not for "auto"."""
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        return int(value_at(self.curvature_interval, 0))
-
-    def rest_clip(self, base: type[torch.optim.Optimizer]) -> float:
-        """The bound on s for a base."""
-        if self.lr_scale_clip is not None:
-            return self.lr_scale_clip
-        return REST_CLIP if base is torch.optim.SGD else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,42 +239,38 @@ class EpochOptions(FOSIOptions):
         check_count("epoch_steps", self.epoch_steps, meaning="steps")  # before it is an interval
         super().__post_init__()
 
-    @property
-    def within(self) -> bool:
-        """Whether the next epoch's steps use the eigenpairs, in place of one update."""
-        return self.final_update == "within"
 
-    @property
-    def first_epoch(self) -> int:
-        """The step of the first epoch that accelerators help in: W, 0 if it is not given."""
-        return self.warmup_steps or 0
-
-
-def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> float | Tensor:
-    """α of a group of parameters at a step, negative where the loss is maximized."""
-    scale = value_at(option, step)
+def newton_scales(option: Schedule, training: Training) -> list[float | Tensor]:
+    """α of each group of parameters at a step, negative where the loss is maximized."""
+    given, scales = value_at(option, training.steps), list[float | Tensor]()
     if callable(option):  # a number has been checked
-        check_newton_scale("newton_scale", scale)
-    scale = -float(scale) if group.get("maximize") else float(scale)
-    if callable(option):
-        return scale
-    # A constant is α at the schedule's largest lr: a schedule that ends at 0 ends these steps.
-    lr, peak = group["lr"], group[PEAK_LR]
-    if isinstance(lr, Tensor) or isinstance(peak, Tensor):
-        ratio: Tensor = lr / peak
-        return scale * torch.nan_to_num(ratio, 0.0)
-    return scale * (lr / peak) if peak > 0.0 else 0.0
+        SCALE("newton_scale", given)
+    for group in training.groups:
+        scale = -float(given) if group.get("maximize") else float(given)
+        lr, peak = group["lr"], group[PEAK_LR]
+        if callable(option):
+            scales.append(scale)
+        # A constant is α at the schedule's largest lr: a schedule that ends at 0 ends these steps.
+        elif isinstance(lr, Tensor) or isinstance(peak, Tensor):
+            scales.append(scale * torch.nan_to_num(lr / peak, 0.0))
+        else:
+            scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)
+    return scales
 
 
-def check_shards(name: str, params: Sequence[Tensor], options: FOSIOptions) -> None:
+def check_shards(
+    name: str, params: Sequence[Tensor], options: FOSIOptions, *, helped: bool
+) -> None:
     """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows.
 
-    Its products are by differences then.
+    Its products are by differences then. Where workers are ``helped``, raise ValueError for any.
     """
     shards = [p for p in params if is_dtensor(p)]
     why = ""
     if not shards:
         return
+    if helped:
+        raise ValueError(whole_models(name, "accelerator"))
     if len(shards) < len(params):
         why = (
             f"fully_shard has sharded {len(shards)} of {len(params)} parameters, and one vector "
@@ -331,12 +300,23 @@ def check_shards(name: str, params: Sequence[Tensor], options: FOSIOptions) -> N
         raise TypeError(f"{name}: {why}")
 
 
-def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless the groups' parameters can be one vector with a Hessian."""
-    groups = list(groups)
+def check_one_vector(training: Training) -> None:
+    """Raise unless the parameters can be one vector with a Hessian, whose steps are corrected.
+
+    Raises:
+        ValueError: If they are on several devices, or ``maximize`` differs.
+        TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
+    """
+    groups, base = training.groups, training.base
     check_one_device([p for group in groups for p in group["params"]])
     if len({bool(group.get("maximize")) for group in groups}) > 1:
         raise ValueError("maximize differs between the groups; eigenvectors span all of them")
+    if all(callable(getattr(base, name, None)) for name in ("train", "eval")):
+        raise TypeError(
+            f"{training.name} corrects the parameters after its base's step, and "
+            f"{training.base_name}, which has train() and eval(), keeps averages of them that "
+            f"the correction does not reach; use another base, or KAISA, DPKFAC or DistKFAC"
+        )
 
 
 PRESETS: dict[str, dict[str, Any]] = {
