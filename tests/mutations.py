@@ -729,7 +729,7 @@ a checkpoint of any shape is accepted
 == kronecker/capture.py
 an input that was changed in place is taken for the same
   <-  sharing::an_input_that_is_changed_in_place_is_another_one
-  -  or self._last_version != x._version
+  -  or last[1] != x._version
 forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False

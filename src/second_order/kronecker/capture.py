@@ -176,7 +176,7 @@ class Capture:
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
-        self._sources = self._last_version = 0
+        self._sources = 0  # numbers of inputs
         self._watches: list[Watch] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, release, self._hooked)
@@ -189,7 +189,7 @@ class Capture:
         layers = list(layers)
         if layers and set(layers) == set(self._observed):
             return
-        self._dismiss()
+        self.detach(keep=True)
         self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
         # The calls of an attention are those of its `out_proj`, too.
         attention = filter(is_attention, root.modules())
@@ -206,12 +206,17 @@ class Capture:
             self._watches.append(watch)
             self._hooked.add(module)
 
-    def detach(self) -> None:
-        """Remove every hook and forget pairs in flight."""
-        self._dismiss()
-        release(self._hooked)
-        self._hooked.clear()
-        self._model = None
+    def detach(self, keep: bool = False) -> None:
+        """Watch nothing any more, forget pairs in flight, and remove every hook, or keep them."""
+        for watch in self._watches:
+            watch.gone = True
+        self._watches.clear()
+        release(self._hooked, keep=keep)
+        self._observed = weakref.WeakSet()
+        self._pending.clear()
+        if not keep:
+            self._hooked.clear()
+            self._model = None
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -225,15 +230,6 @@ class Capture:
             # Unless it was detached, or attached to others, meanwhile.
             if self._model is model and not self._observed and model is not None:
                 self.attach(cast(nn.Module, model()), layers)
-
-    def _dismiss(self) -> None:
-        """Watch nothing any more; the hooks stay."""
-        for watch in self._watches:
-            watch.gone = True
-        self._watches.clear()
-        release(self._hooked, keep=True)
-        self._observed = weakref.WeakSet()
-        self._pending.clear()
 
     # --------------------------------------------------------------------------- what hooks see
 
@@ -252,16 +248,20 @@ class Capture:
         wanted = [layer for layer in layers if self._consumer.wants(layer)]
         if not (wanted and torch.is_grad_enabled()):
             return
-        x = None if attention else input_in(args, kwargs)
+        x: Any = input_in(args, kwargs)
         if not attention and not (isinstance(x, Tensor) and isinstance(output, Tensor)):
             self.missed[module] = NOT_TENSORS
         elif (output[0] if attention else output).requires_grad:
             with self.timed():
-                if x is None:
+                if attention:
                     self._observe_attention(module, args, kwargs, output[0], wanted)
                     return
-                source, shape = self._source_of(x), output.shape
-                self._remember(module, _node_of(output), autograd.as_used(x), source, shape=shape)
+                last, node = self._last_input, _node_of(output)
+                if last is None or last[1] != x._version or last[0]() is not x:
+                    self._sources += 1
+                    self._last_input = weakref.ref(x), x._version
+                used, shape = autograd.as_used(x), output.shape
+                self._remember(module, node, used, self._sources, shape=shape)
 
     def _observe_attention(
         self,
@@ -297,20 +297,13 @@ class Capture:
             return
         read: Any = input_of
         if x is not None:
-            read = x.detach if sampled else autograd.keep(x)
+            # Detached, as x may be changed in place and have the node behind it.
+            read = x.detach().detach if sampled else autograd.keep(x)
         call = _Call(module, read, source, *_repeated_in(), **more)
         if sampled:
             self._pending.append((call, edge))
         hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
         cast(Any, edge.node).register_prehook(hook)
-
-    def _source_of(self, x: Tensor) -> int:
-        """A number for an input as it is now, the same if the last layer had the same input."""
-        last = self._last_input
-        if last is None or last[0]() is not x or self._last_version != x._version:
-            self._sources += 1
-            self._last_input, self._last_version = (weakref.ref(x), self._sources), x._version
-        return self._sources
 
     # --------------------------------------------------------------------------------- gradients
 
