@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.autograd import params_in_pass
-from second_order.kronecker.explained import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -19,6 +18,8 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.layers import (
     KINDS,
+    TOLERANCE,
+    Explanation,
     FactorShape,
     Form,
     Key,

@@ -15,8 +15,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.kronecker.explained import Explanation
-from second_order.kronecker.layers import FactorShape, PairStatistics
+from second_order.kronecker.layers import Explanation, FactorShape, PairStatistics
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_trace,
