@@ -470,8 +470,6 @@ frozen parameters in the share that is said  <-  summary::only_what_trains_is_co
   - share = _share(self.preconditioned(), training.training_params())
   + share = _share(self.preconditioned(), members_of(training.groups))
 
-== kfac/losses.py
-
 == kfac/metrics.py
 a curvature object with an absolute damping
   <-  model_curvature::solving_with_the_trainings_damping_is_what_the_training_does
@@ -606,8 +604,7 @@ silence outweighs pairs without an example
   +     SILENT = 2
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
-  - block.state.failures >= most
-  + block.state.failures > most
+    block.state.failures >= most  =>  block.state.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
     damping * positive.clamp_min(least)  =>  damping * torch.ones_like(positive)
@@ -725,7 +722,7 @@ a checkpoint of any shape is accepted
 == kronecker/capture.py
 an input that was changed in place is taken for the same
   <-  sharing::an_input_that_is_changed_in_place_is_another_one
-  -  or self._last_version != x._version
+  -  or last[1] != x._version
 forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
@@ -792,13 +789,28 @@ a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_ze
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
 
-== kronecker/factors.py
+== kronecker/layers.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
     if weight is not None:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
+padding tokens count
+  <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
+    if padding is not None:  =>  if False:
+a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
+    return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
+a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
+    matrix[..., -1].copy_(bias.reshape(groups, out))  =>  matrix[..., -1].zero_()
+padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+  - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
+  + a = gram(x.unsqueeze(0), form.bias, form.triangular)
+one factor for inputs of unlike examples
+  <-  examples::layers_of_one_input_share_its_factor_where_they_have_the_same_examples
+    known.live.same(live)  =>  True
+
+== kronecker/factors.py
 sums of narrow factors that travel as they were added up
   <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
     factor.to(self.factor_dtype)  =>  factor
@@ -874,21 +886,6 @@ torch's own layers are registered anew  <-  kinds::the_rules_of_torchs_own_layer
 sparse embeddings are preconditioned
   <-  finding::an_embedding_with_sparse_gradients_is_left_to_the_base
     if getattr(module, "sparse", False):  =>  if False:
-
-== kronecker/layers.py
-padding tokens count
-  <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
-    if padding is not None:  =>  if False:
-a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
-    return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
-a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
-    matrix[..., -1].copy_(bias.reshape(groups, out))  =>  matrix[..., -1].zero_()
-padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-  - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
-  + a = gram(x.unsqueeze(0), form.bias, form.triangular)
-one factor for inputs of unlike examples
-  <-  examples::layers_of_one_input_share_its_factor_where_they_have_the_same_examples
-    known.live.same(live)  =>  True
 
 == kronecker/model_blocks.py
 the largest factor that is allowed is refused

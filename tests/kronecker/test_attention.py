@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from second_order import KAISA
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    pass
 
 F64, WIDTH = torch.float64, 4
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -246,37 +246,6 @@ def test_forwards_without_a_backward_leave_nothing() -> None:
         packed(x)
     gc.collect()
     assert [ref() for ref in inside] == [None] * 3
-    assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
-
-
-ENCODER: dict[str, Callable[[], nn.Module]] = {
-    "encoder": partial(nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True),
-    "decoder": partial(nn.TransformerDecoderLayer, 8, 2, 16, 0.0, batch_first=True),
-}
-
-
-class Layer(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.layer, self.head = kind, ENCODER[kind](), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(*([x] if self.kind == "encoder" else [x, x.flip(1)])))
-
-
-@each_kronecker
-@pytest.mark.parametrize("kind", ENCODER)
-def test_torchs_transformer_layers_have_blocks_everywhere(System: Any, kind: str) -> None:
-    torch.manual_seed(0)
-    model = Layer(kind).double()
-    optimizer = make(System, model, exact_blocks=True, lr=0.2, kl_clip=1e-2)
-    x, y = torch.randn(6, 3, 8, dtype=F64), torch.randint(CLASSES, (6, 3))
-    losses = [float(take(model, optimizer, (x, y))) for _ in range(15)]
-    assert losses[-1] < 0.7 * losses[0]
-    assert optimizer.summary().preconditioned_share == 1.0
-    model.eval()
-    with torch.no_grad():
-        model(x)  # the fast path, or not: nothing is to be captured
     assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
 
 

@@ -50,21 +50,6 @@ def test_a_pair_is_the_input_and_the_gradient_of_the_output() -> None:
     assert capture.root_calls == 0
 
 
-def test_the_input_may_be_given_by_keyword() -> None:
-    class Keyword(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(5, 3, dtype=F64)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(input=x)
-
-    model = Keyword()
-    _capture, recorder = watched(model)
-    backward(model)
-    assert torch.equal(recorder.pairs[0].x, MLP.batch()[0])
-
-
 # When there is a pair.
 
 
@@ -246,19 +231,6 @@ def test_sampled_pairs_wait_for_the_users_backward_and_come_once() -> None:
 # Attaching, detaching, and what remains.
 
 
-def test_attach_watches_exactly_the_layers_given() -> None:
-    model = MLP.model()
-    capture, recorder = watched(model)
-    capture.attach(model, [model[2]])
-    backward(model)
-    assert recorder.modules == [model[2]]
-    assert hook_count(model) == 3, "a graph would not meet hooks that are new"
-    capture.attach(model, [model[0], model[4]])
-    recorder.clear()
-    backward(model)
-    assert recorder.modules == [model[4], model[0]]
-
-
 @pytest.mark.parametrize("sampler", [None, summed])
 @pytest.mark.parametrize("how", ["detach", "delete", "collect"])
 def test_a_capture_that_goes_takes_its_hooks_along_and_no_others(sampler: Any, how: str) -> None:
@@ -286,36 +258,6 @@ def test_a_capture_that_goes_takes_its_hooks_along_and_no_others(sampler: Any, h
     backward(model)
     assert not recorder.pairs
     assert seen == ["before", "forward"] * 2
-
-
-@pytest.mark.parametrize("sampler", [None, summed])
-@pytest.mark.parametrize("how", ["detach", "delete"])
-def test_pairs_in_flight_are_forgotten(sampler: Any, how: str) -> None:
-    """As `detach` says: the backward of an older forward tells nobody."""
-    model = MLP.model()
-    capture, recorder = watched(model, sampler)
-    loss = model(MLP.batch()[0]).mean()
-    if how == "detach":
-        capture.detach()
-    else:
-        del capture
-    loss.backward()
-    assert not recorder.pairs
-
-
-def test_a_module_that_goes_does_not_stay_for_the_capture() -> None:
-    model = MLP.model()
-    capture, _ = watched(model)
-    backward(model)
-    gone = weakref.ref(model[2])
-    del model
-    gc.collect()
-    # The recorder's pairs hold modules; the capture does not.
-    assert gone() is not None
-    _.clear()
-    gc.collect()
-    assert gone() is None
-    capture.detach()
 
 
 # Copies.

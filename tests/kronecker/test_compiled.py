@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,6 @@ from contract import hook_count
 from models import ZOO
 from recorders import Keeper, Recorder, backward, linears
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from second_order.kronecker.capture import Capture
 
@@ -169,32 +167,6 @@ def test_passes_have_numbers_and_a_second_backward_is_known_as_one() -> None:
     loss.backward()
     assert recorder.again == [False] * 3 + [True] * 3
     assert len({pair.pass_id for pair in recorder.pairs}) == 2
-
-
-class Twice(nn.Module):
-    """A layer that is used twice, checkpoints around each use, an activation in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Linear(5, 5).double() for _ in range(2))
-
-    def part(self, x: Tensor) -> Tensor:
-        return torch.relu_(self.second(torch.tanh(self.first(x))))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = x + checkpoint(self.part, x, use_reentrant=False)
-        return x
-
-
-def test_checkpoints_layers_used_twice_and_changes_in_place() -> None:
-    torch.manual_seed(0)
-    model = Twice()
-    twin = copy.deepcopy(model)
-    (_kept, found), (_other, expected) = watched(model), watched(twin)
-    backward(whole(model))
-    backward(twin)
-    assert_same_pairs(found, expected)
 
 
 def test_inductor_gives_the_same_pairs() -> None:

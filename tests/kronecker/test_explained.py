@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 from second_order.kronecker.block import LOOK_EVERY, KroneckerBlock
-from second_order.kronecker.factors import TOLERANCE
+from second_order.kronecker.layers import TOLERANCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

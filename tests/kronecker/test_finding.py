@@ -95,13 +95,6 @@ def test_norms_have_exact_blocks_and_the_rest_kronecker_blocks() -> None:
     }
 
 
-def test_without_exact_blocks_norms_are_left_to_the_base() -> None:
-    blocks, left = find(ZOO["norms"].model(), BlockRules())
-    assert set(kinds(blocks).values()) == {KroneckerBlock}
-    assert {name: row.parameters for name, row in left.items()} == {"1": 8, "5": 12}
-    assert "no Kronecker factors" in left["1"].reason
-
-
 def test_max_exact_dim_is_the_last_size_that_is_a_matrix() -> None:
     for most, groups in [(12, 1), (11, 12)]:
         blocks, _ = find(ZOO["norms"].model(), BlockRules(max_exact_dim=most))
@@ -165,12 +158,6 @@ class Sharing(nn.Module):
         self.first, self.head = nn.LayerNorm(4), nn.Linear(4, CLASSES)
         self.second = nn.LayerNorm(4) if tied else self.first
         self.second.weight = self.first.weight
-
-
-def test_a_norm_under_two_names_has_one_block() -> None:
-    blocks, left = find(Sharing(tied=False))
-    assert kinds(blocks) == {"first": ExactBlock, "head": KroneckerBlock}
-    assert not left
 
 
 def test_norms_that_share_a_gain_are_left_to_the_base() -> None:

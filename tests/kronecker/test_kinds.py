@@ -342,13 +342,6 @@ def test_a_tied_embedding_has_the_partial_traces_of_both_uses(
     close(entries.sum(), width.trace())
 
 
-def test_an_output_layer_too_wide_for_a_matrix_may_be_tied() -> None:
-    model, batch = tied()
-    optimizer = make(KAISA, model, max_factor_dim=5)
-    take(model, optimizer, batch)
-    assert {"embedding = head", "hidden"} == factors(optimizer).keys()
-
-
 # Users' own.
 
 

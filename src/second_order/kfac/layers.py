@@ -230,9 +230,7 @@ class Layers:
         seen = self._items is not None and options.loss_reduction == AUTO and not sampled
         self._reduction = None if seen else reduction_of(options, None)
         self.expecting = True
-        self.capture = Capture(
-            self.collector, self._sampler, self.collector.wants, self._timed, fsdp
-        )
+        self.capture = Capture(self.collector, self._sampler, self._timed, fsdp)
 
     def watch(
         self, taken: Callable[[KroneckerBlock], bool], counted: KroneckerBlock | None = None

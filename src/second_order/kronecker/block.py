@@ -20,6 +20,8 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.layers import (
     KINDS,
+    TOLERANCE,
+    Explanation,
     FactorShape,
     Form,
     Key,

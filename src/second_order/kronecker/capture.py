@@ -147,9 +147,8 @@ def _repeated_in() -> tuple[int, bool]:
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
-    ``consumer`` receives every pair, under ``no_grad`` and without autocast. ``wanted`` tells
-    whether a module's pairs are wanted now, if None where its weight trains; ``timed`` makes a
-    context manager that measures a hook; ``fsdp`` knows what FSDP2 does with the parameters.
+    ``consumer`` receives the pairs it wants, under ``no_grad`` and without autocast; ``timed``
+    makes a context manager that measures a hook; ``fsdp`` is what FSDP2 does with parameters.
 
     ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
     and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
@@ -164,12 +163,10 @@ class Capture:
         self,
         consumer: Any,
         sampler: Sampler | None = None,
-        wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
     ) -> None:
         self.gate, self.timed, self.fsdp = Gate(), timed, fsdp
-        self._wanted = wanted or (lambda module: cast(Tensor, module.weight).requires_grad)
         self._consumer, self._sampler = consumer, sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -179,7 +176,7 @@ class Capture:
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
-        self._sources = self._last_version = 0
+        self._sources = 0  # numbers of inputs
         self._watches: list[Watch] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, release, self._hooked)
@@ -192,12 +189,13 @@ class Capture:
         layers = list(layers)
         if layers and set(layers) == set(self._observed):
             return
-        self._dismiss()
+        self.detach(keep=True)
         self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
         # The calls of an attention are those of its `out_proj`, too.
         attention = filter(is_attention, root.modules())
         within = {cast(nn.Module, module.out_proj): module for module in attention}
-        self.missed.update(dict.fromkeys([*within.values(), *within], COMPILED))
+        for layer in (*within, *within.values()):
+            self.missed.setdefault(layer, COMPILED)
         called = dict.fromkeys(within.get(layer, layer) for layer in layers)
         kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
         if self._sampler is not None and layers:
@@ -208,12 +206,17 @@ class Capture:
             self._watches.append(watch)
             self._hooked.add(module)
 
-    def detach(self) -> None:
-        """Remove every hook and forget pairs in flight."""
-        self._dismiss()
-        release(self._hooked)
-        self._hooked.clear()
-        self._model = None
+    def detach(self, keep: bool = False) -> None:
+        """Watch nothing any more, forget pairs in flight, and remove every hook, or keep them."""
+        for watch in self._watches:
+            watch.gone = True
+        self._watches.clear()
+        release(self._hooked, keep=keep)
+        self._observed = weakref.WeakSet()
+        self._pending.clear()
+        if not keep:
+            self._hooked.clear()
+            self._model = None
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -227,15 +230,6 @@ class Capture:
             # Unless it was detached, or attached to others, meanwhile.
             if self._model is model and not self._observed and model is not None:
                 self.attach(cast(nn.Module, model()), layers)
-
-    def _dismiss(self) -> None:
-        """Watch nothing any more; the hooks stay."""
-        for watch in self._watches:
-            watch.gone = True
-        self._watches.clear()
-        release(self._hooked, keep=True)
-        self._observed = weakref.WeakSet()
-        self._pending.clear()
 
     # --------------------------------------------------------------------------- what hooks see
 
@@ -251,19 +245,23 @@ class Capture:
         if autograd.transformed():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
-        wanted = [layer for layer in layers if self._wanted(layer)]
+        wanted = [layer for layer in layers if self._consumer.wants(layer)]
         if not (wanted and torch.is_grad_enabled()):
             return
-        x = None if attention else input_in(args, kwargs)
+        x: Any = input_in(args, kwargs)
         if not attention and not (isinstance(x, Tensor) and isinstance(output, Tensor)):
             self.missed[module] = NOT_TENSORS
         elif (output[0] if attention else output).requires_grad:
             with self.timed():
-                if x is None:
+                if attention:
                     self._observe_attention(module, args, kwargs, output[0], wanted)
                     return
-                source, shape = self._source_of(x), output.shape
-                self._remember(module, _node_of(output), autograd.as_used(x), source, shape=shape)
+                last, node = self._last_input, _node_of(output)
+                if last is None or last[1] != x._version or last[0]() is not x:
+                    self._sources += 1
+                    self._last_input = weakref.ref(x), x._version
+                used, shape = autograd.as_used(x), output.shape
+                self._remember(module, node, used, self._sources, shape=shape)
 
     def _observe_attention(
         self,
@@ -299,20 +297,13 @@ class Capture:
             return
         read: Any = input_of
         if x is not None:
-            read = x.detach if sampled else autograd.keep(x)
+            # Detached, as x may be changed in place and have the node behind it.
+            read = x.detach().detach if sampled else autograd.keep(x)
         call = _Call(module, read, source, *_repeated_in(), **more)
         if sampled:
             self._pending.append((call, edge))
         hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
         cast(Any, edge.node).register_prehook(hook)
-
-    def _source_of(self, x: Tensor) -> int:
-        """A number for an input as it is now, the same if the last layer had the same input."""
-        last = self._last_input
-        if last is None or last[0]() is not x or self._last_version != x._version:
-            self._sources += 1
-            self._last_input, self._last_version = (weakref.ref(x), self._sources), x._version
-        return self._sources
 
     # --------------------------------------------------------------------------------- gradients
 
@@ -325,7 +316,7 @@ class Capture:
             if drawn is not None:
                 x, d, number = drawn
                 self.emit(call.module, x, d, number, call.source, False)
-            if call.assembly is None and self._consumer.looks(call.module):
+            if call.assembly is None:
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                     self._consumer.look(call.module, *cast(Any, call.pair(gradient)))
         else:
@@ -479,10 +470,6 @@ class StatisticsCollector:
         """Whether any block of a module trains now."""
         return bool(self._training(module) or self._counted(module))
 
-    def looks(self, module: nn.Module) -> bool:
-        """Whether the pairs of a module are compared with its gradient now."""
-        return any(block.looks for block in self._training(module))
-
     def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
         for block in self._training(module):
@@ -501,14 +488,9 @@ class StatisticsCollector:
     ) -> None:
         """Add one pair to the staged statistics of its blocks.
 
-        Args:
-            module: The layer that was called.
-            x: The layer's input.
-            d: The gradient with respect to the layer's output.
-            pass_id: A number of the backward pass, the same for all its pairs.
-            source: A number of the input, the same for layers called in a row on the same tensor;
-                -1 if that is not known.
-            again: Whether a backward pass has come through this call of the layer before.
+        ``pass_id`` is one number for all pairs of a backward pass, ``source`` one for layers called
+        in a row on one tensor, -1 if that is not known; ``again``: a backward pass has come through
+        this call of the layer before.
         """
         training, reduction = self._training(module), self.reduction()
         counted = self._counted(module) if reduction == "step_mean" else []

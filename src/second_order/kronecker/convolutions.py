@@ -295,14 +295,10 @@ def _shift_rows(blocks: Tensor, change: Tensor) -> None:
 def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     """Whether the second moment of the patches is taken without them.
 
-    Only at stride 1, on the CPU and in one or two dimensions. A larger stride shares next to
-    nothing between taps: 3 x 3 at stride 2 has 8 distinct pairs of taps out of 9 in each dimension.
-    On CUDA nothing is measured, and float32 convolutions round to TF32.
-
-    Measured on one core, float32, 3 x 3, times faster than patches: 2.4 to 4.9 at 16 x 16 positions
-    and above with 16 to 128 channels, 1.7 at 8 x 8. Below a million patch elements the many small
-    operations are the slower way, and so they are where the window is not more than twice as long
-    as the kernel's reach: 0.6 to 1.1 at 4 x 4 positions.
+    At stride 1, as larger ones share next to nothing between taps, and on the CPU; on CUDA nothing
+    is measured, and float32 convolutions round to TF32. On one core, float32, 3 x 3, it is 2.4 to
+    4.9 times as fast at 16 x 16 positions and above with 16 to 128 channels, 1.7 at 8 x 8. Below a
+    million patch elements, or with a window of less than twice the kernel's reach, it is slower.
     """
     usual = isinstance(conv, nn.Conv1d | nn.Conv2d) and x.device.type == "cpu"
     if not usual or any(stride > 1 for stride in conv.stride):

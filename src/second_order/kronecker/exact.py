@@ -60,7 +60,7 @@ def gain_of(module: nn.Module) -> Gain | None:
     """The rule by which the gain and the bias of a module can have an exact block, if any.
 
     A class that is not known is taken for a norm over the last dimension if it is called one, until
-    its first statistics, which show whether it is: see :mod:`second_order.kronecker.factors`.
+    its first statistics, which show whether it is.
     """
     kind = type(module)
     told = next((each for each in kind.__mro__ if each in GAINS), None)

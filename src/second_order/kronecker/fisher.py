@@ -80,10 +80,7 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
 
 
 class LabelSampler:
-    """Draws labels whose seed is a function of the step, the pass and the rank alone.
-
-    The optimizer sets ``step``, the number of the step, before the step's passes.
-    """
+    """Draws labels by a seed of the rank, the pass and ``step``, which is set before the passes."""
 
     def __init__(self, likelihood: Likelihood, rank: int) -> None:
         self.step = 0

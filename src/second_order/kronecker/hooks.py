@@ -59,16 +59,13 @@ class Gate:
 
 
 class Watch:
-    """A capture's interest in a module, as the module's hooks and compiled graphs see it.
-
-    ``drawn``: gradients are those of drawn labels, of which graphs know nothing. ``anchor`` is the
-    scalar that graphs know the watch by; ``gone`` tells that the interest is over.
-    """
+    """A capture's interest in a module, as the module's hooks and compiled graphs see it."""
 
     def __init__(self, capture: Any, module: nn.Module, gate: Gate, drawn: bool) -> None:
         self.capture, self.module = weakref.ref(capture), weakref.ref(module)
-        self.gate, self.drawn, self.gone = gate, drawn, False
-        number = next(_numbers)
+        self.gate, self.gone = gate, False  # the interest is over
+        self.drawn = drawn  # gradients are those of drawn labels, of which graphs know nothing
+        number = next(_numbers)  # that graphs know the watch by
         with torch.inference_mode(False):
             anchor = torch.tensor(float(number), dtype=torch.float64, device="cpu")
             self.anchor = anchor.requires_grad_()

@@ -17,13 +17,17 @@ are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from second_order.kronecker.autograd import is_reached
 from second_order.kronecker.triangles import (
     GATHERED_UP_TO,
     empty_symmetric,
@@ -33,7 +37,15 @@ from second_order.kronecker.triangles import (
     write_last_row,
 )
 
-__all__ = ["CONVOLUTIONS", "KINDS", "Approximation", "FactorShape", "PairStatistics", "gram"]
+__all__ = [
+    "CONVOLUTIONS",
+    "KINDS",
+    "TOLERANCE",
+    "Explanation",
+    "FactorShape",
+    "PairStatistics",
+    "gram",
+]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
 
@@ -42,29 +54,19 @@ LOOKED_AT = 32  # entries of each row that are looked at before all are
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``.
-
-    ``diagonal_a``: A is diagonal and kept as ``groups x in``; of an embedding, whose weight is
-    ``(in, out)``. ``locations``: the layer is doubly factored, its inputs being ``in / locations``
-    channels, of which A is, times so many locations, of which L is. ``exact``: G is the whole
-    curvature, and A is 1. ``transposed``: the weight is ``(groups in, out)``. ``marginal``: the
-    factors are those of gradients, G of their rows and A of their columns; A has the trace 1.
-
-    ``letters`` are the names of the factors, ``dims`` their sizes n, ``diagonals`` the names of
-    those kept as diagonals, and ``gradient_size`` is the shape of the gradient as a matrix.
-    """
+    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``."""
 
     groups: int
     in_dim: int
     out_dim: int
-    diagonal_a: bool = False
-    locations: int = 0
-    exact: bool = False
-    transposed: bool = False
-    marginal: bool = False
-    letters: str = field(init=False, repr=False, compare=False)
-    dims: dict[str, int] = field(init=False, repr=False, compare=False)
-    diagonals: str = field(init=False, repr=False, compare=False)
+    diagonal_a: bool = False  # A is kept as groups x in; of an embedding, whose weight is (in, out)
+    locations: int = 0  # if doubly factored, with A of in / locations channels, and L of locations
+    exact: bool = False  # G is the whole curvature, and A is 1
+    transposed: bool = False  # the weight is (groups in, out)
+    marginal: bool = False  # G is of gradients' rows and A of their columns; A has the trace 1
+    letters: str = field(init=False, repr=False, compare=False)  # names of the factors
+    dims: dict[str, int] = field(init=False, repr=False, compare=False)  # their sizes n
+    diagonals: str = field(init=False, repr=False, compare=False)  # those kept as diagonals
     gradient_size: tuple[int, int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -196,10 +198,9 @@ def symmetric(
     rows: int | Tensor,
     triangular: bool,
 ) -> Tensor:
-    """Assemble a symmetric matrix from bands of its rows and the homogeneous coordinate.
+    """A symmetric matrix from bands of its rows, as for :func:`write_band`, of the dtype of ``x``.
 
-    The bands are as for :func:`write_band`, of the dtype of ``x``. The column, ``(groups, dim)``,
-    is the sum of the rows, None without that coordinate; ``rows`` is their number.
+    ``column``, ``(groups, dim)``, is the sum of ``rows`` rows; None without a row of ones.
     """
     total, matrix = dim + (column is not None), None
     small = triangular and total <= GATHERED_UP_TO  # by way of the whole matrix
@@ -271,23 +272,19 @@ def _rows_of_weight(module: nn.Module, bias: bool) -> FactorShape:
 
 
 Key: TypeAlias = type[nn.Module] | str
-"""The name of a kind of layer: a class, or a word for what is known by what it computes."""
+"""The name of a kind of layer: its class, or a word for what it computes."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The rules for one kind of layer.
+    """The rules for one kind of layer."""
 
-    ``statistics`` makes those of a pair, in float32 at least; ``shape`` gives the factors' sizes;
-    ``with_bias``: the bias is the homogeneous coordinate of A; ``gradient`` gives a pair's part of
-    the weight's gradient; ``fits`` tells whether a pair's sizes can be the layer's.
-    """
-
-    statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
+    statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]  # of a pair (x, d)
     shape: Callable[[nn.Module, bool], FactorShape] = _rows_of_weight
     weight: str = "weight"
     bias: str = "bias"
-    with_bias: bool = True
+    with_bias: bool = True  # the bias is the homogeneous coordinate of A
+    # A pair's part of the weight's gradient, and whether its sizes can be the layer's.
     gradient: Callable[[nn.Module, Tensor, Tensor], Tensor] = linear_gradient
     fits: Callable[[nn.Module, Tensor, Tensor], bool] = lambda module, x, d: True
 
@@ -412,3 +409,106 @@ def gradient_from_matrix(
         matrix = matrix[..., :-1]
     matrix = matrix.mT if shape.transposed else matrix
     torch.mul(matrix.reshape(weight.shape), coefficient, out=weight)
+
+
+# ----------------------------------------------------------------- do pairs explain the gradient
+
+
+TOLERANCE = 0.1
+"""The largest r of a layer whose gradient counts as explained: low precision rounds by 4 %."""
+
+VECTORS = 8  # columns of R
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # of sums; TF32's is wider
+TF32_ROUNDING = 2.0**-11
+
+
+class Explanation:
+    """Whether what the hooks on a layer see explains the gradient of its weight in a step's passes.
+
+    Of a layer whose calls are all seen, the sum over passes of dᵀ x (of patches, of one-hot rows)
+    is the gradient of its weight, whatever the loss is. Where it is not, A and G are not the
+    layer's curvature: its forward computes something else, its weight is used without a call of it,
+    the loss contains derivatives. Both are compared by their products with a few random vectors,
+
+        E = Σ dᵀ x R          of the pairs
+        Γ = Σ ∇ R             as it arrives at the weight, before anything averages or clips it
+        r = min over c of ‖Γ - E - c W R‖ / max(‖Γ‖, ‖E‖)
+
+    c leaves room for a penalty on the weight's length in the loss, whose curvature is no layer's. A
+    hook hangs on the weight from a pair until the gradient arrives, in the same pass.
+    """
+
+    def __init__(self) -> None:
+        self._complete = True  # no hook of the user's changes the gradient before it arrives
+        self._pairs: Tensor | float = 0.0
+        self._gradient: Tensor | float = 0.0
+        self._weight: Tensor | None = None
+        self._noise: Tensor | float = 0.0
+        self._hook: RemovableHandle | None = None
+
+    def add(self, product: Tensor, x: Tensor, d: Tensor, weight: Tensor) -> None:
+        """Add a pair, whose part of the gradient of a leaf is a product of the leaf's shape."""
+        if self._hook is None and weight._backward_hooks:
+            self._complete = False
+        if not self._complete:
+            return
+        part = _sketch(product)
+        self._pairs = self._pairs + part
+        number, size = torch.finfo(d.dtype), float(x.numel()) ** 0.5
+        tf32 = d.device.type == "cuda" and d.dtype is torch.float32
+        rounding = (TF32_ROUNDING if tf32 else ROUNDING) * d.float().norm()
+        rounding = rounding * (x.float().norm() if x.is_floating_point() else size)
+        least = number.smallest_normal * number.eps * weight.numel() ** 0.5
+        self._noise = self._noise + number.eps * part.norm() + rounding + least  # of adding up
+        if self._hook is None:
+            hook = partial(_arrive, weakref.ref(self), weakref.ref(weight))
+            self._hook = weight.register_hook(hook)
+            weakref.finalize(self, self._hook.remove).atexit = False
+
+    def take(self, gradient: Tensor, weight: Tensor) -> None:
+        """Add a pass's gradient, as it arrives at the weight."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        self._gradient = self._gradient + _sketch(gradient.to(wide))
+        self._weight = _sketch(weight.detach().to(wide)) if weight.dim() > 1 else None
+
+    def residual(self) -> Tensor | None:
+        """r, a scalar tensor, less what rounding may make; None if it is not all seen."""
+        gradient, pairs = self._gradient, self._pairs
+        if not (self._complete and isinstance(gradient, Tensor) and isinstance(pairs, Tensor)):
+            return None
+        left, weight = gradient - pairs, self._weight
+        if weight is not None:
+            left = left - weight * ((left * weight).sum() / weight.square().sum().clamp_min(1e-30))
+        size = torch.maximum(gradient.norm(), pairs.norm())
+        residual: Tensor = (left.norm() - self._noise).clamp_min(0.0) / size
+        return residual.float()
+
+
+def _arrive(
+    explanation: weakref.ref[Explanation], weight: weakref.ref[Tensor], gradient: Tensor
+) -> None:
+    alive, leaf = explanation(), weight()
+    # torch.autograd.grad comes by here, too.
+    if alive is not None and leaf is not None and is_reached(leaf):
+        with torch.no_grad():
+            alive.take(gradient.detach(), leaf)
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """The product of a tensor, as a matrix of its first dimension's rows, with R; or a vector."""
+    if tensor.dim() < 2:
+        return tensor
+    matrix = tensor.flatten(1)
+    return matrix @ _signs(matrix.shape[1], matrix.dtype, matrix.device)
+
+
+@lru_cache(maxsize=256)
+def _signs(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """R, ``(rows, VECTORS)``: independent signs of a size by which ‖M R‖² is ‖M‖² on average."""
+    generator = torch.Generator().manual_seed(rows)
+    signs = torch.randint(2, (rows, VECTORS), generator=generator, device="cpu")
+    found: Tensor = (2 * signs - 1).to(device, dtype) / VECTORS**0.5
+    return found

@@ -14,7 +14,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_of
 from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
-from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape
+from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape, Key
 from second_order.patterns import first_match
 from second_order.sharded import plain_type
 
@@ -45,22 +45,18 @@ class LeftToBase:
 
 @dataclass(frozen=True)
 class BlockRules:
-    """Rules for layers that are not plain Kronecker blocks.
+    """Rules for layers that are not plain Kronecker blocks."""
 
-    Attributes:
-        max_factor_dim: Layers with a larger factor are left to the base; None for no bound.
-        doubly_factored: (locations, channels) of the inputs of Linears, by their names; "auto" for
-            those whose A would be too large, from the channels of the convolution before them.
-        max_exact_dim: Normalisations and lone biases have exact blocks, up to so many entries, and
-            diagonals above; None leaves them to the base.
-        other_matrices: Whether matrices without a block, also those of layers that are too large,
-            get factors from their "gradient"; "base" leaves them to the base; "auto": only where
-            they are a tenth of the parameters or more.
-    """
-
+    # Layers with a larger factor are left to the base; None for no bound.
     max_factor_dim: int | None = None
+    # (locations, channels) of the inputs of Linears, by their names; "auto" for those whose A would
+    # be too large, from the channels of the convolution before them.
     doubly_factored: Mapping[str, tuple[int, int]] | str = field(default_factory=dict)
+    # Normalisations and lone biases have exact blocks, up to so many entries, and diagonals above;
+    # None leaves them to the base.
     max_exact_dim: int | None = None
+    # Matrices without a block, also those of layers that are too large, get factors from their
+    # "gradient"; "base": none do; "auto": where they are a tenth of the parameters or more.
     other_matrices: str = "base"
 
     def locations(self, name: str, module: nn.Module, channels: int | None) -> int:
@@ -70,12 +66,12 @@ class BlockRules:
         """
         if not isinstance(module, nn.Linear):
             return 0
-        if isinstance(self.doubly_factored, str):
-            bound, size = self.max_factor_dim, module.in_features
-            wide = bound is not None and size + (module.bias is not None) > bound
-            fits = wide and channels and size % channels == 0 and size > channels
-            return size // channels if fits and channels else 0
-        return self.doubly_factored.get(name, (0, 0))[0]
+        if not isinstance(self.doubly_factored, str):
+            return self.doubly_factored.get(name, (0, 0))[0]
+        bound, size = self.max_factor_dim, module.in_features
+        if bound is None or size + (module.bias is not None) <= bound or not channels:
+            return 0
+        return size // channels if size % channels == 0 and size > channels else 0
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError unless the doubly factored layers are Linears of those sizes."""
@@ -110,20 +106,17 @@ def find_blocks(
     triangular: bool,
     rules: BlockRules | None = None,
 ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
-    """Sort the model's modules into blocks and what is left to the base.
+    """Sort a model's modules into blocks, in their order, and what is left to the base.
 
     Args:
         model: The user's module, unwrapped.
         owned: Sizes of the parameters in the optimizer's groups by their ``id``.
-        skip: Patterns (shell style) of module names or class names to leave to the base, with all
+        skip: Patterns (shell style) of names of modules or classes to leave to the base, with all
             that is inside them.
         known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
         factor_dtype: Dtype of the factors of new blocks.
         triangular: Whether new blocks keep upper triangles.
         rules: Rules for layers that are not plain Kronecker blocks; None for none.
-
-    Returns:
-        The blocks in the order of the model's modules, and the parameters left to the base.
 
     Raises:
         ValueError: If the rules do not fit the model.
@@ -251,18 +244,14 @@ class _Search:
             self.leave(norm.name, norm.modules[0], TIED, alone=norm.owned)
             return []
         names, modules = [name for name, _ in members], [module for _, module in members]
-        keys = [self.keys[module] for module in modules]
-        kinds = [KINDS[nn.Linear if k is None else k] for k in keys]
-        first, own = modules[0], kinds[0]
-        found = [
-            dict(m._parameters.items()).get(k.bias) for m, k in zip(modules, kinds, strict=True)
-        ]
-        tied, reason = all(module in self.ties for module in modules), None
-        if not self.left.isdisjoint(modules):
-            reason = TIED
-        elif not tied:
+        keys, tied = [self.keys[m] for m in modules], all(m in self.ties for m in modules)
+        reason = None if self.left.isdisjoint(modules) else TIED
+        if reason is None:
+            kinds = [KINDS[cast(Key, key)] for key in keys]
+            first, own = modules[0], kinds[0]
+            found = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
             shapes = {(plain_type(m), cast(Tensor, getattr(m, own.weight)).shape) for m in modules}
-            if len(set(map(id, found))) > 1 or len(shapes) > 1:
+            if not tied and (len(set(map(id, found))) > 1 or len(shapes) > 1):
                 reason = "tied weights with separate biases or types"
         if reason is not None:
             for name, module in members:
@@ -290,16 +279,12 @@ class _Search:
                     self.leave(f"{name}.{own.bias}", module, reason, alone=[each])
             bias = None if apart else bias
         block = self.known.get(key)
-        if locations:
-            if not isinstance(block, DoublyFactoredBlock) or block.modules != modules:
-                block = DoublyFactoredBlock(names, modules, locations, *self.stored)
-        elif (
-            block is None
-            or (block.modules, block.keys) != (modules, keys)
-            or block.bias is not bias
-        ):
+        same = block is not None and block.modules == modules and block.bias is bias
+        if locations and not (same and isinstance(block, DoublyFactoredBlock)):
+            block = DoublyFactoredBlock(names, modules, locations, *self.stored)
+        elif not locations and not (same and block is not None and block.keys == keys):
             block = KroneckerBlock(names, modules, bias, *self.stored, keys)
-        return [*blocks, block]
+        return [*blocks, cast(KroneckerBlock, block)]
 
     def others(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The blocks of matrices that no rule knows."""
