@@ -327,24 +327,6 @@ def test_impossible_roles_are_refused_on_every_rank(world: World) -> None:
         assert found["lengths"].startswith("RankMismatchError")
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"accelerators": True}, TypeError, "use 0 for none"),
-        ({"accelerators": 1.0}, TypeError, "use 0 for none"),
-        ({"epoch_steps": 0}, ValueError, "epoch_steps"),
-        ({"final_update": "none"}, ValueError, "final_update"),
-        ({"helper_timeout": 0.0}, ValueError, "helper_timeout"),
-        ({"acelerators": 1}, TypeError, "accelerators"),
-    ],
-)
-def test_wrong_options_are_refused(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        mrdho2(CASE.model(), **options)
-
-
 # Checkpoints.
 
 

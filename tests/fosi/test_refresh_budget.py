@@ -181,16 +181,6 @@ def test_first_steps_and_outliers_do_not_count_nor_newton_steps() -> None:
 # Accidents.
 
 
-def test_nothing_is_measured_while_all_is_frozen() -> None:
-    run = Run()
-    run.model.requires_grad_(False)
-    for _ in range(15):
-        run.optimizer.step()
-    assert run.optimizer._training.meter.watch is None
-    run.model.requires_grad_(True)
-    assert run.go(30).found == [28], "steps are earned, whoever trains"
-
-
 def test_other_parameters_have_another_price() -> None:
     run = Run().go(30)
     first = next(iter(run.model.parameters()))

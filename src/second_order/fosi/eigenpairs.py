@@ -22,7 +22,7 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, load_eigenpairs
 from second_order.fosi.options import FOSIOptions
-from second_order.fosi.subspace import Basis, Subspace, newton_rates, rest_scale
+from second_order.fosi.subspace import Basis, Subspace, newton_rates
 from second_order.fosi.trust import TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
@@ -279,8 +279,10 @@ class RefreshedPairs:
         options, clip = self._options, self._options.lr_scale_clip
         if clip is None:
             clip = REST_CLIP if type(self._training.base) is torch.optim.SGD else 1.0
-        self.bound = min(self.bound, clip)
-        scale = rest_scale(values, largest, self.bound if options.lr_scale_guard else clip)
+        self.bound, scale = min(self.bound, clip), 1.0
+        first, last = (abs(float(values[i])) if largest else 0.0 for i in (0, largest - 1))
+        if last > 0.0:  # s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI)
+            scale = min(max(first / last, 1.0), self.bound if options.lr_scale_guard else clip)
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(basis.vectors)
         self.trust.follow(rates)
         nothing = torch.zeros_like(rates)
