@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import os
 import queue
+import re
 import shutil
 import signal
 import sys
@@ -65,10 +66,13 @@ def mutated(source: str, mutant: Mutant) -> str | None:
 
 
 @functools.cache
-def _files_of(name: str) -> list[Path]:
-    """The files that have a test, wherever it has moved to."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [p for p in paths if f"\ndef test_{name}(" in p.read_text("utf-8")]
+def _homes() -> dict[str, list[Path]]:
+    """The files that have a test, by its name, wherever it has moved to."""
+    homes: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^def test_(\w+)\(", path.read_text("utf-8"), re.MULTILINE):
+            homes.setdefault(name, []).append(path)
+    return homes
 
 
 def nodes(mutant: Mutant) -> list[str]:
@@ -78,7 +82,7 @@ def nodes(mutant: Mutant) -> list[str]:
     """
     found = []
     for file, name in (test.split("::") for test in mutant.tests):
-        files = _files_of(name.split("[")[0])
+        files = _homes().get(name.split("[")[0], [])
         ranked = sorted(files, key=lambda p, f=file: (not p.stem.startswith(f"test_{f}"), p.stem))
         assert ranked, f"{mutant.name}: there is no test_{name}"
         found.append(f"{ranked[0].relative_to(ROOT)}::test_{name}")

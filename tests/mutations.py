@@ -54,9 +54,6 @@ MUTANTS = read(r"""
 a budget without a third
   <-  intervals::intervals_by_hand intervals::the_bound_holds_unless_intervals_are_the_longest
     f = _steps(3 * S, budget)  =>  f = _steps(2 * S, budget)
-a budget whose solves take what statistics need
-  <-  intervals::no_more_is_left_of_the_budget_than_whole_numbers_leave
-    max(budget - S, budget * 2 / 3)  =>  max(budget - S, budget)
 a budget by means  <-  budget::first_steps_and_outliers_do_not_count
     statistics.median(lap  =>  statistics.fmean(lap
 a budget that each rank has for itself  <-  budget::ranks_with_different_clocks_choose_the_same
@@ -85,13 +82,6 @@ refreshes at the price of the first
 refreshes that wait for as many products as the first took
   <-  refresh_budget::a_warm_start_is_cheaper_than_the_first_refresh
     expected = min(products, most)  =>  expected = products
-refreshes measured by steps with a Newton step
-  <-  refresh_budget::first_steps_and_outliers_do_not_count_nor_newton_steps
-    dict.fromkeys(("lanczos", "split", "newton"), "apart")  =>  {"lanczos": "apart"}
-refreshes whose price each rank has for itself
-  <-  refresh_budget::ranks_with_different_clocks_do_the_same
-  - T, R = self._training.world.mean([self._base_step(), self._seconds])
-  + T, R = self._base_step(), self._seconds
 refreshes whose price no checkpoint keeps
   <-  refresh_budget::a_resumed_run_is_the_run_that_was_never_stopped
     self.prices = [each for each in known if each]  =>  pass
@@ -111,6 +101,32 @@ hooks that stay when their optimizer goes
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
   -     refuse_meta(name, members_of(groups), inner)
   -
+
+== contract/checkpoint.py
+groups in another order load
+  <-  checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook
+    if called != mine and sorted(called) == sorted(mine):  =>  if False:
+collected factors are not in the state  <-  factor_exchange::whoever_saves_has_all_factors
+  - CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}
+  + CURVATURE: {**entry.get(CURVATURE, {})}
+two bases: other weights went to each
+  <-  two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
+    if any(mark not in (None, mine) for mark, mine in zip(marks, ours, strict=True)):  =>  if False:
+two bases: both are exported
+  <-  two_bases_state::plain_optimizers_take_their_parts_and_give_them_back
+    groups = [group for group in groups if group[REST] is rest]  =>  groups = list(groups)
+
+== contract/consistency.py
+groups are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
+  - self._outline, self._fingerprint = outline, fingerprint(outline)
+  + self._outline, self._fingerprint = outline, 0
+ranks compared, and the base's state not
+  <-  debug::a_parted_bit_is_named_with_its_rank_before_a_further_step
+    state[p].items() if p in state else ()  =>  ()
+descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
+    repr(facts).encode()  =>  repr(len(facts)).encode()
+checksums without places  <-  debug::places_count
+    (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
 
 == contract/training.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
@@ -136,37 +152,9 @@ the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
     for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
-
-== contract/checkpoint.py
-groups in another order load
-  <-  checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook
-    if called != mine and sorted(called) == sorted(mine):  =>  if False:
-an exported state with an entry of the wrapper's
-  <-  checkpoint_checks::the_base_goes_on_alone_with_what_is_exported
-    for k, v in g.items() if k not in (PEAK_LR, REST)}  =>  for k, v in g.items()}
-collected factors are not in the state  <-  factor_exchange::whoever_saves_has_all_factors
-  - CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}
-  + CURVATURE: {**entry.get(CURVATURE, {})}
-two bases: other weights went to each
-  <-  two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
-    if any(mark not in (None, mine) for mark, mine in zip(marks, ours, strict=True)):  =>  if False:
-two bases: both are exported
-  <-  two_bases_state::plain_optimizers_take_their_parts_and_give_them_back
-    groups = [group for group in groups if group[REST] is rest]  =>  groups = list(groups)
-
-== contract/consistency.py
-groups are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
-  - self._outline, self._fingerprint = outline, fingerprint(outline)
-  + self._outline, self._fingerprint = outline, 0
-ranks compared, and the base's state not
-  <-  debug::a_parted_bit_is_named_with_its_rank_before_a_further_step
-    state[p].items() if p in state else ()  =>  ()
-descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
-    repr(facts).encode()  =>  repr(len(facts)).encode()
-checksums without places  <-  debug::places_count
-    (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
-checksums of the last block alone  <-  debug::large_ones_are_read_in_blocks
-    total * BETWEEN_BLOCKS + (_multipliers  =>  (_multipliers
+steps within backward
+  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
+    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 
 == contract/two_bases.py
 two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
@@ -183,9 +171,6 @@ two bases: one steps all groups
     [g for g in self.param_groups if g[REST] is bool(mark)]  =>  list(self.param_groups)
 two bases: the wrong one steps  <-  two_bases_state::a_checkpoint_goes_on_bit_for_bit
     return base.parts[bool(group[REST])] if  =>  return base.parts[0] if
-two bases: one looks at the other's state
-  <-  two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state
-    {p: self.state[p] for p in mine}  =>  {p: self.state[p] for p in self.state}
 two bases: a loaded state is nobody's
   <-  two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state
     if len(part.state):  =>  if False:
@@ -198,8 +183,6 @@ smallest layers placed first  <-  assignment::computation_and_memory_are_balance
 owners balanced by number instead of cost
   <-  assignment::work_is_spread_longest_first_to_whom_has_least
     _give(loads, costs[i])  =>  _give(loads, 1.0)
-owners chosen in the order of layers  <-  assignment::work_is_spread_longest_first_to_whom_has_least
-    key=lambda i: (-costs[i], i)  =>  key=lambda i: i
 the least load of the wrong rank  <-  assignment::assignment_is_that_of_its_definition
     (load + work, bearer))  =>  (load + work, -bearer))
 
@@ -225,6 +208,25 @@ bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_
 == distributed/groups.py
 a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
     if key not in made:  =>  if True:
+
+== distributed/mailbox.py
+a goodbye that overtakes messages  <-  roles::goodbye_is_the_last_thing_that_is_said
+  -         while not self._outgoing.empty():
+  -             self._send(
+  +         while not (leaving or self._outgoing.empty()):
+  +             self._send(
+a stop of all processes is a silence  <-  roles::a_stop_of_all_processes_is_no_silence
+    min(now - self._looked, self._limit / 4)  =>  now - self._looked
+a store listens everywhere  <-  roles::teams_work_apart
+    store, place, error = None, "127.0.0.1", ""  =>  store, place, error = None, "0.0.0.0", ""
+
+== distributed/roles.py
+one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_trains
+    count = helpers if world_size > 1 else 0  =>  count = helpers
+
+== distributed/shard_layout.py
+rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
+    of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
 
 == distributed/world.py
 a group is lent again while a rank sends in it
@@ -252,25 +254,6 @@ sums by shares sent to their owners in another order
 words that are never compared  <-  agreement::ranks_know_whether_they_have_the_same_words
     return int(both[0]) == ~int(both[1])  =>  return True
 
-== distributed/mailbox.py
-a goodbye that overtakes messages  <-  roles::goodbye_is_the_last_thing_that_is_said
-  -         while not self._outgoing.empty():
-  -             self._send(
-  +         while not (leaving or self._outgoing.empty()):
-  +             self._send(
-a stop of all processes is a silence  <-  roles::a_stop_of_all_processes_is_no_silence
-    min(now - self._looked, self._limit / 4)  =>  now - self._looked
-a store listens everywhere  <-  roles::teams_work_apart
-    store, place, error = None, "127.0.0.1", ""  =>  store, place, error = None, "0.0.0.0", ""
-
-== distributed/roles.py
-one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_trains
-    count = helpers if world_size > 1 else 0  =>  count = helpers
-
-== distributed/shard_layout.py
-rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
-    of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
-
 == files.py
 files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole_or_not_at_all
   -             os.fsync(file.fileno())
@@ -286,9 +269,6 @@ vectors that are not finite are sent  <-  mrdho2_use::vectors_that_are_not_finit
 vectors are rounded under autocast
   <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
     with vector.plain():  =>  if True:
-the batch of an epoch is the next one  <-  mrdho2_accelerator::an_epoch_has_the_batch_of_its_number
-  - for _ in range((epoch - coming) % count if count else 0):
-  + for _ in range(0):
 
 == fosi/checkpoint.py
 room for eigenpairs taken for eigenpairs
@@ -296,13 +276,23 @@ room for eigenpairs taken for eigenpairs
     int(head.get("largest", -1)) < 0 or  =>  not head or
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     load_vector(saved, CARRIED, params, dtype)  =>  None
-refreshes whose price is checked for nothing  <-  refresh_budget::costs_that_cannot_be_are_refused
-    part.number(key, 0.0)  =>  pass
+
+== fosi/options.py
+groups' own learning rates in the final update
+  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
+  - lr, peak = group["lr"], group[PEAK_LR]
+  + lr, peak = training.groups[0]["lr"], training.groups[0][PEAK_LR]
+a Newton step that does not follow the schedule
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)  =>  scales.append(scale)
+uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
+    scale = -float(given) if group.get("maximize") else float(given)  =>  scale = float(given)
+presets over what is given  <-  presets::what_is_given_goes_before_the_preset
+    {**PRESETS[name], **given}, values  =>  {**given, **PRESETS[name]}, values
+half a model as a frozen body  <-  presets::a_frozen_body_is_seen
+    LARGE_BODY = 0.75  =>  LARGE_BODY = 0.4
 
 == fosi/curvature.py
-parameters without a gradient move
-  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
-    [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
 a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
   - if self.vector.follow():
   -             self.parameters_changed()
@@ -311,10 +301,9 @@ a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_
   + pass
   +
   +     def replan
-refreshes at the price of other parameters  <-  refresh_budget::other_parameters_have_another_price
-  - self.pairs.budget.forget()
-  -         if self.subspace
-  + if self.subspace
+parameters without a gradient move
+  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
+    [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
 
 == fosi/eigenpairs.py
 the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
@@ -337,9 +326,6 @@ gradients go to the sum of another point
   - self.start = self.total = None
   -         self._parts = []
   + self.start = self.total = None
-waits for a verdict are not reported
-  <-  mrdho2_use::a_worker_reports_how_long_it_has_waited_for_a_verdict
-    waited += more  =>  pass
 an update where the loss falls at all  <-  mrdho2::the_guard_asks_for_half_the_loss
     after <= before - LEAST_FALL * abs(before)  =>  after <= before
 an additive update of all the epoch's gradients
@@ -359,27 +345,6 @@ a checkpoint without the pairs in use
   <-  mrdho2_within::a_checkpoint_continues_with_the_pairs_in_use
     return self._within and self.helped  =>  return False
 
-== fosi/metrics.py
-an instrument that forgets the stretch  <-  statistics::the_newton_share_is_that_of_the_movement
-    whole = first + subspace.rest_scale**2 * second  =>  whole = first + second
-
-== fosi/options.py
-a Newton step that does not follow the schedule
-  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)  =>  scales.append(scale)
-groups' own learning rates in the final update
-  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-  - lr, peak = group["lr"], group[PEAK_LR]
-  + lr, peak = training.groups[0]["lr"], training.groups[0][PEAK_LR]
-uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
-    scale = -float(given) if group.get("maximize") else float(given)  =>  scale = float(given)
-presets over what is given  <-  presets::what_is_given_goes_before_the_preset
-    {**PRESETS[name], **given}, values  =>  {**given, **PRESETS[name]}, values
-half a model as a frozen body  <-  presets::a_frozen_body_is_seen
-    LARGE_BODY = 0.75  =>  LARGE_BODY = 0.4
-a warm start that takes all products  <-  curvature_corners::a_warm_start_takes_half_of_the_products
-    if not warm or self.smallest:  =>  if not warm or True:
-
 == fosi/sharded_base.py
 the scheduler does not reach a base in pieces
   <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
@@ -387,19 +352,27 @@ the scheduler does not reach a base in pieces
 pieces of parameters that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     stand_in.copy_(current)  =>  pass
-the base's step count is cut to a piece  <-  dho2_state::the_count_of_a_base_is_not_cut_to_a_piece
-    value.shape == piece.param.shape and key != "step"  =>  value.shape == piece.param.shape
 stand-ins that keep their dtype when the model is cast
   <-  found::a_model_that_is_cast_goes_on_in_rows
     if stand_in.dtype != current.dtype:  =>  if False:
+
+== fosi/vector.py
+chunks across groups
+  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
+  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
+  -             and last[-1].group == piece.group
+  -
+the room of packed parameters that is not written back  <-  dho2::steps_are_those_of_dense_algebra
+    torch._foreach_copy_(cast(list[Tensor], tensors), views)  =>  pass
+parts of gradients that are not contiguous
+  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
+    p.grad = gradient.contiguous()  =>  pass
 
 == fosi/subspace.py
 near-zero eigenvalues give endless steps  <-  dho2::steps_are_those_of_dense_algebra
     torch.maximum(sizes, floor * largest)  =>  sizes
 Newton steps up negative curvature  <-  dho2::one_newton_step_finds_the_minimum_and_leaves_saddles
     sizes = values.abs()  =>  sizes = values
-momentum of earlier subspaces does not decay  <-  dho2::steps_are_those_of_dense_algebra
-    self.decayed *= decay  =>  pass
 the share of the gradient counted on every process
   <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
     sums[0 if rows else 1] /= world.size  =>  pass
@@ -416,32 +389,16 @@ Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
 a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_usual
     far = (square > bound) & (usual > 0.0)  =>  far = usual < 0.0
 
-== fosi/vector.py
-parts of gradients that are not contiguous
-  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
-    p.grad = gradient.contiguous()  =>  pass
-maximize is forgotten by accelerators  <-  mrdho2::uphill_on_the_negative_loss_is_downhill
-    return -1.0 if self._training.groups[0].get("maximize") else 1.0  =>  return 1.0
-chunks across groups
-  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
-  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-  -             and last[-1].group == piece.group
-  -
-the room of packed parameters that is not written back  <-  dho2::steps_are_those_of_dense_algebra
-    torch._foreach_copy_(cast(list[Tensor], tensors), views)  =>  pass
-
 == kfac/checkpoint.py
 a factor's weight stays behind when it moves
   <-  placements::layers_that_are_frozen_and_thawed_take_their_factors_along
-    factors.weight.copy_(weight)  =>  pass
+    factors.weight.copy_(parts[WEIGHT])  =>  pass
 a lost factor arrives as zeros
   <-  factor_exchange::a_lost_factor_is_missing_from_the_next_checkpoint_as_well
-    arrived[key][0].clone() if bool(kept) else None  =>  arrived[key][0].clone()
+    if bool(kept):  =>  if True:
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -
-a budget that is checked for nothing  <-  budget::intervals_that_cannot_be_are_refused
-    if key in alike and known  =>  if key in ALIKE and known
 
 == kfac/curvature.py
 messages forget since the beginning of a resumed run
@@ -464,14 +421,9 @@ messages forget since the beginning
   - cadence.updated_at = steps
   -                 for block
   + for block
-a budget that ranks do not compare  <-  budget::ranks_compare_what_they_have_chosen
-    ("intervals by budget", self.budget.state)  =>  ("intervals by budget", self.budget.measuring)
 an instrument without the owners' clip
   <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
     self.coefficient = precondition_by_owners(  =>  precondition_by_owners(
-averages that begin with rounded numbers
-  <-  exchange_dtype::the_first_statistics_travel_as_they_are
-    exact = self.training.steps < EXACT  =>  exact = False
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
     of_layers.load(saved, self.layers.blocks)  =>  pass
 a chosen fraction that checkpoints forget
@@ -485,18 +437,11 @@ a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_leng
 == kfac/feedback.py
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
     change if mine and change is not None else  =>  change if change is not None else
-work as often as ranks watch a layer  <-  drift::work_is_that_of_one_ranks_passes
-  -             if mine:
-  -                 work
-  +             if True:
-  +                 work
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
   - torch._foreach_lerp_(now, old, 1.0 - self.factor)
   + torch._foreach_lerp_(now, old, self.factor)
-a rise that shortens no step at once  <-  step_length::it_follows_what_steps_do
-    rises = -s > RISES * self._size > 0  =>  rises = False
 
 == kfac/layers.py
 zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_takes_nothing_in
@@ -513,9 +458,6 @@ G of a step's losses without their number
 terms that go on being counted by a silent layer
   <-  loss_reduction::owners_factors_are_those_of_their_own_shares
     max(last, key=lambda block: not block.state.silent, default=None)  =>  next(last, None)
-statistics of a layer that is only counted
-  <-  loss_reduction::other_owners_layers_are_counted_at_most
-    self.collector.watch(filter(taken, self.blocks))  =>  self.collector.watch(self.blocks)
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
     block.staged.sums(parts)  =>  block.staged.sums(1)
@@ -533,8 +475,6 @@ frozen parameters in the share that is said  <-  summary::only_what_trains_is_co
 a number of targets that is ignored as used
   <-  loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used
     not _divides(record, number)  =>  False
-validation that tells what losses are  <-  loss_reduction::only_a_training_pass_tells
-  - or not torch.is_grad_enabled()
 
 == kfac/metrics.py
 a curvature object with an absolute damping
@@ -564,60 +504,6 @@ statistics that have changed since they were sent
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]
     float(self._has_changed(b, micro_batches))  =>  0.0
-layers sent twice where numbers of pairs take turns
-  <-  pipelined::steps_of_other_numbers_of_pairs_in_turn_send_no_layer_twice
-    {b: max(n, before.get(b, 0)) for b, n in pairs.items()}  =>  dict(pairs)
-
-== kronecker/factors.py
-sums of narrow factors that travel as they were added up
-  <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
-    factor.to(self.factor_dtype)  =>  factor
-the mean eigenvalue of G of modules used twice
-  <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    head[1 + groups : 1 + 2 * groups] *= scale  =>  pass
-uses without an example are uses  <-  examples::a_use_without_an_example_is_no_use
-    present | ~present.any()  =>  present | True
-uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
-    uses = uses / len(self._passes)  =>  uses = 1.0
-sums divided in bfloat16
-  <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
-    total.to(examples.dtype) / examples if narrow  =>  total / examples.to(total.dtype) if narrow
-weights and means in bfloat16
-  <-  invariants_factors::13_weights_and_means_of_bfloat16_factors_are_not_rounded
-  - wide = torch.promote_types(dtype, torch.float32)
-  -         self.shape = shape
-  + wide = dtype
-  +         self.shape = shape
-an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
-    self.weight * decay + 1.0  =>  self.weight * decay + (1.0 - decay)
-a step without examples forgets
-  <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
-    torch.where(present, self.weight * decay + 1.0, self.weight)  =>  self.weight * decay + 1.0
-dropped statistics are not counted
-  <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
-    self.dropped += ~finite  =>  pass
-a gradient's scale once instead of squared
-  <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-  - torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
-  + torch.as_tensor(gradient_scale, dtype=found["G"].dtype)
-passes of a step not counted  <-  examples::passes_of_a_step_are_counted_and_said_once
-    uses * micro_batches**2  =>  uses
-a second pass through a forward as a micro-batch
-  <-  examples::two_losses_of_one_forward_are_no_micro_batches
-    if not again:  =>  if True:
-padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    if self._reduction == "mean":  =>  if False:
-examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
-    scale = scale / counted_again**2  =>  pass
-examples of a step counted in each pass through a forward
-  <-  loss_reduction::two_losses_of_one_forward_have_the_terms_of_one
-    uses * len(self._passes) / max(self.micro_batches, 1)  =>  uses
-both factors of gradients with the trace of the curvature
-  <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
-    sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums  =>  pass
-a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
-  - self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
-  + self.examples.copy_(torch.where(present, examples, self.examples))
 
 == kfac/plan.py
 DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost
@@ -645,11 +531,6 @@ an owner's layers have statistics of all batches
 every gradient worker keeps an inverse of a sharded layer
   <-  fsdp::ranks_keep_their_rows_and_the_factors_of_their_layers
     (rank, rank), _one(rank), said  =>  (rank, rank), layer.workers, said
-numbers of examples in bfloat16  <-  exchange_dtype::factors_and_decompositions_take_half_the_bytes
-    [(world, heads)] + [  =>  [(world.wired(wire), heads)] + [
-owners of lone gradients who do not grow
-  <-  planning_ranks::gradients_of_no_layer_go_where_there_is_least
-    (least + sizes[i], rank)  =>  (least, rank)
 
 == kfac/precondition.py
 the hook's means are lost with their owner
@@ -658,15 +539,10 @@ the hook's means are lost with their owner
 a clip of one's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
     torch.stack(changes).sum()  =>  changes[world.rank]
-a clip by the largest learning rate under a callable bound
-  <-  invariants_steps::a_callable_clip_is_taken_as_it_is
-    which = "lr" if callable(self._options.kl_clip) else PEAK_LR  =>  which = PEAK_LR
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
     .abs() * lr**2  =>  .abs() * lr
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
   - .clamp(max=1.0)
-a clip that is spoilt by one layer  <-  solvers::a_layer_that_is_not_finite_does_not_count
-    .nan_to_num(0.0, posinf=0.0).sum()  =>  .sum()
 a bound that grows with the batch alone
   <-  defaults::the_bound_grows_with_the_batch defaults::auto_is_the_number_for_the_batch
     (known / USUAL_BATCH) ** 1.5  =>  (known / USUAL_BATCH)
@@ -701,19 +577,11 @@ a budget for what stats workers send  <-  budget::what_stats_workers_send_is_not
     kinds["statistics"] = kinds["statistics_exchange"] = "apart"  =>  pass
 intervals that never fall  <-  drift::intervals_grow_where_nothing_changes_and_fall_where_all_does
     if cosine < bounds.apart:  =>  if False:
-costly refreshes told of as soon as they cost five steps
-  <-  budget::a_refresh_of_more_than_ten_steps_is_told_of_once
-    COSTLY, SHORT = 10, 0.5  =>  COSTLY, SHORT = 5, 0.5
 intervals that grow after one refresh alike  <-  drift::what_a_refresh_changes_by_hand
     if alike < bounds.patience:  =>  if alike < 1:
 refreshes as often as the first layer wants
   <-  drift::layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants
     known[int(len(known) * WANTED_BY)]  =>  known[0]
-intervals lost in a checkpoint  <-  drift::a_resumed_run_has_the_intervals
-    Change(part.whole(DRIFT_INTERVAL, 1), alike=alike)  =>  Change(alike=alike)
-a budget's interval that is no power of two
-  <-  drift::a_budget_that_forbids_what_drift_wants_is_told_of_once
-    1 << (allowed - 1).bit_length()  =>  allowed
 an interval that is asked for while it is measured
   <-  budget::what_is_chosen_is_what_is_computed_by_hand
   - newcomers_at or self.budget.measuring
@@ -734,17 +602,12 @@ a lost factor is less grave than a sound one
     LOST = 7  #  =>  LOST = 0  #
 verdicts are added up  <-  failures::one_factor_that_fails_is_told
     world.on_cpu().all_reduce_max([message])  =>  world.on_cpu().all_reduce([message])
-simulated ranks hear of no layer that another solves
-  <-  planning_ranks::processes_send_what_is_recorded
-    if self.training.world.backend == "fake":  =>  if self.training.world.backend == "none":
 silence outweighs pairs without an example
   <-  kaisa::a_dead_layer_that_one_rank_alone_calls_is_not_called_unused
   - SILENT = 1  # no pair of statistics has ever come
   -     UNSEEN = 2
   + UNSEEN = 1  # no pair of statistics has ever come
   +     SILENT = 2
-a refresh in parts without a bound  <-  kaisa::alone_a_refresh_takes_a_few_layers_at_a_time
-    filled += size  =>  filled += 0
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
   - block.state.failures >= self.options.max_consecutive_failures
@@ -771,39 +634,22 @@ the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snap
   + received.pop(block), self.damping, solve.scale
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
-    torch.as_tensor(x, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
-a damping that keeps the message it has come in
-  <-  distkfac_ranks::a_rank_keeps_no_message_beside_its_inverses
-    copy=True  =>  copy=False
+    torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  statistics::failures_are_counted
   -             self.failed += 1
   -
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
     if rounding is not None:  =>  if False:
-sparing counts for less than solving
-  <-  trace_refresh::solvers_of_one_layer_that_differ_spare_it_alike
-  - SOUND = 3
-  -     SPARED = 4  # not to be solved: its trace has hardly moved
-  + SPARED = 3
-  +     SOUND = 4
 layers that settle while costs are measured
   <-  trace_refresh::every_layer_is_solved_while_costs_are_measured
     spared = {} if self.budget.measuring else spared  =>  pass
-what has settled outlives the plan
-  <-  trace_refresh::a_model_that_changes_is_solved_anew_and_watched_again
-  -         if self.traces is not None:
-  -             self.traces.forget()
-  -
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
     least = options.damping_floor * self.mean_curvature  =>  least = 0.0
 
 == kfac/solve_async.py
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
-    elif self._background.deterministic or not ticket.done():  =>  elif not ticket.done():
-decompositions of threads arrive without their damping
-  <-  distkfac_ranks::without_staleness_it_is_kaisa
-    return 0 if self.training.world.size == 1 else 1 + scaled  =>  return 0
+    elif self._own.deterministic or not ticket.done():  =>  elif not ticket.done():
 of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
     if len(ticket.result()) == len(block.shape.letters) else  =>  if len(ticket.result()) > 0 else
 a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
@@ -813,18 +659,12 @@ layers that are due when they land wait for the next interval
     self.submit([block for block in due if block in came])  =>  pass
 layers under way are launched again  <-  distkfac::never_more_than_so_many_steps_under_way
     [block for block in due if block not in self.under_way]  =>  due
-a budget of solves that have not come
-  <-  budget::solves_on_threads_are_waited_for_while_they_are_measured
-    if not block.solved or self.budget.measuring:  =>  if not block.solved:
 a solve on a thread that is older than drift allows
   <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
     late = self.drift is not None and age >= self.drift.interval(block) - 1  =>  late = False
 a thread solves each factor in another's place
   <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
     stored = [factor for k in problems if  =>  stored = [factor for k in reversed(problems) if
-an asynchronous inverse that comes a step late
-  <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
-    age >= self.drift.interval(block) - 1  =>  age >= self.drift.interval(block)
 a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
     copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
 a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
@@ -834,9 +674,6 @@ a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_befo
 a stats worker's losses of a step as sums
   <-  stats::a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step
     sums = self.layers.whole_steps(sums, 1)  =>  pass
-a message guarded by its count alone
-  <-  stats::a_message_with_one_number_that_is_not_finite_is_dropped
-    sound = bool(head[0] > 0) and all(  =>  sound = bool(head[0] > 0) or all(
 a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_pile_up
     p.grad = None  =>  pass
 statistics to the first worker, whoever owns the layer
@@ -848,39 +685,27 @@ points queue up  <-  stats::no_point_is_sent_while_statistics_are_on_their_way
     helper.asked <= wanted <= helper.heard + 1  =>  helper.asked <= wanted
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
     raise ValueError(whole_models(self.training.name, "stats"))  =>  return
+hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
+    self.hungry = bool(found) and not any(found.values())  =>  self.hungry = False
 
 == kfac/trace_rule.py
-a layer whose inverse is gone stays settled
-  <-  trace_refresh::a_layer_whose_inverse_is_gone_is_watched_anew
-  -             self.settled.discard(block)
-  -
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
   - block.ensure_factors().mean_curvature() + of
   + block.ensure_factors().mean_curvature() + 0 * of
-a failed layer is spared  <-  trace_refresh::a_layer_that_failed_is_solved_at_the_next_refresh
-  -  and not block.state.failures:
-  + :
 a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
     moved(now.damping, before.damping) > upper or distance  =>  distance
 
-== kronecker/attention.py
+== kronecker/autograd.py
 values taken for queries  <-  attention::factors_are_those_of_separate_linears
     (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
-
-== kronecker/autograd.py
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
-a pass that draws labels silences those of other threads
-  <-  compiled_drawn::training_in_another_thread_keeps_its_pairs
-    return current_pass() in _drawing  =>  return bool(_drawing)
 
 == kronecker/block.py
 failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
     self.state.complaint = False, 0, ""  =>  self.state.complaint = False, self.state.failures, ""
-failures from before a load  <-  robustness::a_checkpoint_gives_a_failing_layer_all_its_tries_again
-    self.state.asked, self.state.failures = False, 0  =>  self.state.asked = False
 micro-batches that FSDP2 has yet to average dropped
   <-  fsdp::micro_batches_count_whether_averaged_each_or_at_the_end
     return self.without_gradient and not unreduced  =>  return self.without_gradient
@@ -900,12 +725,6 @@ loaded factors weigh nothing
 a checkpoint of any shape is accepted
   <-  contract_state::factors_of_wrong_shape_are_refused_before_anything_changes
     if tuple(saved[letter].shape) not in allowed:  =>  if False:
-the number of examples is forgotten  <-  defaults::the_number_of_examples_is_in_checkpoints
-    factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))  =>  pass
-the change of a refresh by its own inverse twice
-  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-  - self._before = before
-  + self._before = inverse
 
 == kronecker/capture.py
 an input that was changed in place is taken for the same
@@ -915,7 +734,7 @@ forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
-    if autograd.reaches_parameters(call.module, self.fsdp):  =>  if True:
+    if not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
   <-  explained::operations_in_place_lose_nothing
     if edge.node.name() != "ViewBackward0":  =>  if True:
@@ -923,19 +742,9 @@ a budget without what the hooks do  <-  budget::what_is_chosen_is_what_is_comput
   - with alive.timed():
   -         alive.take(call, gradient)
   + alive.take(call, gradient)
-a budget without the draws of labels  <-  budget::drawing_labels_is_of_the_statistics
-  - with self.timed():
-  -                 self._draw(
-  + if self.timed:
-  +                 self._draw(
 gradients beside the loss as examples, in a graph
   <-  compiled::evaluation_attacks_and_frozen_layers_give_nothing
     if not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
-a second backward through a graph as a new micro-batch
-  <-  compiled::passes_have_numbers_and_a_second_backward_is_known_as_one
-    metadata.setdefault(_FIRST_PASS, pass_id) != pass_id  =>  False
-
-== kronecker/collector.py
 the product of one tensor is formed for each layer
   <-  sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing
     known = last[2]  =>  known = None
@@ -943,19 +752,13 @@ an A with the bias's row for a layer without bias
   <-  sharing::layers_of_one_input_with_and_without_a_bias
     block.trains_bias), self.last_a, None  =>  True), self.last_a, None
 no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
-  - return self._accumulation_steps / scale
-  + return self._accumulation_steps / torch.ones_like(scale)
-gradients thrown away by the model kept as statistics
-  <-  examples::a_discriminator_counts_its_own_passes
-    block.starts_anew(unreduced):  =>  False:
-terms counted where a loss is a mean  <-  loss_reduction::other_owners_layers_are_counted_at_most
-    self._counted(module) if reduction == "step_mean" else []  =>  self._counted(module)
+  - return self.accumulation_steps / scale
+  + return self.accumulation_steps / torch.ones_like(scale)
 
 == kronecker/convolutions.py
 a convolution's G without the number of locations
   <-  invariants_factors::6_every_convolution_has_the_factors_of_its_patches
-  - g = gram(rows_d, False, form.triangular).div_(locations)
-  + g = gram(rows_d, False, form.triangular)
+    g = gram(rows_d, False, packed).div_(locations)  =>  g = gram(rows_d, False, packed)
 padding 'same' the other way round
   <-  invariants_factors::6_weight_times_patches_is_the_convolution
     (total // 2, total - total // 2)  =>  (total - total // 2, total // 2)
@@ -973,26 +776,16 @@ large finite factors are given up
   <-  solvers::large_factors_are_finite_though_their_squares_are_not
     exact = torch.isfinite(batch).flatten(1).all(1)  =>  exact = torch.isfinite(_norm(batch))
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
-  - return (error < RESIDUAL_TOLERANCE) & _is_orthogonal(vectors)
-  + return error < RESIDUAL_TOLERANCE
+    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE  =>  return error < RESIDUAL_TOLERANCE
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
   - return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
   + return (vectors, values * size.squeeze(-1)), _is_eigenbasis(
-whatever comes out is sound  <-  solvers::float64_is_the_second_rung
-    RESIDUAL_TOLERANCE = 1e-3  =>  RESIDUAL_TOLERANCE = 1e3
-any guess is refined  <-  solvers::a_guess_that_is_no_guide_is_not_taken
-    REFINEMENT_TOLERANCE = 0.2  =>  REFINEMENT_TOLERANCE = 20.0
 inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_inverse
     definite & (error < RESIDUAL_TOLERANCE)  =>  torch.ones_like(definite)
-one batch of everything  <-  solvers::factors_are_built_batch_by_batch
-    if key not in current or filled[key] + nbytes > most:  =>  if key not in current:
 
 == kronecker/exact.py
 a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_far_from_one
     root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
-inputs that are not finite count as zeros
-  <-  doubly_factored::an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient
-    psi = torch.where(finite[:, None], psi, torch.nan)  =>  pass
 exact blocks are not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
     p.grad.copy_(part.view_as(p) * coefficient)  =>  p.grad.copy_(part.view_as(p))
 a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
@@ -1000,13 +793,8 @@ a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_no
   + return layer_norm(x, module.normalized_shape)
 a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_zero
     if bool((variance > CANCELLED * mean.square()).all()):  =>  if True:
-a matrix one smaller than asked for  <-  finding::max_exact_dim_is_the_last_size_that_is_a_matrix
-    if size > self.most:  =>  if size >= self.most:
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
-a bias goes on with the curvature of a gain
-  <-  exact_blocks::a_part_that_takes_the_others_place_begins_anew
-    if self.trainable and self._staged_for != self.training:  =>  if False:
 
 == kronecker/explained.py
 a penalty on the weight's length counted as unexplained
@@ -1015,9 +803,44 @@ a penalty on the weight's length counted as unexplained
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
-rounding of sums that cancel counted as unexplained
-  <-  explained::sums_that_cancel_count_for_rounding
-    (left.norm() - self._noise)  =>  left.norm()
+
+== kronecker/factors.py
+sums of narrow factors that travel as they were added up
+  <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
+    factor.to(self.factor_dtype)  =>  factor
+the mean eigenvalue of G of modules used twice
+  <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
+    head[1 + groups : 1 + 2 * groups] *= scale  =>  pass
+uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
+    uses = uses / len(self._passes)  =>  uses = 1.0
+sums divided in bfloat16
+  <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
+    total.to(examples.dtype) / examples if narrow  =>  total / examples.to(total.dtype) if narrow
+an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
+    self.weight * decay + 1.0  =>  self.weight * decay + (1.0 - decay)
+a step without examples forgets
+  <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
+    torch.where(present, self.weight * decay + 1.0, self.weight)  =>  self.weight * decay + 1.0
+dropped statistics are not counted
+  <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
+    self.dropped += ~finite  =>  pass
+a gradient's scale once instead of squared
+  <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
+  - torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
+  + torch.as_tensor(gradient_scale, dtype=found["G"].dtype)
+a second pass through a forward as a micro-batch
+  <-  examples::two_losses_of_one_forward_are_no_micro_batches
+    if not again:  =>  if True:
+padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+    if self._reduction == "mean":  =>  if False:
+examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
+    scale = scale / counted_again**2  =>  pass
+both factors of gradients with the trace of the curvature
+  <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
+    sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums  =>  pass
+a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
+  - self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
+  + self.examples.copy_(torch.where(present, examples, self.examples))
 
 == kronecker/fisher.py
 micro-batches draw the same noise
@@ -1034,9 +857,6 @@ a coin that falls the other way
 factors of gradients on the scale of their mean
   <-  gradient_factors::factors_are_the_averages_of_those_of_gradients
     whole * (scale * examples)  =>  whole * examples
-squares of tiny gradients
-  <-  gradient_factors::gradients_that_are_missing_zero_or_not_finite_change_nothing
-    live = finite & (size > number.tiny / number.eps)  =>  live = finite & (size > 0)
 
 == kronecker/hooks.py
 steps without statistics have the operators in their graph
@@ -1055,12 +875,6 @@ exports with hooks  <-  compiled::exports_and_traces_have_nothing_of_the_hooks
 == kronecker/kinds.py
 keys counted as queries are  <-  attention::factors_are_those_of_separate_linears
     more = [counts[0] / count for count in counts]  =>  more = [1.0 for _ in counts]
-a registered layer's own rows left out
-  <-  kinds::a_registered_layer_has_the_factors_of_what_it_was_told_to_compute
-  - if rows is None else rows
-  -
-  +
-  +
 torch's own layers are registered anew  <-  kinds::the_rules_of_torchs_own_layers_stay
     if ruled and kind.__module__.startswith("torch."):  =>  if False:
 sparse embeddings are preconditioned
@@ -1078,8 +892,6 @@ a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_de
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
   - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
   + a = gram(x.unsqueeze(0), form.bias, form.triangular)
-rows that only begin with a zero as dead  <-  examples::rows_that_begin_with_zeros_are_examples
-    dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]  =>  dead = suspects
 one factor for inputs of unlike examples
   <-  examples::layers_of_one_input_share_its_factor_where_they_have_the_same_examples
     known.live.same(live)  =>  True
@@ -1105,9 +917,6 @@ an inverse by Cholesky without its scale
 what has no curvature moves without end
   <-  solvers::without_damping_what_has_no_curvature_does_not_move
     posinf=0.0  =>  posinf=1e30
-a part of a batch keeps it all
-  <-  solvers::what_is_kept_holds_no_more_memory_than_it_needs_and_lies_row_after_row
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part  =>  return part
 exact blocks damped by half  <-  exact_blocks::the_step_is_the_dense_solve
   - return None, torch.zeros_like(means[1]) + damping
   + return None, torch.zeros_like(means[1]) + 0.5 * damping
@@ -1122,13 +931,13 @@ a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_
   + matrix[..., :h, :h].copy_(_mirrored(upper, lower=True))
 
 == lanczos/closure.py
-a vector of losses counts as one example  <-  gauss_newton::micro_batches_are_one_batch
+a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs
     examples = len(losses)  =>  examples = 1.0
 a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_examples
-    lambda z: criterion(z, targets)), _count(targets)  =>  lambda z: criterion(z, targets)), 1
+    lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
 
 == lanczos/differentiable.py
-an empirical Fisher is a sum  <-  gauss_newton::empirical_fisher_is_the_mean_of_outer_products
+an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_products
     [u / len(u) for u in _whole(pushed, roots)]  =>  _whole(pushed, roots)
 
 == lanczos/estimates.py
@@ -1145,10 +954,6 @@ differences as wide as the parameters' dtype
 micro-batches' losses weigh the same
   <-  lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples
     self.loss += examples * loss.detach().double()  =>  self.loss += loss.detach().double()
-judged losses have other random numbers
-  <-  hvp::losses_of_micro_batches_have_the_same_random_numbers
-  -             self._aside.rewind()
-  -
 micro-batches weigh the same  <-  hvp::micro_batches_are_one_batch
     if factor != 1.0:  =>  if False:
 buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_evaluation
@@ -1161,7 +966,7 @@ a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
     if not rest > 0.5 * again[-1]:  =>  if False:
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    return bool(space.first(torch.tensor([verdict], device=device)))  =>  return bool(verdict)
+    bool(space.first(torch.tensor([verdict], device=h.device)))  =>  bool(verdict)
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
@@ -1172,8 +977,6 @@ each process has signs of its own  <-  lanczos_ranks::one_process_decides
 it stops before all pairs have converged  <-  lanczos::it_stops_where_all_pairs_are_within_tol
   - return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
   + return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).any())
-residuals below rounding  <-  lanczos::no_residual_is_stated_below_rounding
-    return self.residuals.clamp(min=least)  =>  return self.residuals
 a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
     *range(smallest)]  =>  *range(1, smallest + 1)]
 
@@ -1184,14 +987,11 @@ the Hessian of the negative loss has its sign
   <-  dho2_state::uphill_on_the_negative_loss_is_downhill
   - weight = h.new_tensor([self._sign * self._hessian.examples])
   + weight = h.new_tensor([self._hessian.examples])
-a loss without the parameters has no curvature
-  <-  lanczos::a_loss_that_does_not_depend_on_the_parameters
-    if not dependent:  =>  if False:
 
 == optimizers/base.py
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
-    training.steps == 0 and is_checkpointing()  =>  training.steps == 0
+    not self.state and is_checkpointing()  =>  not self.state
 the step count is not loaded
   <-  contract_state::checkpoint_gives_the_number_of_the_step
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
@@ -1201,29 +1001,16 @@ collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_
   -             training.collected = None
   -             self._share_state()
   +             self._share_state()
-factors are collected on another rank  <-  factor_exchange::whoever_saves_has_all_factors
-    range(size) if to is None else [to]  =>  range(size) if to is None else [0]
 an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as_nobody_has_it
     partial(_share_state_of, weakref.ref(self))  =>  partial(_share_state_of, lambda: self)
 one kind of processes alone hears of wrong shards
   <-  mrdho2_fsdp::other_shards_are_refused_on_every_rank
     if any(world.all_gather_object(sharded)):  =>  if sharded:
-an empty step of the parameters before counts  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
-    and self._take_shards() and empty:  =>  and self._take_shards() and (empty := False):
 two bases: half a group stays  <-  two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was
     self.param_groups[:] = before  =>  pass
 two bases: one's defaults for both
   <-  two_bases::a_group_added_is_divided_too_and_one_with_a_mark_is_not
     {**self.defaults, **base_of(self._base, group).defaults}.items()  =>  self.defaults.items()
-two bases: the header names the first  <-  two_bases_state::a_checkpoint_goes_on_bit_for_bit
-  - written_by = base_of(self._base, group)
-  + written_by = base_of(self._base, self.param_groups[0])
-two bases: what is not there yet is not compared
-  <-  two_bases_state::ranks_that_disagree_on_the_rest_are_told
-    lines += self._base.description()  =>  pass
-steps within backward
-  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
-    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
     {index: dict(entry) for index  =>  {index: entry for index
@@ -1238,19 +1025,10 @@ colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
 two bases: rest_kwargs without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]
-two bases: each gets all keywords  <-  two_bases::keywords_go_to_whoever_knows_them
-    if theirs is None or name in theirs}  =>  if True}
 
 == papers.py
 a paper's bound that follows the learning rate  <-  paper_settings::kaisa
     "kl_clip": partial(_constant, 1e-3),  =>  "kl_clip": 1e-3,
-a paper's steps of the base that grow slowly  <-  paper_settings::dho2
-    "lr_scale_guard": False,  =>  "lr_scale_guard": True,
-
-== planning/calibration.py
-a fraction that each rank chooses for itself
-  <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
-    return workers if alone else int(world.all_gather_object(workers)[0])  =>  return workers
 
 == planning/machine.py
 solves on threads planned as free where no core is idle
@@ -1264,27 +1042,22 @@ sums between nodes of all the data  <-  planning_times::sums_come_together_insid
 == planning/plan.py
 plans of settings that do not fit  <-  planning_plan::memory_is_honoured
     fitting = [choice for choice in choices if choice.fits]  =>  fitting = list(choices)
-one number of ranks for all plans
-  <-  planning_plan::a_plan_is_json_and_several_numbers_of_ranks_are_planned_as_each_alone
-  - planner.plan(n, systems, solvers) for n in dict.fromkeys(sizes)
-  + planner.plan(sizes[0], systems, solvers) for n in dict.fromkeys(sizes)
 
 == planning/record.py
-large products that take no time  <-  planning_plan::more_work_is_seen
-    kernel = self._dense(name, args, kwargs, result) if dense else 0.0  =>  kernel = 0.0
 solves on threads that hold up the step
   <-  planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is
   -         self.clock = before
   -
+
+== profiling.py
+a profile without the backward pass  <-  profiling::the_time_of_a_step_is_shared_out
+    with self.optimizer._training.meter.stage("backward"):  =>  if True:
 
 == recipes.py
 rates fall towards the head  <-  recipes::rates_fall_from_block_to_block
     (deepest - depth_of[name])  =>  depth_of[name]
 gains decay  <-  recipes::vectors_and_norms_do_not_decay
     {id(p) for p in inner.parameters() if p.ndim <= 1}  =>  set()
-the last rule counts  <-  recipes::rules_override_by_name_and_the_first_counts
-  - [pattern for pattern in rules if re.search(pattern, name)]
-  + [pattern for pattern in reversed(rules) if re.search(pattern, name)]
 
 == report.py
 frozen parameters in the summary's share  <-  summary::only_what_trains_is_counted_and_named
@@ -1294,8 +1067,4 @@ frozen parameters in the summary's share  <-  summary::only_what_trains_is_count
 == stages.py
 an instrument that counts no bytes  <-  statistics::all_accounts_together_are_the_whole_time
     spent[1] += total - self._bytes  =>  spent[1] += 0
-
-== profiling.py
-a profile without the backward pass  <-  profiling::the_time_of_a_step_is_shared_out
-    with self.optimizer._training.meter.stage("backward"):  =>  if True:
 """)

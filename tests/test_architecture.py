@@ -273,7 +273,7 @@ def foreign(path: Path) -> list[str]:
         and node.attr in owners
         and path not in owners[node.attr]
         # The package's optimizers are one with their base; torch's names are torch's.
-        and node.attr not in ("_training", "_curvature", "_constructed", "_agree", "_take_shards")
+        and node.attr not in ("_training", "_curvature")
         and not {getattr(n, "id", "") for n in ast.walk(node.value)} & {"torch", "dist", "group"}
     ]
 

@@ -16,7 +16,7 @@ from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from conftest import Launcher, TorchRunner
+    from conftest import Launcher
 
 
 @pytest.fixture(scope="module")
@@ -138,22 +138,3 @@ def test_launched_ranks_that_fail_say_why(launch: Launcher) -> None:
     assert run.wait() == [1]
     with pytest.raises(PoolTimeoutError, match=r"ended without 'never'(?s:.*)this is why"):
         run.wait_for("never", 0)
-
-
-def test_torchrun_restarts(torchrun: TorchRunner) -> None:
-    """Slow (an agent and two generations of ranks): the one test of the real launcher."""
-    script = """
-        import os
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
-            os.kill(os.getpid(), 9)
-        dist.barrier()
-        print("passed", dist.get_rank())
-        dist.destroy_process_group()
-    """
-    run = torchrun(script, 2, max_restarts=1)
-    assert run.wait() == 0, run.output
-    assert "passed 0" in run.output
-    assert "passed 1" in run.output

@@ -22,7 +22,6 @@ from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.profiler import profile
 
 from second_order.files import replacing
 from second_order.report import aligned
@@ -41,14 +40,12 @@ class Recorder:
         optimizer: The optimizer, once it has taken a step.
         taken: How many steps it took.
         steps: For each step that was measured, milliseconds by account, which add up to its length.
-        profile: torch's profiler of these steps, where a trace is wanted.
     """
 
-    def __init__(self, skip: int, count: int, trace: bool = False) -> None:
+    def __init__(self, skip: int, count: int) -> None:
         self._skip, self._last = skip, skip + count
         self.optimizer: Any = None
         self.taken, self.steps = 0, list[dict[str, float]]()
-        self.profile = profile() if trace else None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -67,8 +64,6 @@ class Recorder:
                 yield
         finally:
             hook.remove()
-            if self.profile is not None and self._skip <= self.taken < self._last:
-                self.profile.stop()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self.optimizer is None and hasattr(optimizer, "_training"):
@@ -83,10 +78,6 @@ class Recorder:
             self.steps.append({name: 1000 * s for name, s in seconds.items() if s})
         if self.taken == self._skip and torch.accelerator.is_available():
             meter.now = _synchronized
-        if self.profile is not None and self.taken == self._skip:
-            self.profile.start()
-        if self.profile is not None and self.taken == self._last:
-            self.profile.stop()
 
     def means(self) -> dict[str, float]:
         """Milliseconds a step by account, in the order of a step."""
@@ -122,7 +113,6 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--skip", type=_count, default=5, help="steps before the first measured")
     parser.add_argument("--steps", type=_count, default=20, help="steps that are measured")
     parser.add_argument("--output", type=Path, default=Path("profile"), help="path, no suffix")
-    parser.add_argument("--trace", action="store_true", help="write torch.profiler's trace")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script", help="the training script, or the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
@@ -137,7 +127,7 @@ def _count(word: str) -> int:
 
 def run(chosen: argparse.Namespace) -> int:
     """Run the script, and write what has been measured, also if the script ends by an error."""
-    recorder, status = Recorder(chosen.skip, chosen.steps, chosen.trace), 0
+    recorder, status = Recorder(chosen.skip, chosen.steps), 0
     first = os.getcwd() if chosen.module else str(Path(chosen.script).resolve().parent)  # noqa: PTH109
     argv, path = [chosen.script, *chosen.arguments], [first, *sys.path]
     try:
@@ -179,8 +169,6 @@ def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
     }
     with replacing(path) as file:
         file.write(json.dumps(found, indent=1).encode())
-    if recorder.profile is not None:
-        recorder.profile.export_chrome_trace(str(path.with_suffix(".trace.json")))
     if rank == 0:
         sys.stdout.write(f"{table_of(recorder)}\nwritten: {path}\n")
     return True

@@ -221,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         "rest_kwargs: unknown keyword 'beta'.*AdamW.*'betas'",
     ),
     ({"rest_kwargs": {"momentum": 1}}, TypeError, "unknown keyword 'momentum'.*none of AdamW"),
-    ({"rest_kwargs": {"lr": float("nan")}}, ValueError, "lr=nan is not finite"),
+    ({"rest_kwargs": {"lr": float("nan")}}, ValueError, "lr=nan is outside"),
     ({"rest_kwargs": {"differentiable": True}}, ValueError, "differentiable"),
     ({"adjust_lr": "x"}, TypeError, "unknown keyword 'adjust_lr'.*Muon or AdamW.*'adjust_lr_fn'"),
     ({"beta": 1}, TypeError, "'beta': neither an option here nor one of Muon or AdamW.*'betas'"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 import queue
 import threading
 import time
@@ -362,25 +361,6 @@ def test_a_stop_of_all_processes_is_no_silence() -> None:
         assert ended
 
 
-def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
-    """Heartbeats go on while its owner does something else, for several timeouts."""
-    clock, timeout = Clock(), 4.0
-    with replaced(mailbox, {"time": clock}), pair(timeout) as (a, b):
-        a.expect("what is not to come")
-        for _ in range(16):  # quarters of a timeout
-            before = [one._heard_beat for one in (a, b)]
-            clock.stopped += timeout / 4
-            assert eventually(
-                lambda b4=before: all(
-                    one._heard_beat > last for one, last in zip((a, b), b4, strict=True)
-                )
-            )
-            assert not a.lost
-            assert not b.lost
-        looks = itertools.count()
-        assert a.wait("what is not to come", lambda: next(looks) == 3) is None
-
-
 def test_an_address_where_nobody_listens() -> None:
     with pytest.raises(SecondOrderError, match="does not hear from the others"):
         Mailbox(("127.0.0.1", 1), "a", "b", 0.1)
@@ -430,31 +410,6 @@ def test_what_has_been_fetched_or_forgotten_is_not_kept() -> None:
         both.b.forget("declined", coming=True)
         assert eventually(lambda: not both.b._expected)
         assert not both.b.holds("declined")
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_child_of_fork_closes_nothing() -> None:
-    """As the processes of a DataLoader are, which have copies of everything."""
-    both = Pair()
-    with closing(both):
-        child = os.fork()
-        if child == 0:
-            both.a.close(PATIENCE)
-            del both.a
-            gc.collect()
-            os._exit(0)
-
-        def ended() -> bool:
-            return os.waitpid(child, os.WNOHANG) != (0, 0)
-
-        assert eventually(ended), "the child hangs"
-        both.b.post("after", [torch.ones(1)])
-        get(both.a, "after")
-        both.a.post("answer", [torch.ones(1)])
-        get(both.b, "answer")
-        assert not both.b.closed_there
-    assert no_thread_is_left()
 
 
 def test_a_model_in_ddp_would_wait_for_the_helpers() -> None:

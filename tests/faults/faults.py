@@ -37,7 +37,6 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import fault_checkpoints  # noqa: F401 - adds to the faults
 import fault_ranks  # noqa: F401 - adds to the faults
@@ -98,41 +97,17 @@ class Rank:
 class Child(BaseException):
     """Leaves the parent's stack, in a child: its process is to end as a script does."""
 
-    def __init__(self, run: Run, port: int, name: str) -> None:
-        self.run, self.port, self.name = run, port, name
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
 
-def host_store() -> tuple[int, int]:
-    """A process that holds the store at which groups meet: its port, and what to close to end it.
-
-    This process must have no threads, since it forks.
-    """
-    port_read, port_write = os.pipe()
-    life_read, life_write = os.pipe()
-    if os.fork() == 0:
-        os.close(life_write)
-        os.setsid()
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(port_write, str(store.port).encode())
-        os.close(port_write)
-        os.read(life_read, 1)  # until the parent has gone
-        os._exit(0)
-    os.close(port_write)
-    os.close(life_read)
-    port = int(os.read(port_read, 16))
-    os.close(port_read)
-    return port, life_write
-
-
-def go(child: Child) -> None:
+def go(run: Run) -> None:
     """What a rank does."""
-    run = child.run
 
     def join() -> None:
-        store = TCPStore("127.0.0.1", child.port, is_master=False, wait_for_workers=False)
         dist.init_process_group(
             "gloo",
-            store=PrefixStore(f"{child.name}.{run.phase}", store),
+            init_method=f"file://{run.directory}/store.{run.phase}",
             rank=run.rank,
             world_size=run.size,
             timeout=timedelta(seconds=GROUP_TIMEOUT),
@@ -144,8 +119,8 @@ def go(child: Child) -> None:
 class Running:
     """A case under way."""
 
-    def __init__(self, case: Case, port: int, life: int) -> None:
-        self.case, self._port, self._life = case, port, life
+    def __init__(self, case: Case) -> None:
+        self.case = case
         self.directory = Path(tempfile.mkdtemp(prefix="fault"))
         self.phases: list[list[Rank]] = []
         self._begun = time.monotonic()
@@ -166,14 +141,13 @@ class Running:
         os.setsid()
         # A shell has jobs in the background ignore it, and so would whatever they start.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.close(self._life)
         output = os.open(self.directory / f"out.{phase}.{rank}", os.O_CREAT | os.O_WRONLY)
         for stream in 1, 2:
             os.dup2(output, stream)
         step = case.system.moments.get(case.moment, 0)
         run = Run(case.system, rank, size, step, phase, self.directory)
         case.fault.install(run)
-        raise Child(run, self._port, self.directory.name)
+        raise Child(run)
 
     def poll(self) -> Result | None:
         """What became of it, once it has."""
@@ -383,7 +357,6 @@ def cases(pattern: str, every: bool) -> list[Case]:
 
 def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
     """One result for each case; a plain training of each system comes first."""
-    port, life = host_store()
     todo = [Case(s, PLAIN, "whole") for s in SYSTEMS if any(c.system is s for c in chosen)]
     results: list[Result] = []
     for wave in (todo, list(chosen)):
@@ -391,7 +364,7 @@ def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
         running: list[Running] = []
         while wave or running:
             while wave and len(running) < jobs:
-                running.append(Running(wave.pop(), port, life))
+                running.append(Running(wave.pop()))
             time.sleep(0.01)
             for run in list(running):
                 result = run.poll()
@@ -399,7 +372,6 @@ def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
                     running.remove(run)
                     results.append(result)
                     _tell(result)
-    os.close(life)
     return results
 
 
@@ -450,5 +422,5 @@ if __name__ == "__main__":
         child.__traceback__ = None
     if child is None:
         sys.exit(status)
-    go(child)
+    go(child.run)
     sys.exit(0)  # by the way of threads, hooks of exit and destructors

@@ -199,12 +199,3 @@ def test_resume(hf: Any, System: Any, tmp_path: Path) -> None:
     assert len(seen) == 2
     for p, q in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
-
-
-@each_kronecker  # a closure is evaluated outside of the Trainer's autocast, or inside of it
-def test_bfloat16(hf: Any, System: Any, tmp_path: Path) -> None:
-    model = hf.model_of("BERT").float()
-    optimizer = made(hf, System, model, "BERT")
-    _, seen = hf.fit(model, "BERT", tmp_path, optimizers=(optimizer, None), bf16=True)
-    how = {"start": hf.model_of("BERT").float(), "autocast": torch.bfloat16}
-    assert_like_the_loop(hf, model, System, "BERT", seen, rtol=1e-5, **how)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ast
-import gc
 import os
 import threading
 import time
 import traceback
-import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,7 +15,7 @@ import torch
 from second_order.kfac.solve_async import WorkerPool, retrieve, take_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from conftest import Launcher
@@ -26,25 +24,8 @@ CPU = torch.device("cpu")
 SOON = 20.0  # seconds in which a loaded machine gets round to anything
 
 
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(1)
-    yield pool
-    pool.close()
-
-
 def ours() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("second_order inverses")]
-
-
-def until(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true in time."""
-    end = time.monotonic() + SOON
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.002)
-    return True
 
 
 def blocked(pool: WorkerPool) -> tuple[threading.Event, Future[str]]:
@@ -59,36 +40,6 @@ def blocked(pool: WorkerPool) -> tuple[threading.Event, Future[str]]:
     ticket = pool.submit(work)
     assert begun.wait(SOON)
     return go, ticket
-
-
-# Work.
-
-
-def test_results(pool: WorkerPool) -> None:
-    tickets = [pool.submit(lambda i=i: torch.full((2,), float(i))) for i in range(20)]
-    assert [float(t.result()[0]) for t in tickets] == list(range(20))
-
-
-@pytest.mark.parametrize("kind", [RuntimeError, SystemExit])
-def test_an_error_reaches_whoever_asks_for_the_result(
-    pool: WorkerPool, kind: type[BaseException]
-) -> None:
-    def work() -> None:
-        raise kind("from the thread")
-
-    ticket, other = pool.submit(work), pool.submit(lambda: 3)
-    with pytest.raises(kind, match="from the thread"):
-        ticket.result()
-    assert other.result() == 3  # the thread lives on
-
-
-def test_what_work_holds_is_let_go_when_it_is_done(pool: WorkerPool) -> None:
-    tensor = torch.zeros(3)
-    gone = weakref.ref(tensor)
-    ticket = pool.submit(lambda held=tensor: float(held.sum()))
-    assert ticket.result() == 0
-    del tensor
-    assert until(lambda: gone() is None)
 
 
 # Cores.
@@ -136,15 +87,6 @@ def test_close_waits_for_what_is_under_way_and_drops_the_rest() -> None:
     pool.close()  # again: nothing
     with pytest.raises(RuntimeError, match="shutdown"):
         pool.submit(lambda: None)
-
-
-def test_a_pool_that_nobody_has_any_more_ends_its_threads() -> None:
-    pool = WorkerPool(2)
-    pool.submit(lambda: None).result()
-    assert len(ours()) == 1
-    del pool
-    gc.collect()
-    assert until(lambda: not ours())
 
 
 ENDS = """
@@ -226,9 +168,9 @@ def in_child(check: Callable[[], bool]) -> bool:
     return False
 
 
-def test_a_child_has_no_threads_of_its_parents(pool: WorkerPool) -> None:
+def test_a_child_has_no_threads_of_its_parents() -> None:
     """It is told, and the parent is undisturbed; a pool that has not begun is anybody's."""
-    unused = WorkerPool(1)
+    pool, unused = WorkerPool(1), WorkerPool(1)
     pool.submit(lambda: 1).result()
 
     def child() -> bool:
@@ -240,6 +182,7 @@ def test_a_child_has_no_threads_of_its_parents(pool: WorkerPool) -> None:
 
     assert in_child(child)
     assert pool.submit(lambda: 4).result() == 4
+    pool.close()
 
 
 # Copies.

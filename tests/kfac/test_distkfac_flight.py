@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import torch
 from contract import factors, hook_count, same
 from ranks import assert_same_trajectory, go
@@ -16,7 +14,6 @@ from threaded import (
     LAYERS,
     Gate,
     distkfac,
-    eventually,
     solving,
     threads_of,
 )
@@ -25,7 +22,7 @@ from torch import nn
 from second_order import DistKFAC
 
 if TYPE_CHECKING:
-    from conftest import Launcher
+    pass
 
 # In mid-flight.
 
@@ -59,27 +56,6 @@ def test_loading_in_mid_flight_drops_what_is_under_way() -> None:
     go(model, optimizer, CASE, BATCHES[6:8])
     assert max(optimizer.staleness.values()) <= 3
     optimizer.close()
-
-
-def test_a_fork_in_mid_flight_is_refused_in_the_child() -> None:
-    """Nobody there would ever solve what is under way."""
-    gate, model = Gate(), CASE.model()
-    optimizer = in_flight(model, gate, max_staleness=2)
-    gate.open()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            with pytest.raises(RuntimeError, match="forked"):
-                go(model, optimizer, CASE, BATCHES[3:])
-            optimizer.close()
-            code = 0
-        finally:
-            os._exit(code)
-    go(model, optimizer, CASE, BATCHES[3:])
-    assert max(optimizer.delays.values()) <= 2
-    optimizer.close()
-    eventually(lambda: os.waitpid(pid, os.WNOHANG) == (pid, 0))
 
 
 def test_freezing_in_mid_flight_drops_what_is_under_way() -> None:
@@ -121,32 +97,3 @@ def test_threads_end_when_it_is_closed_even_twice() -> None:
     sgd = torch.optim.SGD(plain.parameters(), lr=0.05)
     expected = go(plain, sgd, CASE, BATCHES[2:4])
     assert same(go(model, optimizer, CASE, BATCHES[2:4]), expected), "it goes on as its base"
-
-
-EXIT = """
-import time
-from threaded import BATCHES, CASE, distkfac, solving
-from ranks import go
-from torch import nn
-
-def slow(solve):
-    time.sleep(0.5)
-    print("solved", flush=True)
-    return solve()
-
-model = nn.Sequential(nn.Linear(5, 3), *(nn.Linear(3, 3) for _ in range(15))).double()
-optimizer = distkfac(model)
-go(model, optimizer, CASE, BATCHES[:1])
-with solving(slow):
-    go(model, optimizer, CASE, BATCHES[1:2])
-assert len(optimizer._curvature.solves.under_way) == 16
-print("end", flush=True)
-"""
-
-
-def test_the_interpreter_ends_in_mid_flight(launch: Launcher) -> None:
-    run = launch(EXIT, 1)
-    assert run.wait() == [0], run.output(0)
-    solved = run.output(0).partition("end\n")[2]
-    assert not solved.replace("solved\n", "")
-    assert solved.count("solved") < 8, "it waits for one solve, and not for sixteen"

@@ -20,7 +20,6 @@ from shards import (
     by_choice,
     fsdp,
     go_on,
-    mesh_of,
     narrow,
     shares,
     train_sharded,
@@ -223,16 +222,3 @@ def frozen_in_between(rank: int, world_size: int, sharded: bool) -> list[Tensor]
 def test_layers_freeze_and_thaw_under_fsdp(world: World) -> None:
     expected = agreed(world.run(frozen_in_between, 2, False))
     assert_same_trajectory(agreed(world.run(frozen_in_between, 2, True)), expected, rtol=TIGHT)
-
-
-def summaries(rank: int, world_size: int) -> list[str]:
-    model = fsdp(narrow(), "layers", mesh=mesh_of(world_size, 1)["replicate"])
-    optimizer = KAISA(model, **OPTIONS)
-    go_on(model, optimizer, shares(rank, world_size, 1))
-    return [f"{row.kind} {row.computed_by}" for row in optimizer.summary().rows]
-
-
-def test_the_summary_names_the_worker_of_each_layer(world: World) -> None:
-    (lines, _) = world.run(summaries, 2)
-    assert lines[0].startswith("Conv2d solve and precondition ")
-    assert len({line.split()[-1] for line in lines[:4]}) == 2, "work is divided"

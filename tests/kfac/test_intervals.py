@@ -41,25 +41,6 @@ def test_beside_a_given_interval_the_bound_holds_where_it_can(
     assert intervals(S, R, T, overhead, 7, fixed) == (7, fixed)
 
 
-@given(seconds, seconds, seconds, shares, shares)
-def test_a_larger_overhead_makes_no_interval_longer(
-    S: float, R: float, T: float, a: float, b: float
-) -> None:
-    low, high = sorted((a, b))
-    for fixed in ((None, None), (10, None), (None, 10)):
-        short, long = intervals(S, R, T, high, *fixed), intervals(S, R, T, low, *fixed)
-        assert short[0] <= long[0]
-        assert short[1] <= long[1]
-
-
-@given(seconds, seconds, seconds, shares, st.integers(-20, 20))
-def test_units_of_time_do_not_matter(
-    S: float, R: float, T: float, overhead: float, power: int
-) -> None:
-    c = 2.0**power
-    assert intervals(c * S, c * R, c * T, overhead) == intervals(S, R, T, overhead)
-
-
 @given(st.floats(3.4, 300), st.floats(7, 600))
 def test_no_more_is_left_of_the_budget_than_whole_numbers_leave(S: float, R: float) -> None:
     f, i = intervals(S, R, T=10.0, overhead=0.1)

@@ -208,3 +208,43 @@ def test_a_layer_without_an_inverse_gets_one_at_the_next_step(how: str) -> None:
     take(model, optimizer, (x, y))
     for p, gradient in zip(model.parameters(), plain, strict=True):
         assert not torch.allclose(p.grad, gradient, rtol=1e-3)
+
+
+# Labels and checkpoints.
+
+
+def labels_by_rank(rank: int, world_size: int) -> Any:
+    """The same example on every rank; only the drawn labels differ."""
+    model = MLP.model()
+    optimizer = kaisa(model, fisher="sampled")
+    staged = []
+    for _ in range(6):
+        model(MLP.batch(1)[0]).sum().backward()
+        block = optimizer._curvature.layers.blocks[-1]
+        staged.append(block.staged.sums().factors["G"].clone())
+        block.staged.clear()
+    return torch.stack(staged)
+
+
+def test_ranks_draw_labels_of_their_own(world: World) -> None:
+    first, second = world.run(labels_by_rank, 2)
+    assert not torch.equal(first, second)
+
+
+# Killed and resumed.
+
+
+def test_a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors() -> None:
+    """As those of the first version are; a relative damping is made of them."""
+    model = MLP.model()
+    donor = kaisa(model, relative_damping=True)
+    take(model, donor, MLP.batch(6))
+    saved = copy.deepcopy(donor.state_dict())
+    for entry in saved["state"].values():
+        entry["curvature"].pop("mean_eigenvalues", None)
+    loaded = kaisa(model, relative_damping=True)
+    loaded.load_state_dict(saved)
+    for mine, its in zip(
+        loaded._curvature.layers.blocks, donor._curvature.layers.blocks, strict=True
+    ):
+        torch.testing.assert_close(mine.factors.means, its.factors.means)

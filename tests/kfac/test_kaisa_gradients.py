@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import factors, take
+from contract import factors
 from models import ZOO
 from placed import Forked
-from ranks import OPTIONS, agreed, assert_same_trajectory, counted, follow, kaisa, shard, vector
+from ranks import OPTIONS, agreed, assert_same_trajectory, follow, kaisa, shard, vector
 from reference import cross_entropy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,21 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4, n=12)
 HALVES = {"grad_worker_fraction": 0.5}
-
-
-def collectives_under_ddp(rank: int, world_size: int) -> int:
-    """DDP's own are not called by name."""
-    model = DistributedDataParallel(MLP.model())
-    optimizer = kaisa(model, inv_update_steps=2, factor_update_steps=2)
-    take(model, optimizer, shard(BATCHES[0], rank, world_size))
-    with counted() as counts:
-        take(model, optimizer, shard(BATCHES[1], rank, world_size))
-    return counts.total()
-
-
-def test_ddp_leaves_nothing_to_average(world: World) -> None:
-    """But for the word that ranks compare."""
-    assert world.run(collectives_under_ddp, 2) == [1, 1]
 
 
 def train_forked(

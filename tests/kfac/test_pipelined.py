@@ -6,7 +6,6 @@ small models have several.
 
 from __future__ import annotations
 
-import copy
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -58,10 +57,6 @@ def plain(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
         run(model, optimizer, shard(batch, rank, ranks))
         found.append(vector(model))
     return found
-
-
-def spaced(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    return plain(rank, ranks, {**SPACED, "grad_worker_fraction": 1 / ranks, **options})
 
 
 def accumulated(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
@@ -202,58 +197,6 @@ def in_ddp(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-def by_closure(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    model = MLP.model()
-    optimizer = kaisa(model, **options, fisher="sampled")
-    found = []
-    for batch in BATCHES[:4]:
-        x, y = shard(batch, rank, ranks)
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        found.append(vector(model))
-    return found
-
-
-def resumed(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    """A checkpoint is loaded between a pass and its step."""
-    model = MLP.model()
-    optimizer = kaisa(model, **options)
-    found = []
-    for step, batch in enumerate(BATCHES):
-        x, y = shard(batch, rank, ranks)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        if step == 2:
-            optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.step()
-        found.append(vector(model))
-    return found
-
-
-def rewound(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    """A checkpoint that is loaded after a pass makes its statistics undue."""
-    model = MLP.model()
-    optimizer = kaisa(model, **SPACED, **options)
-    odd, found = {}, []
-    for step, batch in enumerate(BATCHES):
-        x, y = shard(batch, rank, ranks)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        if step == 4:
-            optimizer.load_state_dict(odd)
-        optimizer.step()
-        if step == 0:
-            odd = copy.deepcopy(optimizer.state_dict())
-        found.append(vector(model))
-    return found
-
-
 def parted(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     """One rank alone freezes a layer after a pass, hears of it, and goes on with the others."""
     model = MLP.model()
@@ -292,8 +235,8 @@ def interleaved(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
 SCENES: dict[str, Callable[[int, int, dict[str, Any]], list[Tensor]]] = {
     each.__name__: each
     for each in (
-        *(plain, spaced, accumulated, partly, frozen, ordered, thrown_away),
-        *(in_ddp, by_closure, resumed, rewound, parted, interleaved),
+        *(plain, accumulated, partly, frozen, ordered, thrown_away),
+        *(in_ddp, parted, interleaved),
     )
 }
 

@@ -6,7 +6,6 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 
 from __future__ import annotations
 
-import io
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +14,6 @@ from models import ZOO
 from placed import (
     BOUNDARY,
     DPKFAC_OWNER,
-    KAISA_ALL_REDUCE,
     KAISA_REDUCE,
     LONG,
     PLACEMENTS,
@@ -93,7 +91,7 @@ def warnings_as_all_go_on(
 
 
 @each_placement
-@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("before", [1, 3])
 def test_a_checkpoint_continues_on_any_number_of_processes(
     world: World, before: int, placement: Placement
 ) -> None:
@@ -105,16 +103,6 @@ def test_a_checkpoint_continues_on_any_number_of_processes(
         chosen = woven(PLACEMENTS, checkpoints, part=3, first=before + after)
         resumptions = [(reader, *checkpoint) for reader, checkpoint in chosen]
         assert warnings_as_all_go_on(world, after, resumptions) == []
-
-
-@each_placement
-def test_the_checkpoints_of_all_placements_have_the_same_entries(
-    world: World, placement: Placement
-) -> None:
-    data = world.run(saved, 2, placement, INTERVALS)[whose(placement)]
-    one = torch.load(io.BytesIO(saved(0, 1, KAISA_ALL_REDUCE, INTERVALS)))["optimizer"]["state"]
-    for index, entry in torch.load(io.BytesIO(data))["optimizer"]["state"].items():
-        assert set(entry["curvature"]) == set(one[index]["curvature"])
 
 
 @each_placement
@@ -166,12 +154,11 @@ def refused(
 
 @spread_placement
 @pytest.mark.parametrize("everybody", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_checkpoint_without_the_factors_of_others_is_refused(
-    world: World, world_size: int, everybody: bool, placement: Placement
+    world: World, everybody: bool, placement: Placement
 ) -> None:
     """Whoever asks, after every step, waits for nobody; and asking has changed nothing."""
-    results = world.run(refused, world_size, placement, everybody, timeout=20)
+    results = world.run(refused, 3, placement, everybody, timeout=20)
     found = agreed([trajectory for trajectory, _ in results])
     assert_same_trajectory(found, train(0, 1, MLP, LONG[:3]))
     for rank, (_, messages) in enumerate(results):

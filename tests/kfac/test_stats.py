@@ -176,6 +176,20 @@ def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
     return model, worker, helped(worker), sent
 
 
+def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
+    _, worker, post, sent = beside_a_stats_worker()
+    helpers, own = worker._curvature.helpers, []
+    spoiled = [t * math.nan for t in sent[0]], sent[1]
+    for number, content in enumerate((sent, spoiled, sent)):
+        post.came[TO_WORKER.format(number)] = content
+        mine = {block.name: block for block in worker._curvature.layers.blocks}
+        with noted():
+            list(helpers.statistics(mine, worker._training))
+        helpers.hear(helpers.news(), worker._training)
+        own.append(helpers.own_passes)
+    assert own == [False, True, False]
+
+
 def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
     """Its layer alone; the others of the message count."""
     _, worker, post, (tensors, note) = beside_a_stats_worker()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -214,16 +213,6 @@ def test_quiet_steps_keep_no_copies() -> None:
 
 
 # Trainings whose steps are too long.
-
-
-@cache
-def friedman() -> Batch:
-    datasets = pytest.importorskip("sklearn.datasets")
-    x, y = (
-        torch.as_tensor(each, dtype=torch.float32).view(2048, -1)
-        for each in datasets.make_friedman1(2048, 10, noise=0.5, random_state=3)
-    )
-    return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
 
 
 # Checkpoints.

@@ -233,27 +233,6 @@ def test_a_checkpointed_attention_has_the_factors_of_a_plain_one(
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
 
 
-@each_kronecker
-@pytest.mark.parametrize("frozen", ["in_proj_weight", "out_proj.weight", "in_proj_bias"])
-def test_frozen_parts_stay_and_the_rest_is_preconditioned(System: Any, frozen: str) -> None:
-    packed, _ = pair("all")
-    attention = packed.attention
-    part = attention.get_parameter(frozen)
-    part.requires_grad_(False)
-    before = part.detach().clone()
-    optimizer = make(System, list(packed.parameters()), model=packed)
-    for seed in range(2):
-        take(packed, optimizer, batch_of(packed, seed=seed))
-    assert torch.equal(part, before)
-    rows = {row.name: row.status for row in optimizer.summary().rows}
-    assert rows["attention"] == ("frozen" if frozen == "in_proj_weight" else "preconditioned")
-    assert rows["attention.out_proj"] == (
-        "frozen" if frozen == "out_proj.weight" else "preconditioned"
-    )
-    if frozen == "in_proj_bias":
-        assert factors(optimizer)["attention"][0].shape == (3, WIDTH, WIDTH)
-
-
 def test_forwards_without_a_backward_leave_nothing() -> None:
     """Neither statistics nor, kept by a hook, the graph."""
     packed, _ = pair("keys and values")

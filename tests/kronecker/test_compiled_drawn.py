@@ -115,7 +115,7 @@ def called(model: nn.Module, how: str = "model", backend: str = "aot_eager") -> 
 
 
 @pytest.mark.parametrize("kind", ["container", "own class", "broken"])
-@pytest.mark.parametrize("how", ["model", "function", "inside"])
+@pytest.mark.parametrize("how", ["model", "inside"])
 def test_a_compiled_model_draws_what_the_eager_model_draws(kind: str, how: str) -> None:
     """Of the same labels, in each of two passes, and the user's gradients are as ever."""
     model, twin = built(kind), built(kind)
@@ -133,16 +133,6 @@ def test_a_compiled_model_draws_what_the_eager_model_draws(kind: str, how: str) 
     assert not expected.told
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_they_are_not_those_of_the_datas_labels() -> None:
-    """The control of the one above."""
-    model, twin = built("container"), built("container")
-    (_one, drawn), (_other, empirical) = watched(model), watched(twin, None)
-    for each in (called(model), twin):
-        cross_entropy(each(X), Y).backward()
-    with pytest.raises(AssertionError):
-        assert_same_pairs(drawn, model, empirical, twin, rtol=1e-3)
 
 
 class Interrupted(Own):

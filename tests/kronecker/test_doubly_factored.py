@@ -1,6 +1,6 @@
-"""Three Kronecker factors: doubly factored Linears, their damping and solves. Cheap convolutions.
+"""Three Kronecker factors: doubly factored Linears and their solves.
 
-Invariants 8, and 15, 16 and 18 for three factors. A block multiplies a gradient (out, channels,
+Invariants 15 and 18 for three factors. A block multiplies a gradient (out, channels,
 locations), row after row: it is kron(G, A, L).
 """
 
@@ -200,37 +200,3 @@ def test_15_three_way_solves_are_dense_ones(
     kept = gradient.clone()
     close(inverse.precondition(gradient), dense(solver, A, L, G, gradient, damping), rtol=1e-8)
     assert torch.equal(gradient, kept)
-
-
-# 16. Π πᵢ = 1; ⊗F̃ᵢ − ⊗Fᵢ − γI is positive semi-definite; scaling Fᵢ by cᵢ with Π cᵢ = 1 changes
-# nothing; π minimises its bound against random perturbations.
-
-
-def added(found: tuple[Tensor, ...], damping: float) -> list[Tensor]:
-    """What the inverse solver puts on the diagonals of A, G and L."""
-    means = torch.stack([f.diagonal().mean()[None] for f in found])
-    return [on for on in SOLVERS["inverse"].dampings(means, damping) if on is not None]
-
-
-def damped(found: tuple[Tensor, ...], on: list[Tensor]) -> list[Tensor]:
-    return [f + o * torch.eye(len(f), dtype=F64) for f, o in zip(found, on, strict=True)]
-
-
-# 8. Appendix-A convolution factors = reduce over locations.
-
-
-# What it is for.
-
-
-def test_a_wide_linear_after_a_feature_map_trains_in_little_memory() -> None:
-    """256 channels of 3 x 3: three small factors where A alone would have 5.3 million entries."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 256, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(2304, 512), nn.ReLU(),
-        nn.Linear(512, CLASSES),
-    )  # fmt: skip
-    x = torch.randn(16, 1, 8, 8)
-    y = x.mean((1, 2, 3)).gt(0).long()
-    optimizer = DistKFAC(model, lr=0.05, momentum=0.9, max_factor_dim=1024)
-    losses = [float(take(model, optimizer, (x, y))) for _ in range(8)]
-    optimizer.close()
-    assert losses[-1] < 0.5 * losses[0]

@@ -39,29 +39,22 @@ F32, F64 = torch.float32, torch.float64
 
 
 @each_solver
-@given(groups=GROUPS, d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
+@given(groups=GROUPS, d_in=DIMS, d_out=DIMS, damping=DAMPINGS, diagonal=st.booleans())
 def test_solves_equal_the_dense_solve(
-    name: str, groups: int, d_in: int, d_out: int, damping: float
+    name: str, groups: int, d_in: int, d_out: int, damping: float, diagonal: bool
 ) -> None:
     A, G = factor(groups, d_in), factor(groups, d_out)
+    if diagonal:
+        kept = torch.rand(groups, d_in, dtype=torch.float64)
+        kept[:, 0] = 0
+        A = torch.diag_embed(kept)
     gradient = torch.randn(groups, d_out, d_in, dtype=torch.float64)
     expected = torch.stack(
         [DENSE[name](A[i, None], G[i, None], gradient[i], damping) for i in range(groups)]
     )
-    assert_solved(solve(name, A, G, gradient, damping), expected)
-    assert_solved(solve(name, A, G, gradient, torch.tensor(damping, dtype=A.dtype)), expected)
-
-
-@each_solver
-@given(groups=GROUPS, d_in=DIMS, d_out=DIMS, damping=DAMPINGS)
-def test_a_diagonal_factor_is_that_matrix(
-    name: str, groups: int, d_in: int, d_out: int, damping: float
-) -> None:
-    diagonal, G = torch.rand(groups, d_in, dtype=torch.float64), factor(groups, d_out)
-    diagonal[:, 0] = 0
-    gradient = torch.randn(groups, d_out, d_in, dtype=torch.float64)
-    expected = solve(name, torch.diag_embed(diagonal), G, gradient, damping)
-    assert_solved(solve(name, diagonal, G, gradient, damping), expected)
+    given_a = kept if diagonal else A
+    assert_solved(solve(name, given_a, G, gradient, damping), expected)
+    assert_solved(solve(name, given_a, G, gradient, torch.tensor(damping, dtype=F64)), expected)
 
 
 # π.

@@ -146,21 +146,6 @@ def test_the_cpu_is_the_third_rung(name: str, fault: Any, monkeypatch: pytest.Mo
     assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@each_fault
-def test_the_cpu_is_the_third_rung_on_cuda(
-    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrix = sample(name).cuda()
-    attempts = injected(monkeypatch, name, lambda m, r: fault(m, r) if m.is_cuda else None)
-    (result,) = decompose(name, matrix)
-    assert attempts == [(torch.float32, 1), (torch.float64, 1), (torch.float64, 1)]
-    assert result is not None
-    assert all(part.is_cuda for part in result)
-    assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
-
-
 @each_fault
 def test_no_rung_is_left(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     injected(monkeypatch, name, fault)

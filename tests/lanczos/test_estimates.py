@@ -253,7 +253,7 @@ def test_inputs_of_several_arguments() -> None:
         ([{"x": 1}], cross_entropy, "batch 0 is a dict, not a pair"),
         ([(1, 2, 3)], cross_entropy, "a tuple of 3, not a pair"),
         ([(torch.ones(2), torch.tensor(1.0))], cross_entropy, "an example a row"),
-        ([(torch.ones(0, 5), torch.ones(0))], cross_entropy, "has no targets"),
+        ([(torch.ones(0, 5), torch.ones(0))], cross_entropy, "leave empty batches out"),
         ([MLP.batch(2)], nn.CrossEntropyLoss(reduction="sum"), "use reduction='mean'"),
     ],
 )

@@ -138,10 +138,11 @@ def test_distributed_checkpoint_on_disk(System: Any, tmp_path: Any) -> None:
 
 @each_system
 def test_a_first_step_with_zero_gradients_is_a_step(System: Any) -> None:
-    """With a learning rate it is none of checkpointing code's."""
+    """Checkpointing code's come with a learning rate of 0, as a warm-up's first step may."""
     model = MLP.model()
     optimizer = make(System, model, weight_decay=0.1)
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = 0.0
     optimizer.step()
     assert optimizer.state_dict()["state"][0]["curvature"]["steps"] == 1

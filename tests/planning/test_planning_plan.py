@@ -49,7 +49,7 @@ def planned(world_size: int | Sequence[int] = 8, **given: Any) -> second_order.P
 def test_every_setting_is_there_and_the_fastest_comes_first() -> None:
     found = planned(systems=list(SYSTEMS), solvers=["inverse", "eigen"])
     names = [choice.name for choice in found.choices]
-    assert len(names) == len(set(names)) == 2 * (8 + 1 + 1) + 2, "rows and columns"
+    assert len(names) == len(set(names)) == 2 * (8 + 1 + 1)
     assert {"KAISA MEM-OPT, eigen", "KAISA COMM-OPT, reduce, inverse", "DPKFAC, eigen"} <= set(
         names
     )
@@ -57,8 +57,7 @@ def test_every_setting_is_there_and_the_fastest_comes_first() -> None:
     seconds = [choice.seconds for choice in found.choices]
     assert seconds == sorted(seconds)
     assert found.recommended is not None
-    of_factors = [c.seconds for c in found.choices if "solver" in c.keywords]
-    assert found.recommended.seconds <= 1.03 * of_factors[0]
+    assert found.recommended.seconds <= 1.03 * seconds[0]
     assert found.reason.startswith(f"recommended: {found.recommended.name}: ")
     assert all(choice.seconds > found.base > 0 for choice in found.choices)
     assert str(found).count("recommended") == 2, "in its row, and below the table"
@@ -125,7 +124,7 @@ def test_bytes_in_words(text: Any, size: int) -> None:
         ({"world_size": 0}, ValueError, "world_size"),
         ({"world_size": [2, 0]}, ValueError, "world_size"),
         ({"world_size": []}, ValueError, "one of each at least"),
-        ({"systems": ["MRDHO2"]}, ValueError, "some of KAISA, DPKFAC, DistKFAC, DHO2"),
+        ({"systems": ["DHO2"]}, ValueError, "some of KAISA, DPKFAC, DistKFAC"),
         ({"systems": "KAISA"}, ValueError, "give a list"),
         ({"solvers": []}, ValueError, "inverse, eigen"),
         ({"intervals": []}, ValueError, "one of each at least"),
@@ -139,6 +138,7 @@ def test_bytes_in_words(text: Any, size: int) -> None:
         ({"sample_batch": (X, torch.ones(6))}, ValueError, "without targets"),
         ({"model": "net"}, TypeError, "give a torch.nn.Module"),
         ({"model": nn.ReLU()}, ValueError, "no parameter of the model trains"),
+        ({"model": net().to("meta")}, ValueError, "on the meta device"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_measured(
@@ -274,13 +274,6 @@ def test_this_machine_is_measured() -> None:
     assert 0 < machine.launch + machine.python < 1e-2
     with pytest.raises(ValueError, match="seconds=61 is outside 0 to 60"):
         calibrate(seconds=61)
-
-
-def test_a_model_on_the_meta_device_needs_a_machine() -> None:
-    model = net().to("meta")
-    with pytest.raises(ValueError, match=r"Machine\.given"):
-        second_order.plan(model, X.to("meta"))
-    assert second_order.plan(model, X.to("meta"), machine=MACHINE, **SMALL).recommended is not None
 
 
 def test_more_work_is_seen() -> None:

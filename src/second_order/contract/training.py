@@ -28,7 +28,7 @@ from second_order.distributed.world import World
 from second_order.errors import SecondOrderWarning
 from second_order.options import PEAK_LR
 from second_order.report import Summary
-from second_order.sharded import is_dtensor, reshard
+from second_order.sharded import caller, is_dtensor, reshard
 from second_order.stages import Meter
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "PendingAverage",
     "Routed",
     "Training",
+    "check_step",
     "follow_learning_rates",
     "members_of",
     "named_like",
@@ -56,6 +57,7 @@ R = TypeVar("R")
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
 
 NAMES = "param_names"
+NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
 
 
 def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -128,6 +130,41 @@ def named_like(
         return {**group, NAMES: []}
     members = enumerate(group["params"], start=sum(len(other["params"]) for other in others))
     return {**group, "params": [(names.get(id(p), f"parameter {i}"), p) for i, p in members]}
+
+
+def check_step(training: Training, matters: str, closure: Any, unwatched: bool) -> None:
+    """Raise unless a step can be taken now: before anything has changed.
+
+    ``matters`` is why a GradScaler has to be announced; ``unwatched``: hooks are off the model.
+    """
+    if torch._C._current_graph_task_id() != NO_BACKWARD:
+        raise RuntimeError(
+            f"{training.name}.step() is called while backward() runs, from a parameter's hook, "
+            f"perhaps: a layer's curvature is of its weight and bias together, and complete once "
+            f"backward() has returned. Make one optimizer of the model, {training.name}(model, "
+            f"lr=...), and call step() after backward()"
+        )
+    for group in training.groups:
+        if group.get("train_mode") is False:
+            raise RuntimeError(
+                f"{training.name}.step() with a schedule-free base that is not in train mode: call "
+                f"optimizer.train() before training, and optimizer.eval() before evaluation"
+            )
+    if unwatched:
+        raise RuntimeError(
+            f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
+            f"statistics; train after the block"
+        )
+    if closure is not None and not callable(closure):
+        raise TypeError(f"closure={closure!r} is not a function; use step() without one")
+    # Of an unknown GradScaler captured gradients are not unscaled: the factors would be too large
+    # by the square of the scale, and training would stall without a word.
+    unknown = training.steps == 0 and training.scaler is None and matters
+    if unknown and caller(function="_maybe_opt_step") is not None:
+        raise ValueError(
+            f"{training.name}.step() is called by a GradScaler that it was not told of: {matters}; "
+            f"write {training.name}(..., grad_scaler=scaler)"
+        )
 
 
 def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
@@ -261,6 +298,17 @@ class Training:
         """
         params = [p for group in self.groups for p in group["params"] if not is_dtensor(p)]
         return [p for p in params if p.requires_grad or p in self.trained]
+
+    def look_for_places(self) -> None:
+        """Find the modules' entries that the parameters have, to see later what replaces them."""
+        ours = {id(p) for p in members_of(self.groups) if not is_dtensor(p)}
+        self.places = [
+            (module, name, p)
+            for module in self.model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+            for name, p in module._parameters.items()
+            if p is not None and id(p) in ours
+        ]
 
     def names(self) -> dict[int, str]:
         """The names of the model's parameters, by id."""

@@ -13,25 +13,12 @@ import torch.distributed as dist
 
 from second_order.errors import SecondOrderError
 
-__all__ = ["check_group", "explained", "group_like", "shared_group_like", "timeout_of"]
+__all__ = ["explained", "group_like", "shared_group_like", "timeout_of"]
 
 # One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
 _shared: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup | None]
 ] = weakref.WeakKeyDictionary()
-
-
-def check_group(group: Any) -> None:
-    """Raise unless ``group`` is None or a process group that this process is in."""
-    if group is None:
-        return
-    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this process is not a member of process_group=; pass one it is in")
-    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
-            f"torch.distributed.new_group() returns, or None for the default group"
-        )
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

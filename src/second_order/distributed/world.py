@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -33,12 +33,7 @@ from second_order.distributed.buckets import (
     sum_in_order,
     wide,
 )
-from second_order.distributed.groups import (
-    check_group,
-    explained,
-    group_like,
-    shared_group_like,
-)
+from second_order.distributed.groups import explained, group_like, shared_group_like
 from second_order.sharded import chunk
 from second_order.stages import sent
 
@@ -85,10 +80,16 @@ class World:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._subgroups: dict[tuple[Any, ...], World] = {}
-        check_group(group)
         self.group: dist.ProcessGroup | None = None
         self.rank, self.size = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        there, given = dist.is_available(), cast(Any, group)
+        outside = there and given is dist.GroupMember.NON_GROUP_MEMBER
+        if not (group is None or outside or (there and isinstance(group, dist.ProcessGroup))):
+            raise TypeError(
+                f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
+                f"torch.distributed.new_group() returns, or None for the default group"
+            )
+        if there and dist.is_initialized():
             self.group = group if group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
-_Arrived: TypeAlias = tuple[Tensor | None, Tensor, Tensor, Tensor]
 ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED)
 """Entries that are the same in the parts of all layers."""
 
@@ -69,10 +68,9 @@ def saved_factors(
     found: dict[Tensor, dict[str, Any]] = {}
     for block in layers.blocks:
         if block in active or block.factors is not None:
-            part = found[block.weight] = {
-                **(block.saved_factors() if taken(block) else {}),
-                **common,
-            }
+            part = found[block.weight] = {**common}
+            if taken(block):
+                part |= block.saved_factors()
             for each in of_layers:
                 part |= each.saved(block)
     return found
@@ -158,24 +156,21 @@ def move_factors(
     received = _deliver_factors(world, routes)
     for block, layer in plan.items():
         block.keep(layer.keeps(world.rank))
-        for which in block.shape.letters:
-            if (block, which) in received:
-                factors = block.ensure_factors()
-                factor, weight, means, examples = received[block, which]
-                factors.stored[which] = factor
-                factors.weight.copy_(weight)
-                factors.means.copy_(means)
-                factors.examples.copy_(examples)
+        for letter in block.shape.letters:
+            if (block, letter) in received:
+                factors, parts = block.ensure_factors(), received[block, letter]
+                factors.stored[letter] = parts.get(letter)
+                factors.weight.copy_(parts[WEIGHT])
+                factors.means.copy_(parts[MEANS])
+                factors.examples.copy_(parts[EXAMPLES])
 
 
 def gather_factors(
     world: World, plan: Mapping[KroneckerBlock, LayerPlan], ranks: Sequence[int]
 ) -> dict[KroneckerBlock, dict[str, Tensor]]:
-    """Collect copies of the factors that other ranks keep.
+    """Collect copies of the factors that other ranks keep, by layer and letter, on some ranks.
 
-    Returns:
-        By layer, the factors that this rank does not keep, under "A" and "G"; empty on ranks not
-        in ``ranks``. A factor that its keeper has lost is missing.
+    A factor that its keeper has lost is missing.
     """
     routes = {
         (block, letter): (keeper, ranks)
@@ -184,24 +179,20 @@ def gather_factors(
         if (keeper := layer.keeper(letter)) is not None
     }
     found: dict[KroneckerBlock, dict[str, Tensor]] = {}
-    arrived = _deliver_factors(world, routes)
-    for (block, letter), (factor, weight, means, examples) in arrived.items():
-        heads = {WEIGHT: weight, MEANS: means, EXAMPLES: examples}
-        parts = found.setdefault(block, heads)
-        if factor is not None:
-            parts[letter] = factor
+    for (block, _), parts in _deliver_factors(world, routes).items():
+        found[block] = parts | found.get(block, {})
     return found
 
 
 def _deliver_factors(
     world: World, routes: Mapping[Item, tuple[int, Sequence[int]]]
-) -> dict[Item, _Arrived]:
-    """Send factors along routes; returns those arrived here, None if lost, each with three heads.
+) -> dict[Item, dict[str, Tensor]]:
+    """Send factors along routes; returns the entries of those arrived here, without lost factors.
 
     Weights, means and numbers of examples travel in float32 at least, and so not with the factors.
     """
     places = sorted({(b.factor_dtype, b.weight.device) for b, _ in routes}, key=str)
-    received: dict[Item, _Arrived] = {}
+    received: dict[Item, dict[str, Tensor]] = {}
     for dtype, device in places:
         chosen = {
             (block, which): route
@@ -227,8 +218,8 @@ def _deliver_factors(
         arrived = deliver_parts(world, shapes, chosen, mine, dtype, device)
         for key, (source, destinations) in chosen.items():
             if source != world.rank and world.rank in destinations:
-                kept, *others = heads[key]
-                factor = arrived[key][0].clone() if bool(kept) else None
-                weight, means, examples = (head.clone() for head in others)
-                received[key] = factor, weight, means, examples
+                kept, *others = (head.clone() for head in heads[key])
+                received[key] = dict(zip((WEIGHT, MEANS, EXAMPLES), others, strict=True))
+                if bool(kept):
+                    received[key][key[1]] = arrived[key][0].clone()
     return received

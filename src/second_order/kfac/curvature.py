@@ -155,7 +155,6 @@ class KFAC(Curvature):
         Raises:
             ValueError: If these processes and devices cannot do what is asked.
         """
-        self.solves.check_device()
         self._system.plan([], self.training.world.size)
         if self.helpers is not None:
             self.helpers.begin(self.training)

@@ -195,7 +195,7 @@ def follow_refresh(
     They hear s, the mean curvature of layers, P₀ · P, |P₀|², |P|² of each layer, and how many of
     these are known: of each layer from one rank.
     """
-    if not (options.by_drift or options.follows_steps or options.damping_floor > 0):
+    if drift is None and not options.follows_steps and options.damping_floor == 0:
         return
     blocks, told, device = [*step.layers], {*step.told}, training.device
     with training.meter.stage("agree"):
@@ -214,7 +214,9 @@ def follow_refresh(
                 changes.append(change if mine and change is not None else nothing.expand(3))
         s = nothing if length.measured is None else length.measured
         total = torch.stack(curvature).sum() if curvature else nothing
-        parts = [each.reshape(-1).to(device, torch.float32) for each in (s, total, *changes)]
+        parts = [s, total, *changes]
+        for i, each in enumerate(parts):
+            parts[i] = each.reshape(-1).to(device, torch.float32)
         counts = float(length.measured is not None), float(len(curvature)), float(work)
         heard = [*counts, *torch.cat(parts).tolist()]  # a device is waited for once
         if training.world.size > 1:
@@ -224,7 +226,9 @@ def follow_refresh(
     looked, layers, passes, moved, mean, *changed = heard
     rate = 0.0
     if options.follows_steps:
-        ours: set[Tensor] = set().union(*(block.params for block in blocks))
+        ours: set[Tensor] = set()
+        for block in blocks:
+            ours.update(block.params)
         for group in training.groups:
             if not ours.isdisjoint(group["params"]):
                 rate = max(rate, float(group["lr"]))
@@ -233,4 +237,4 @@ def follow_refresh(
         solves.mean_curvature = mean / layers
     if drift is not None:
         price = PRICE[options.solver] / training.world.size
-        drift.hear(blocks, changed, passes, [price * solve_cost_of(b) for b in blocks])
+        drift.hear(blocks, changed, passes, [price * cost for cost in map(solve_cost_of, blocks)])

@@ -22,8 +22,7 @@ from second_order.kfac.losses import (
 )
 from second_order.kfac.options import KFACOptions
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.capture import Capture
-from second_order.kronecker.collector import GradientScale, StatisticsCollector
+from second_order.kronecker.capture import Capture, GradientScale, StatisticsCollector
 from second_order.kronecker.factors import Reduction, StatisticsSums, drop_overflow
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock

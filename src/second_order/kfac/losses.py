@@ -33,21 +33,19 @@ NEAR = 100  # nodes of a loss's record, the last ones, among which a division by
 
 SAID: dict[Reduction, str] = {
     "mean": (
-        "the loss of each is taken to have been divided by their number, as Lightning and "
-        "Accelerate do; where losses are added up as they are, write accumulation_steps=1; where "
-        "each is divided by the terms of all passes, loss_reduction='step_mean'"
+        "each loss is taken to have been divided by their number; write accumulation_steps=1 where "
+        "losses are added up as they are, loss_reduction='step_mean' where each is divided by the "
+        "terms of all passes"
     ),
     "step_mean": (
-        "the model was given num_items_in_batch, and the loss of each is taken to have been "
-        "divided by it; where that is not so, write loss_reduction='mean', and "
-        "accumulation_steps=1 if losses are added up as they are"
+        "the model was given num_items_in_batch, and each loss is taken to have been divided by "
+        "it; otherwise write loss_reduction='mean'"
     ),
 }
 IGNORED = (
-    "the model was given num_items_in_batch and does not divide by it, as far as can be seen: "
-    "transformers' Trainer then adds up the losses as they are; write accumulation_steps=1 for "
-    "that, or loss_reduction='step_mean' if each is divided by the terms of all passes; until then "
-    "each is taken to have been divided by the number of passes"
+    "the model was given num_items_in_batch and does not seem to divide by it: write "
+    "accumulation_steps=1 if losses are added up as they are, as by transformers' Trainer, or "
+    "loss_reduction='step_mean'; until then each is taken to have been divided by their number"
 )
 """What is said of the passes of a step."""
 

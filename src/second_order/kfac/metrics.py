@@ -169,14 +169,9 @@ def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:
 def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> KroneckerFactors:
     """The averages that are here, with those that have been gathered."""
     here = block.factors
-    averages = KroneckerFactors(
-        block.shape,
-        block.weight.device,
-        block.factor_dtype,
-        block.staged.triangular,
-        (False, False),
-    )
-    averages.stored.update({k: away.get(k, block.stored(k)) for k in block.shape.letters})
+    kept = block.factor_dtype, block.staged.triangular, (False, False)
+    averages = KroneckerFactors(block.shape, block.weight.device, *kept)
+    averages.stored |= {k: away.get(k, block.stored(k)) for k in block.shape.letters}
     if away:
         averages.weight, averages.means = away["average_weight"], away["mean_eigenvalues"]
         averages.examples = away["examples"]

@@ -195,8 +195,6 @@ class KFACOptions:
             ``output -> summed negative log-likelihood of labels it has drawn``.
         kfac_approx: For layers applied at many positions: "expand" if each position has a loss term
             (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023).
-        eigen_refresh: "full" computes eigenvectors anew at each refresh. "warm" takes one step of
-            orthogonal iteration from the last ones where that is accurate.
         refresh: "drift": each layer is solved as often as that changes its preconditioned gradient:
             its interval is halved where the old and the new one point apart, and doubled where they
             agree, 1 to 32 steps. With a number for ``inv_update_steps`` that is the interval.
@@ -260,7 +258,6 @@ class KFACOptions:
     fisher: str = keyword("empirical", one_of("empirical", "sampled"))
     likelihood: Likelihood = keyword("categorical", one_of(*LIKELIHOODS), callable)
     kfac_approx: Approximation = keyword("expand", one_of("expand", "reduce"))
-    eigen_refresh: str = keyword("full", one_of("full", "warm"))
     refresh: str = keyword("drift", one_of("drift", "interval", "trace"))
     trace_bounds: tuple[float, float] = keyword(TRACE_BOUNDS, check_trace_bounds)
     symmetry_aware: bool = keyword(True, check_flag)
@@ -349,11 +346,6 @@ class KFACOptions:
 
     def __post_init__(self) -> None:
         check_keywords(self)
-        if self.eigen_refresh == "warm" and self.solver != "eigen":
-            raise ValueError(
-                f"eigen_refresh='warm' starts from eigenvectors, and solver={self.solver!r} has "
-                f"none; use solver='eigen', or leave eigen_refresh at 'full'"
-            )
         if self.refresh != "trace" and tuple(self.trace_bounds) != TRACE_BOUNDS:
             raise ValueError(
                 f"trace_bounds={self.trace_bounds!r} with refresh={self.refresh!r} would do "

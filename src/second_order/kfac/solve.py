@@ -29,7 +29,7 @@ from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
+from second_order.kronecker.solvers import SOLVERS, Damping
 from second_order.options import value_at
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
@@ -113,7 +113,7 @@ class Solves:
     ) -> None:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
-        self.solver = SOLVERS[options.solver]
+        self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
         self.damping, self.failed, self.mean_curvature = math.nan, 0, 0.0
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
@@ -132,9 +132,6 @@ class Solves:
     def close(self) -> None:
         """Forget all layers."""
         self.restart(StepPlan({}, self.training.world, self.training.world))
-
-    def check_device(self) -> None:
-        """Raise ValueError if layers are to be solved on a device that does not exist."""
 
     def refresh(
         self,
@@ -252,15 +249,17 @@ class Solves:
         """This rank's layers that it can solve now; their γ, and that of the others."""
         options, damping = self.options, self.damping
         ready: list[KroneckerBlock] = []
-        unknown: list[KroneckerBlock] = []
+        weights: dict[KroneckerBlock, Tensor] = {}
         for block in mine:
             if block.lost:
                 self.under_way[block].verdict = Verdict.LOST
-            else:  # one that has been solved has statistics: the device need not be read
-                (ready if block.solved else unknown).append(block)
-        if unknown:
-            weights = [b.ensure_factors().weight.to(self.training.device) for b in unknown]
-            for block, weight in zip(unknown, torch.stack(weights).tolist(), strict=True):
+            elif block.solved:  # it has statistics: the device need not be read
+                ready.append(block)
+            else:
+                weights[block] = block.ensure_factors().weight.to(self.training.device)
+        if weights:
+            counts = torch.stack(list(weights.values())).tolist()
+            for block, weight in zip(weights, counts, strict=True):
                 if weight > 0:
                     ready.append(block)
                 else:  # the pairs of a dead layer have been heard: they have no example
@@ -284,15 +283,11 @@ class Solves:
         return ready
 
     def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
-        """Describe a factor to decompose on a device, with its damping and guess."""
-        options, shape, inverse = self.options, block.shape, block.inverse
+        """Describe a factor to decompose on a device, with its damping."""
+        shape = block.shape
         factors, damping = block.ensure_factors(), self.under_way[block].damping
         assert damping is not None
-        position, dtype = shape.letters.index(letter), options.solve_dtype
-        guess, scale = None, None
-        if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
-            guess = inverse.vectors.get(letter)
-            scale = factored_damping(factors.means, damping)[position]
+        position, dtype = shape.letters.index(letter), self.solve_dtype
         return Problem(
             shape.groups,
             shape.dims[letter],
@@ -300,8 +295,6 @@ class Solves:
             device,
             partial(factors.matrix, letter, dtype),
             added=self.solver.dampings(factors.means, damping, shape.exact)[position],
-            guess=guess,
-            scale=scale,
             is_diagonal=letter in shape.diagonals,
         )
 
@@ -314,8 +307,10 @@ class Solves:
         asked = bool(solves or news)
         with meter.stage(self.agreeing):
             if asked:
-                mine = [self.verdict(b, solves[b]) if b in solves else 0 for b in self.plan]
-                heard = [*map(float, mine), *news]
+                for block in self.plan:
+                    mine = self.verdict(block, solves[block]) if block in solves else 0
+                    heard.append(float(mine))
+                heard += news
                 if world.size > 1:
                     message = torch.tensor(heard, device="cpu")
                     agreement = world.on_cpu().all_reduce_max([message])
@@ -348,7 +343,7 @@ class Solves:
 
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> list[str]:
         """Put solved layers to use; returns the names of those that have failed too often."""
-        received = self._exchanged([b for b, v in verdicts.items() if v is Verdict.SOUND])
+        received = self._exchanged(verdicts)
         failing = []
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
@@ -373,7 +368,9 @@ class Solves:
             self.taken_at[block] = solve.step
         return failing
 
-    def _exchanged(self, sound: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Solved]:
+    def _exchanged(
+        self, verdicts: Mapping[KroneckerBlock, Verdict]
+    ) -> dict[KroneckerBlock, Solved]:
         """Decompositions of the layers that this rank preconditions, and their γ and scale.
 
         Where they travel in another dtype, solvers round theirs as it would: all have the same.
@@ -382,7 +379,11 @@ class Solves:
         dtype, rounding = options.inv_dtype, plan.wire if plan.row.size > 1 else None
         mine: dict[Item, tuple[Tensor, ...]] = {}
         shapes: dict[Item, Shapes] = {}
-        for block in sound:
+        sound = []
+        for block, verdict in verdicts.items():
+            if verdict is not Verdict.SOUND:
+                continue
+            sound.append(block)
             shape, solve = block.shape, self.under_way[block]
             for k in shape.letters:
                 heads, diagonal = self.heads if k == "A" else 0, k in shape.diagonals
@@ -392,9 +393,10 @@ class Solves:
                     parts = solve.solved.pop(k)
                     if rounding is not None:
                         parts = self.solver.rounded(parts, diagonal, rounding)
-                    numbers = (solve.damping, solve.scale)[:heads]
-                    sent = (torch.as_tensor(x, dtype=rounding or dtype) for x in numbers)
-                    mine[block, k] = (*(x.to(device, dtype) for x in sent), *parts)
+                    for number in (solve.scale, solve.damping)[2 - heads :]:
+                        head = torch.as_tensor(number, dtype=rounding or dtype)
+                        parts = head.to(device, dtype), *parts
+                    mine[block, k] = parts
         if plan.row.size > 1 and sound:
             with self.training.meter.stage("exchange"):
                 everybody, to_send = range(plan.row.size), plan.to_send

@@ -19,42 +19,26 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from second_order.contract.training import PendingAverage
 from second_order.errors import DecompositionError
+from second_order.kfac.options import DistKFACOptions, half_the_cores
 from second_order.kfac.plan import solve_cost_of
 from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.triangles import unpack_upper_triangular
 
-__all__ = ["Background", "SolvesOnThreads", "WorkerPool", "solve"]
+__all__ = ["SolvesOnThreads", "WorkerPool", "solve"]
 
 T = TypeVar("T")
 Decompose: TypeAlias = Callable[[Sequence[Problem]], list[Decomposition | None]]
-
-
-@dataclass(frozen=True)
-class Background:
-    """Settings for inverses that are computed on threads beside training.
-
-    Attributes:
-        threads: Number of threads of this process.
-        device: The device that factors are decomposed on: "cpu" or "cuda".
-        max_staleness: Steps after which a layer that is under way is waited for; None: never.
-        deterministic: Whether inverses are installed after exactly ``max_staleness`` steps.
-    """
-
-    threads: int
-    device: str
-    max_staleness: int | None
-    deterministic: bool
 
 
 _STARTING = threading.Lock()
@@ -99,37 +83,26 @@ class WorkerPool:
 
 
 def _unless_at_the_end(work: Callable[[], T]) -> T:
-    if getattr(
-        thread, "_shutdown", False
-    ):  # the interpreter ends, and waits for all that is queued
+    if getattr(thread, "_shutdown", False):  # the interpreter ends: it would wait for all work
         raise CancelledError
     return work()
 
 
-@dataclass(frozen=True)
-class Streams:
-    """CUDA streams for copies and solves beside the stream that trains.
+class Streams(NamedTuple):
+    """CUDA streams beside the one that trains: copies wait neither for solves nor for others."""
 
-    Attributes:
-        snapshots: Stream of copies to the CPU.
-        solves: Stream of decompositions, where the device does them.
-        returns: Stream of copies from the CPU, which are not to wait for the others.
-    """
-
-    snapshots: torch.cuda.Stream
+    snapshots: torch.cuda.Stream  # copies to the CPU
     solves: torch.cuda.Stream
-    returns: torch.cuda.Stream
+    returns: torch.cuda.Stream  # copies from the CPU
 
 
 def take_snapshot(
     tensors: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> Callable[[], list[Tensor]]:
-    """Begin to copy tensors of one device as they are now, to a device.
+    """Begin to copy tensors of one device, which may change as soon as this returns, to a device.
 
-    They may change as soon as this returns. ``streams`` are for tensors on CUDA.
-
-    Returns:
-        A function for the thread that needs the copies: it waits for them, and returns them.
+    Returns a function for the thread that needs the copies: it waits for them. ``streams`` are for
+    tensors on CUDA.
     """
     copies = [t.clone() for t in tensors]
     if streams is None:
@@ -177,10 +150,15 @@ def retrieve(
 class SolvesOnThreads(Solves):
     """The inverses of a training's layers, solved on the threads of a pool."""
 
-    def __init__(self, *arguments: Any, background: Background) -> None:
+    def __init__(self, *arguments: Any, own: DistKFACOptions) -> None:
         super().__init__(*arguments)
-        self._background, self.pool = background, WorkerPool(background.threads)
-        if background.max_staleness != 0:
+        self._own, self.pool = own, WorkerPool(own.inverse_threads or half_the_cores())
+        if own.inverse_device == "cuda" and self.training.device.type != "cuda":
+            raise ValueError(
+                f"inverse_device='cuda', but the parameters are on {self.training.device}; move "
+                f"the model there first, or use inverse_device='cpu'"
+            )
+        if own.staleness != 0:
             self.agreeing = "wait"
 
     @property
@@ -188,15 +166,6 @@ class SolvesOnThreads(Solves):
         """γ, and the scale, if there are others to tell: their factors have moved on."""
         scaled = self.options.preconditioner_scale == "gradient"
         return 0 if self.training.world.size == 1 else 1 + scaled
-
-    def check_device(self) -> None:
-        """Raise ValueError if inverses are to be solved on a device that does not exist."""
-        device = self.training.device
-        if self._background.device == "cuda" and device.type != "cuda":
-            raise ValueError(
-                f"inverse_device='cuda', but the parameters are on {device}; move the "
-                f"model there first, or use inverse_device='cpu'"
-            )
 
     @cached_property
     def _streams(self) -> Streams | None:
@@ -238,7 +207,7 @@ class SolvesOnThreads(Solves):
             self.solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
         )
         for block in sorted(ready, key=solve_cost_of, reverse=True):
-            on_cuda = self._background.device == "cuda"
+            on_cuda = self._own.inverse_device == "cuda"
             device = block.weight.device if on_cuda else torch.device("cpu")
             problems = {k: self.problem(block, k, device) for k in block.shape.letters}
             if on_cuda:  # where float32 products obey a setting of the whole process
@@ -255,7 +224,7 @@ class SolvesOnThreads(Solves):
         """Whether a layer under way must be installed at this step; the same on every rank."""
         if not block.solved or self.budget.measuring:
             return True
-        age, most = self.training.steps - self.under_way[block].step, self._background.max_staleness
+        age, most = self.training.steps - self.under_way[block].step, self._own.staleness
         late = self.drift is not None and age >= self.drift.interval(block) - 1
         return late or (most is not None and age >= most)
 
@@ -270,7 +239,7 @@ class SolvesOnThreads(Solves):
         if waits:
             with self.training.meter.stage("wait"):
                 wait([ticket])
-        elif self._background.deterministic or not ticket.done():
+        elif self._own.deterministic or not ticket.done():
             return Verdict.OPEN
         # Also SystemExit and the like: they would end this process, or a step of it, alone.
         if ticket.exception() is not None:

@@ -40,10 +40,10 @@ from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import ACCOUNTS, NAMES
-from second_order.kfac.options import KFACOptions
+from second_order.kfac.options import DistKFACOptions, KFACOptions
 from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.collector import GradientScale
+from second_order.kronecker.capture import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
 
@@ -60,11 +60,7 @@ REMEDY = (
 
 
 def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[TCPStore | None, Address]]]:
-    """Give every process its role, and stores to talk by; a collective.
-
-    Raises:
-        ValueError: If no process would train, or the model is in DistributedDataParallel.
-    """
+    """Give every process its role, and stores to talk by, or raise ValueError; a collective."""
     world = training.world
     roles = assign_roles(world.size, count, "stats", training.under_ddp)
     stores = [open_store(world, host) for host in roles.helpers]
@@ -96,27 +92,26 @@ def statistics_of(sums: Mapping[str, StatisticsSums], edition: int) -> Message:
 def unpack_statistics(
     message: Message, mine: Mapping[str, KroneckerBlock]
 ) -> dict[str, StatisticsSums | None]:
-    """The sums of a message by layer; empty if its layers are not this process's.
+    """The sums of a message by layer, None where not finite or of no example.
 
-    Sums are None where they are not finite, or of no example.
+    It is empty if the message's layers are not this process's.
     """
     tensors, note = message
     if not note["layers"] or any(layer not in mine for layer in note["layers"]):
         return {}
-    blocks = [mine[layer] for layer in note["layers"]]
-    head_sizes = [1 + len(b.shape.letters) * b.shape.groups for b in blocks]
-    shapes = [[*b.stored_shapes.values()] for b in blocks]
     heads, factors = tensors
-    device = blocks[0].weight.device
-    flat = iter(factors.split([torch.Size(shape).numel() for each in shapes for shape in each]))
     found: dict[str, StatisticsSums | None] = {}
-    for block, head, each in zip(blocks, heads.split(head_sizes), shapes, strict=True):
-        parts = [next(flat).view(shape).clone() for shape in each]
-        sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts))
-        moved = [part.to(device, non_blocking=True) for part in parts]
-        by_letter = dict(zip(block.shape.letters, moved, strict=True))
-        sums = StatisticsSums(by_letter, head.to(device, non_blocking=True))
-        found[block.name] = sums if sound else None
+    for name in note["layers"]:
+        block, parts = mine[name], {}
+        head, heads = heads.tensor_split([1 + len(block.shape.letters) * block.shape.groups])
+        for letter, shape in block.stored_shapes.items():
+            part, factors = factors.tensor_split([math.prod(shape)])
+            parts[letter] = part.view(shape).clone()
+        sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts.values()))
+        device = block.weight.device
+        moved = {k: part.to(device, non_blocking=True) for k, part in parts.items()}
+        sums = StatisticsSums(moved, head.to(device, non_blocking=True))
+        found[name] = sums if sound else None
     return found
 
 
@@ -137,7 +132,7 @@ class StatsWorkers:
         active: The stats workers that are alive.
         shapes: Shapes of the model's parameters and buffers, as all processes have them.
         own_passes: Whether statistics come from the training passes.
-        hungry: Whether no statistics have come since the last change of the layers.
+        hungry: Whether no sound statistics have come last, or since a change of the layers.
         edition: Number of changes of the layers. Messages on their way at a change are dropped.
     """
 
@@ -192,8 +187,8 @@ class StatsWorkers:
             helper.mailbox.expect(f"stats/{helper.heard}/{self._rank}")
             if message is None or message[1]["edition"] < self.edition:  # before layers changed
                 continue
-            self.hungry = False
             found = unpack_statistics(message, mine)
+            self.hungry = bool(found) and not any(found.values())
             if None in found.values() and training.first_time("nonfinite"):
                 training.warn(
                     "a stats worker has sent statistics that are not finite: they are dropped"
@@ -435,16 +430,11 @@ class StatsWorker(Curvature):
 
 
 def with_stats_workers(
-    training: Training,
-    options: KFACOptions,
-    system: System,
-    *,
-    count: int,
-    patience: float,
-    on_device: bool,
+    training: Training, options: KFACOptions, system: System, own: DistKFACOptions
 ) -> Curvature:
     """Make this rank's curvature where the last ranks compute statistics for the others."""
-    if on_device:
+    count, patience = own.stats_workers, float(own.helper_timeout)
+    if own.inverse_device == "cuda":
         system = replace(system, said=f"{system.said} {training.device.type}")
     if count and training.world.size == 1:
         training.warn(

@@ -22,10 +22,11 @@ watched meanwhile.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -34,11 +35,22 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from second_order.kronecker import autograd, hooks
-from second_order.kronecker.attention import Assembly, input_of, is_attention, projections
+from second_order.kronecker.autograd import Assembly, input_of, is_attention, projections
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.factors import Reduction
 from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
+from second_order.kronecker.layers import (
+    CONVOLUTIONS,
+    Approximation,
+    Form,
+    PairStatistics,
+    live_rows,
+)
 from second_order.sharded import FSDPParams
+from second_order.stages import span
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "GradientScale", "StatisticsCollector"]
 
 Sampler = Callable[[Any, int], Tensor]
 ALONE = -1  # the number of an input of which it is not known what else is called on it
@@ -61,7 +73,8 @@ RUNS_EAGERLY = (
     "statistics; fisher='empirical' has them from the compiled graph"
 )
 COMPILED = (
-    "torch.compile leaves nothing of an attention's products to be seen; keep it out of the graph, "
+    "it is not called, or within torch.compile, which leaves nothing of an attention's products to "
+    "be seen: keep it out of the graph, "
     "attention.forward = torch.compiler.disable(attention.forward), or name it in skip_layers"
 )
 
@@ -78,15 +91,16 @@ class _Call:
     source: int  # a number of the input, as in `StatisticsCollector.consume`
     outer: int = autograd.NO_PASS  # the backward pass in which the layer was called, if any
     used: bool = False  # a backward pass has come through this call
-    looks: bool = False  # the pair is one beside those of drawn labels
     shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
     thirds: tuple[int, ...] = ()  # of an attention, the product whose gradient is awaited
     assembly: Assembly | None = None  # puts an attention's pair together
+    drawn: tuple[Tensor, Tensor, int] | None = None  # the pair of drawn labels, and their number
 
-    def pair(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
+    def pair(self, gradient: Tensor, node: Any = None) -> tuple[Tensor, Tensor] | None:
         """The pair of the call; None if others of its products are awaited."""
         assert self.read is not None
-        x, d = self.read().detach(), gradient.detach()
+        x = input_of(node) if self.read is input_of else self.read()
+        x, d = x.detach(), gradient.detach()
         if self.assembly is not None:
             return self.assembly.add(self.thirds, x, d)
         return x, d if self.shape is None else d.reshape(self.shape)
@@ -117,23 +131,6 @@ def _node_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, number)
 
 
-def _delivery_hook(
-    capture: weakref.ref[Capture],
-    pairs: list[tuple[nn.Module, Tensor, int, Tensor]],
-    pass_id: int,
-    gradient: Tensor,
-) -> None:
-    alive = capture()
-    if alive is None or autograd.is_drawing():
-        return
-    with alive.timed():
-        reached = {module: autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
-        delivered = [pair for pair in pairs if reached[pair[0]]]
-        pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
-        for module, x, source, d in delivered:
-            alive.emit(module, x, d, pass_id, source, False)
-
-
 def _repeated_in() -> tuple[int, bool]:
     """The id of the backward pass that repeats this forward, and if an earlier pass has.
 
@@ -150,15 +147,14 @@ def _repeated_in() -> tuple[int, bool]:
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
-    ``consumer`` receives every pair, under ``no_grad`` and without autocast: a
-    :class:`~second_order.kronecker.collector.StatisticsCollector`. ``wanted`` tells whether a
-    module's pairs are wanted now, if None where its weight trains; ``timed`` makes a context
-    manager that measures the work of a hook; ``fsdp`` knows what FSDP2 does with the parameters.
+    ``consumer`` receives every pair, under ``no_grad`` and without autocast. ``wanted`` tells
+    whether a module's pairs are wanted now, if None where its weight trains; ``timed`` makes a
+    context manager that measures a hook; ``fsdp`` knows what FSDP2 does with the parameters.
 
     ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
     and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
-    taken as soon as the root module's forward returns and delivered when the user's backward
-    reaches its output; no parameter's ``.grad`` is touched.
+    taken as soon as the root module's forward returns and delivered when the user's backward comes
+    by; no parameter's ``.grad`` is touched.
 
     ``gate.open`` tells whether pairs of the passes to come are captured, by compiled graphs, too;
     ``missed`` has, by layer, why its last lost pair did not count.
@@ -199,7 +195,9 @@ class Capture:
         self._dismiss()
         self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
         # The calls of an attention are those of its `out_proj`, too.
-        within = {module.out_proj: module for module in root.modules() if is_attention(module)}
+        attention = filter(is_attention, root.modules())
+        within = {cast(nn.Module, module.out_proj): module for module in attention}
+        self.missed.update(dict.fromkeys([*within.values(), *within], COMPILED))
         called = dict.fromkeys(within.get(layer, layer) for layer in layers)
         kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
         if self._sampler is not None and layers:
@@ -278,8 +276,6 @@ class Capture:
         """Wait for the gradients of an attention's products."""
         inputs, products = projections(module, args, kwargs, output, self.fsdp)
         whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-        unseen = set(wanted).difference(product.owner for product in products)
-        self.missed.update(dict.fromkeys(unseen, COMPILED))
         saving: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
         checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
         for owner, node, thirds in products:
@@ -294,26 +290,19 @@ class Capture:
             self._sources += 1
             self._remember(owner, edge, x, self._sources, thirds=thirds, assembly=assembly)
 
-    def miss_attention(self, module: nn.Module) -> None:
-        """Note a call of an attention inside a graph, where nobody sees its products."""
-        layers = module, cast(nn.Module, module.out_proj)
-        self.missed.update(dict.fromkeys(layers, COMPILED))
-
     def _remember(
         self, module: nn.Module, edge: GradientEdge, x: Tensor | None, source: int, **more: Any
     ) -> None:
-        """Wait for the gradient that comes to a node; with drawn labels, until they are drawn."""
-        if self._sampler is None:
-            read = input_of if x is None else autograd.keep(x)  # a hook of a node must not hold it
-            call = _Call(module, read, source, *_repeated_in(), **more)
-        elif self._inside_root:
-            read = partial(input_of, edge.node) if x is None else x.detach
-            self._pending.append((_Call(module, read, source, **more), edge))
-            if "assembly" in more or not self._consumer.looks(module):
-                return
-            call = _Call(module, read, source, *_repeated_in(), looks=True, **more)
-        else:
+        """Wait for the gradient that comes to a node; no hook of the node may hold it."""
+        sampled = self._sampler is not None
+        if sampled and not self._inside_root:
             return
+        read: Any = input_of
+        if x is not None:
+            read = x.detach if sampled else autograd.keep(x)
+        call = _Call(module, read, source, *_repeated_in(), **more)
+        if sampled:
+            self._pending.append((call, edge))
         hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
         cast(Any, edge.node).register_prehook(hook)
 
@@ -328,8 +317,18 @@ class Capture:
     # --------------------------------------------------------------------------------- gradients
 
     def take(self, call: _Call, gradient: Tensor) -> None:
-        """Take the gradient that a call has waited for."""
-        if autograd.reaches_parameters(call.module, self.fsdp):
+        """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
+        if not autograd.reaches_parameters(call.module, self.fsdp):
+            self.missed[call.module] = NOT_ACCUMULATED
+        elif self._sampler is not None:
+            drawn, call.drawn = call.drawn, None
+            if drawn is not None:
+                x, d, number = drawn
+                self.emit(call.module, x, d, number, call.source, False)
+            if call.assembly is None and self._consumer.looks(call.module):
+                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                    self._consumer.look(call.module, *cast(Any, call.pair(gradient)))
+        else:
             # A reentrant checkpoint runs a backward pass inside another, in which the forward was
             # repeated: the outer one is meant.
             pass_id = autograd.current_pass() if call.outer == autograd.NO_PASS else call.outer
@@ -342,13 +341,8 @@ class Capture:
                 self.missed[call.module] = CHANGED
                 return
             again, call.used = call.used, True
-            if pair is not None and call.looks:
-                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                    self._consumer.look(call.module, *pair)
-            elif pair is not None:
+            if pair is not None:
                 self.emit(call.module, *pair, pass_id, call.source, again)
-        else:
-            self.missed[call.module] = NOT_ACCUMULATED
         if not autograd.keeps_graph():
             call.read = None  # autograd frees its own inputs now, however long the loss is kept
 
@@ -411,29 +405,155 @@ class Capture:
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
-        ends = [edge for *_, edge in pending]
-        try:
-            with autograd.drawing_from(loss):
-                gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                    loss, ends, retain_graph=True, allow_unused=True
-                )
-        except RuntimeError as error:
-            if "checkpoint" not in str(error).lower():
-                raise
-            raise RuntimeError(
-                "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
-                "checkpoint(..., use_reentrant=False), or fisher='empirical'"
-            ) from error
-        pairs = []
-        for (call, _), gradient in zip(pending, gradients, strict=True):
-            if gradient is not None and (pair := call.pair(gradient)) is not None:
-                pairs.append((call.module, pair[0], call.source, pair[1]))
-        # These pairs count once the user's own backward reaches the output, and not before.
-        deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
-        for tensor in autograd.differentiable_tensors(output):
-            tensor.register_hook(deliver)
+        with autograd.drawing_from(loss):
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, [edge for _, edge in pending], retain_graph=True, allow_unused=True
+            )
+        # These pairs count once the user's own backward comes by, and not before.
+        for (call, edge), gradient in zip(pending, gradients, strict=True):
+            if gradient is not None and (pair := call.pair(gradient, edge.node)) is not None:
+                call.drawn = (*pair, self.root_calls)
         self.root_calls += 1
 
 
 for _function in (Capture.enter_root, Capture.leave_root):
     autograd.skip_code(_function.__code__)
+
+
+# ------------------------------------------------------------------------ from pairs to statistics
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """The factor for captured gradients that undoes a GradScaler and accumulation."""
+
+    accumulation_steps: int
+    scaler: Any
+
+    def __call__(self, gradient: Tensor) -> Tensor | float:
+        """The factor, as a number or as a scalar on the gradient's device."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return float(self.accumulation_steps)
+        # scale(1) is the scale as a tensor: get_scale() would wait for the device.
+        one = torch.ones((), dtype=torch.float32, device=gradient.device)
+        scale: Tensor = self.scaler.scale(one)
+        return self.accumulation_steps / scale
+
+
+@dataclass
+class StatisticsCollector:
+    """Turns captured pairs into staged statistics."""
+
+    approximation: Approximation
+    factor_dtype: torch.dtype  # in which statistics are formed, or float32 if that is wider
+    reduction: Callable[[], Reduction]  # what the loss of a pass is
+    gradient_scale: Callable[[Tensor], Tensor | float]  # a further factor of captured gradients
+    conv_approximation: Approximation | None = None  # for convolutions; None for the same
+    warn: Callable[[str], None] = warnings.warn
+    blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)  # of each module
+    counted: KroneckerBlock | None = None  # whose terms are counted, whether it gets pairs or not
+    fsdp: FSDPParams | None = None
+    heard: Callable[[KroneckerBlock], None] = lambda block: None  # of statistics that have grown
+    sampled: bool = False  # the pairs are of drawn labels, and say nothing of the gradient
+    # Of one input and pass; to be let go when the step's statistics are taken.
+    last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
+
+    def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Set the blocks that get the pairs of their modules from now on."""
+        self.blocks.clear()
+        for block in blocks:
+            for module in block.watched:
+                self.blocks.setdefault(module, []).append(block)
+
+    def _training(self, module: nn.Module) -> list[KroneckerBlock]:
+        return [block for block in self.blocks.get(module, ()) if block.trainable]
+
+    def _counted(self, module: nn.Module) -> list[KroneckerBlock]:
+        """The block whose terms are counted, if it is a module's and trains."""
+        block = self.counted
+        if block is None or not block.trainable or module not in block.watched:
+            return []
+        return [block]
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether any block of a module trains now."""
+        return bool(self._training(module) or self._counted(module))
+
+    def looks(self, module: nn.Module) -> bool:
+        """Whether the pairs of a module are compared with its gradient now."""
+        return any(block.looks for block in self._training(module))
+
+    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
+        """Compare a pair of the user's own loss with the gradient, if that is due."""
+        for block in self._training(module):
+            if block.looks and block.fits_pair(module, x, d):
+                with span("capture"), ieee_matmul(d.device):
+                    block.look(module, x, d, self.fsdp)
+
+    def consume(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        d: Tensor,
+        pass_id: int,
+        source: int = -1,
+        again: bool = False,
+    ) -> None:
+        """Add one pair to the staged statistics of its blocks.
+
+        Args:
+            module: The layer that was called.
+            x: The layer's input.
+            d: The gradient with respect to the layer's output.
+            pass_id: A number of the backward pass, the same for all its pairs.
+            source: A number of the input, the same for layers called in a row on the same tensor;
+                -1 if that is not known.
+            again: Whether a backward pass has come through this call of the layer before.
+        """
+        training, reduction = self._training(module), self.reduction()
+        counted = self._counted(module) if reduction == "step_mean" else []
+        for block in {*training, *counted}:
+            if not block.staged.knows(pass_id):
+                block.follow_requires_grad()
+                unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
+                if block.starts_anew(unreduced):
+                    block.staged.clear()
+        for block in counted:
+            block.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
+        if not self.sampled:
+            self.look(module, x, d)
+        for block in training:
+            if not block.fits_pair(module, x, d):
+                block.judge(1.0)
+            elif not block.state.unexplained:
+                with span("capture"), ieee_matmul(d.device):
+                    pair = self._statistics(block, module, x, d, (source, pass_id))
+                    scale = self.gradient_scale(d)
+                    block.staged.add(pair, scale, pass_id, again=again, reduction=reduction)
+                inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
+                block.staged.work += 6 * d.numel() * inputs
+                block.state.work = block.staged.work
+                block.state.heard = True
+                self.heard(block)
+
+    def _statistics(
+        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, key: tuple[int, int]
+    ) -> PairStatistics:
+        approximation = self.approximation
+        if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
+            approximation = self.conv_approximation
+        # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
+        plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and key[0] >= 0
+        plain = plain and not block.shape.marginal
+        mine, last, known = (*key, block.trains_bias), self.last_a, None
+        if plain and last is not None and last[0] == mine and last[1] is not block:
+            known = last[2]
+        wide = torch.promote_types(self.factor_dtype, torch.float32)
+        form = Form(block.trains_bias, approximation, block.staged.triangular, known)
+        x = x.to(wide) if x.is_floating_point() else x
+        pair = block.statistics(module, x, d.to(wide), form)
+        if known is not None and pair.factors["A"] is known.factors["A"]:
+            return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})
+        if plain:
+            self.last_a = (mine, block, pair)
+        return pair

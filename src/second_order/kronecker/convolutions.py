@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import TypeAlias, cast
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from second_order.kronecker.layers import (
+    CONVOLUTIONS,
     KINDS,
     FactorShape,
     Form,
@@ -302,7 +304,8 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     operations are the slower way, and so they are where the window is not more than twice as long
     as the kernel's reach: 0.6 to 1.1 at 4 x 4 positions.
     """
-    if x.device.type != "cpu" or isinstance(conv, nn.Conv3d) or any(s > 1 for s in conv.stride):
+    usual = isinstance(conv, nn.Conv1d | nn.Conv2d) and x.device.type == "cpu"
+    if not usual or any(stride > 1 for stride in conv.stride):
         return False
     padded = [n + sum(p) for n, p in zip(x.shape[2:], padding_per_side(conv), strict=True)]
     reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
@@ -349,54 +352,39 @@ def _live_images(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor, LiveR
 
 
 def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    """Statistics of a convolution, whose rows are patches of x, or a transposed one, those of d."""
     conv = cast(Convolution, module)
-    dims = len(conv.kernel_size)
+    dims, groups, packed = len(conv.kernel_size), conv.groups, form.triangular
     x, d, live, rows = _live_images(x, d, dims)
     count, examples = len(d), live.count
-    d = d.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, out / groups, T)
-    locations = d.shape[-1]
-    if form.approximation == "expand":
-        # Copied along the locations, which lie next to each other in most inputs.
-        rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, count * locations).mT
-        g = gram(rows_d, False, form.triangular).div_(locations)
-        if _spares_patches(conv, x):
-            padded = pad_input(x, conv)
-            a = _autocorrelation_gram(padded, conv, form.bias, form.triangular, examples)
-        else:
-            patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
-            order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
-            columns = patches.permute(order).reshape(conv.groups, -1, count * locations)
-            a = gram(columns.mT, form.bias, form.triangular, examples * locations)
-        return PairStatistics({"A": a, "G": g}, examples, rows)
-    rows_x = sum_patches(x, conv).div_(locations).transpose(0, 1)
-    rows_d = d.sum(-1).transpose(0, 1)
-    a, g = gram(rows_x, form.bias, form.triangular, examples), gram(rows_d, False, form.triangular)
-    return PairStatistics({"A": a, "G": g}, examples, rows)
-
-
-def _patches_of_output(module: nn.Module, bias: bool) -> FactorShape:
-    weight, groups = cast(Tensor, module.weight), cast(int, module.groups)
-    return FactorShape(groups, weight.shape[0] // groups, weight.shape[1:].numel(), transposed=True)
-
-
-def _transposed_conv_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, form: Form
-) -> PairStatistics:
-    conv = cast(nn.Conv2d, module)
-    dims = len(conv.kernel_size)
-    x, d, live, rows = _live_images(x, d, dims)
-    patches = extract_patches(d, conv)  # (N, groups, out / groups, *kernel, *locations)
-    for i, size in enumerate(x.shape[2:]):  # output padding can make room for more
-        patches = patches.narrow(3 + dims + i, 0, size)
-    d = patches.flatten(3 + dims).flatten(2, 2 + dims)  # (N, groups, out, T)
-    x = x.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, in, T)
-    locations = x.shape[-1]
+    if conv.transposed:
+        d = extract_patches(d, conv)  # (N, groups, out / groups, *kernel, *locations)
+        for i, size in enumerate(x.shape[2:]):  # output padding can make room for more
+            d = d.narrow(3 + dims + i, 0, size)
+        d = d.flatten(3 + dims).flatten(2, 2 + dims)
+        maps = x.flatten(2).unflatten(1, (groups, -1))  # (N, groups, in, T)
+    else:
+        d = d.flatten(2).unflatten(1, (groups, -1))
+    locations = d.shape[-1]  # (N, groups, out, T)
     if form.approximation == "reduce":
-        parts = [t.transpose(0, 1) for t in (x.mean(-1), d.sum(-1))]
-        a, g = (gram(part, False, form.triangular) for part in parts)
-        return PairStatistics({"A": a, "G": g}, live.count, rows)
-    a, g = (gram(t.permute(1, 0, 3, 2).flatten(1, 2), False, form.triangular) for t in (x, d))
-    return PairStatistics({"A": a, "G": g.div_(locations)}, live.count, rows)
+        means = maps.mean(-1) if conv.transposed else sum_patches(x, conv).div_(locations)
+        g = gram(d.sum(-1).transpose(0, 1), False, packed)
+        a = gram(means.transpose(0, 1), form.bias, packed, examples)
+        return PairStatistics({"A": a, "G": g}, examples, rows)
+    # Copied along the locations, which lie next to each other in most inputs.
+    rows_d = d.permute(1, 2, 0, 3).reshape(groups, -1, count * locations).mT
+    g = gram(rows_d, False, packed).div_(locations)
+    if _spares_patches(conv, x):
+        a = _autocorrelation_gram(pad_input(x, conv), conv, form.bias, packed, examples)
+        return PairStatistics({"A": a, "G": g}, examples, rows)
+    if conv.transposed:
+        columns = maps.permute(1, 2, 0, 3)
+    else:  # from (N, groups, C / groups, *kernel, *output)
+        order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
+        columns = extract_patches(x, conv).permute(order)
+    columns = columns.reshape(groups, -1, count * locations)
+    a = gram(columns.mT, form.bias, packed, examples * locations)
+    return PairStatistics({"A": a, "G": g}, examples, rows)
 
 
 def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
@@ -421,12 +409,13 @@ def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     return cast(Tensor, gradient)
 
 
-for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-    KINDS[_kind] = LayerKind(_conv_statistics, gradient=_conv_gradient)
-for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    KINDS[_transposed] = LayerKind(
-        _transposed_conv_statistics,
-        _patches_of_output,
-        with_bias=False,
-        gradient=_conv_gradient,
-    )
+def _patches_of_output(module: nn.Module, bias: bool) -> FactorShape:
+    weight, groups = cast(Tensor, module.weight), cast(int, module.groups)
+    return FactorShape(groups, weight.shape[0] // groups, weight.shape[1:].numel(), transposed=True)
+
+
+CONV = LayerKind(_conv_statistics, gradient=_conv_gradient)
+KINDS.update(dict.fromkeys(CONVOLUTIONS[:3], CONV))
+KINDS.update(
+    dict.fromkeys(CONVOLUTIONS[3:], replace(CONV, shape=_patches_of_output, with_bias=False))
+)

@@ -24,7 +24,6 @@ __all__ = [
     "diagonal",
     "eigh",
     "ieee_matmul",
-    "orthogonal_iteration",
 ]
 
 Decomposition: TypeAlias = tuple[Tensor, ...]
@@ -34,10 +33,6 @@ Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
 # Relative residual above which a float32 decomposition is taken again in float64. A sound one is
 # near 1e-6; a wrong one is near 1.
 RESIDUAL_TOLERANCE = 1e-3
-
-# What may remain off the diagonal after an orthogonal iteration: a bound on the relative error of
-# the damped inverse.
-REFINEMENT_TOLERANCE = 0.2
 
 # Bytes of matrices decomposed together, unless one alone is larger. LAPACK takes one after the
 # other, so that on a CPU a batch only saves calls, and costs a copy.
@@ -74,9 +69,7 @@ class Problem:
     device: torch.device
     build: Callable[[], Tensor]  # a new tensor, (groups, n, n), or (groups, n) for a diagonal
     added: Tensor | None = None  # damping added to the diagonals, (groups,)
-    guess: Tensor | None = None  # eigenvectors of an earlier version, (groups, n, n)
     is_diagonal: bool = False
-    scale: Tensor | None = None  # with a guess: the damping of the whole inverse, (groups,)
 
 
 def diagonal(factor: Tensor) -> Tensor:
@@ -97,32 +90,6 @@ def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
         scaled, vectors, values
     )
-
-
-def orthogonal_iteration(
-    matrix: Tensor, guess: Tensor, scale: Tensor | None = None
-) -> tuple[Decomposition, Tensor]:
-    """One step of orthogonal iteration from the eigenvectors of a nearby matrix.
-
-    Y = X Q, its QR decomposition gives the new Q, the diagonal of Qᵀ X Q the eigenvalues (Golub &
-    Van Loan 2013, section 8.2.4). Columns come in the order of falling eigenvalues, so that a
-    strong direction is never corrected by a weak one.
-
-    X and Q are ``(batch, n, n)``, Q's columns in the order of rising eigenvalues, as ``eigh`` has
-    them. Errors count on the scale of a damping ``(batch,)``, or of the mean eigenvalue. A member
-    is sound if what is left off the diagonal is below the tolerance.
-    """
-    size, guess = _size(matrix), guess.to(matrix)
-    scaled = matrix / size
-    vectors = torch.linalg.qr(scaled @ guess.flip(-1)).Q.flip(-1)
-    rotated = vectors.mT @ (scaled @ vectors)
-    values = diagonal(rotated).clamp_min(0)
-    diagonal(rotated).zero_()
-    damping = 1.0 if scale is None else scale.to(matrix).unsqueeze(-1) / size.squeeze(-1)
-    weights = (values + damping).rsqrt_()
-    left = _norm(rotated.mul_(weights.unsqueeze(-1)).mul_(weights.unsqueeze(-2)))
-    sound = (left < REFINEMENT_TOLERANCE) & _is_orthogonal(vectors)
-    return (vectors, values * size.squeeze(-1)), sound
 
 
 def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
@@ -152,16 +119,12 @@ def _size(matrix: Tensor) -> Tensor:
 
 def _is_eigenbasis(matrix: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
     probe = _probe(matrix)
-    expected = matrix @ probe
-    error = _norm(vectors @ (values.unsqueeze(-1) * (vectors.mT @ probe)) - expected)
+    coordinates, expected = vectors.mT @ probe, matrix @ probe
+    error = _norm(vectors @ (values.unsqueeze(-1) * coordinates) - expected)
     error = error / (_norm(expected) + _norm(probe))
     # Q Λ Qᵀ alone would pass with a Q that is not orthogonal where Λ vanishes.
-    return (error < RESIDUAL_TOLERANCE) & _is_orthogonal(vectors)
-
-
-def _is_orthogonal(vectors: Tensor) -> Tensor:
-    probe = _probe(vectors)
-    return _norm(vectors @ (vectors.mT @ probe) - probe) / _norm(probe) < RESIDUAL_TOLERANCE
+    skew = _norm(vectors @ coordinates - probe) / _norm(probe)
+    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE
 
 
 def _probe(matrix: Tensor) -> Tensor:
@@ -176,7 +139,7 @@ def decompose_batched(
 ) -> Iterator[tuple[int, Decomposition]]:
     """Decompose many factors, those of one size, dtype and device together.
 
-    Those with guesses are first refined from them. Yields the index and the decomposition, with
+    Yields the index and the decomposition, with
     leading ``groups``, of each problem that has a sound one for every group. The parts are views
     of their batch's.
     """
@@ -184,7 +147,7 @@ def decompose_batched(
     current: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
     for i, each in enumerate(problems):
-        key = each.dim, each.dtype, each.device, each.guess is None, each.is_diagonal
+        key = each.dim, each.dtype, each.device, each.is_diagonal
         nbytes = each.groups * each.dim**2 * each.dtype.itemsize
         most = CPU_BATCH_BYTES if each.device.type == "cpu" else BATCH_BYTES
         if key not in current or filled[key] + nbytes > most:
@@ -194,8 +157,6 @@ def decompose_batched(
         filled[key] += nbytes
     for indices in batches:
         matrices: list[Tensor] = []
-        guesses: list[Tensor] = []
-        scales: list[Tensor] = []
         sizes: list[int] = []
         for i in indices:
             problem, matrix = problems[i], problems[i].build()
@@ -203,22 +164,14 @@ def decompose_batched(
                 diagonal(matrix).add_(problem.added.to(matrix.dtype).unsqueeze(-1))
             matrices.append(matrix)
             sizes.append(problem.groups)
-            if problem.guess is not None:  # of all or of none
-                guesses.append(problem.guess)
-                if problem.scale is not None:
-                    scales.append(problem.scale)
         batch = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
         del matrices, matrix
         if batch.dim() == 2:
             payload, finite = decompose(batch)
             sound = finite.tolist()
         else:
-            refine = None
-            if guesses:
-                scale = torch.cat(scales) if len(scales) == len(guesses) else None
-                refine = partial(orthogonal_iteration, guess=torch.cat(guesses), scale=scale)
             with ieee_matmul(batch.device, batch.dtype):
-                payload, sound = _climb(decompose, batch, refine)
+                payload, sound = _climb(decompose, batch)
         del batch
         pieces = zip(*map(partial(torch.split, split_size_or_sections=sizes), payload), strict=True)
         start = 0
@@ -228,9 +181,7 @@ def decompose_batched(
             start += size
 
 
-def _climb(
-    decompose: Decompose, batch: Tensor, refine: Decompose | None
-) -> tuple[Decomposition, list[bool]]:
+def _climb(decompose: Decompose, batch: Tensor) -> tuple[Decomposition, list[bool]]:
     """Decompose ``(batch, n, n)`` by the ladder: parts in its dtype and place, and which are sound.
 
     Members that are not finite are shown to no routine. Where one raises, each is tried alone.
@@ -241,25 +192,22 @@ def _climb(
         identity = torch.eye(batch.shape[-1], dtype=batch.dtype, device=batch.device)
         batch, finite = torch.where(exact[:, None, None], batch, identity), exact.tolist()
     here, wide, cpu = (batch.device, batch.dtype), torch.float64, torch.device("cpu")
-    rungs = [*dict.fromkeys([(decompose, *here), (decompose, batch.device, wide)])]
-    rungs += [(decompose, cpu, wide)] if batch.device != cpu else []
-    if refine is not None:
-        rungs.insert(0, (refine, *here))
+    rungs = dict.fromkeys([here, (batch.device, wide), (cpu, wide)])
     found: dict[int, Decomposition] = {}
     left = set(range(len(batch)))
-    for rung, device, dtype in rungs:
+    for place in rungs:
         attempts = [sorted(left)] if left else []
         while attempts:
             members = attempts.pop()
             some = batch if len(members) == len(batch) else batch[members]
             try:
-                parts, verdicts = rung(some.to(device, dtype))
+                parts, verdicts = decompose(some.to(*place))
                 sound = verdicts.tolist()
             except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
-                if len(members) > 1 and rung is not refine:
+                if len(members) > 1:
                     attempts += [[i] for i in members]
                 continue
-            if some is batch and (device, dtype) == here and all(sound):
+            if some is batch and place == here and all(sound):
                 return parts, finite  # the common case, without a copy
             for k, i in enumerate(members):
                 if sound[k]:

@@ -37,12 +37,10 @@ class Explanation:
     """The gradient of one weight in the passes of a step, beside what the layer's pairs make of it.
 
     It hangs a hook on the weight from a pair until the gradient arrives, in the same pass.
-    ``complete``: all is seen, as no pair is known to be lost, and no hook of the user's changes the
-    gradient before it arrives.
     """
 
     def __init__(self) -> None:
-        self.complete = True
+        self._complete = True  # no hook of the user's changes the gradient before it arrives
         self._pairs: Tensor | float = 0.0
         self._gradient: Tensor | float = 0.0
         self._weight: Tensor | None = None
@@ -52,8 +50,8 @@ class Explanation:
     def add(self, product: Tensor, x: Tensor, d: Tensor, weight: Tensor) -> None:
         """Add a pair, whose part of the gradient of a leaf is a product of the leaf's shape."""
         if self._hook is None and weight._backward_hooks:
-            self.complete = False
-        if not self.complete:
+            self._complete = False
+        if not self._complete:
             return
         part = _sketch(product)
         self._pairs = self._pairs + part
@@ -80,7 +78,7 @@ class Explanation:
     def residual(self) -> Tensor | None:
         """r, a scalar tensor, less what rounding may make; None if it is not all seen."""
         gradient, pairs = self._gradient, self._pairs
-        if not (self.complete and isinstance(gradient, Tensor) and isinstance(pairs, Tensor)):
+        if not (self._complete and isinstance(gradient, Tensor) and isinstance(pairs, Tensor)):
             return None
         left, weight = gradient - pairs, self._weight
         if weight is not None:

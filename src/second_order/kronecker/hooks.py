@@ -16,8 +16,7 @@ and runs Python. The anchor is a scalar with two tasks. Its value is the number 
 input of the graph, so that blocks of one kind share a graph. And it asks for a gradient: as a
 result of the backward graph that keeps the call, which would be dropped as dead code otherwise.
 
-Drawn labels need a model that is not compiled: the hook before the model's forward ends the graph,
-where they are due.
+For drawn labels, where they are due, the hook before the model's forward ends the graph.
 """
 
 from __future__ import annotations
@@ -32,8 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
-from second_order.kronecker.attention import is_attention
-from second_order.kronecker.autograd import as_used, skip_code, transformed
+from second_order.kronecker.autograd import as_used, is_attention, skip_code, transformed
 
 __all__ = ["LayerHook", "RootHook", "RootPreHook", "Watch", "hook_of", "release"]
 
@@ -50,11 +48,6 @@ PART = (
     "know of parts compiled by themselves, as by block.compile(), or called by themselves: compile "
     "the whole model that the optimizer was given, and call that, or use fisher='empirical'"
 )
-ATTENTION = (
-    "the products of nn.MultiheadAttention cannot be watched in a graph: leave fullgraph off, or "
-    "name the attention in skip_layers"
-)
-
 _numbers = itertools.count()
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
@@ -100,10 +93,6 @@ class WatchHook:
         """The captures that are told."""
         return [found for watch in self.watches if (found := watch.capture()) is not None]
 
-    def wanted(self) -> bool:
-        """Whether any capture wants calls now."""
-        return torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches)
-
 
 class LayerHook(WatchHook):
     """The hook on a layer, or on an ``nn.MultiheadAttention``, which calls none of its layers."""
@@ -115,11 +104,9 @@ class LayerHook(WatchHook):
         if torch.compiler.is_exporting():
             return None
         if torch.compiler.is_dynamo_compiling():
-            if not is_attention(module):
-                return _traced(self.watches, module, input_in(args, kwargs), output)
-            if self.wanted():
-                _miss(self, module)
-            return None
+            if is_attention(module):
+                return None  # its products cannot be seen
+            return _traced(self.watches, module, input_in(args, kwargs), output)
         for capture in self.captures():
             capture.observe(module, args, kwargs, output)
         return None
@@ -133,7 +120,7 @@ class RootPreHook(WatchHook):
         if torch.compiler.is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
-            if self.wanted():
+            if torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches):
                 _end_graph()
             return
         for capture in self.captures():
@@ -191,12 +178,6 @@ def _end_graph() -> None:
 @partial(torch.compiler.disable, reason=PART)
 def _refuse() -> None:
     raise SecondOrderError(PART)
-
-
-@partial(torch.compiler.disable, reason=ATTENTION)
-def _miss(hook: LayerHook, module: nn.Module) -> None:
-    for capture in hook.captures():
-        capture.miss_attention(module)
 
 
 # ------------------------------------------------------------------------- operators inside graphs

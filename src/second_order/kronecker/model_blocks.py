@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.attention import is_attention
+from second_order.kronecker.autograd import is_attention
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_of
 from second_order.kronecker.gradient import GradientBlock, folded
@@ -254,7 +254,9 @@ class _Search:
         keys = [self.keys[module] for module in modules]
         kinds = [KINDS[nn.Linear if k is None else k] for k in keys]
         first, own = modules[0], kinds[0]
-        found = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
+        found = [
+            dict(m._parameters.items()).get(k.bias) for m, k in zip(modules, kinds, strict=True)
+        ]
         tied, reason = all(module in self.ties for module in modules), None
         if not self.left.isdisjoint(modules):
             reason = TIED

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -171,17 +173,13 @@ def _scalar(value: Any) -> Tensor:
 
 
 def _weight(examples: Any) -> float:
-    try:
+    weight = math.nan
+    with suppress(TypeError, ValueError, RuntimeError):
         weight = float(examples)
-    except (TypeError, ValueError, RuntimeError):
+    if not 0.0 < weight < math.inf:
         raise CurvatureError(
-            f"the curvature closure returned (loss, {type(examples).__name__}); return the loss "
-            f"alone, or (loss, number of examples)"
-        ) from None
-    if not 0.0 < weight < float("inf"):
-        raise CurvatureError(
-            f"the curvature closure returned {weight:g} examples; return (loss, number of "
-            f"examples), at least one"
+            f"the curvature closure returned (loss, {type(examples).__name__}) of {weight:g} "
+            f"examples; return the loss alone, or (loss, number of examples), at least one"
         )
     return weight
 
@@ -204,7 +202,8 @@ def losses_over(
     Args:
         model: Evaluates the outputs, in the train/eval mode that it is in then.
         batches: Pairs (inputs, targets), as a ``DataLoader`` gives them. Inputs are a tensor,
-            a tuple or list of positional arguments, or a mapping of keyword arguments.
+            a tuple or list of positional arguments, or a mapping of keyword arguments; targets a
+            tensor, an example a row.
         criterion: The loss of (outputs, targets): its mean over the batch's examples, or a loss an
             example.
 
@@ -226,8 +225,11 @@ def losses_over(
                 f"batch {len(found)} is {_described(batch)}, not a pair (inputs, targets); give "
                 f"such pairs, or write a closure a batch"
             )
-        if _count(batch[1]) == 0:
-            raise ValueError(f"batch {len(found)} has no targets; leave it out")
+        if not isinstance(batch[1], Tensor) or not batch[1].numel() or batch[1].dim() == 0:
+            raise ValueError(
+                f"the targets of batch {len(found)} are {_described(batch[1])}; give a tensor, an "
+                f"example a row, and leave empty batches out"
+            )
         found.append(partial(_loss, model, criterion, *batch))
     if not found:
         raise ValueError("there is no batch; give a loader, or a list of (inputs, targets)")
@@ -235,15 +237,15 @@ def losses_over(
 
 
 def _loss(
-    model: nn.Module, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Any
+    model: nn.Module, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Tensor
 ) -> tuple[Outputs, int]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    inputs, targets = _moved(inputs, device), _moved(targets, device)
+    inputs, targets = _moved(inputs, device), targets.to(device)
     if isinstance(inputs, Mapping):
         outputs = model(**inputs)
     else:
         outputs = model(*inputs) if isinstance(inputs, list) else model(inputs)
-    return Outputs(outputs, lambda z: criterion(z, targets)), _count(targets)
+    return Outputs(outputs, lambda z: criterion(z, targets)), len(targets)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -254,17 +256,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (tuple, list)):
         return [_moved(each, device) for each in value]
     return value
-
-
-def _count(targets: Any) -> int:
-    """Number of examples: the length of the targets, or of the first of several."""
-    if isinstance(targets, Mapping):
-        targets = list(targets.values())
-    if isinstance(targets, (tuple, list)) and targets and isinstance(targets[0], Tensor):
-        targets = targets[0]
-    try:
-        return len(targets)
-    except TypeError:
-        raise ValueError(
-            f"targets are {_described(targets)}; give a tensor, an example a row"
-        ) from None

@@ -136,11 +136,15 @@ def tridiagonalise(
         scale = max(scale, abs(alpha), beta)
         exhausted = beta <= 8 * torch.finfo(h.dtype).eps * scale
         off_diagonal.append(0.0 if exhausted else beta)
-        asked = j < ASK_ALWAYS or j % ASK_EVERY == 0
-        if j + 1 >= at_least and (
-            exhausted or (asked and _agreed(space, diagonal, off_diagonal, finished, h.device))
-        ):
-            break
+        if j + 1 >= at_least:
+            done = exhausted
+            if finished is not None and not done and (j < ASK_ALWAYS or j % ASK_EVERY == 0):
+                # As the first process finds: rounding must not part them.
+                numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
+                verdict = float(finished(ritz_pairs(*numbers)))
+                done = bool(space.first(torch.tensor([verdict], device=h.device)))
+            if done:
+                break
         d = _orthogonal(space, basis, seed + j + 1) if exhausted else h / beta
     return Tridiagonal(
         D[: len(diagonal)],
@@ -148,21 +152,6 @@ def tridiagonalise(
         torch.tensor(off_diagonal, dtype=torch.float64),
         finite,
     )
-
-
-def _agreed(
-    space: Space,
-    diagonal: list[float],
-    off_diagonal: list[float],
-    finished: Callable[[Ritz], bool] | None,
-    device: torch.device,
-) -> bool:
-    """Whether the run is finished, as the first process finds: rounding must not part them."""
-    if finished is None:
-        return False
-    numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
-    verdict = float(finished(ritz_pairs(*numbers)))
-    return bool(space.first(torch.tensor([verdict], device=device)))
 
 
 def _square(x: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ from second_order.contract.training import (
     NAMES,
     Curvature,
     Training,
+    check_step,
     follow_learning_rates,
     members_of,
     named_like,
@@ -68,7 +69,7 @@ from second_order.options import (
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
-from second_order.sharded import DTENSORS, caller, is_checkpointing, is_dtensor, like
+from second_order.sharded import DTENSORS, is_checkpointing, is_dtensor, like
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -76,7 +77,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 Self = TypeVar("Self", bound="SecondOrderOptimizer")
-NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
 
 
 def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
@@ -151,7 +151,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._bind_base()
         self._base.state.update(made)
         self._step_base = unhooked(self._base)
-        self._look_for_places()
+        training.look_for_places()
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
         training_ranks = world.size - helpers * (helper_role is not None)
@@ -185,7 +185,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
         training.publish = partial(_share_state_of, weakref.ref(self))
 
-    def _agree(self, doing: str, named: bool = False) -> None:
+    def agree(self, doing: str, named: bool = False) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
         if not self._curvature.helps:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
@@ -212,14 +212,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 base is not in train mode.
         """
         training, curvature, loss = self._training, self._curvature, None
-        self._check_step(closure)
+        check_step(training, curvature.scaler_matters, closure, self._unwatched)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # By a step of lr 0 and zero gradients torch.distributed.checkpoint makes state exist. It
         # moves no counter and starts no collective: one rank alone may take it.
-        empty = not self.state and training.steps == 0 and is_checkpointing()
-        if DTENSORS in sys.modules and self._take_shards() and empty:
+        quiet = training.steps == 0 and self.param_groups and self.param_groups[0]["lr"] == 0
+        empty = quiet and not self.state and is_checkpointing()
+        if DTENSORS in sys.modules and self.take_shards() and empty:
             # torch has set the gradients of those before
             for p in members_of(self.param_groups):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
@@ -258,51 +259,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training.meter.lap()
         return loss
 
-    def _check_step(self, closure: Any) -> None:
-        """Raise unless a step can be taken now: before anything has changed."""
-        training, matters = self._training, self._curvature.scaler_matters
-        if torch._C._current_graph_task_id() != NO_BACKWARD:
-            raise RuntimeError(
-                f"{training.name}.step() is called while backward() runs, from a parameter's hook, "
-                f"perhaps: a layer's curvature is of its weight and bias together, and complete "
-                f"once backward() has returned. Make one optimizer of the model, "
-                f"{training.name}(model, lr=...), and call step() after backward()"
-            )
-        for group in self.param_groups:
-            if group.get("train_mode") is False:
-                raise RuntimeError(
-                    f"{training.name}.step() with a schedule-free base that is not in train mode: "
-                    f"call optimizer.train() before training, and optimizer.eval() before "
-                    f"evaluation"
-                )
-        if self._unwatched:
-            raise RuntimeError(
-                f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
-                f"statistics; train after the block"
-            )
-        if closure is not None and not callable(closure):
-            raise TypeError(f"closure={closure!r} is not a function; use step() without one")
-        # Of an unknown GradScaler captured gradients are not unscaled: the factors would be too
-        # large by the square of the scale, and training would stall without a word.
-        unknown = training.steps == 0 and training.scaler is None and matters
-        if unknown and caller(function="_maybe_opt_step") is not None:
-            raise ValueError(
-                f"{training.name}.step() is called by a GradScaler that it was not told of: "
-                f"{matters}; write {training.name}(..., grad_scaler=scaler)"
-            )
-
-    def _look_for_places(self) -> None:
-        """Find the modules' entries that the parameters have, to see later what replaces them."""
-        ours = {id(p) for p in members_of(self.param_groups) if not is_dtensor(p)}
-        self._training.places = [
-            (module, name, p)
-            for module in self._training.model.modules()
-            if not isinstance(module, torch.jit.ScriptModule)
-            for name, p in module._parameters.items()
-            if p is not None and id(p) in ours
-        ]
-
-    def _take_shards(self) -> bool:
+    def take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
         training, others = self._training, dict[Tensor, Tensor]()
         for module, name, p in training.places:
@@ -328,7 +285,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 if isinstance(value, Tensor):
                     parts[BASE][key] = like(others[p], value)
         training.trained = {others.get(p, p) for p in training.trained}
-        self._look_for_places()
+        training.look_for_places()
         return True
 
     def _share_state(self) -> None:
@@ -343,7 +300,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     @between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop the statistics that the last backward left."""
-        self._take_shards()
+        self.take_shards()
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
 
@@ -429,14 +386,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 doing = f"refuse a parameter group ({error})"
                 raise
             finally:
-                self._agree(doing, named=True)
+                self.agree(doing, named=True)
             self._curvature.replan()
         except Exception:
             self.param_groups[:] = before
             raise
         newcomers = members_of(self.param_groups[len(before) :])
         training.trained |= {p for p in newcomers if p.requires_grad}
-        self._look_for_places()
+        training.look_for_places()
 
     @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
@@ -454,7 +411,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         size = self._training.world.size
         check_rank("consolidate", to, size)
         if self._curvature.kept_elsewhere:
-            self._agree(f"consolidate(to={to})")
+            self.agree(f"consolidate(to={to})")
             ranks = range(size) if to is None else [to]
             self._training.collected = self._curvature.gather(ranks), to
 
@@ -469,7 +426,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 :meth:`consolidate` since the last step, and it is not
                 ``torch.distributed.checkpoint`` that asks for this process's part.
         """
-        self._take_shards()
+        self.take_shards()
         require_whole(self._training, self._curvature)
         if self.state:
             self._share_state()
@@ -498,7 +455,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         check_is_state(state_dict)
-        self._take_shards()
+        self.take_shards()
         training, names, groups = self._training, self._training.names(), self.param_groups
         saved: dict[Tensor, SavedPart] = {}
         steps, absent = 0, list[str]()
@@ -533,6 +490,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._share_state()
 
     # ------------------------------------------------------------------------------ odds and ends
+
+    @property
+    def training(self) -> Training:
+        """What the optimizer and its curvature share."""
+        return self._training
 
     def summary(self) -> Summary:
         """A table of the layers preconditioned, by which ranks, and of those left to the base.

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from second_order.contract.training import Curvature
 from second_order.distributed.assignment import AssignmentCost
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
@@ -40,6 +41,8 @@ __all__ = ["KAISA", "KroneckerOptimizer"]
 class KroneckerOptimizer(SecondOrderOptimizer):
     """A base optimizer and the Kronecker factors of a model's layers."""
 
+    _curvature: Curvature
+
     def curvature(
         self, *, dtype: torch.dtype = torch.float64, gather: bool = True
     ) -> KroneckerCurvature:
@@ -60,11 +63,11 @@ class KroneckerOptimizer(SecondOrderOptimizer):
         curvature = self._curvature
         if not isinstance(curvature, KFAC):
             raise SecondOrderError(
-                f"rank {self._training.world.rank} computes statistics for others, and keeps no "
+                f"rank {self.training.world.rank} computes statistics for others, and keeps no "
                 f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"
             )
         if gather and curvature.kept_elsewhere:
-            self._agree("curvature()")
+            self.agree("curvature()")
         return curvature.fitted(dtype, gather)
 
 

@@ -98,7 +98,7 @@ class MRDHO2(EigenpairOptimizer):
     @property
     def worker_group(self) -> Any:
         """The process group of the workers; of the accelerators, on one of them."""
-        return self._training.world.group
+        return self.training.world.group
 
     @property
     def epochs(self) -> Sequence[EpochReport]:
@@ -121,10 +121,10 @@ class MRDHO2(EigenpairOptimizer):
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             ValueError: If there is no batch.
         """
-        self._take_shards()
+        self.take_shards()
         if not isinstance(self._curvature, Accelerating):
             raise SecondOrderError(
-                f"rank {self._training.world.rank} is a worker: it trains, and serve() is for the "
+                f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'accelerator'"
             )
         return self._curvature.serve(batches, loss_fn)

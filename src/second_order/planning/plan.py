@@ -17,11 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
-from second_order.errors import CurvatureError
-from second_order.fosi.sharded_base import works_by_element
-from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
@@ -39,24 +35,20 @@ from second_order.stages import ELSEWHERE
 
 __all__ = ["SOLVERS", "SYSTEMS", "Choice", "Plan", "plan"]
 
-SYSTEMS: dict[str, Any] = {c.__name__: c for c in (KAISA, DPKFAC, DistKFAC, DHO2)}
+SYSTEMS: dict[str, Any] = {c.__name__: c for c in (KAISA, DPKFAC, DistKFAC)}
 SOLVERS = ("inverse", "eigen")
 PASSES = "passes"
 """The account of forward and backward."""
 
 PLANNED = {
     *("solver", "factor_update_steps", "inv_update_steps", "grad_worker_fraction"),
-    *("factor_exchange", "layout", "stats_workers", "process_group"),
+    *("factor_exchange", "stats_workers", "process_group"),
 }
 """Options that are planned themselves, or that a pretended world has not."""
 
 STATISTICS = ("statistics", "statistics_exchange")
-REFRESH = ("solve", "solve_exchange", "lanczos", "wait")
-COLUMNS = {
-    "statistics": STATISTICS[:1],
-    "solve": ("solve", "lanczos"),
-    "precondition": ("precondition", "split", "newton"),
-}
+REFRESH = ("solve", "solve_exchange", "wait")
+COLUMNS = ("statistics", "solve", "precondition")
 """Columns of the table that are stages; those of no column are messages."""
 
 
@@ -68,8 +60,7 @@ class Choice:
         system: The optimizer's class.
         setting: The setting in words.
         keywords: The keywords that have the optimizer do this.
-        intervals: Steps between statistics and between refreshes; for eigenpairs both times the
-            steps from one refresh to the next.
+        intervals: Steps between statistics and between refreshes.
         stages: Seconds a step by stage, those of statistics and refreshes shared out over their
             intervals.
         seconds: Seconds a step.
@@ -144,9 +135,9 @@ class Plan:
         return "\n".join([title, *aligned(table, set(range(4, 12))), *more, self.reason])
 
     def _row(self, choice: Choice) -> list[str]:
-        of = {name: sum(choice.stages.get(s, 0.0) for s in ss) for name, ss in COLUMNS.items()}
+        of = [choice.stages.get(name, 0.0) for name in COLUMNS]
         others = sum(choice.stages.get(s, 0.0) for s in (PASSES, "base", "wait"))
-        messages = sum(choice.stages.values()) - sum(of.values()) - others
+        messages = sum(choice.stages.values()) - sum(of) - others
         note = "recommended" if choice is self.recommended else ""
         return [
             choice.system,
@@ -155,7 +146,7 @@ class Plan:
             "/".join(map(str, choice.intervals)),
             f"{1000 * choice.seconds:,.3g}",
             f"{choice.seconds / self.base - 1:+.0%}",
-            *(f"{1000 * max(seconds, 0.0):,.3g}" for seconds in (*of.values(), messages)),
+            *(f"{1000 * max(seconds, 0.0):,.3g}" for seconds in (*of, messages)),
             _said(choice.memory),
             _said(choice.sent),
             note if choice.fits else "does not fit",
@@ -201,7 +192,7 @@ def plan(
     The model stays as it is.
 
     Args:
-        model: The model; on the meta device with ``machine`` alone.
+        model: The model.
         sample_batch: A rank's batch, as the model's arguments: a tensor, a tuple or list of
             arguments, or a dictionary by name.
         world_size: Number of ranks to plan for; or some such numbers: the plan is for the first,
@@ -214,7 +205,7 @@ def plan(
         systems: Names of the optimizers.
         solvers: The solvers: "inverse" (Cholesky) and "eigen".
         intervals: Pairs of ``factor_update_steps`` and ``inv_update_steps``. The recommendation is
-            for the first. DHO2 has an interval of its own, among ``options``.
+            for the first.
         base: Class of the base.
         base_kwargs: Arguments of the base.
         options: Further keywords of the optimizers; each gets those that it knows.
@@ -222,12 +213,12 @@ def plan(
 
     Raises:
         TypeError: For values of the wrong type.
-        ValueError: For values out of range, a model that does not take the batch, a model on the
-            meta device without a machine, or where a process group is initialised.
+        ValueError: For values out of range, a model that does not take the batch or is on the meta
+            device, or where a process group is initialised.
     """
     sizes = list(world_size) if isinstance(world_size, Sequence) else [world_size]
     options = dict(options or {})
-    _check(model, machine, sizes, {"systems": systems, "solvers": solvers}, intervals, options)
+    _check(model, sizes, {"systems": systems, "solvers": solvers}, intervals, options)
     check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
     allowed = None if memory is None else _bytes_of(memory)
     keywords = {"lr": 0.1, "base": base, **(base_kwargs or {})}
@@ -235,7 +226,7 @@ def plan(
         keywords.setdefault("momentum", 0.9)
     device = next(p.device for p in model.parameters() if p.requires_grad)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        model, run, passes = _ready(model, sample_batch, 5 if machine is None else 0)
+        run, passes = _ready(model, sample_batch, 5 if machine is None else 0)
         machine = machine or measure_machine(device, seconds=seconds)
         network = network or DEFAULT_NETWORKS[machine.device]
         allowed = machine.memory if allowed is None else allowed
@@ -247,7 +238,6 @@ def plan(
 
 def _check(
     model: Any,
-    machine: Machine | None,
     sizes: Sequence[Any],
     named: Mapping[str, Sequence[str]],
     intervals: Sequence[Any],
@@ -259,11 +249,8 @@ def _check(
     device = next((p.device for p in model.parameters() if p.requires_grad), None)
     if device is None:
         raise ValueError("no parameter of the model trains; set requires_grad")
-    if device.type == "meta" and machine is None:
-        raise ValueError(
-            "the model is on the meta device, and no machine is given to plan for; give "
-            "machine=Machine.given(...), or the model on the device to measure"
-        )
+    if device.type == "meta":
+        raise ValueError("the model is on the meta device; give one with numbers, by to_empty()")
     if not sizes or not intervals:
         raise ValueError("world_size and intervals: give one of each at least")
     for size in sizes:
@@ -286,8 +273,8 @@ def _check(
 
 def _ready(
     model: nn.Module, batch: Any, times: int
-) -> tuple[nn.Module, Callable[[nn.Module], Any], float | None]:
-    """The model, a run of it on the batch, and seconds of the fastest of some passes of a copy."""
+) -> tuple[Callable[[nn.Module], Any], float | None]:
+    """A run of the model on the batch, and seconds of the fastest of some passes of a copy."""
     if isinstance(batch, Tensor):
         batch = (batch,)
     if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence):
@@ -295,12 +282,6 @@ def _ready(
             f"sample_batch is a {type(batch).__name__}; give the model's arguments: a tensor, a "
             f"tuple or a list of them, or a dictionary by name"
         )
-    if any(p.is_meta for p in model.parameters()):  # no number matters, but there have to be some
-        model = copy.deepcopy(model).to_empty(device="cpu")
-        with torch.no_grad():
-            for x in (*model.parameters(), *model.buffers()):
-                x.fill_(0.01 if x.is_floating_point() else 0)
-        batch = tree_map_only(Tensor, lambda x: torch.zeros_like(x, device="cpu"), batch)
 
     def run(model: nn.Module) -> Any:
         return model(**batch) if isinstance(batch, Mapping) else model(*batch)
@@ -320,7 +301,7 @@ def _ready(
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         found.append(time.perf_counter() - start)
-    return model, run, min(found, default=None)
+    return run, min(found, default=None)
 
 
 @dataclass(frozen=True)
@@ -340,26 +321,16 @@ class _Planner:
     def plan(self, world_size: int, systems: Sequence[str], solvers: Sequence[str]) -> Plan:
         """The plan for a number of ranks."""
         choices: list[Choice] = []
-        by_element = works_by_element(self.keywords["base"])
         for system in systems:
-            for setting, keywords in _settings(system, world_size, solvers, by_element):
-                try:
-                    choices += self._choices(system, setting, keywords, world_size)
-                except CurvatureError:  # noqa: PERF203  # no second derivatives: factors are planned
-                    if set(systems) == {"DHO2"}:
-                        raise
+            for setting, keywords in _settings(system, world_size, solvers):
+                choices += self._choices(system, setting, keywords, world_size)
         choices.sort(key=lambda choice: choice.seconds)
         base = choices[0].stages[PASSES] + choices[0].stages.get("base", 0.0)
         if world_size > 1:
             trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
             base += self.network.all_reduce(trained, range(world_size))
-        of_factors = [c for c in choices if c.intervals == self.intervals[0] and c.system != "DHO2"]
-        best, reason = _recommended(of_factors or choices, self.memory, self.machine)
-        if of_factors and "DHO2" in systems:
-            reason += (
-                "; DHO2 has another curvature: seconds of a step do not tell which makes more "
-                "progress"
-            )
+        asked = [choice for choice in choices if choice.intervals == self.intervals[0]]
+        best, reason = _recommended(asked, self.memory, self.machine)
         links = self.machine, self.network, self.memory
         return Plan(world_size, tuple(choices), best, reason, base, *links)
 
@@ -368,11 +339,8 @@ class _Planner:
         known = inspect.signature(SYSTEMS[system]).parameters
         own = {k: v for k, v in self.options.items() if k in known}
 
-        def make(model: nn.Module, closure: Callable[[], Tensor]) -> Any:
-            every: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
-            if system == "DHO2":  # with as many products as a refresh may take
-                every = {"curvature_closure": closure, "warmup_steps": 0}
-                every |= {"curvature_interval": 1, "lanczos_tol": 0.0, "curvature": "hessian"}
+        def make(model: nn.Module) -> Any:
+            every = {"factor_update_steps": 1, "inv_update_steps": 1}
             return SYSTEMS[system](model, **{**self.keywords, **own, **keywords, **every})
 
         setting = self.model, self.run, self.machine, self.network
@@ -392,15 +360,13 @@ class _Planner:
             due["solve"], hidden = due.get("solve", 0.0) + hidden, 0.0
         fullest = max(records, key=lambda r: r.peak)
         memory = sum(p.nbytes for p in self.model.parameters()) + fullest.peak
-        for pair in self.intervals if system != "DHO2" else [self._interval(due)]:
+        for pair in self.intervals:
             every = dict.fromkeys(STATISTICS, pair[0]) | dict.fromkeys(REFRESH, pair[1])
             stages = {stage: s / every.get(stage, 1) for stage, s in due.items()}
-            if system != "DHO2":
-                keywords = {**keywords, "factor_update_steps": pair[0], "inv_update_steps": pair[1]}
             yield Choice(
                 system,
                 setting,
-                keywords,
+                {**keywords, "factor_update_steps": pair[0], "inv_update_steps": pair[1]},
                 pair,
                 stages,
                 max(sum(stages.values()), hidden / pair[1]),
@@ -411,28 +377,12 @@ class _Planner:
                 self.memory is None or memory <= self.memory,
             )
 
-    def _interval(self, due: Mapping[str, float]) -> tuple[int, int]:
-        """Steps from one refresh of DHO2's eigenpairs to the next: a number, or by budget."""
-        defaults = inspect.signature(DHO2).parameters
-        every, overhead = (
-            self.options.get(name, defaults[name].default)
-            for name in ("curvature_interval", "overhead")
-        )
-        if not isinstance(every, int):
-            alone = due[PASSES] + due.get("base", 0.0) + due.get("average_gradients", 0.0)
-            every = max(round(due.get("lanczos", 0.0) / ((overhead or 0.15) * alone)), 1)
-        return every, every
-
 
 def _settings(
-    system: str, ranks: int, solvers: Sequence[str], by_element: bool
+    system: str, ranks: int, solvers: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A system's settings that are compared, in words and as keywords."""
-    if system == "DHO2":
-        layouts = ("row", "column") if by_element else ("column",)
-        for layout in layouts if ranks > 1 else ("row",):
-            yield f"{layout}s" if ranks > 1 else "", {"layout": layout}
-    elif system != "KAISA" or ranks == 1:
+    if system != "KAISA" or ranks == 1:
         yield from (("", {"solver": solver}) for solver in solvers)
     else:
         for solver in solvers:

@@ -211,7 +211,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def record(
-    make: Callable[[nn.Module, Callable[[], Tensor]], Any],
+    make: Callable[[nn.Module], Any],
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     machine: Machine,
@@ -221,8 +221,8 @@ def record(
 ) -> Record:
     """Have one rank of so many take two steps, and tell what the second one takes.
 
-    ``make`` makes the optimizer, of which all is due at every step, for a copy of the model and a
-    closure of its loss; ``run`` runs the model on a batch.
+    ``make`` makes the optimizer, of which all is due at every step, of a copy of the model, which
+    ``run`` runs on a batch.
     """
     model = copy.deepcopy(model).train()
     simulation = Simulation(machine, links)
@@ -235,9 +235,9 @@ def record(
         torch.enable_grad(),
     ):
         with simulation:
-            optimizer = make(model, lambda: loss_of(run(model)))
+            optimizer = make(model)
         try:
-            optimizer._training.meter.now = lambda: simulation.clock
+            optimizer.training.meter.now = lambda: simulation.clock
             with simulation:
                 for _ in range(2):
                     optimizer.zero_grad()
@@ -247,7 +247,7 @@ def record(
                     optimizer.step()
             gc.collect()
             kept = simulation.now
-            found = optimizer._training.meter.read((ELSEWHERE, *PAPER_NAMES))
+            found = optimizer.training.meter.read((ELSEWHERE, *PAPER_NAMES))
         finally:
             optimizer.close()
     seconds, sent = (
