@@ -235,10 +235,21 @@ class RefreshedPairs:
 
         Of û, residuals, and the basis that ``make`` makes once the old one is let go, None if it is
         not finite: then there are none, and it returns False. ``loss`` is that of the batch that
-        they were computed on, at the same point.
+        they were computed on, at the same point: while it does not rise s grows, and Newton steps
+        may, too.
         """
-        self._guard(loss)
-        chunks, momentum = self._vector.chunks, None
+        training, chunks, momentum = self._training, self._vector.chunks, None
+        if math.isfinite(self.batch_loss):
+            risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
+            self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
+            self.trust.renewed(risen=risen)
+        self.batch_loss = loss
+        self._first_loss = first = loss if self._first_loss is None else self._first_loss
+        if loss > BLOWN_UP * abs(first) and training.first_time("blown up"):
+            training.warn(
+                f"the loss of the curvature batch has grown from {first:.3g} at the first refresh "
+                f"to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
+            )
         with self._vector.plain():
             if self.subspace is not None and self.momentum_rule()[0] > 0.0:
                 momentum = self.subspace.momentum_vector(chunks)
@@ -249,7 +260,7 @@ class RefreshedPairs:
             subspace = self._take(basis, values, residuals, largest)
             if momentum is not None:
                 subspace.carry(momentum, chunks)
-        self._training.publish()
+        training.publish()
         return True
 
     def basis_of(self, vectors: Tensor, count: int) -> Basis:
@@ -260,20 +271,6 @@ class RefreshedPairs:
     @property
     def _by_rows(self) -> bool:
         return self._vector.spread or self._training.world.size == 1
-
-    def _guard(self, loss: float) -> None:
-        """Let s grow while the loss of the curvature batch does not rise, and Newton steps too."""
-        if math.isfinite(self.batch_loss):
-            risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
-            self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
-            self.trust.renewed(risen=risen)
-        self.batch_loss, training = loss, self._training
-        self._first_loss = first = loss if self._first_loss is None else self._first_loss
-        if loss > BLOWN_UP * abs(first) and training.first_time("blown up"):
-            training.warn(
-                f"the loss of the curvature batch has grown from {first:.3g} at the first refresh "
-                f"to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
-            )
 
     def _take(self, basis: Basis, values: Tensor, residuals: Tensor, largest: int) -> Subspace:
         options, clip = self._options, self._options.lr_scale_clip

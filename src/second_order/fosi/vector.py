@@ -166,7 +166,7 @@ class ParameterVector:
         self._stepper: ShardedBase | None = None
         world, (spread, self._dtype) = self._training.world, self._wanted
         groups = [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
-        self._ids = [[id(p) for p in group] for group in groups]
+        self._ids = [(i, id(p)) for i, group in enumerate(groups) for p in group]
         self.params = [p for group in groups for p in group]
         self.size = sum(p.numel() for p in self.params)
         self.sharded = any(is_dtensor(p) for p in self.params)
@@ -202,8 +202,8 @@ class ParameterVector:
 
         A collective then, where the base's state is in parts.
         """
-        now = [[id(p) for p in g["params"] if p.requires_grad] for g in self._training.groups]
-        if now == self._ids:
+        groups = enumerate(self._training.groups)
+        if self._ids == [(i, id(p)) for i, g in groups for p in g["params"] if p.requires_grad]:
             return False
         whole = self.base_state(range(self._training.world.size)) if self.in_parts else {}
         self.restart()
