@@ -1026,10 +1026,6 @@ two bases: rest_kwargs without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]
 
-== papers.py
-a paper's bound that follows the learning rate  <-  paper_settings::kaisa
-    "kl_clip": partial(_constant, 1e-3),  =>  "kl_clip": 1e-3,
-
 == planning/machine.py
 solves on threads planned as free where no core is idle
   <-  planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is
@@ -1054,8 +1050,6 @@ a profile without the backward pass  <-  profiling::the_time_of_a_step_is_shared
     with self.optimizer._training.meter.stage("backward"):  =>  if True:
 
 == recipes.py
-rates fall towards the head  <-  recipes::rates_fall_from_block_to_block
-    (deepest - depth_of[name])  =>  depth_of[name]
 gains decay  <-  recipes::vectors_and_norms_do_not_decay
     {id(p) for p in inner.parameters() if p.ndim <= 1}  =>  set()
 

@@ -1,6 +1,5 @@
 """The package's rooms: nothing imports upwards, no object grows past reading, names are documented.
 
-    papers                                 what users make them with, to be as published
     optimizers                             what users make
     planning                               what it will cost: it runs optimizers, which ask it
     kfac        fosi                       two wings that know nothing of each other
@@ -65,10 +64,9 @@ BELOW: dict[str, set[str]] = {
         *("kfac", "fosi", "sharded", "planning"),
     },
     "recipes": {"errors", "options", "contract"},
-    "papers": {"kfac", "optimizers"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "papers", "recipes", "planning"),
+        *("files", "recipes", "planning"),
     },
     "profiling": {"files", "report", "stages"},
     "__main__": {"profiling", "planning"},

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from second_order.optimizers.dpkfac import DPKFAC
     from second_order.optimizers.kaisa import KAISA
     from second_order.optimizers.mrdho2 import MRDHO2
-    from second_order.papers import paper_settings
     from second_order.planning.calibration import calibrate
     from second_order.planning.machine import Interconnect, Machine
     from second_order.planning.plan import Plan, plan
@@ -74,7 +73,6 @@ __all__ = [
     "export_base_state",
     "lanczos",
     "load_checkpoint",
-    "paper_settings",
     "parameter_groups",
     "plan",
     "register_layer",
@@ -97,7 +95,6 @@ _NAMES_IN = {
     "optimizers.dpkfac": "DPKFAC",
     "optimizers.kaisa": "KAISA",
     "optimizers.mrdho2": "MRDHO2",
-    "papers": "paper_settings",
     "planning.calibration": "calibrate",
     "planning.machine": "Interconnect Machine",
     "planning.plan": "Plan plan",

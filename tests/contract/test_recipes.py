@@ -72,25 +72,16 @@ def test_vectors_and_norms_do_not_decay() -> None:
         assert settings(groups, name) == {"weight_decay": 0.1}
 
 
-def test_rates_fall_from_block_to_block() -> None:
-    model = Words()
-    groups = parameter_groups(model, lr=1.0, layer_decay=0.5)
-    assert_complete(groups, model)
-    rates = {"words.weight": 0.125, "blocks.0.up.bias": 0.25, "blocks.1.norm.weight": 0.5}
-    rates |= {"norm.weight": 1.0, "head.weight": 1.0}
-    assert {name: settings(groups, name)["lr"] for name in rates} == rates
-
-
 def test_rules_override_by_name_and_the_first_counts() -> None:
     model = Words()
     rules = {r"blocks\.0\.": {"lr": 0.01}, r"up\.weight$": {"lr": 0.02, "weight_decay": 0.7}}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        groups = parameter_groups(model, lr=0.1, weight_decay=0.2, rules=rules)
+        groups = parameter_groups(model, weight_decay=0.2, rules=rules)
     assert_complete(groups, model)
     assert settings(groups, "blocks.0.up.weight") == {"lr": 0.01, "weight_decay": 0.2}
     assert settings(groups, "blocks.1.up.weight") == {"lr": 0.02, "weight_decay": 0.7}
-    assert settings(groups, "head.bias") == {"lr": 0.1, "weight_decay": 0.0}
+    assert settings(groups, "head.bias") == {"weight_decay": 0.0}
 
 
 def test_what_matches_nothing_is_told() -> None:
@@ -101,10 +92,8 @@ def test_what_matches_nothing_is_told() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "message"),
     [
-        ({"layer_decay": 0.5}, ValueError, "needs the learning rate that it multiplies"),
-        ({"layer_decay": 1.5, "lr": 0.1}, ValueError, r"layer_decay=1.5 is outside \[0, 1\]"),
         ({"weight_decay": -0.1}, ValueError, r"weight_decay=-0.1 is outside \[0, inf\]"),
-        ({"lr": "high"}, TypeError, "lr='high' is not a number"),
+        ({"weight_decay": "high"}, TypeError, "weight_decay='high' is not a number"),
     ],
 )
 def test_errors_name_the_value_and_the_remedy(

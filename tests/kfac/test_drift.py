@@ -291,7 +291,7 @@ def test_a_quiet_step_solves_nothing_and_takes_no_statistics() -> None:
         for _ in range(60):
             calls.clear()
             due = optimizer._curvature._cadence.due()
-            listening = optimizer._curvature.layers.capture.enabled
+            listening = optimizer._curvature.layers.capture.gate.open
             take(model, optimizer, BATCHES[0])
             assert sum(calls) == len(due)
             assert listening == bool(due)

@@ -22,7 +22,8 @@ from reference import ReferenceKFAC, cross_entropy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, paper_settings
+from paper_settings import paper_settings
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
