@@ -53,11 +53,7 @@ FRESH = 0.1
 def wanted_pairs(
     space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False
 ) -> Pairs:
-    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start.
-
-    Raises:
-        CurvatureError: On every process, if the loss of one cannot be differentiated twice.
-    """
+    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start."""
     most, tol = options.most_products(space.size, warm=warm), options.lanczos_tol
     wanted = options.largest, options.smallest
     pairs = extreme_pairs(space, start, *wanted, iterations=most, tol=tol, seed=options.seed)
@@ -120,11 +116,7 @@ class RefreshedPairs:
         return step - self.tally.step >= int(every)
 
     def probe(self, loss_fn: Closures) -> None:
-        """Time a product, for the budget to know about what a refresh costs. A collective.
-
-        Raises:
-            CurvatureError: As :meth:`renew` does.
-        """
+        """Time a product, for the budget to know about what a refresh costs. A collective."""
         options, budget = self._options, self.budget
         with self._training.meter.stage("lanczos"):
             began = budget.now()
@@ -145,9 +137,7 @@ class RefreshedPairs:
     def renew(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
 
-        Raises:
-            CurvatureError: On every process, if the loss of one cannot be evaluated or
-                differentiated twice.
+        Raises CurvatureError on all if the loss of one cannot be evaluated or differentiated twice.
         """
         training, options, tally, budget = self._training, self._options, self.tally, self.budget
         vector = self._vector
@@ -191,10 +181,7 @@ class RefreshedPairs:
         budget.refreshed(seconds, tally.products, most)
 
     def _start(self, space: RowSpace) -> tuple[Tensor, bool]:
-        """The start vector: the sum of the last vectors, and a little of every direction.
-
-        And whether it is that, and not a fresh one.
-        """
+        """The sum of the last vectors, with a little of every direction, or a fresh one; which."""
         seed, last = self._options.seed + self._training.steps, self.subspace
         fresh = space.random(seed, 1.0 / math.sqrt(space.size))
         if last is None or not self._options.warm_start:
@@ -316,10 +303,7 @@ class RefreshedPairs:
             self._training.warn(why)
 
     def tell_steps(self) -> None:
-        """Drop the eigenpairs if a Newton step was not finite, warn of those that are taken back.
-
-        Alike on all processes.
-        """
+        """Drop the eigenpairs if a Newton step was not finite; warn of those taken back."""
         training = self._training
         if self.subspace is not None and bool(self.subspace.unsound):
             self.drop(

@@ -89,9 +89,8 @@ class FOSIOptions:
             callable of the step; "auto": as often as ``overhead`` allows.
         overhead: With "auto": the share of the time of the base alone that all computations of
             eigenpairs may take together, above 0 and up to 10. A product is timed at step 10 /
-            ``overhead``, the first computation comes once it is paid for, and each that follows
-            when it is; the first three are timed, and the costs, in steps of the base, are kept
-            from then on, in checkpoints, too. Not used without "auto".
+            ``overhead``, and each computation comes once it is paid for; the first three are timed,
+            and the costs, in steps of the base, are kept, in checkpoints, too.
         warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
             or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
             then they are paid for before the second ones.
@@ -290,12 +289,7 @@ def check_shards(
 
 
 def check_one_vector(training: Training) -> None:
-    """Raise unless the parameters can be one vector with a Hessian, whose steps are corrected.
-
-    Raises:
-        ValueError: If they are on several devices, or ``maximize`` differs.
-        TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
-    """
+    """Raise unless the parameters can be one vector with a Hessian, whose steps are corrected."""
     groups, base = training.groups, training.base
     check_one_device([p for group in groups for p in group["params"]])
     if len({bool(group.get("maximize")) for group in groups}) > 1:

@@ -198,10 +198,7 @@ class ParameterVector:
         self.chunks = _chunks_of(self.mine)
 
     def follow(self) -> bool:
-        """Cut the vector anew where parameters were added, frozen or unfrozen; returns whether.
-
-        A collective then, where the base's state is in parts.
-        """
+        """Cut the vector anew, a collective, where others train than before; returns whether."""
         groups = enumerate(self._training.groups)
         if self._ids == [(i, id(p)) for i, g in groups for p in g["params"] if p.requires_grad]:
             return False
@@ -275,11 +272,7 @@ class ParameterVector:
     # ---------------------------------------------------------------------------------- a step
 
     def check_gradients(self) -> None:
-        """Make gradients contiguous, so that their parts can be sent and received.
-
-        Raises:
-            TypeError: If a gradient is sparse.
-        """
+        """Make gradients contiguous, to send parts of; raise TypeError if one is sparse."""
         for p in self.params:
             gradient = p.grad
             if gradient is not None and gradient.is_sparse:
