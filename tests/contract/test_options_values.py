@@ -80,7 +80,7 @@ CHOICES: list[tuple[str, Any, str]] = [
     ),
     ("hvp", "retain", "'retained', 'recomputed', 'differences'; did you mean 'retained'"),
     ("preset", "finetuning", "preset='finetuning' is not one of 'auto', .*'fine-tuning'"),
-    ("curvature", "gauss", "'gauss-newton', 'empirical-fisher'; did you mean 'gauss-newton'"),
+    ("curvature", "gauss", "curvature='gauss' is not one of .*'gauss-newton'"),
     ("layout", "rows", "layout='rows' is not one of 'row', 'column'; did you mean 'row'"),
     ("subspace_momentum", "mean", "subspace_momentum='mean' is not one of 'average', 'base'"),
 ]

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from second_order import DHO2
-from second_order.lanczos import eigenpairs
 
 if TYPE_CHECKING:
     from pool import World
@@ -33,13 +32,6 @@ def trained(steps: int = 40) -> tuple[nn.Module, Any]:
         cross_entropy(model(x), y).backward()
         optimizer.step()
     return model, lambda: cross_entropy(model(x), y)
-
-
-def test_differences_in_float32_find_the_exact_eigenvalues() -> None:
-    model, loss = trained()
-    exact = eigenpairs(loss, model, largest=3, tol=1e-4)
-    near = eigenpairs(loss, model, largest=3, tol=1e-3, hvp="differences")
-    torch.testing.assert_close(near.eigenvalues, exact.eigenvalues, rtol=1e-2, atol=0)
 
 
 def test_a_step_under_autocast_is_the_step_without() -> None:
@@ -121,19 +113,6 @@ def test_a_process_may_have_no_rows(world: World, layout: str) -> None:
     together = agreed(world.run(few_unknowns, 2, layout, 1))
     for p, q in zip(together, alone, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (lambda: [torch.ones(2, requires_grad=True) * 2], "give the leaves"),
-        (lambda: [torch.ones(2, dtype=torch.complex64, requires_grad=True)], "no real Hessian"),
-        (lambda: [torch.ones(2)], "no parameter that requires a gradient"),
-    ],
-)
-def test_what_has_no_hessian_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        eigenpairs(lambda: torch.zeros(()), given(), largest=1)
 
 
 def test_a_loss_from_before_the_last_step_is_told_from_others() -> None:

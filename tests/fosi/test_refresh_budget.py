@@ -21,7 +21,7 @@ from ranks import agreed
 from torch import Tensor
 
 from second_order import SecondOrderWarning
-from second_order.budget import PRICES, RefreshBudget
+from second_order.budget import RefreshBudget
 from second_order.lanczos.vector_space import RowSpace
 
 if TYPE_CHECKING:
@@ -181,16 +181,6 @@ def test_first_steps_and_outliers_do_not_count_nor_newton_steps() -> None:
 # Accidents.
 
 
-def test_nothing_is_measured_while_all_is_frozen() -> None:
-    run = Run()
-    run.model.requires_grad_(False)
-    for _ in range(15):
-        run.optimizer.step()
-    assert run.optimizer._training.meter.watch is None
-    run.model.requires_grad_(True)
-    assert run.go(30).found == [28], "steps are earned, whoever trains"
-
-
 def test_other_parameters_have_another_price() -> None:
     run = Run().go(30)
     first = next(iter(run.model.parameters()))
@@ -267,16 +257,6 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
     assert torch.equal(weights, vector(whole.model))
     probed = Run().go(15).saved()
     assert Run().load(probed).go(15).asked == [28], "what the probe found is known"
-
-
-def test_of_a_version_that_measured_one_refresh_its_price_is_kept() -> None:
-    saved = train_and_save(0, 1, 30)
-    for entry in saved["optimizer"]["state"].values():
-        assert [entry["curvature"].pop(name) for name in PRICES] == [0.25, 0.0, 0.0]
-    run = Run().load(saved)
-    run.product = 160.0
-    assert run.go(45).found == [50, 72]
-    assert run.budget.price == 0.25
 
 
 @pytest.mark.parametrize(

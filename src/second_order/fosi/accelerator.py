@@ -100,11 +100,7 @@ class Accelerating(Team):
     def _help(self, closure_at: ClosureAt, enough: Callable[[], bool] = lambda: False) -> None:
         """Answer messages until the workers close or are lost, or it is ``enough``.
 
-        That is asked while no message is there. ``closure_at`` gives an epoch's curvature closure.
-
-        Raises:
-            CurvatureError: If the loss cannot be evaluated or differentiated twice.
-            SecondOrderError: If another accelerator has failed.
+        That is asked while no message is there. Raises SecondOrderError if another has failed.
         """
         while not self._over:
             order = (self._follow if self.training.world.rank else self._lead)(enough)
@@ -190,11 +186,7 @@ class Accelerating(Team):
         return result
 
     def _take(self, tensors: Sequence[Tensor], note: dict[str, Any], *, moved: bool) -> None:
-        """Be the model that worker 0 has sent; ``moved`` to the point sent besides, if one is.
-
-        Raises:
-            SecondOrderError: If it is another model, or other parameters of it train there.
-        """
+        """Be the model that worker 0 has sent; ``moved`` to the point sent besides, if one is."""
         take_model(tensors[: note["model"]], note["train"], self.training.whole_model())
         self.vector.follow()
         if note["size"] != self.vector.size:

@@ -112,8 +112,7 @@ class FOSICurvature(Curvature):
                 f"each process has another part of the base's state; shard the model before the "
                 f"first step"
             )
-        params = members_of(self.training.groups)
-        check_shards(self.training.name, params, self.options, helped=not self.computes_pairs)
+        self.replan()
         if self.vector.follow():
             self.parameters_changed()
 

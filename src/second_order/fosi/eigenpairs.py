@@ -22,7 +22,7 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, load_eigenpairs
 from second_order.fosi.options import FOSIOptions
-from second_order.fosi.subspace import Basis, Subspace, newton_rates, rest_scale
+from second_order.fosi.subspace import Basis, Subspace, newton_rates
 from second_order.fosi.trust import TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
@@ -53,11 +53,7 @@ FRESH = 0.1
 def wanted_pairs(
     space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False
 ) -> Pairs:
-    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start.
-
-    Raises:
-        CurvatureError: On every process, if the loss of one cannot be differentiated twice.
-    """
+    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start."""
     most, tol = options.most_products(space.size, warm=warm), options.lanczos_tol
     wanted = options.largest, options.smallest
     pairs = extreme_pairs(space, start, *wanted, iterations=most, tol=tol, seed=options.seed)
@@ -120,11 +116,7 @@ class RefreshedPairs:
         return step - self.tally.step >= int(every)
 
     def probe(self, loss_fn: Closures) -> None:
-        """Time a product, for the budget to know about what a refresh costs. A collective.
-
-        Raises:
-            CurvatureError: As :meth:`renew` does.
-        """
+        """Time a product, for the budget to know about what a refresh costs. A collective."""
         options, budget = self._options, self.budget
         with self._training.meter.stage("lanczos"):
             began = budget.now()
@@ -145,9 +137,7 @@ class RefreshedPairs:
     def renew(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
 
-        Raises:
-            CurvatureError: On every process, if the loss of one cannot be evaluated or
-                differentiated twice.
+        Raises CurvatureError on all if the loss of one cannot be evaluated or differentiated twice.
         """
         training, options, tally, budget = self._training, self._options, self.tally, self.budget
         vector = self._vector
@@ -191,10 +181,7 @@ class RefreshedPairs:
         budget.refreshed(seconds, tally.products, most)
 
     def _start(self, space: RowSpace) -> tuple[Tensor, bool]:
-        """The start vector: the sum of the last vectors, and a little of every direction.
-
-        And whether it is that, and not a fresh one.
-        """
+        """The sum of the last vectors, with a little of every direction, or a fresh one; which."""
         seed, last = self._options.seed + self._training.steps, self.subspace
         fresh = space.random(seed, 1.0 / math.sqrt(space.size))
         if last is None or not self._options.warm_start:
@@ -235,10 +222,21 @@ class RefreshedPairs:
 
         Of û, residuals, and the basis that ``make`` makes once the old one is let go, None if it is
         not finite: then there are none, and it returns False. ``loss`` is that of the batch that
-        they were computed on, at the same point.
+        they were computed on, at the same point: while it does not rise s grows, and Newton steps
+        may, too.
         """
-        self._guard(loss)
-        chunks, momentum = self._vector.chunks, None
+        training, chunks, momentum = self._training, self._vector.chunks, None
+        if math.isfinite(self.batch_loss):
+            risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
+            self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
+            self.trust.renewed(risen=risen)
+        self.batch_loss = loss
+        self._first_loss = first = loss if self._first_loss is None else self._first_loss
+        if loss > BLOWN_UP * abs(first) and training.first_time("blown up"):
+            training.warn(
+                f"the loss of the curvature batch has grown from {first:.3g} at the first refresh "
+                f"to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
+            )
         with self._vector.plain():
             if self.subspace is not None and self.momentum_rule()[0] > 0.0:
                 momentum = self.subspace.momentum_vector(chunks)
@@ -249,7 +247,7 @@ class RefreshedPairs:
             subspace = self._take(basis, values, residuals, largest)
             if momentum is not None:
                 subspace.carry(momentum, chunks)
-        self._training.publish()
+        training.publish()
         return True
 
     def basis_of(self, vectors: Tensor, count: int) -> Basis:
@@ -261,26 +259,14 @@ class RefreshedPairs:
     def _by_rows(self) -> bool:
         return self._vector.spread or self._training.world.size == 1
 
-    def _guard(self, loss: float) -> None:
-        """Let s grow while the loss of the curvature batch does not rise, and Newton steps too."""
-        if math.isfinite(self.batch_loss):
-            risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
-            self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
-            self.trust.renewed(risen=risen)
-        self.batch_loss, training = loss, self._training
-        self._first_loss = first = loss if self._first_loss is None else self._first_loss
-        if loss > BLOWN_UP * abs(first) and training.first_time("blown up"):
-            training.warn(
-                f"the loss of the curvature batch has grown from {first:.3g} at the first refresh "
-                f"to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
-            )
-
     def _take(self, basis: Basis, values: Tensor, residuals: Tensor, largest: int) -> Subspace:
         options, clip = self._options, self._options.lr_scale_clip
         if clip is None:
             clip = REST_CLIP if type(self._training.base) is torch.optim.SGD else 1.0
-        self.bound = min(self.bound, clip)
-        scale = rest_scale(values, largest, self.bound if options.lr_scale_guard else clip)
+        self.bound, scale = min(self.bound, clip), 1.0
+        first, last = (abs(float(values[i])) if largest else 0.0 for i in (0, largest - 1))
+        if last > 0.0:  # s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI)
+            scale = min(max(first / last, 1.0), self.bound if options.lr_scale_guard else clip)
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(basis.vectors)
         self.trust.follow(rates)
         nothing = torch.zeros_like(rates)
@@ -317,10 +303,7 @@ class RefreshedPairs:
             self._training.warn(why)
 
     def tell_steps(self) -> None:
-        """Drop the eigenpairs if a Newton step was not finite, warn of those that are taken back.
-
-        Alike on all processes.
-        """
+        """Drop the eigenpairs if a Newton step was not finite; warn of those taken back."""
         training = self._training
         if self.subspace is not None and bool(self.subspace.unsound):
             self.drop(

@@ -80,10 +80,7 @@ class Divided(FOSICurvature):
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
 
     def begin(self) -> None:
-        """Assign roles, and warn where no accelerators are at work.
-
-        Raises ValueError if no process would be left to train, TypeError for others' shards.
-        """
+        """Assign roles, if some are left to train, and warn where no accelerators are at work."""
         training, options = self.training, self.options
         world, under_ddp = training.world, training.under_ddp
         self.roles = assign_roles(world.size, options.accelerators, "accelerator", under_ddp)
@@ -214,10 +211,7 @@ class Worker(Team):
         self._parts = []
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Go on where a checkpoint was made, with its c and p if it has them.
-
-        Eigenpairs that are under way are not used.
-        """
+        """Go on where a checkpoint was made, with its c and p, without pairs that are under way."""
         if self.helped and self._asked == self.epoch:
             for name in self._expected():
                 self.mailbox.forget(name, coming=True)

@@ -69,13 +69,6 @@ def check_momentum(name: str, value: Any) -> None:
         check_number(name, value, low=0.0, high=1.0, open_high=True, remedy=remedy)
 
 
-def check_kind(name: str, value: Any) -> None:
-    """Raise unless the curvature is one of those that there are."""
-    if value != "fisher":  # which may mean two, as is said next
-        check_choice(name, value, get_args(CurvatureKind))
-    check_curvature(value)
-
-
 COUNT = partial(check_whole, low=0, remedy="0 for none of them")
 WARMUP = partial(check_whole, low=0, remedy="0 to begin with a refresh")
 CLIP = partial(check_number, low=1.0, remedy="1.0 for no scaling")
@@ -96,9 +89,8 @@ class FOSIOptions:
             callable of the step; "auto": as often as ``overhead`` allows.
         overhead: With "auto": the share of the time of the base alone that all computations of
             eigenpairs may take together, above 0 and up to 10. A product is timed at step 10 /
-            ``overhead``, the first computation comes once it is paid for, and each that follows
-            when it is; the first three are timed, and the costs, in steps of the base, are kept
-            from then on, in checkpoints, too. Not used without "auto".
+            ``overhead``, and each computation comes once it is paid for; the first three are timed,
+            and the costs, in steps of the base, are kept, in checkpoints, too.
         warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
             or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
             then they are paid for before the second ones.
@@ -165,7 +157,7 @@ class FOSIOptions:
     warm_start: bool = keyword(True, check_flag)
     trust_region: bool = keyword(True, check_flag)
     hvp: ProductMode = keyword("auto", one_of("auto", "retained", "recomputed", "differences"))
-    curvature: CurvatureKind = keyword("hessian", check_kind)
+    curvature: CurvatureKind = keyword("hessian", lambda _, kind: check_curvature(kind))
     layout: Layout = keyword("row", one_of("row", "column"))
     seed: int = keyword(0, check_seed)
 
@@ -267,47 +259,38 @@ def check_shards(
     Its products are by differences then. Where workers are ``helped``, raise ValueError for any.
     """
     shards = [p for p in params if is_dtensor(p)]
-    why = ""
-    if not shards:
-        return
-    if helped:
+    if shards and helped:
         raise ValueError(whole_models(name, "accelerator"))
-    if len(shards) < len(params):
-        why = (
+    column = options.layout == "column" and not isinstance(options, EpochOptions)
+    for wrong, why in (
+        (
+            len(shards) < len(params),
             f"fully_shard has sharded {len(shards)} of {len(params)} parameters, and one vector "
-            f"spans all; shard the rest, too, without ignored_params"
-        )
-    elif any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
-        why = (
+            f"spans all; shard the rest, too, without ignored_params",
+        ),
+        (
+            any(cast(Any, p).device_mesh.ndim > 1 for p in shards),
             "the parameters are sharded over a mesh with replicas (HSDP), and each process is to "
-            "have rows of its own; shard over a mesh of one dimension"
-        )
-    elif options.layout == "column" and not isinstance(options, EpochOptions):
-        why = (
-            "layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) leaves "
-            "it rows; use layout='row'"
-        )
-    elif options.hvp not in ("auto", "differences"):
-        why = (
-            f"hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has first ones "
-            f"only; use hvp='differences'"
-        )
-    elif options.curvature != "hessian":
-        why = (
-            f"curvature={options.curvature!r} takes derivatives of outputs, and fully_shard "
-            f"(FSDP2) has those of a loss only; use curvature='hessian', or DistributedDataParallel"
-        )
-    if why:
-        raise TypeError(f"{name}: {why}")
+            "have rows of its own; shard over a mesh of one dimension",
+        ),
+        (column, "layout='column' keeps whole vectors, and FSDP2 leaves rows; use layout='row'"),
+        (
+            options.hvp not in ("auto", "differences"),
+            f"hvp={options.hvp!r} takes second derivatives, and FSDP2 has first ones only; use "
+            f"hvp='differences'",
+        ),
+        (
+            options.curvature != "hessian",
+            f"curvature={options.curvature!r} takes derivatives of outputs, and FSDP2 has those of "
+            f"a loss only; use curvature='hessian', or DistributedDataParallel",
+        ),
+    ):
+        if shards and wrong:
+            raise TypeError(f"{name}: {why}")
 
 
 def check_one_vector(training: Training) -> None:
-    """Raise unless the parameters can be one vector with a Hessian, whose steps are corrected.
-
-    Raises:
-        ValueError: If they are on several devices, or ``maximize`` differs.
-        TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
-    """
+    """Raise unless the parameters can be one vector with a Hessian, whose steps are corrected."""
     groups, base = training.groups, training.base
     check_one_device([p for group in groups for p in group["params"]])
     if len({bool(group.get("maximize")) for group in groups}) > 1:
@@ -320,31 +303,14 @@ def check_one_vector(training: Training) -> None:
         )
 
 
+SETTLED = "largest", "lanczos_iterations", "warmup_steps", "newton_scale", "subspace_momentum"
 PRESETS: dict[str, dict[str, Any]] = {
     # Gradients are noisy and everything trains: few pairs, short Newton steps.
-    "general": {
-        "largest": 10,
-        "lanczos_iterations": None,
-        "warmup_steps": None,
-        "newton_scale": 0.1,
-        "subspace_momentum": "average",
-    },
+    "general": dict(zip(SETTLED, (10, None, None, 0.1, "average"), strict=True)),
     # Little trains, behind a frozen body: a product costs a small share of a gradient.
-    "fine-tuning": {
-        "largest": 70,
-        "lanczos_iterations": 100,
-        "warmup_steps": 0,
-        "newton_scale": 0.5,
-        "subspace_momentum": 0.0,
-    },
+    "fine-tuning": dict(zip(SETTLED, (70, 100, 0, 0.5, 0.0), strict=True)),
     # Every gradient is of the examples of the curvature batch: no noise to average out.
-    "full-batch": {
-        "largest": 10,
-        "lanczos_iterations": None,
-        "warmup_steps": 100,
-        "newton_scale": 0.5,
-        "subspace_momentum": 0.0,
-    },
+    "full-batch": dict(zip(SETTLED, (10, None, 100, 0.5, 0.0), strict=True)),
 }
 """Settings for kinds of training; what is given by name goes before them."""
 

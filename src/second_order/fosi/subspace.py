@@ -26,7 +26,7 @@ from second_order.fosi.trust import Flag, TrustVerdict
 from second_order.fosi.vector import Chunk
 from second_order.lanczos.vector_space import row_bounds
 
-__all__ = ["Basis", "Subspace", "newton_rates", "rest_scale", "share_inside"]
+__all__ = ["Basis", "Subspace", "newton_rates", "share_inside"]
 
 
 class Basis:
@@ -136,17 +136,6 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
     largest = sizes.max() if len(sizes) else sizes.new_zeros(())
     rates = 1.0 / torch.maximum(sizes, floor * largest)
     return torch.where(torch.isfinite(rates), rates, 0.0)
-
-
-def rest_scale(values: Tensor, largest: int, clip: float) -> float:
-    """The stretch of steps outside the subspace: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
-
-    Of eigenvalues û, the k ``largest`` first, in descending order.
-    """
-    if largest < 1:
-        return 1.0
-    first, last = abs(float(values[0])), abs(float(values[largest - 1]))
-    return min(max(first / last, 1.0), clip) if last > 0.0 else 1.0
 
 
 def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: bool) -> Tensor:

@@ -166,7 +166,7 @@ class ParameterVector:
         self._stepper: ShardedBase | None = None
         world, (spread, self._dtype) = self._training.world, self._wanted
         groups = [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
-        self._ids = [[id(p) for p in group] for group in groups]
+        self._ids = [(i, id(p)) for i, group in enumerate(groups) for p in group]
         self.params = [p for group in groups for p in group]
         self.size = sum(p.numel() for p in self.params)
         self.sharded = any(is_dtensor(p) for p in self.params)
@@ -198,12 +198,9 @@ class ParameterVector:
         self.chunks = _chunks_of(self.mine)
 
     def follow(self) -> bool:
-        """Cut the vector anew where parameters were added, frozen or unfrozen; returns whether.
-
-        A collective then, where the base's state is in parts.
-        """
-        now = [[id(p) for p in g["params"] if p.requires_grad] for g in self._training.groups]
-        if now == self._ids:
+        """Cut the vector anew, a collective, where others train than before; returns whether."""
+        groups = enumerate(self._training.groups)
+        if self._ids == [(i, id(p)) for i, g in groups for p in g["params"] if p.requires_grad]:
             return False
         whole = self.base_state(range(self._training.world.size)) if self.in_parts else {}
         self.restart()
@@ -275,11 +272,7 @@ class ParameterVector:
     # ---------------------------------------------------------------------------------- a step
 
     def check_gradients(self) -> None:
-        """Make gradients contiguous, so that their parts can be sent and received.
-
-        Raises:
-            TypeError: If a gradient is sparse.
-        """
+        """Make gradients contiguous, to send parts of; raise TypeError if one is sparse."""
         for p in self.params:
             gradient = p.grad
             if gradient is not None and gradient.is_sparse:

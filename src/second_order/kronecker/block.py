@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from second_order.kronecker.autograd import params_in_pass
 from second_order.kronecker.factors import (
-    TOLERANCE,
-    Explanation,
     KroneckerFactors,
     StagedStatistics,
     mean_eigenvalue,
