@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -33,13 +33,7 @@ from second_order import (
     SecondOrderWarning,
 )
 
-if TYPE_CHECKING:
-    pass
-
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
-
-# What they do.
 
 
 @each_kronecker
@@ -53,9 +47,6 @@ def test_without_curvature_two_optimizers_made_by_hand_do_the_same(System: Any, 
         backward(twin, batch)
         plain.step()
         assert same(model, twin)
-
-
-# What goes where.
 
 
 class Attention(nn.Module):
@@ -196,9 +187,6 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(
     take(model, optimizer, BATCHES[0])
 
 
-# What is said of wrong values.
-
-
 class Free(SGD):
     """Takes whatever there is."""
 
@@ -264,9 +252,6 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
         SecondOrderWarning, match="rest_layers: the pattern 'haed' matches no module"
     ):
         KAISA(CASE.model(), lr=0.1, base=Muon, rest=AdamW, rest_layers=["haed"])
-
-
-# What is told.
 
 
 @each_kronecker

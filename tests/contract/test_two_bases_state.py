@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from second_order import (
-    RankMismatchError,
     export_base_state,
 )
 
@@ -44,9 +42,6 @@ if TYPE_CHECKING:
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
-
-# State.
 
 
 @each_kronecker
@@ -176,9 +171,6 @@ def test_plain_optimizers_take_their_parts_and_give_them_back() -> None:
         export_base_state(make(KAISA, model).state_dict(), rest=True)
 
 
-# What surrounds them.
-
-
 SCHEDULES: dict[str, Callable[[Any], list[Any]]] = {
     "one for both": lambda groups: [partial(LambdaLR, lr_lambda=lambda t: 1 / (1 + t))] * groups,
     "each its own": lambda groups: [
@@ -227,9 +219,6 @@ def test_momentum_is_cycled_where_both_can_be() -> None:
     assert [group["betas"][0] for group in optimizer.param_groups] == [0.95, 0.95]
 
 
-# Processes.
-
-
 @pytest.mark.parametrize("pair", ["SGD AdamW", "Muon AdamW"])
 @pytest.mark.parametrize("fraction", [1.0, 0.0])
 def test_two_processes_train_as_one(world: World, pair: str, fraction: float) -> None:
@@ -265,10 +254,3 @@ def build(rank: int, world_size: int, variant: str) -> None:
     hidden = [p for name, p in model.named_parameters() if name in HIDDEN]
     kaisa(hidden if "no weights" in variant else model.parameters(), model=model, **options)
     dist.barrier()
-
-
-@pytest.mark.parametrize("variant", DIFFERENT)
-def test_ranks_that_disagree_on_the_rest_are_told(world: World, variant: str) -> None:
-    for error in world.run(build, 2, variant, expect_errors=True, timeout=20):
-        assert isinstance(error, RankMismatchError), error
-        assert re.search(r"AdamW|rest_layers: \[\].*rest_layers: \['head'\]", str(error))

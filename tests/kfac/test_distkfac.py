@@ -15,7 +15,6 @@ from threaded import (
     BATCHES,
     CASE,
     LAYERS,
-    BrokenError,
     Dawdle,
     Gate,
     delayed,
@@ -27,7 +26,7 @@ from threaded import (
 )
 from torch import nn
 
-from second_order import KAISA, DecayingClip, DecompositionError
+from second_order import KAISA, DecayingClip
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +39,6 @@ def train(**options: Any) -> list[torch.Tensor]:
     model = CASE.model()
     with distkfac(model, **options) as optimizer:
         return go(model, optimizer, CASE, BATCHES)
-
-
-# When inverses come: invariant 23.
 
 
 @pytest.mark.filterwarnings("ignore:trained by")  # norms
@@ -173,29 +169,6 @@ def test_deterministic_beside_a_layer_without_statistics() -> None:
     assert delays == {0, 3}
 
 
-# What goes wrong on a thread.
-
-
-def raising(solve: Callable[[], Any]) -> Any:
-    raise BrokenError("out of paper")
-
-
-def test_an_exception_on_a_thread_reaches_the_caller_of_step() -> None:
-    """With its cause and the layers' names; who catches it can go on."""
-    model = CASE.model()
-    with distkfac(model, max_staleness=1, inv_update_steps=3) as optimizer:
-        go(model, optimizer, CASE, BATCHES[:3])
-        with solving(raising), pytest.raises(DecompositionError, match="BrokenError: out of") as e:
-            go(model, optimizer, CASE, BATCHES[3:6])
-        assert isinstance(e.value.__cause__, BrokenError)
-        assert any(repr(name) in str(e.value) for name in LAYERS)
-        assert "a thread that solves for" in str(e.value)
-        before = vector(model)
-        go(model, optimizer, CASE, 2 * BATCHES[6:])  # two refreshes, whenever it was raised
-        assert not torch.equal(before, vector(model))
-        assert max(optimizer.staleness.values()) <= 4, "solved anew"
-
-
 def one_factor_failing(solve: Callable[[], Any]) -> Any:
     found = solve()
     del found["G"]
@@ -213,9 +186,6 @@ def test_one_factor_that_fails_on_a_thread_is_told() -> None:
     assert len(warned) == len(LAYERS)
 
 
-# In scripts.
-
-
 def test_the_papers_clip_decays_by_steps() -> None:
     clip = DecayingClip(0.01, 0.9, every=3)
     assert [clip(step) for step in range(7)] == [0.01 * 0.9 ** (step // 3) for step in range(7)]
@@ -226,8 +196,6 @@ def test_the_papers_clip_decays_by_steps() -> None:
     assert_same_trajectory(found, expected)
     assert pickle.loads(pickle.dumps(clip)) == clip
 
-
-# Options.
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"inverse_threads": 0}, "inverse_threads=0 is below 1; use 1 or more"),

@@ -1,7 +1,4 @@
-"""Checkpoints and copies of DistKFAC on many processes, beside stats workers too.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Checkpoints and copies of DistKFAC on many processes, beside stats workers too."""
 
 from __future__ import annotations
 

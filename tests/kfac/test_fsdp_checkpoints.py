@@ -1,7 +1,4 @@
-"""Sharded models and torch.distributed.checkpoint: by name, on any number of processes, and DDP.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Sharded models and torch.distributed.checkpoint: by name, on any number of processes, and DDP."""
 
 from __future__ import annotations
 

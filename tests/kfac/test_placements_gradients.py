@@ -1,7 +1,7 @@
 """Wherever work is placed: gradients that others average, and layers and ranks that have none.
 
 For KAISA, its `reduce` exchange and DPKFAC alike; DPKFAC's ranks have the same batch each,
-or shards where they are told. Functions that take (rank, world_size, ...) run on the pool's ranks.
+or shards where they are told.
 """
 
 from __future__ import annotations
@@ -32,9 +32,6 @@ MLP = ZOO["mlp"]
 BATCHES = MLP.batches(5, n=12)
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-
-
-# Averaged by whom. All have shards here.
 
 
 def train_shards(
@@ -104,9 +101,6 @@ def test_ddp_is_looked_through_and_changes_nothing(
     results = world.run(train_wrapped, world_size, placement, as_view, given, options)
     assert all(named for _, named in results)
     assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), expected)
-
-
-# Ranks and layers that have none.
 
 
 def train_idle(

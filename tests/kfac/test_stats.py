@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerated import noted
-from threaded import BATCHES, CASE, LAYERS, distkfac
+from threaded import BATCHES, CASE, distkfac
 from torch import Tensor, nn
 
 from second_order.kfac.options import FORGETFUL
@@ -112,27 +112,6 @@ def loss_on(model: nn.Module) -> Tensor:
     return CASE.loss(model(BATCHES[0][0]), BATCHES[0][1])
 
 
-@pytest.mark.parametrize("how", ["serve", "step"])
-def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
-    model = CASE.model()
-    plain = distkfac(model)
-    loss_on(model).backward()
-    plain.step()
-    expected = {b.name: b.factors.matrices(torch.float64) for b in plain._curvature.layers.blocks}
-    other = CASE.model()
-    sent = message(other, distkfac(other), lambda: loss_on(other), how)
-    model = CASE.model()
-    worker = distkfac(model)
-    helped(worker).came[TO_WORKER.format(0)] = sent
-    worker._curvature.prepare()
-    worker._curvature._take_statistics(False)
-    for block in worker._curvature.layers.blocks:
-        for ours, theirs in zip(
-            block.factors.matrices(torch.float64), expected[block.name], strict=True
-        ):
-            torch.testing.assert_close(ours, theirs)
-
-
 def test_micro_batches_of_a_stats_worker_are_counted() -> None:
     """Its own loop, too, may divide the losses of several passes by their number."""
     x, y = BATCHES[0]
@@ -187,26 +166,6 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
         helpers.hear(helpers.news(), worker._training)
         own.append(helpers.own_passes)
     assert own == [False, True, False]
-
-
-def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
-    """Its layer alone; the others of the message count."""
-    _, worker, post, (tensors, note) = beside_a_stats_worker()
-    heads, numbers = tensors
-    numbers[0] = math.inf  # of the first layer's A
-    post.came[TO_WORKER.format(0)] = [heads, numbers], note
-    with noted() as warned:
-        worker._curvature.prepare()
-        worker._curvature._take_statistics(False)
-    assert len(warned) == 1
-    weights = [
-        float(block.factors.weight) for block in worker._curvature.layers.blocks if block.factors
-    ]
-    assert sum(weights) == len(LAYERS) - 1
-    assert (
-        worker._curvature.layers.blocks[0].factors is None
-        or worker._curvature.layers.blocks[0].factors.weight == 0
-    )
 
 
 @pytest.mark.filterwarnings("ignore:no layer gave statistics")

@@ -1,7 +1,4 @@
-"""Layers are solved where the trace of their curvature has moved, and nowhere else (THOR).
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Layers are solved where the trace of their curvature has moved, and nowhere else (THOR)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from torch import nn
 from second_order import DPKFAC, KAISA, DistKFAC
 from second_order.kfac import trace_rule
 from second_order.kfac.solve import Verdict
-from second_order.kfac.trace_rule import Mark, TraceRefresh, judge
+from second_order.kfac.trace_rule import Mark, judge
 
 if TYPE_CHECKING:
     from pool import World
@@ -56,22 +53,6 @@ def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[
         take(model, optimizer, batch, MLP.loss)
         solved.append(solved_now(optimizer, before))
     return solved
-
-
-# The rule.
-
-
-def test_a_layer_whose_inverse_is_gone_is_watched_anew() -> None:
-    """Of a settled layer too: nothing keeps its inverse."""
-    layer: Any = nn.Linear(2, 2)
-    for verdict, settled in (
-        *((Verdict.SPARED, True), (Verdict.FAILED, True)),  # the inverse stays
-        *((Verdict.OPEN, False), (Verdict.SILENT, False), (Verdict.LOST, False)),
-    ):
-        rule = TraceRefresh((0.1, 0.01))
-        rule.installed(layer, Verdict.SETTLED)
-        rule.installed(layer, verdict)
-        assert (layer in rule.settled) == settled
 
 
 @pytest.mark.parametrize(
@@ -133,9 +114,6 @@ def test_every_layer_is_solved_while_costs_are_measured() -> None:
     assert len(traces(optimizer).settled) == LAYERS
 
 
-# What settles, and what wakes it.
-
-
 def larger(batch: Batch) -> Batch:
     x, y = batch
     return 10 * x, y
@@ -158,37 +136,6 @@ def test_a_schedule_of_the_damping_asks_for_a_solve(lower: float) -> None:
     assert [len(names) for names in solved] == [LAYERS, 0, 0, 0, 0, LAYERS, 0]
     assert len(traces(optimizer).settled) == (LAYERS if lower else 0)
 
-
-# What fails.
-
-
-def test_a_layer_that_failed_is_solved_at_the_next_refresh() -> None:
-    """Though its trace has not moved; its last inverse serves meanwhile."""
-    native = torch.linalg.eigh
-
-    def broken(matrix: torch.Tensor) -> Any:
-        return tuple(torch.full_like(part, math.nan) for part in native(matrix))
-
-    model, change = MLP.model(), {"damping": 0.1}
-    optimizer = make(
-        KAISA,
-        model,
-        damping=lambda step: change["damping"],
-        refresh="trace",
-        trace_bounds=(0.5, 0.4),
-    )
-    trained(optimizer, model, BATCHES[:1])
-    change["damping"] = 0.2
-    with replaced(torch.linalg, {"eigh": broken}):
-        assert trained(optimizer, model, BATCHES[1:2]) == [set()]
-    blocks = optimizer._curvature.layers.blocks
-    assert all(block.solved and block.state.failures == 1 for block in blocks)
-    change["damping"] = 0.1  # as it was when the inverses that serve were made
-    assert [len(names) for names in trained(optimizer, model, BATCHES[2:4])] == [LAYERS, 0]
-    assert not any(block.state.failures for block in blocks)
-
-
-# Ranks.
 
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "KAISA": (KAISA, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
@@ -253,9 +200,6 @@ def test_solvers_of_one_layer_that_differ_spare_it_alike(world: World) -> None:
     assert first[1] == second[1] == 3 * judged_by_one
 
 
-# Checkpoints, copies, and changes of the model.
-
-
 SETTLING: dict[str, Any] = {"refresh": "trace", "trace_bounds": (0.6, 0.1)}
 
 
@@ -275,28 +219,6 @@ def test_what_has_settled_is_in_checkpoints(System: Any) -> None:
     first, second = trained(resumed, model, [larger(batch) for batch in BATCHES[3:5]])
     assert len(first) == LAYERS
     assert not second & settled(optimizer)
-
-
-def test_a_model_that_changes_is_solved_anew_and_watched_again() -> None:
-    model = MLP.model()
-    optimizer = make(KAISA, model, **SETTLING)
-    trained(optimizer, model, BATCHES[:3])
-    assert settled(optimizer)
-    model[0].requires_grad_(False)
-    watched: list[set[str]] = []
-    install = TraceRefresh.installed
-
-    def installing(self: TraceRefresh, block: Any, *args: Any) -> None:
-        watched.append({each.name for each in self.settled})
-        install(self, block, *args)
-
-    with replaced(TraceRefresh, {"installed": installing}):
-        (solved,) = trained(optimizer, model, BATCHES[3:4])
-    assert watched == [set()] * 2, "nothing is settled at the refresh that follows a change"
-    assert solved >= {"2", "4"}
-
-
-# What is told.
 
 
 @each_kronecker

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 from contract import (
     BASES,
+    KAISA,
+    PLAIN,
     base_only,
     each_kronecker,
     each_system,
@@ -21,6 +24,7 @@ from contract import (
     take,
 )
 from models import ZOO
+from reference import cross_entropy
 from states import train, unhooked
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
@@ -30,17 +34,13 @@ from torch.optim.optimizer import (
 )
 from woven import woven
 
-from second_order import DHO2
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6)
-
-
-# Groups.
 
 
 @each_kronecker
@@ -86,9 +86,6 @@ def test_groups_may_be_given_in_every_form_torch_takes(System: Any, form: str) -
     train(twin, expected)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-
-
-# Schedulers and the base's own switches: with identity curvature nothing may differ from the base.
 
 
 def wrapped(System: Any, how: str, model: nn.Module, plain: Any, **options: Any) -> Any:
@@ -186,9 +183,6 @@ def test_differentiable_is_refused_with_a_reason(System: Any) -> None:
     make(System, MLP.model(), differentiable=False)
 
 
-# Hooks on the step.
-
-
 @each_system
 @pytest.mark.parametrize("wrapper_first", [True, False])
 def test_global_and_own_step_hooks_fire_once_a_step(System: Any, wrapper_first: bool) -> None:
@@ -226,18 +220,57 @@ def test_global_and_own_step_hooks_fire_once_a_step(System: Any, wrapper_first: 
             handle.remove()
 
 
-# The class.
+KNOWN = inspect.signature(KAISA).parameters
+OPTIONS = {k: v for k, v in PLAIN.items() if k in KNOWN and k != "lr"}
+
+
+class FastaiWrapper:
+    """How fastai wraps torch's optimizers: groups of lists, hyperparameters by another name."""
+
+    def __init__(self, params: Any, opt: Any, **kwargs: Any) -> None:
+        self.opt = opt([{"params": list(part)} for part in params], **kwargs)
+
+    def set_hypers(self, lr: float) -> None:
+        for group in self.opt.param_groups:
+            group["lr"] = lr
+
+    def clear_state(self) -> None:
+        self.opt.state = defaultdict(dict, {})
+
+
+def test_fastai() -> None:
+    model = MLP.model()
+    opt_func = partial(
+        FastaiWrapper, opt=partial(KAISA, model=model, **{**OPTIONS, "momentum": 0.9})
+    )
+    wrapper = opt_func([model[:2].parameters(), model[2:].parameters()], lr=0.5)
+    wrapper.set_hypers(0.05)
+    twin = MLP.model()
+    optimizer = make(KAISA, twin, momentum=0.9)
+    for batch in BATCHES[:2]:
+        take(model, wrapper.opt, batch)
+        take(twin, optimizer, batch)
+    assert same(model, twin)
+    wrapper.clear_state()  # fastai does so where a model is loaded without its optimizer
+    assert not wrapper.opt.state
+    for group in wrapper.opt.param_groups:
+        for p in group["params"]:
+            assert "momentum_buffer" not in wrapper.opt._base.state[p]
+    take(model, wrapper.opt, BATCHES[2])
+    buffer = wrapper.opt.state[model[0].weight]["base"]["momentum_buffer"]
+    torch.testing.assert_close(buffer, model[0].weight.grad)  # of one step
+    assert wrapper.opt.state_dict()["state"][0]["base"]
 
 
 @each_system
-def test_signature_of_step_is_that_of_torch(System: Any) -> None:
-    """`step` stays a method that takes a closure: schedulers and scalers call it as such."""
-    ours = ["curvature_closure"] if System is DHO2 else []
-    parameters = inspect.signature(System.step).parameters
-    assert list(parameters) == ["self", "closure", *ours]
-    for name in ours:
-        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        assert parameters[name].default is None
-    assert inspect.ismethod(make(System, MLP.model()).step)
-    assert not getattr(make(System, MLP.model()), "_step_supports_amp_scaling", False)
-    assert issubclass(System, torch.optim.Optimizer)
+def test_a_step_from_a_hook_within_backward_is_refused(System: Any) -> None:
+    """Before anything changes; and one step later all is as if it had not been tried."""
+    model = MLP.model()
+    optimizers = {p: make(System, [p], model=model) for p in model.parameters()}
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+    before = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match="Make one optimizer of the model"):
+        cross_entropy(model(BATCHES[0][0]), BATCHES[0][1]).backward()
+    assert same(model, before)
+    assert not any(optimizer.state for optimizer in optimizers.values())
