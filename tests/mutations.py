@@ -665,7 +665,7 @@ a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_befo
 
 == kfac/stats_workers.py
 a stats worker's losses of a step as sums
-  <-  stats::a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step
+  <-  stats::micro_batches_of_a_stats_worker_are_counted
     sums = self.layers.whole_steps(sums, 1)  =>  pass
 a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_pile_up
     p.grad = None  =>  pass

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
 SYSTEMS = (KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2)
 
 

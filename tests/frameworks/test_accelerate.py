@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from contract import each_of_five
 from stacks import BATCHES, CASE, assert_as_usual, loss_of, optimizer_of
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -57,17 +55,3 @@ def test_prepare_accumulate_and_clip(accelerate: Any, System: Any) -> None:
     model, optimizer, loader = accelerator.prepare(net, optimizer, loaded())
     train(accelerator, model, optimizer, loader, 0.1)
     assert_as_usual(net, System, accumulate=2, clip=0.1, options={"momentum": 0.9})
-
-
-@each_of_five
-def test_save_and_load(accelerate: Any, System: Any, tmp_path: Path) -> None:
-    options = {"base": torch.optim.Adam, "lr": 0.01}
-    accelerator, net = accelerate(), CASE.model()
-    parts = accelerator.prepare(net, optimizer_of(System, net, **options), loaded(BATCHES[:3]))
-    train(accelerator, *parts, None)
-    accelerator.save_state(str(tmp_path))
-    accelerator, net = accelerate(), CASE.model()
-    parts = accelerator.prepare(net, optimizer_of(System, net, **options), loaded(BATCHES[3:]))
-    accelerator.load_state(str(tmp_path))
-    train(accelerator, *parts, None)
-    assert_as_usual(net, System, options=options)

@@ -49,18 +49,6 @@ def test_accumulation_clipping_and_a_schedule(lit: Any, System: Any) -> None:
 
 
 @each_of_five
-def test_resume(lit: Any, System: Any, tmp_path: Any) -> None:
-    """From a checkpoint that loads with torch's safe defaults."""
-    options = {"base": torch.optim.Adam, "lr": 0.01}
-    first = lit.fit(lit.Lit(System, **options), BATCHES[:3])
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    module = lit.Lit(System, **options)
-    resumed = {"ckpt_path": tmp_path / "half.ckpt", "weights_only": True, "max_epochs": 2}
-    lit.fit(module, BATCHES[3:], **resumed)
-    assert_as_usual(module.net, System, options=options)
-
-
-@each_of_five
 def test_what_is_asked_of_lightnings_wrapper(lit: Any, System: Any) -> None:
     """It imitates the optimizer's class and has nothing of its own: all goes to the optimizer."""
 

@@ -148,26 +148,3 @@ def with_closure(hf: Any, System: Any) -> Any:
             return optimizer_of(System, inner, groups, hf.loss_of, hf.curved("Llama"), **keywords)
 
     return Made
-
-
-@each_of_five
-def test_resume(hf: Any, System: Any, tmp_path: Path) -> None:
-    options = {"base": torch.optim.Adam}
-    first, second = hf.model_of("BERT"), hf.model_of("BERT")
-    optimizer = made(hf, System, first, "BERT", **options)
-    saved = {"save_strategy": "steps", "save_steps": 2}
-    _, seen = hf.fit(first, "BERT", tmp_path, optimizers=(optimizer, None), **saved)
-    assert_like_the_loop(hf, first, System, "BERT", seen, options=options)
-    for p in second.parameters():
-        p.data.zero_()  # all comes from the checkpoint
-    optimizer = made(hf, System, second, "BERT", **options)
-    _, seen = hf.fit(
-        second,
-        "BERT",
-        tmp_path,
-        optimizers=(optimizer, None),
-        resume=str(tmp_path / "checkpoint-2"),
-    )
-    assert len(seen) == 2
-    for p, q in zip(first.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)

@@ -214,8 +214,6 @@ def loop_end(model: nn.Module, optimizer: Any, how: str, epoch: int) -> None:
             assert "A" in optimizer.state_dict()["state"][0]["curvature"]
     elif how == "freeze":
         model[2].requires_grad_(epoch == 1)
-    elif how == "group" and epoch == 0:
-        optimizer.param_groups[0]["lr"] = 0.01
 
 
 @pytest.mark.parametrize("how", ["plain", "consolidate", "freeze"])

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import hook_count, take
 from models import ZOO
 from owned import by_choice, dpkfac, train_apart
-from placed import network
 from ranks import agreed, assert_same_trajectory, counted, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -137,49 +135,3 @@ def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
 
 def test_parameters_of_no_layer_go_where_the_least_is_to_be_sent(world: World) -> None:
     assert world.run(owners_beside_a_norm, 2) == [[0, 1, 1, 1]] * 2
-
-
-def possessions(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> tuple[dict[str, tuple[str, int, int]], dict[str, int], int]:
-    """Of each layer: the line of the summary, the hooks, and, held by inverses, the bytes."""
-    model = network([40, 20, 3, 3, 3])
-    optimizer = dpkfac(model, **options)
-    batch = torch.randn(4, 40, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
-    for _ in range(2):
-        take(model, optimizer, batch)
-    rows = {
-        row.name: (row.computed_by, row.factor_bytes, row.inverse_bytes)
-        for row in optimizer.summary().rows
-    }
-    hooks = {name: hook_count(model.get_submodule(name)) for name in rows}
-    storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-        for block in optimizer._curvature.layers.blocks
-        if block.inverse is not None
-        for part in block.inverse.tensors
-    }
-    return rows, hooks, sum(storages.values())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("assignment", ["balanced", "round_robin"])
-def test_only_an_owner_has_a_layers_factors_inverse_and_hooks(
-    world: World, world_size: int, assignment: str
-) -> None:
-    """And every rank's summary says who it is."""
-    everything, _, _ = possessions(0, 1, {})
-    results = world.run(possessions, world_size, {"assignment": assignment})
-    for index, (name, (_, factor_bytes, inverse_bytes)) in enumerate(everything.items()):
-        (owner,) = {rows[name][0] for rows, _, _ in results}
-        if assignment == "round_robin":
-            assert owner == f"owner {index % world_size}"
-        for rank, (rows, hooks, _) in enumerate(results):
-            mine = owner == f"owner {rank}"
-            assert rows[name][1:] == ((factor_bytes, inverse_bytes) if mine else (0, 0))
-            assert hooks[name] == int(mine)
-    for rows, _, held in results:
-        assert held <= 1.1 * sum(inverse for _, _, inverse in rows.values())
-    names = {rows["0"][0] for rows, _, _ in results}
-    assert len({owner for rows, _, _ in results for owner, _, _ in rows.values()}) == world_size
-    assert len(names) == 1

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
 MLP = ZOO["mlp"]
 REDUCE = {"factor_exchange": "reduce"}
 SPREAD = {**REDUCE, "grad_worker_fraction": 0.5, "colocate_factors": False}

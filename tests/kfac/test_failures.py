@@ -222,12 +222,11 @@ def spoiled(
     where: set[int],
     layer: str,
     bad: float,
-    mend: bool,
     options: dict[str, Any],
 ) -> list[tuple[Any, int, Tensor]]:
     """Two steps; in the second the gradient of a layer's output has a bad value on some ranks.
 
-    It spoils the statistics of that layer and of those before it. `mend` puts the gradients right.
+    It spoils the statistics of that layer and of those before it. The gradients are put right.
     """
     model = MLP.model()
     bad_now = False
@@ -254,9 +253,7 @@ def spoiled(
             bad_now = True
             cross_entropy(model(x), y).backward()
             for p, gradient in zip(model.parameters(), clean, strict=True):
-                assert p.grad is not None
-                if mend:
-                    p.grad.copy_(gradient)
+                p.grad.copy_(gradient)
         optimizer.step()
         records.append((factors(optimizer), optimizer.summary().dropped, vector(model)))
     return records
@@ -269,7 +266,7 @@ def test_what_is_not_finite_on_one_rank_is_dropped_there_and_the_others_count(
     world: World, where: set[int], layer: str, affected: str, bad: float
 ) -> None:
     options = {"grad_worker_fraction": 0.5, "factor_decay": 0.5}
-    results = world.run(spoiled, 4, where, layer, bad, True, options)
+    results = world.run(spoiled, 4, where, layer, bad, options)
     agreed([[parameters for _, _, parameters in rank] for rank in results])
     assert [rank[1][1] for rank in results] == [len(affected) * (r in where) for r in range(4)]
 
@@ -289,7 +286,7 @@ def test_what_is_not_finite_on_one_rank_is_dropped_there_and_the_others_count(
 
 
 def test_what_is_not_finite_anywhere_leaves_the_averages_as_they_were(world: World) -> None:
-    results = world.run(spoiled, 2, {0, 1}, "4", math.nan, True, {})
+    results = world.run(spoiled, 2, {0, 1}, "4", math.nan, {})
     for (before, dropped_before, _), (after, dropped, _) in results:
         assert (dropped_before, dropped) == (0, 3)
         for name in LAYERS:

@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
 TIGHT = 1e-10
 
 

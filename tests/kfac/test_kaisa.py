@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4, n=12)
 HALVES = {"grad_worker_fraction": 0.5}
@@ -189,23 +188,16 @@ def test_a_layer_that_some_ranks_skip(world: World, workers: int, wrap: bool) ->
         results = world.run(train_forked, 4, uses, wrap, options)
     for step in range(4):
         agreed([[rank[step][0]] for rank in results])
-    start = vector(Forked().double()).numel()
-    assert all(len(rank[0][0]) == start for rank in results)
     for rank in results:
         gradients = [gradient for _, gradient, _ in rank]
-        assert gradients[0] is None
-        assert gradients[1] is not None
-        assert gradients[2] is not None
-        if not wrap:  # DDP leaves what zero_grad left, or a zero
-            assert gradients[3] is None
+        assert [g is None for g in gradients[:3]] == [True, False, False]
         averages = [average for _, _, average in rank]
         assert torch.equal(averages[0][0], torch.zeros_like(averages[0][0]))
         assert torch.equal(averages[3][0], averages[2][0]), "nobody saw it in the last step"
-    branch = slice(36, 36 + 42)  # the trunk has 5 x 6 + 6
-    for rank in results:
-        before, after = rank[2][0][branch], rank[3][0][branch]
-        if not wrap:
-            assert torch.equal(before, after)
+        if not wrap:  # DDP leaves what zero_grad left, or a zero
+            branch = slice(36, 36 + 42)  # the trunk has 5 x 6 + 6
+            assert gradients[3] is None
+            assert torch.equal(rank[2][0][branch], rank[3][0][branch])
 
 
 class Dead(Forked):
@@ -241,9 +233,6 @@ def test_a_dead_layer_that_one_rank_alone_calls_is_not_called_unused(
     for solvers, warned in world.run(train_dead, 2, user, colocate):
         assert len(set(solvers)) == (1 if colocate else 2)
         assert warned == []
-
-
-# Ranks that differ.
 
 
 def frozen(model: nn.Module) -> None:
@@ -324,20 +313,13 @@ def test_a_handful_of_collectives_however_many_layers(
     assert refresh <= 6
 
 
-def kept(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str], int]:
-    """Bytes of factors and inverses, who computes what, and bytes really held by inverses."""
+def kept(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str]]:
+    """Bytes of factors and of inverses, and who computes what."""
     model = network([5, 40, 3, 3, 3, 3])
     optimizer = kaisa(model, grad_worker_fraction=workers / world_size)
     take(model, optimizer, shard(BATCHES[0], rank, world_size))
     summary = optimizer.summary()
-    storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-        for block in optimizer._curvature.layers.blocks
-        if block.inverse is not None
-        for part in block.inverse.tensors
-    }
-    lines = [row.computed_by for row in summary.rows]
-    return summary.factor_bytes, summary.inverse_bytes, lines, sum(storages.values())
+    return summary.factor_bytes, summary.inverse_bytes, [row.computed_by for row in summary.rows]
 
 
 def test_a_smaller_fraction_keeps_fewer_inverses(world: World) -> None:
@@ -345,9 +327,9 @@ def test_a_smaller_fraction_keeps_fewer_inverses(world: World) -> None:
     alone = kept(0, 1, 1)
     for workers in (1, 2, 4):
         results = world.run(kept, 4, workers)
-        assert sum(inverse for _, inverse, _, _ in results) == workers * alone[1]
-        assert all(factor == alone[0] for factor, _, _, _ in results)
-        assert all(lines == results[0][2] for _, _, lines, _ in results)
+        assert sum(inverse for _, inverse, _ in results) == workers * alone[1]
+        assert all(factor == alone[0] for factor, _, _ in results)
+        assert all(lines == results[0][2] for _, _, lines in results)
 
 
 def placed_as(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[Any]:

@@ -94,10 +94,6 @@ def every_third(step: int) -> int:
     return 3
 
 
-def rarer(step: int) -> int:
-    return 1 if step < 2 else 3
-
-
 def falling_clip(step: int) -> float:
     return 1e-3 * 0.5**step
 
@@ -114,21 +110,15 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "clip as callable": {"kl_clip": falling_clip},
     "intervals": {"factor_update_steps": 2, "inv_update_steps": 3},
     "intervals as callables": {"factor_update_steps": growing, "inv_update_steps": every_third},
-    "one interval as callable": {"factor_update_steps": growing, "inv_update_steps": 2},
     "damping as callable": {"damping": falling},
-    "relative damping": {"relative_damping": True},
     "relative damping as callable": {"damping": falling, "relative_damping": True},
     "scale of the gradient": {"preconditioner_scale": "gradient"},
     "scale of the gradient, inverse": {"preconditioner_scale": "gradient", "solver": "inverse"},
     "decay as callable": {"factor_decay": later_more},
-    "falling decay as callable": {"factor_decay": falling},
-    "rarer later": {"inv_update_steps": rarer},
     "some layers": {"skip_layers": ["2"]},
-    "one layer": {"skip_layers": ["2", "4"]},
     "no layer": {"skip_layers": ["*"]},
     "tensor lr": {"lr": torch.tensor(0.05, dtype=torch.float64)},
     "squares": {"symmetry_aware": False},
-    "no layer and no clip": {"skip_layers": ["*"], "kl_clip": None},
 }
 
 

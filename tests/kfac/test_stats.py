@@ -112,38 +112,31 @@ def loss_on(model: nn.Module) -> Tensor:
     return CASE.loss(model(BATCHES[0][0]), BATCHES[0][1])
 
 
-def test_micro_batches_of_a_stats_worker_are_counted() -> None:
-    """Its own loop, too, may divide the losses of several passes by their number."""
-    x, y = BATCHES[0]
-    sent = []
-    for passes, steps in ((1, 1), (3, 3), (3, "auto")):
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((4, 4, 4), {"accumulation_steps": 3}),
+        ((4, 4, 4), {"accumulation_steps": "auto"}),
+        ((2, 10), {"loss_reduction": "step_mean"}),
+        ((12,), {"loss_reduction": "step_mean"}),
+    ],
+)
+def test_micro_batches_of_a_stats_worker_are_counted(
+    sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """Its own loop, too, may divide the losses of several passes by their number or terms."""
+    (x, y), sent = BATCHES[0], []
+    for parts, chosen in (((12,), {}), (sizes, options)):
         model = CASE.model()
-        optimizer = distkfac(model, accumulation_steps=steps)
+        optimizer = distkfac(model, **chosen)
         post = helping(optimizer)
         optimizer._curvature.layers.capture.gate.open = True
         with noted():
-            for one in zip(x.chunk(passes), y.chunk(passes), strict=True):
-                (CASE.loss(model(one[0]), one[1]) / passes).backward()
+            for part in zip(x.split(parts), y.split(parts), strict=True):
+                (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
             optimizer.step()
         sent.append(post.sent[TO_WORKER.format(0)][0])
-    for other in sent[1:]:
-        torch.testing.assert_close(other, sent[0])
-
-
-def test_a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step() -> None:
-    x, y = BATCHES[0]
-    sent = []
-    for reduction, sizes in (("mean", (12,)), ("step_mean", (2, 10)), ("step_mean", (12,))):
-        model = CASE.model()
-        optimizer = distkfac(model, loss_reduction=reduction)
-        post = helping(optimizer)
-        optimizer._curvature.layers.capture.gate.open = True
-        for part in zip(x.split(sizes), y.split(sizes), strict=True):
-            (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
-        optimizer.step()
-        sent.append(post.sent[TO_WORKER.format(0)][0])
-    for other in sent[1:]:
-        torch.testing.assert_close(other, sent[0])
+    torch.testing.assert_close(sent[1], sent[0])
 
 
 def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:

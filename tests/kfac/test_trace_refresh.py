@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,14 +10,11 @@ import torch
 from budgeted import MEASURED, Run
 from contract import each_kronecker, factors, make, take
 from models import ZOO
-from ranks import agreed, assert_same_trajectory, counted, replaced, shard, vector
+from ranks import agreed, assert_same_trajectory, counted, shard, vector
 from reference import block as dense_block
 from torch import nn
 
 from second_order import DPKFAC, KAISA, DistKFAC
-from second_order.kfac import trace_rule
-from second_order.kfac.solve import Verdict
-from second_order.kfac.trace_rule import Mark, judge
 
 if TYPE_CHECKING:
     from pool import World
@@ -53,26 +49,6 @@ def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[
         take(model, optimizer, batch, MLP.loss)
         solved.append(solved_now(optimizer, before))
     return solved
-
-
-@pytest.mark.parametrize(
-    ("trace", "damping", "settled", "expected"),
-    [
-        (1.2, 0.5, False, None),
-        (0.8, 0.5, False, None),
-        (1.05, 0.5, False, Verdict.SPARED),
-        (1.001, 0.5, False, Verdict.SETTLED),
-        (1.0, 0.6, False, None),  # the option's γ moved by a fifth
-        (1.2, 0.5, True, Verdict.SETTLED),  # looked at no more
-        (1.0, 0.4, True, None),
-        (math.nan, 0.5, False, None),  # to fail, and to be told
-    ],
-)
-def test_verdicts_by_hand(
-    trace: float, damping: float, settled: bool, expected: Verdict | None
-) -> None:
-    now, before = Mark(trace, damping), Mark(1.0, 0.5)
-    assert judge(now, before, (0.1, 0.01), settled) is expected
 
 
 @each_kronecker
@@ -177,27 +153,6 @@ def test_ranks_agree_on_what_is_solved_and_send_no_more(world: World, name: str)
         alone = on_ranks(0, 1, name, options)
         assert_same_trajectory(path, alone[0])
         assert alone[1] == results[0][1]
-
-
-def of_two_minds(rank: int, world_size: int) -> Any:
-    """Rank 1 would spare every layer, and rank 0 none."""
-    model = MLP.model()
-    optimizer = make(KAISA, model, colocate_factors=False, refresh="trace", trace_bounds=(0.0, 0.0))
-    mind = Verdict.SPARED if rank == 1 else None
-    take(model, optimizer, shard(BATCHES[0], rank, world_size), MLP.loss)
-    with replaced(trace_rule, {"judge": lambda *_: mind}):
-        for batch in BATCHES[1:4]:
-            take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
-    solvers = [layer.solvers for layer in optimizer._curvature.plan.values()]
-    return vector(model), traces(optimizer).spared, solvers
-
-
-def test_solvers_of_one_layer_that_differ_spare_it_alike(world: World) -> None:
-    first, second = world.run(of_two_minds, 2)
-    assert torch.equal(first[0], second[0])
-    judged_by_one = sum(1 in solvers for solvers in first[2])
-    assert any(set(solvers) == {0, 1} for solvers in first[2])
-    assert first[1] == second[1] == 3 * judged_by_one
 
 
 SETTLING: dict[str, Any] = {"refresh": "trace", "trace_bounds": (0.6, 0.1)}

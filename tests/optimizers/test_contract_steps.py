@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4)
 LR, DAMPING = 0.05, 0.1  # those of `make`

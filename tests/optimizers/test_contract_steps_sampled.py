@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4)
 

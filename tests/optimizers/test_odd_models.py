@@ -72,16 +72,6 @@ def test_transforms_are_named_as_what_hides_gradients(System: Any, step: Any) ->
     assert "torch.compile" not in message
 
 
-@each_kronecker
-def test_per_sample_gradients_beside_training_take_nothing_away(System: Any) -> None:
-    def step(model: nn.Module) -> None:
-        with torch.no_grad():
-            torch.vmap(model)(X)
-        backward(model)
-
-    assert warned(System, net(), step) == []
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @each_system
 @pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, X)])

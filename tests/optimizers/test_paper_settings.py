@@ -210,8 +210,3 @@ def test_mrdho2(world: World) -> None:
     ours = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
     expected, _ = equation_17("paper", largest=10, smallest=0, alpha=0.01, first=EPOCH, **SGD)
     assert_same_trajectory(ours, expected, rtol=1e-10)
-
-
-def test_other_classes_have_no_paper() -> None:
-    with pytest.raises(TypeError, match="one of the classes KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2"):
-        paper_settings(torch.optim.SGD)  # type: ignore[arg-type]

@@ -21,10 +21,8 @@ if TYPE_CHECKING:
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(8)
-quiet = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
 
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
@@ -99,7 +97,6 @@ def warm_up_from_zero(rank: int, world_size: int, system: int, zeros: bool) -> l
     return [p.detach() for p in model.parameters()]
 
 
-@quiet
 @pytest.mark.parametrize("zeros", [False, True], ids=["no gradient", "gradients of zero"])
 @pytest.mark.parametrize("system", range(len(SYSTEMS)))
 def test_a_first_step_with_lr_zero_keeps_the_ranks_together(

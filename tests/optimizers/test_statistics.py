@@ -112,10 +112,7 @@ def test_the_newton_share_is_that_of_the_movement() -> None:
         assert found["age/pairs"] == step - 1
         report = optimizer.curvature
         assert found["eigenvalue/largest"] == float(report.eigenvalues.max())
-        assert found["eigenvalue/smallest"] == float(report.eigenvalues.min())
-        assert found["lanczos/products"] == report.products
         assert found["gradient_share"] == report.gradient_share
-        assert found["pairs"] == 4
 
 
 def test_all_accounts_together_are_the_whole_time() -> None:
