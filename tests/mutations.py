@@ -505,7 +505,7 @@ owners' gradients balanced by number
     load[owner] += size  =>  load[owner] += 1
 heads are not summed
   <-  distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers
-  <-  kaisa::unequal_shards_are_weighted_by_their_examples
+  <-  factor_exchange::shards_are_weighted_by_their_examples
     heads.append((each.head, None))  =>  heads.append((each.head.clone(), None))
 A kept by the solver of G, and G by that of A
   <-  factor_exchange::each_factor_is_on_one_rank_and_its_trace_on_all
@@ -665,7 +665,7 @@ a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_befo
 
 == kfac/stats_workers.py
 a stats worker's losses of a step as sums
-  <-  stats::a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step
+  <-  stats::micro_batches_of_a_stats_worker_are_counted
     sums = self.layers.whole_steps(sums, 1)  =>  pass
 a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_pile_up
     p.grad = None  =>  pass
@@ -716,7 +716,7 @@ loaded factors weigh nothing
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
     factors.weight.copy_(torch.as_tensor(saved["average_weight"]))  =>  factors.weight.fill_(1.0)
 a checkpoint of any shape is accepted
-  <-  contract_state::factors_of_wrong_shape_are_refused_before_anything_changes
+  <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
     if tuple(saved[letter].shape) not in allowed:  =>  if False:
 
 == kronecker/capture.py

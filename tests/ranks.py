@@ -1,5 +1,7 @@
 """What the tests of many processes share: shards of batches, training on them, and comparisons.
 
+Functions of the tests that take (rank, world_size, ...) run on the pool's ranks.
+
 parallel = world.run(train, 4, case, batches, {"grad_worker_fraction": 0.5})
 assert_same_trajectory(agreed(parallel), train(0, 1, case, batches))
 """

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker, each_of_five
+from contract import each_of_five
 from stacks import BATCHES, assert_as_usual
 
 if TYPE_CHECKING:
@@ -48,28 +48,6 @@ def test_accumulation_clipping_and_a_schedule(lit: Any, System: Any) -> None:
     assert_as_usual(module.net, System, accumulate=2, clip=0.1, schedule=schedule)
 
 
-@each_kronecker
-def test_float16_with_a_scaler_untold(lit: Any, System: Any) -> None:
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0))
-    module = lit.Lit(System, dtype=torch.float32)
-    with pytest.raises(ValueError, match="is called by a GradScaler that it was not told of"):
-        lit.fit(module, plugins=[plugin])
-
-
-@each_of_five
-def test_resume(lit: Any, System: Any, tmp_path: Any) -> None:
-    """From a checkpoint that loads with torch's safe defaults."""
-    options = {"base": torch.optim.Adam, "lr": 0.01}
-    first = lit.fit(lit.Lit(System, **options), BATCHES[:3])
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    module = lit.Lit(System, **options)
-    resumed = {"ckpt_path": tmp_path / "half.ckpt", "weights_only": True, "max_epochs": 2}
-    lit.fit(module, BATCHES[3:], **resumed)
-    assert_as_usual(module.net, System, options=options)
-
-
 @each_of_five
 def test_what_is_asked_of_lightnings_wrapper(lit: Any, System: Any) -> None:
     """It imitates the optimizer's class and has nothing of its own: all goes to the optimizer."""
@@ -96,17 +74,3 @@ def test_what_is_asked_of_lightnings_wrapper(lit: Any, System: Any) -> None:
     module = Asking(System, manual=True, momentum=0.9)
     lit.fit(module)
     assert_as_usual(module.net, System, options={"momentum": 0.9})
-
-
-@each_of_five
-def test_lr_find_leaves_nothing_behind(lit: Any, System: Any, tmp_path: Any) -> None:
-    from lightning.pytorch.tuner import Tuner
-
-    module = lit.Lit(System)
-    made = lit.trainer(default_root_dir=tmp_path)
-    loader = torch.utils.data.DataLoader(BATCHES * 2, batch_size=None)
-    Tuner(made).lr_find(module, loader, num_training=10, min_lr=1e-4, max_lr=0.1)
-    lr = module.lr
-    assert 1e-4 < lr < 0.1
-    made.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    assert_as_usual(module.net, System, options={"lr": lr})

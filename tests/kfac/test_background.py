@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import os
 import threading
-import time
-import traceback
 from typing import TYPE_CHECKING
 
 import pytest
@@ -42,9 +40,6 @@ def blocked(pool: WorkerPool) -> tuple[threading.Event, Future[str]]:
     return go, ticket
 
 
-# Cores.
-
-
 def test_one_core_in_the_work_and_as_many_as_before_elsewhere() -> None:
     """In the caller, and in threads that are made before and after."""
     before = torch.get_num_threads()
@@ -70,9 +65,6 @@ def test_one_core_in_the_work_and_as_many_as_before_elsewhere() -> None:
         pool.close()
     finally:
         torch.set_num_threads(before)
-
-
-# The end.
 
 
 def test_close_waits_for_what_is_under_way_and_drops_the_rest() -> None:
@@ -143,29 +135,15 @@ def test_the_interpreter_ends_with_work_under_way(launch: Launcher) -> None:
     assert not said.replace("solved\n", "")
 
 
-# Forks.
-
-
 def in_child(check: Callable[[], bool]) -> bool:
     """Whether something holds in a forked child, which ends at once."""
     pid = os.fork()
     if pid == 0:
-        status = 1
         try:
-            status = 0 if check() else 2
-        except BaseException:
-            traceback.print_exc()
+            os._exit(0 if check() else 2)
         finally:
-            os._exit(status)
-    end = time.monotonic() + SOON
-    while time.monotonic() < end:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.005)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return False
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_child_has_no_threads_of_its_parents() -> None:
@@ -183,9 +161,6 @@ def test_a_child_has_no_threads_of_its_parents() -> None:
     assert in_child(child)
     assert pool.submit(lambda: 4).result() == 4
     pool.close()
-
-
-# Copies.
 
 
 def test_a_snapshot_does_not_see_what_comes_later() -> None:

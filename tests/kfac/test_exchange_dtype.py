@@ -1,7 +1,4 @@
-"""What travels in bfloat16: half the bytes, and the same numbers on every rank.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""What travels in bfloat16: half the bytes, and the same numbers on every rank."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerated import noted
-from threaded import BATCHES, CASE, LAYERS, distkfac
+from threaded import BATCHES, CASE, distkfac
 from torch import Tensor, nn
 
 from second_order.kfac.options import FORGETFUL
@@ -112,59 +112,31 @@ def loss_on(model: nn.Module) -> Tensor:
     return CASE.loss(model(BATCHES[0][0]), BATCHES[0][1])
 
 
-@pytest.mark.parametrize("how", ["serve", "step"])
-def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
-    model = CASE.model()
-    plain = distkfac(model)
-    loss_on(model).backward()
-    plain.step()
-    expected = {b.name: b.factors.matrices(torch.float64) for b in plain._curvature.layers.blocks}
-    other = CASE.model()
-    sent = message(other, distkfac(other), lambda: loss_on(other), how)
-    model = CASE.model()
-    worker = distkfac(model)
-    helped(worker).came[TO_WORKER.format(0)] = sent
-    worker._curvature.prepare()
-    worker._curvature._take_statistics(False)
-    for block in worker._curvature.layers.blocks:
-        for ours, theirs in zip(
-            block.factors.matrices(torch.float64), expected[block.name], strict=True
-        ):
-            torch.testing.assert_close(ours, theirs)
-
-
-def test_micro_batches_of_a_stats_worker_are_counted() -> None:
-    """Its own loop, too, may divide the losses of several passes by their number."""
-    x, y = BATCHES[0]
-    sent = []
-    for passes, steps in ((1, 1), (3, 3), (3, "auto")):
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((4, 4, 4), {"accumulation_steps": 3}),
+        ((4, 4, 4), {"accumulation_steps": "auto"}),
+        ((2, 10), {"loss_reduction": "step_mean"}),
+        ((12,), {"loss_reduction": "step_mean"}),
+    ],
+)
+def test_micro_batches_of_a_stats_worker_are_counted(
+    sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """Its own loop, too, may divide the losses of several passes by their number or terms."""
+    (x, y), sent = BATCHES[0], []
+    for parts, chosen in (((12,), {}), (sizes, options)):
         model = CASE.model()
-        optimizer = distkfac(model, accumulation_steps=steps)
+        optimizer = distkfac(model, **chosen)
         post = helping(optimizer)
         optimizer._curvature.layers.capture.gate.open = True
         with noted():
-            for one in zip(x.chunk(passes), y.chunk(passes), strict=True):
-                (CASE.loss(model(one[0]), one[1]) / passes).backward()
+            for part in zip(x.split(parts), y.split(parts), strict=True):
+                (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
             optimizer.step()
         sent.append(post.sent[TO_WORKER.format(0)][0])
-    for other in sent[1:]:
-        torch.testing.assert_close(other, sent[0])
-
-
-def test_a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step() -> None:
-    x, y = BATCHES[0]
-    sent = []
-    for reduction, sizes in (("mean", (12,)), ("step_mean", (2, 10)), ("step_mean", (12,))):
-        model = CASE.model()
-        optimizer = distkfac(model, loss_reduction=reduction)
-        post = helping(optimizer)
-        optimizer._curvature.layers.capture.gate.open = True
-        for part in zip(x.split(sizes), y.split(sizes), strict=True):
-            (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
-        optimizer.step()
-        sent.append(post.sent[TO_WORKER.format(0)][0])
-    for other in sent[1:]:
-        torch.testing.assert_close(other, sent[0])
+    torch.testing.assert_close(sent[1], sent[0])
 
 
 def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
@@ -187,26 +159,6 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
         helpers.hear(helpers.news(), worker._training)
         own.append(helpers.own_passes)
     assert own == [False, True, False]
-
-
-def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
-    """Its layer alone; the others of the message count."""
-    _, worker, post, (tensors, note) = beside_a_stats_worker()
-    heads, numbers = tensors
-    numbers[0] = math.inf  # of the first layer's A
-    post.came[TO_WORKER.format(0)] = [heads, numbers], note
-    with noted() as warned:
-        worker._curvature.prepare()
-        worker._curvature._take_statistics(False)
-    assert len(warned) == 1
-    weights = [
-        float(block.factors.weight) for block in worker._curvature.layers.blocks if block.factors
-    ]
-    assert sum(weights) == len(LAYERS) - 1
-    assert (
-        worker._curvature.layers.blocks[0].factors is None
-        or worker._curvature.layers.blocks[0].factors.weight == 0
-    )
 
 
 @pytest.mark.filterwarnings("ignore:no layer gave statistics")

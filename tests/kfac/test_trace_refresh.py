@@ -1,12 +1,8 @@
-"""Layers are solved where the trace of their curvature has moved, and nowhere else (THOR).
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Layers are solved where the trace of their curvature has moved, and nowhere else (THOR)."""
 
 from __future__ import annotations
 
 import copy
-import math
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,14 +10,11 @@ import torch
 from budgeted import MEASURED, Run
 from contract import each_kronecker, factors, make, take
 from models import ZOO
-from ranks import agreed, assert_same_trajectory, counted, replaced, shard, vector
+from ranks import agreed, assert_same_trajectory, counted, shard, vector
 from reference import block as dense_block
 from torch import nn
 
 from second_order import DPKFAC, KAISA, DistKFAC
-from second_order.kfac import trace_rule
-from second_order.kfac.solve import Verdict
-from second_order.kfac.trace_rule import Mark, TraceRefresh, judge
 
 if TYPE_CHECKING:
     from pool import World
@@ -56,42 +49,6 @@ def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[
         take(model, optimizer, batch, MLP.loss)
         solved.append(solved_now(optimizer, before))
     return solved
-
-
-# The rule.
-
-
-def test_a_layer_whose_inverse_is_gone_is_watched_anew() -> None:
-    """Of a settled layer too: nothing keeps its inverse."""
-    layer: Any = nn.Linear(2, 2)
-    for verdict, settled in (
-        *((Verdict.SPARED, True), (Verdict.FAILED, True)),  # the inverse stays
-        *((Verdict.OPEN, False), (Verdict.SILENT, False), (Verdict.LOST, False)),
-    ):
-        rule = TraceRefresh((0.1, 0.01))
-        rule.installed(layer, Verdict.SETTLED)
-        rule.installed(layer, verdict)
-        assert (layer in rule.settled) == settled
-
-
-@pytest.mark.parametrize(
-    ("trace", "damping", "settled", "expected"),
-    [
-        (1.2, 0.5, False, None),
-        (0.8, 0.5, False, None),
-        (1.05, 0.5, False, Verdict.SPARED),
-        (1.001, 0.5, False, Verdict.SETTLED),
-        (1.0, 0.6, False, None),  # the option's γ moved by a fifth
-        (1.2, 0.5, True, Verdict.SETTLED),  # looked at no more
-        (1.0, 0.4, True, None),
-        (math.nan, 0.5, False, None),  # to fail, and to be told
-    ],
-)
-def test_verdicts_by_hand(
-    trace: float, damping: float, settled: bool, expected: Verdict | None
-) -> None:
-    now, before = Mark(trace, damping), Mark(1.0, 0.5)
-    assert judge(now, before, (0.1, 0.01), settled) is expected
 
 
 @each_kronecker
@@ -133,9 +90,6 @@ def test_every_layer_is_solved_while_costs_are_measured() -> None:
     assert len(traces(optimizer).settled) == LAYERS
 
 
-# What settles, and what wakes it.
-
-
 def larger(batch: Batch) -> Batch:
     x, y = batch
     return 10 * x, y
@@ -158,37 +112,6 @@ def test_a_schedule_of_the_damping_asks_for_a_solve(lower: float) -> None:
     assert [len(names) for names in solved] == [LAYERS, 0, 0, 0, 0, LAYERS, 0]
     assert len(traces(optimizer).settled) == (LAYERS if lower else 0)
 
-
-# What fails.
-
-
-def test_a_layer_that_failed_is_solved_at_the_next_refresh() -> None:
-    """Though its trace has not moved; its last inverse serves meanwhile."""
-    native = torch.linalg.eigh
-
-    def broken(matrix: torch.Tensor) -> Any:
-        return tuple(torch.full_like(part, math.nan) for part in native(matrix))
-
-    model, change = MLP.model(), {"damping": 0.1}
-    optimizer = make(
-        KAISA,
-        model,
-        damping=lambda step: change["damping"],
-        refresh="trace",
-        trace_bounds=(0.5, 0.4),
-    )
-    trained(optimizer, model, BATCHES[:1])
-    change["damping"] = 0.2
-    with replaced(torch.linalg, {"eigh": broken}):
-        assert trained(optimizer, model, BATCHES[1:2]) == [set()]
-    blocks = optimizer._curvature.layers.blocks
-    assert all(block.solved and block.state.failures == 1 for block in blocks)
-    change["damping"] = 0.1  # as it was when the inverses that serve were made
-    assert [len(names) for names in trained(optimizer, model, BATCHES[2:4])] == [LAYERS, 0]
-    assert not any(block.state.failures for block in blocks)
-
-
-# Ranks.
 
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "KAISA": (KAISA, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
@@ -232,30 +155,6 @@ def test_ranks_agree_on_what_is_solved_and_send_no_more(world: World, name: str)
         assert alone[1] == results[0][1]
 
 
-def of_two_minds(rank: int, world_size: int) -> Any:
-    """Rank 1 would spare every layer, and rank 0 none."""
-    model = MLP.model()
-    optimizer = make(KAISA, model, colocate_factors=False, refresh="trace", trace_bounds=(0.0, 0.0))
-    mind = Verdict.SPARED if rank == 1 else None
-    take(model, optimizer, shard(BATCHES[0], rank, world_size), MLP.loss)
-    with replaced(trace_rule, {"judge": lambda *_: mind}):
-        for batch in BATCHES[1:4]:
-            take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
-    solvers = [layer.solvers for layer in optimizer._curvature.plan.values()]
-    return vector(model), traces(optimizer).spared, solvers
-
-
-def test_solvers_of_one_layer_that_differ_spare_it_alike(world: World) -> None:
-    first, second = world.run(of_two_minds, 2)
-    assert torch.equal(first[0], second[0])
-    judged_by_one = sum(1 in solvers for solvers in first[2])
-    assert any(set(solvers) == {0, 1} for solvers in first[2])
-    assert first[1] == second[1] == 3 * judged_by_one
-
-
-# Checkpoints, copies, and changes of the model.
-
-
 SETTLING: dict[str, Any] = {"refresh": "trace", "trace_bounds": (0.6, 0.1)}
 
 
@@ -275,28 +174,6 @@ def test_what_has_settled_is_in_checkpoints(System: Any) -> None:
     first, second = trained(resumed, model, [larger(batch) for batch in BATCHES[3:5]])
     assert len(first) == LAYERS
     assert not second & settled(optimizer)
-
-
-def test_a_model_that_changes_is_solved_anew_and_watched_again() -> None:
-    model = MLP.model()
-    optimizer = make(KAISA, model, **SETTLING)
-    trained(optimizer, model, BATCHES[:3])
-    assert settled(optimizer)
-    model[0].requires_grad_(False)
-    watched: list[set[str]] = []
-    install = TraceRefresh.installed
-
-    def installing(self: TraceRefresh, block: Any, *args: Any) -> None:
-        watched.append({each.name for each in self.settled})
-        install(self, block, *args)
-
-    with replaced(TraceRefresh, {"installed": installing}):
-        (solved,) = trained(optimizer, model, BATCHES[3:4])
-    assert watched == [set()] * 2, "nothing is settled at the refresh that follows a change"
-    assert solved >= {"2", "4"}
-
-
-# What is told.
 
 
 @each_kronecker

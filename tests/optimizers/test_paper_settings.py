@@ -58,9 +58,6 @@ def trajectory(System: Any, case: Case, batches: Sequence[Batch], **options: Any
     return found
 
 
-# The references.
-
-
 def unlikely(outputs: Tensor) -> Tensor:
     """Labels that a test can draw as well: the least likely ones."""
     return outputs.detach().argmin(-1)
@@ -152,9 +149,6 @@ def by_fosi(batches: Sequence[Batch]) -> list[Tensor]:
     return found
 
 
-# Each optimizer beside its reference.
-
-
 def test_kaisa() -> None:
     batches = MLP.batches(25, n=12)
     found = trajectory(KAISA, MLP, batches, **SGD, **EXACT, **paper_settings(KAISA))
@@ -216,11 +210,3 @@ def test_mrdho2(world: World) -> None:
     ours = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
     expected, _ = equation_17("paper", largest=10, smallest=0, alpha=0.01, first=EPOCH, **SGD)
     assert_same_trajectory(ours, expected, rtol=1e-10)
-
-
-# What a setting is for.
-
-
-def test_other_classes_have_no_paper() -> None:
-    with pytest.raises(TypeError, match="one of the classes KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2"):
-        paper_settings(torch.optim.SGD)  # type: ignore[arg-type]
