@@ -173,6 +173,17 @@ def test_deterministic_beside_a_layer_without_statistics() -> None:
     assert delays == {0, 3}
 
 
+def test_deterministic_ranks_agree_only_where_a_solve_is_waited_for() -> None:
+    model, agreed = CASE.model(), list[int]()
+    options = {"deterministic": True, "max_staleness": 2, "inv_update_steps": 4}
+    with distkfac(model, **options) as optimizer:
+        solves = optimizer._curvature.solves
+        agree = solves.agree
+        solves.agree = lambda *now: (agreed.append(optimizer.training.steps), agree(*now))[1]
+        go(model, optimizer, CASE, BATCHES[:1] * 11)
+    assert agreed == [0, 6, 10]
+
+
 # What goes wrong on a thread.
 
 
