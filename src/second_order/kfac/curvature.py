@@ -502,9 +502,8 @@ class KFAC(Curvature):
             self._pipeline.close()
         self._closed = True
         self.plan, self.known, self._shapes = {}, {}, {}
-        if self._step is not None:
-            self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
-            self._owners = None, {}
+        self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
+        self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""

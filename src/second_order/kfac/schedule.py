@@ -244,19 +244,14 @@ def past_at(past: PerStep, since: int, step: int) -> float:
 
 
 class Cadence:
-    """When statistics and refreshes are due, and how much of the past an update keeps.
-
-    Attributes:
-        updated_at: The step of the last update of the running averages.
-        budget: Chooses the intervals that are "auto".
-        drift: The layers' intervals where refreshes follow what they change; None otherwise.
-    """
+    """When statistics and refreshes are due, and how much of the past an update keeps."""
 
     def __init__(
         self, training: Training, options: KFACOptions, layers: Layers, helped: bool, waits: bool
     ) -> None:
         self._training, self._options, self._layers = training, options, layers
-        self.updated_at, self.drift = 0, None
+        self.updated_at = 0  # the step of the last update of the running averages
+        self.drift = None  # the layers' intervals where refreshes follow what they change
         given = {name: getattr(options, name) for name in BUDGETED}
         if options.by_drift:
             self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN)

@@ -193,7 +193,7 @@ class SolvesOnThreads(Solves):
             self.layers.tell_of_sums()
         agreed: list[KroneckerBlock] = []
         # Exactly so many steps later: before, there is nothing to agree on.
-        if not self._own.deterministic or any(map(self._waits, self.under_way)):
+        if news or not self._own.deterministic or any(map(self._waits, self.under_way)):
             news, agreed = self.agree(pending, news)
         if due:
             self.wanted = False

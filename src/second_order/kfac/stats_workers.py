@@ -120,21 +120,15 @@ class Helper:
 
 
 class StatsWorkers:
-    """The stats workers, as a gradient worker knows them.
-
-    Attributes:
-        active: The stats workers that are alive.
-        own_passes: Whether statistics come from the training passes.
-        hungry: Whether no sound statistics have come last, or since a change of the layers.
-        edition: Number of changes of the layers. Messages on their way at a change are dropped.
-    """
+    """The stats workers, as a gradient worker knows them."""
 
     def __init__(self, count: int, patience: float) -> None:
         self.count, self._patience = count, patience
         self._rank = 0
-        self.active: list[Helper] = []
-        self.own_passes = self.hungry = True
-        self.edition = 0
+        self.active: list[Helper] = []  # those that are alive
+        self.own_passes = True  # statistics come from the training passes
+        self.hungry = True  # no sound statistics have come last, or since a change of the layers
+        self.edition = 0  # number of such changes: messages on their way at one are dropped
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
@@ -220,12 +214,7 @@ class StatsWorkers:
 
 
 class StatsWorker(Curvature):
-    """A process that computes statistics for the others' training, and does not train.
-
-    Attributes:
-        mailbox: The mailbox to the workers; None before roles are given, and after a goodbye.
-        optimized: Which parameters and buffers the workers optimize.
-    """
+    """A process that computes statistics for the others' training, and does not train."""
 
     scaler_matters = "the gradients it has captured carry the scale"
     parts_suffice = helps = True
@@ -244,11 +233,11 @@ class StatsWorker(Curvature):
         self._system = system
         self._count, self._patience = count, patience
         self._workers = training.world.size - count
-        self.mailbox: Mailbox | None = None
+        self.mailbox: Mailbox | None = None  # to the workers, from the roles to the goodbye
         self._store: TCPStore | None = None
         self._everybody: tuple[str, ...] = ()
         self._asked = self._sent = self._edition = 0
-        self.optimized: list[bool] = []
+        self.optimized: list[bool] = []  # which parameters and buffers the workers optimize
         self.layers.find()
 
     def description(self) -> list[str]:
@@ -304,18 +293,7 @@ class StatsWorker(Curvature):
         return self.mailbox is not None and self.mailbox.closed_there
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute statistics until the workers close.
-
-        Args:
-            batches: One for each statistic, from the start again when they end.
-            loss_fn: The loss of a batch, neither scaled nor divided.
-
-        Returns:
-            Number of batches whose statistics have been sent.
-
-        Raises:
-            ValueError: If there is no batch.
-        """
+        """Compute statistics until the workers close; see :meth:`DistKFAC.serve`."""
         sent = 0
         try:
             for batch in endless(batches):
@@ -342,9 +320,6 @@ class StatsWorker(Curvature):
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
         Parameters frozen there are frozen here: statistics of their layers would be of no use.
-
-        Raises:
-            SecondOrderError: If the parameters are of another model.
         """
         if self.mailbox is None:
             return False
