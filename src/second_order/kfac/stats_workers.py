@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -36,9 +35,9 @@ from second_order.distributed.mailbox import (
     open_store,
 )
 from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
-from second_order.kfac.curvature import KFAC
+from second_order.kfac.curvature import KFAC, OfLayers
 from second_order.kfac.layers import Layers
-from second_order.kfac.metrics import ACCOUNTS, NAMES
+from second_order.kfac.metrics import NAMES
 from second_order.kfac.options import DistKFACOptions, KFACOptions
 from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
@@ -213,12 +212,10 @@ class StatsWorkers:
         self.active = [helper for helper in self.active if helper not in helpers]
 
 
-class StatsWorker(Curvature):
+class StatsWorker(OfLayers):
     """A process that computes statistics for the others' training, and does not train."""
 
-    scaler_matters = "the gradients it has captured carry the scale"
-    parts_suffice = helps = True
-    accounts = ACCOUNTS
+    helps = True
 
     def __init__(
         self,
@@ -239,10 +236,6 @@ class StatsWorker(Curvature):
         self._asked = self._sent = self._edition = 0
         self.optimized: list[bool] = []  # which parameters and buffers the workers optimize
         self.layers.find()
-
-    def description(self) -> list[str]:
-        """The workers' options, and the layers."""
-        return self.layers.description(self._system.said)
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
@@ -282,10 +275,6 @@ class StatsWorker(Curvature):
         """Send the statistics of the last passes, and get the newest parameters."""
         self._deliver()
         self._fetch()
-
-    def drop_pending(self) -> None:
-        """Drop the statistics of backward passes already completed."""
-        self.layers.drop_pending()
 
     @property
     def dismissed(self) -> bool:
@@ -358,10 +347,6 @@ class StatsWorker(Curvature):
                 self.mailbox.post(f"stats/{self._sent}/{rank}", flat, **note)
             self._sent += 1
 
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters of the layers whose statistics this process takes."""
-        return self.layers.preconditioned()
-
     def metrics(self) -> dict[str, float]:
         """The workers' names, with NaN: this process preconditions nothing."""
         return dict.fromkeys(NAMES, math.nan)
@@ -369,10 +354,6 @@ class StatsWorker(Curvature):
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
         return replace(self.layers.summary({}), age="no inverses yet")
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes all hooks off the model and puts them back."""
-        return self.layers.unwatched()
 
     def close(self) -> None:
         """Say goodbye to the workers, and release the model."""
