@@ -231,8 +231,11 @@ class KFAC(OfLayers):
             what = step, self.training, self.clip, self._options.inv_dtype
             if self.sharded:
                 everybody = self._system.owners is None
+                key = [id(p) for b in self.plan if b.solved for p in (b, *b.params)]
+                if self._buckets[0] != key:
+                    self._buckets = key, buckets_of(step, self.training.world)
                 self.coefficient = precondition_rows(
-                    self._sharded_buckets(), *what, batch_of_all=everybody
+                    self._buckets[1], *what, batch_of_all=everybody
                 )
             elif self._system.owners is None:
                 self.coefficient = precondition_by_workers(*what)
@@ -350,14 +353,6 @@ class KFAC(OfLayers):
         for block in blocks:
             block.ensure_factors(asked=True)
         self.layers.take_in(sums, self._cadence.decay(age))
-
-    def _sharded_buckets(self) -> list[Bucket]:
-        """The buckets of the solved layers whose gradients are in shards."""
-        solved = (b for b in self.plan if b.solved)
-        key = [id(p) for b in solved for p in (b, *b.params)]
-        if self._buckets[0] != key:
-            self._buckets = key, buckets_of(self._step, self.training.world)
-        return self._buckets[1]
 
     # ------------------------------------------------------------------------------ who does what
 
