@@ -132,11 +132,6 @@ class IntervalBudget:
     ``given`` has, by option, steps between statistics and between refreshes: a number, a callable
     of the step, "auto", or None for what is neither chosen nor given; ``kinds`` the kind of each of
     the meter's accounts.
-
-    Attributes:
-        chosen: Chosen intervals in steps, by option; empty during measurement or without "auto".
-        measuring: Whether an interval is still to be chosen.
-        until: The step up to which statistics and refreshes come at every step; 0 without "auto".
     """
 
     def __init__(
@@ -150,10 +145,10 @@ class IntervalBudget:
         self._training, self._overhead, self._given = training, overhead, given
         self._auto = [name for name, every in given.items() if every == AUTO]
         self._kinds, self._steps = kinds, steps if self._auto else 0
-        self.measuring = bool(self._auto)
-        self.chosen: dict[str, int] = {}
+        self.measuring = bool(self._auto)  # an interval is still to be chosen
+        self.chosen: dict[str, int] = {}  # by option; empty while measuring, or without "auto"
         self.measured: Sequence[float] | None = None  # S, R, T in seconds, the mean of ranks
-        self.until = self._steps
+        self.until = self._steps  # until then both come at every step; 0 without "auto"
         self._watch: Stopwatch | None = None
 
     def begin(self, coming: int = 0) -> None:
@@ -244,14 +239,8 @@ class RefreshBudget:
     is earned, lest a short training pay for nothing.
 
     Prices, cost, what is spent and what a probe is taken to cost before it are in steps of the
-    base; ``cost`` is 0 until it is known.
-
-    Args:
-        first: The step of the first refresh where that is given; None once it is earned.
-        active: Whether the interval is "auto", and there are pairs to find.
-
-    Attributes:
-        warmed: Whether this process has made a product.
+    base; ``cost`` is 0 until it is known. The ``first`` refresh comes at that step, or once it is
+    earned. It is ``active`` if the interval is "auto", and there are pairs to find.
     """
 
     usual_probe = 10.0
@@ -260,7 +249,7 @@ class RefreshBudget:
         self, training: Training, overhead: float, first: int | None, *, active: bool
     ) -> None:
         self._training, self._overhead, self._first = training, overhead, first
-        self.active, self.warmed = active, False
+        self.active, self.warmed = active, False  # whether this process has made a product
         self.spent = 0.0
         self.forget()
 

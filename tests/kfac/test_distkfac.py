@@ -26,6 +26,7 @@ from threaded import (
 from torch import nn
 
 from second_order import DecayingClip
+from second_order.contract.training import ARRIVED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -148,6 +149,18 @@ def test_deterministic_beside_a_layer_without_statistics() -> None:
             go(model, optimizer, CASE, [batch])
             delays |= set(optimizer.delays.values())
     assert delays == {0, 3}
+
+
+def test_deterministic_ranks_agree_only_where_a_solve_is_waited_for() -> None:
+    model, agreed = CASE.model(), list[int]()
+    options = {"deterministic": True, "max_staleness": 2, "inv_update_steps": 4}
+    with distkfac(model, **options) as optimizer:
+        solves = optimizer._curvature.solves
+        agree = solves.agree
+        solves.agree = lambda *now: (agreed.append(optimizer.training.steps), agree(*now))[1]
+        go(model, optimizer, CASE, BATCHES[:1] * 11)
+        solves.run([], ARRIVED, [1.0])  # news of helpers are agreed on at every step
+    assert agreed == [0, 6, 10, 11]
 
 
 def one_factor_failing(solve: Callable[[], Any]) -> Any:

@@ -140,7 +140,7 @@ def held_worker(model: nn.Module, optimizer: Any, sign: Path, wrap: bool) -> Any
         until_fed(wrapped, optimizer)
         optimizer.zero_grad()
         loss_of(wrapped, mine(optimizer, BATCHES[0])).backward()
-        captured = not optimizer._curvature.layers.nothing_captured
+        captured = any(not b.staged.empty for b in optimizer._curvature.layers.blocks)
         optimizer.step()
         train_on(wrapped, optimizer, BATCHES[:2])
     return found, captured

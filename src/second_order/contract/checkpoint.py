@@ -239,11 +239,9 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
 
 
 def require_whole(training: Training, curvature: Curvature) -> None:
-    """Warn, or raise, where a ``state_dict`` of this process would lack entries.
+    """Warn, or raise SecondOrderError, where a ``state_dict`` of this process would lack entries.
 
-    Raises:
-        SecondOrderError: If nothing has been collected, and it is not
-            ``torch.distributed.checkpoint`` that asks for this process's part.
+    A part is all that ``torch.distributed.checkpoint`` asks for.
     """
     lacking, rank, collected = curvature.kept_elsewhere, training.world.rank, training.collected
     rows = any(map(is_dtensor, members_of(training.groups))) and not is_checkpointing()

@@ -51,15 +51,11 @@ WORDS = {1: torch.uint8, 2: torch.int16}  # by the size of an element in bytes; 
 
 
 class Consistency:
-    """Compares optimizers, groups and steps between ranks, by the option ``debug``.
-
-    Attributes:
-        every: Number of steps between comparisons of tensors; 0 for none.
-        loaded: Whether a checkpoint has been loaded since the last comparison.
-    """
+    """Compares optimizers, groups and steps between ranks, by the option ``debug``."""
 
     def __init__(self, debug: bool | int) -> None:
-        self.every, self.loaded = check_debug(debug), False
+        self.every = check_debug(debug)  # steps between comparisons of tensors; 0 for none
+        self.loaded = False  # a checkpoint has been loaded since the last comparison
         self._outline: list[Any] = []
         self._fingerprint = 0
 

@@ -116,12 +116,9 @@ def members_of(groups: Iterable[Any]) -> list[Tensor]:
 def named_like(
     others: Sequence[Mapping[str, Any]], group: dict[str, Any], names: Mapping[int, str]
 ) -> dict[str, Any]:
-    """A group with names where the other groups have them, as torch asks: all or none.
+    """A group with names where the ``others`` have them, as torch asks: all or none.
 
-    Args:
-        others: The present groups.
-        group: The group to be added, with or without names.
-        names: The names of the model's parameters by id; others are called by their place.
+    ``names`` are of the model's parameters, by id; others are called by their place.
     """
     known = any(isinstance(p, tuple) for p in group["params"])
     if known or not any(NAMES in other for other in others):
@@ -194,17 +191,12 @@ class DeferredWarnings:
     """Warnings of an optimizer; within methods that :func:`warns_at_its_end` they wait.
 
     One that is an error is raised at that end, and the remaining ones at the end of the next.
-
-    Attributes:
-        known: The keys of warnings that are given once, and have been.
-        waiting: The messages that wait. Hooks append to them: they run while others may wait.
-        held: How many methods run that warn at their end.
     """
 
     def __init__(self) -> None:
-        self.known: set[str] = set()
-        self.waiting: list[str] = []
-        self.held = 0
+        self.known: set[str] = set()  # keys of warnings that are given once, and have been
+        self.waiting: list[str] = []  # hooks append to it: they run while others may wait
+        self.held = 0  # number of methods that run, and warn at their end
 
     def warn(self, message: str) -> None:
         """Warn, now or at the end of the outermost method that runs."""
@@ -350,10 +342,7 @@ class Training:
 
 
 class PendingAverage:
-    """The exchange of one step's gradients, under way.
-
-    ``finish`` waits for it, and puts the means in place; None if there is nothing to wait for.
-    """
+    """The exchange of one step's gradients, which ``finish`` waits for, if it is under way."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
@@ -371,16 +360,7 @@ ARRIVED = PendingAverage()
 def start_average(
     training: Training, route: Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
 ) -> PendingAverage:
-    """Start to average gradients; a collective.
-
-    Args:
-        training: The training, whose averaged parameters are the same on every rank.
-        route: Gives the parts of the gradients, and the rank that alone gets the mean of each; None
-            for all of them everywhere.
-
-    Raises:
-        TypeError: For a sparse gradient.
-    """
+    """Start to average gradients, to whom ``route`` says; a collective. TypeError if sparse."""
     world, params = training.world, training.averaged_params()
     frozen = [p for g in training.groups for p in g["params"] if not p.requires_grad]
     left = [p for p in frozen if p.grad is not None and p not in training.trained]
@@ -427,19 +407,13 @@ def start_average(
 
 
 class Curvature:
-    """A curvature that leaves a base optimizer as it is; base class of the real ones.
+    """A curvature that leaves a base optimizer as it is; base class of the real ones."""
 
-    Attributes:
-        helps: Whether this process helps others: :meth:`prepare` is all of its steps.
-        scaler_matters: Why a GradScaler has to be announced; "" if it need not be.
-        parts_suffice: Whether ``torch.distributed.checkpoint`` may save each rank's part by itself.
-        base_in_parts: Whether each rank has a part of the base's state, and no other the same one.
-        accounts: The accounts of seconds and bytes that :meth:`metrics` goes with.
-    """
-
-    helps = parts_suffice = base_in_parts = False
-    scaler_matters = ""
-    accounts: tuple[str, ...] = ()
+    helps = False  # this process helps others: prepare() is all of its steps
+    parts_suffice = False  # torch.distributed.checkpoint may save each rank's part by itself
+    base_in_parts = False  # each rank has a part of the base's state, and no other the same one
+    scaler_matters = ""  # why a GradScaler has to be announced; "" if it need not be
+    accounts: tuple[str, ...] = ()  # of seconds and bytes, that metrics() goes with
 
     def __init__(self, training: Training) -> None:
         self.training = training

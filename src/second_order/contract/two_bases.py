@@ -43,11 +43,7 @@ class TwoBases(torch.optim.Optimizer):
     Its ``defaults`` are the settings that both have, with the first one's values: a scheduler that
     cycles momentum finds it there if it can cycle that of both. The first of ``kinds`` trains
     hidden weights, with the first of ``keywords``; modules that match a pattern of ``layers`` go to
-    the second, with all that is inside them.
-
-    Attributes:
-        parts: The two optimizers.
-        unmatched: The patterns that match no module.
+    the second, with all that is inside them; those that match none are ``unmatched``.
 
     Raises:
         TypeError: If an element of ``groups`` is neither group nor parameter.

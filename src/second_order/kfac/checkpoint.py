@@ -81,7 +81,8 @@ def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
     found = next((part for part in saved.values() if part.keys() >= set(CHOSEN)), None)
     if found is None or found.whole(CHOSEN[1], 0) != ranks:
         return 0
-    return int(found.whole(CHOSEN[0], 0))
+    workers = found.whole(CHOSEN[0], 0)
+    return workers if workers and ranks % workers == 0 else 0
 
 
 def load_factors(

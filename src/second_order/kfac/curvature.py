@@ -67,17 +67,39 @@ from second_order.options import scheduled
 from second_order.report import Summary
 from second_order.stages import Meter
 
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "OfLayers"]
 
 EXACT = 20  # first steps whose statistics travel unrounded
 
 
-class KFAC(Curvature):
-    """The layers of a training, their factors and inverses; ``helpers`` are the stats workers."""
+class OfLayers(Curvature):
+    """What is alike on workers and on stats workers: both have the layers of a training."""
 
     scaler_matters = "the gradients it has captured carry the scale"
     parts_suffice = True
     accounts = ACCOUNTS
+    layers: Layers
+    _system: System
+
+    def description(self) -> list[str]:
+        """The options, and the layers."""
+        return self.layers.description(self._system.said)
+
+    def drop_pending(self) -> None:
+        """Drop the statistics of backward passes already completed."""
+        self.layers.drop_pending()
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return self.layers.unwatched()
+
+    def preconditioned(self) -> list[Tensor]:
+        """The parameters of layers that train, and of which statistics come."""
+        return self.layers.preconditioned()
+
+
+class KFAC(OfLayers):
+    """The layers of a training, their factors and inverses; ``helpers`` are the stats workers."""
 
     def __init__(
         self,
@@ -132,10 +154,6 @@ class KFAC(Curvature):
         self._look_at_shards()
         if self._options.other_matrices == AUTO and gradient_blocks(self.layers.blocks):
             self.replan()  # no rank has their whole gradients: they are left to the base
-
-    def description(self) -> list[str]:
-        """The options, and the layers."""
-        return self.layers.description(self._system.said)
 
     def begin(self) -> None:
         """Give the processes their roles, plan, and watch the model.
@@ -213,8 +231,11 @@ class KFAC(Curvature):
             what = step, self.training, self.clip, self._options.inv_dtype
             if self.sharded:
                 everybody = self._system.owners is None
+                key = [id(p) for b in self.plan if b.solved for p in (b, *b.params)]
+                if self._buckets[0] != key:
+                    self._buckets = key, buckets_of(step, self.training.world)
                 self.coefficient = precondition_rows(
-                    self._sharded_buckets(), *what, batch_of_all=everybody
+                    self._buckets[1], *what, batch_of_all=everybody
                 )
             elif self._system.owners is None:
                 self.coefficient = precondition_by_workers(*what)
@@ -333,14 +354,6 @@ class KFAC(Curvature):
             block.ensure_factors(asked=True)
         self.layers.take_in(sums, self._cadence.decay(age))
 
-    def _sharded_buckets(self) -> list[Bucket]:
-        """The buckets of the solved layers whose gradients are in shards."""
-        solved = (b for b in self.plan if b.solved)
-        key = [id(p) for b in solved for p in (b, *b.params)]
-        if self._buckets[0] != key:
-            self._buckets = key, buckets_of(self._step, self.training.world)
-        return self._buckets[1]
-
     # ------------------------------------------------------------------------------ who does what
 
     def owners(self) -> dict[Tensor, int]:
@@ -402,10 +415,6 @@ class KFAC(Curvature):
             self.helpers.begin_anew()
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
-
-    def drop_pending(self) -> None:
-        """Drop the statistics of backward passes already completed."""
-        self.layers.drop_pending()
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
@@ -502,9 +511,8 @@ class KFAC(Curvature):
             self._pipeline.close()
         self._closed = True
         self.plan, self.known, self._shapes = {}, {}, {}
-        if self._step is not None:
-            self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
-            self._owners = None, {}
+        self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
+        self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""
@@ -515,14 +523,6 @@ class KFAC(Curvature):
         return fitted_curvature(
             self.training, self._options, layers, self.known, damping, dtype, gather
         )
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes all hooks off the model and puts them back."""
-        return self.layers.unwatched()
-
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters of layers that train, and of which statistics come."""
-        return self.layers.preconditioned()
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, traces, condition, ages and failures."""

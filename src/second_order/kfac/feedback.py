@@ -81,18 +81,13 @@ PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
 
 
 class StepLength:
-    """The factor of the steps of preconditioned weights; the same on every rank.
-
-    Attributes:
-        factor: τ.
-        measured: s of the step before, at a step with a refresh; of this rank's parameters.
-        kept: Whether a step is kept, the last or the coming one, to be scaled or looked at.
-    """
+    """The factor of the steps of preconditioned weights; the same on every rank."""
 
     def __init__(self, lengths: Lengths | None = None) -> None:
         self._lengths = lengths
-        self.factor, self.kept = 1.0, False
-        self.measured: Tensor | None = None
+        self.factor = 1.0  # τ
+        self.kept = False  # a step is kept, the last or the coming one, to be scaled or looked at
+        self.measured: Tensor | None = None  # s at a step with a refresh, of this rank's parameters
         self._sign, self._size, self._weight = 0.0, 0.0, 0.0
         self._looked_at, self._rate, self._rate_changed = -1, math.nan, -1
         self._before: dict[Tensor, Tensor] = {}

@@ -277,11 +277,6 @@ class Layers:
             if self._items is not None:
                 self._items.hang(self._training.model)
 
-    @property
-    def nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return all(block.staged.empty for block in self.blocks)
-
     def drop_pending(self) -> None:
         """Drop the statistics of backward passes already completed."""
         for block in self.blocks:

@@ -37,14 +37,10 @@ SAID: dict[Reduction, str] = {
 
 
 class ItemsHook:
-    """A hook on a model; its copies, pickled ones too, serve nobody.
-
-    Attributes:
-        told: Whether a training pass has been given the number of its step's targets.
-    """
+    """A hook on a model; its copies, pickled ones too, serve nobody."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.told = False  # whether a training pass has been given its step's number of targets
         self._handle: RemovableHandle | None = None
 
     def __call__(

@@ -105,11 +105,7 @@ def fitted_curvature(
     dtype: torch.dtype,
     gather: bool,
 ) -> KroneckerCurvature:
-    """Copy the running averages into an object of their own.
-
-    Raises:
-        SecondOrderError: If no layer has had statistics.
-    """
+    """Copy the running averages into an object of their own; raise if no layer has any."""
     away = gather_factors(training.world, plan, range(training.world.size)) if gather else {}
     found: dict[str, LayerCurvature] = {}
     names = training.names()

@@ -110,18 +110,13 @@ def least_intervals(costs: Sequence[float], work: float) -> list[int]:
 
 
 class Drift:
-    """The intervals of layers that are refreshed as they drift; the same on every rank.
-
-    Attributes:
-        changes: What the last refresh of each layer changed.
-        held: Number of layers that want to be refreshed oftener than ``least`` allows.
-        least: Steps that the budget leaves between refreshes, at least.
-    """
+    """The intervals of layers that are refreshed as they drift; the same on every rank."""
 
     def __init__(self, bounds: Bounds = PLAIN) -> None:
         self._bounds = bounds
-        self.changes: dict[KroneckerBlock, Change] = {}
-        self.least, self.held = 1, 0
+        self.changes: dict[KroneckerBlock, Change] = {}  # by each layer's last refresh
+        self.least = 1  # steps that the budget leaves between refreshes, at least
+        self.held = 0  # number of layers that want to be refreshed oftener than that
         self._affordable: dict[KroneckerBlock, int] = {}
         # Made anew once anything changes: what it is for, steps between refreshes, intervals.
         self._schedule: tuple[int, int, tuple[int, ...]] | None = None
@@ -135,10 +130,9 @@ class Drift:
         """The layers that are due at a step; those without an inverse are whenever any could be."""
         tick, intervals = self._scheduled(blocks)
         found: list[KroneckerBlock] = []
-        if step % tick == 0:
-            for block, every in zip(blocks, intervals, strict=True):
-                if not block.solved or step % max(every, tick) == 0:
-                    found.append(block)
+        for block, every in zip(blocks, intervals, strict=True) if step % tick == 0 else ():
+            if not block.solved or step % max(every, tick) == 0:
+                found.append(block)
         return found
 
     def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
@@ -160,13 +154,9 @@ class Drift:
         work: float,
         costs: Sequence[float],
     ) -> None:
-        """Follow what a refresh has changed.
+        """Follow what a refresh has changed: P₀ · P, |P₀|² and |P|² of each layer; 0 for nothing.
 
-        Args:
-            blocks: All layers that train.
-            changes: Of each layer P₀ · P, |P₀|² and |P|², one after the other; zeros for nothing.
-            work: Operations of a step's passes on a rank.
-            costs: Operations of the solves of each layer, on the rank that does most.
+        ``work`` and ``costs`` are those of :func:`least_intervals`.
         """
         for i, block in enumerate(blocks):
             product, old, new = changes[3 * i : 3 * i + 3]
@@ -244,19 +234,14 @@ def past_at(past: PerStep, since: int, step: int) -> float:
 
 
 class Cadence:
-    """When statistics and refreshes are due, and how much of the past an update keeps.
-
-    Attributes:
-        updated_at: The step of the last update of the running averages.
-        budget: Chooses the intervals that are "auto".
-        drift: The layers' intervals where refreshes follow what they change; None otherwise.
-    """
+    """When statistics and refreshes are due, and how much of the past an update keeps."""
 
     def __init__(
         self, training: Training, options: KFACOptions, layers: Layers, helped: bool, waits: bool
     ) -> None:
         self._training, self._options, self._layers = training, options, layers
-        self.updated_at, self.drift = 0, None
+        self.updated_at = 0  # the step of the last update of the running averages
+        self.drift = None  # the layers' intervals where refreshes follow what they change
         given = {name: getattr(options, name) for name in BUDGETED}
         if options.by_drift:
             self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN)

@@ -57,8 +57,7 @@ def precondition_rows(
 ) -> Tensor | None:
     """Precondition the layers that are solved, each on its worker, and write ν P by rows.
 
-    Returns:
-        ν, a scalar; None where nothing is clipped.
+    Returns ν, a scalar; None where nothing is clipped.
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]

@@ -63,37 +63,18 @@ class Verdict(IntEnum):
 
 @dataclass(eq=False)
 class Solve:
-    """A layer's solve under way, of factors taken at a step.
-
-    Attributes:
-        damping: γ at that step, on ranks that know it.
-        scale: What the inverse is multiplied by, on these ranks; None for nothing.
-        solved: The decompositions that this rank has computed.
-        ticket: Of the thread that solves it, if one does.
-    """
+    """A layer's solve under way, of factors taken at a step."""
 
     step: int
-    damping: Damping | None = None
-    scale: Tensor | None = None
+    damping: Damping | None = None  # γ at that step, on ranks that know it
+    scale: Tensor | None = None  # what the inverse is multiplied by, on these; None for nothing
     verdict: Verdict = Verdict.OPEN
-    solved: Solved = field(default_factory=dict)
-    ticket: Any = None
+    solved: Solved = field(default_factory=dict)  # what this rank has decomposed
+    ticket: Any = None  # of the thread that solves it, if one does
 
 
 class Solves:
-    """The inverses of a training's layers, solved at the step at which they are due.
-
-    Attributes:
-        wanted: Whether a refresh is due out of turn.
-        refreshed: Whether layers have been put to use at this step; the same on every rank.
-        under_way: The solves under way, by layer.
-        taken_at: By layer, the step whose factors the inverse in use was made from.
-        installed_at: By layer, the step at which that inverse was put to use.
-        damping: γ of the last refresh, as the option has it; NaN before.
-        mean_curvature: Of all layers, at the last refresh; 0 before.
-        dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
-        failed: Number of solves that gave no sound decomposition, of all layers so far.
-    """
+    """The inverses of a training's layers, solved at the step at which they are due."""
 
     heads = 0
     """Numbers that travel before a layer's A, γ and its scale; none where all workers know them."""
@@ -113,18 +94,22 @@ class Solves:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
         self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
-        self.damping, self.failed, self.mean_curvature = math.nan, 0, 0.0
+        self.damping, self.mean_curvature = math.nan, 0.0  # γ as the option has it; of all layers
+        self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
 
     def restart(self, step: StepPlan) -> None:
         """Solve all layers of a plan anew, from other factors or on other ranks."""
-        self.step, self.plan, self.wanted = step, step.layers, True
+        self.step, self.plan = step, step.layers
+        self.wanted = True  # a refresh is due out of turn
         self.under_way: dict[KroneckerBlock, Solve] = {}  # verdicts on others are void
+        # Of the inverses in use: when they were put to use, the step of their factors, and γ on the
+        # layer's gradient workers.
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
-        self.refreshed = False
+        self.refreshed = False  # layers have been put to use at this step, alike on every rank
         if self.traces is not None:
             self.traces.forget()
 
@@ -140,14 +125,9 @@ class Solves:
     ) -> Sequence[float]:
         """Solve the layers that are due, and install what the ranks agree is solved.
 
-        Args:
-            due: The layers that are due at this step; all are if a refresh is wanted out of turn.
-            pending: The gradients: nothing may be under way in the world while a part of it
-                communicates, since NCCL's communicators are not to be used at the same time.
-            news: Further numbers for the ranks to agree on; of the same length on every rank.
-
-        Returns:
-            The news of all ranks, the largest of each.
+        Gradients have arrived before a part of the world communicates: NCCL's communicators are not
+        to be used at the same time. Returns the largest of all ranks' ``news``, numbers of which
+        every rank has as many.
 
         Raises:
             DecompositionError: On every rank, if a thread has raised, or a layer could not be

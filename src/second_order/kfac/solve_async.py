@@ -191,7 +191,10 @@ class SolvesOnThreads(Solves):
             self.submit([block for block in due if block not in self.under_way])
         if due:
             self.layers.tell_of_sums()
-        news, agreed = self.agree(pending, news)
+        agreed: list[KroneckerBlock] = []
+        # Exactly so many steps later: before, there is nothing to agree on.
+        if news or not self._own.deterministic or any(map(self._waits, self.under_way)):
+            news, agreed = self.agree(pending, news)
         if due:
             self.wanted = False
             came = {b for b in before if b not in self.under_way and b.solved}

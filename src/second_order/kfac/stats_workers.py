@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -36,9 +35,9 @@ from second_order.distributed.mailbox import (
     open_store,
 )
 from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
-from second_order.kfac.curvature import KFAC
+from second_order.kfac.curvature import KFAC, OfLayers
 from second_order.kfac.layers import Layers
-from second_order.kfac.metrics import ACCOUNTS, NAMES
+from second_order.kfac.metrics import NAMES
 from second_order.kfac.options import DistKFACOptions, KFACOptions
 from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
@@ -120,21 +119,15 @@ class Helper:
 
 
 class StatsWorkers:
-    """The stats workers, as a gradient worker knows them.
-
-    Attributes:
-        active: The stats workers that are alive.
-        own_passes: Whether statistics come from the training passes.
-        hungry: Whether no sound statistics have come last, or since a change of the layers.
-        edition: Number of changes of the layers. Messages on their way at a change are dropped.
-    """
+    """The stats workers, as a gradient worker knows them."""
 
     def __init__(self, count: int, patience: float) -> None:
         self.count, self._patience = count, patience
         self._rank = 0
-        self.active: list[Helper] = []
-        self.own_passes = self.hungry = True
-        self.edition = 0
+        self.active: list[Helper] = []  # those that are alive
+        self.own_passes = True  # statistics come from the training passes
+        self.hungry = True  # no sound statistics have come last, or since a change of the layers
+        self.edition = 0  # number of such changes: messages on their way at one are dropped
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
@@ -219,17 +212,10 @@ class StatsWorkers:
         self.active = [helper for helper in self.active if helper not in helpers]
 
 
-class StatsWorker(Curvature):
-    """A process that computes statistics for the others' training, and does not train.
+class StatsWorker(OfLayers):
+    """A process that computes statistics for the others' training, and does not train."""
 
-    Attributes:
-        mailbox: The mailbox to the workers; None before roles are given, and after a goodbye.
-        optimized: Which parameters and buffers the workers optimize.
-    """
-
-    scaler_matters = "the gradients it has captured carry the scale"
-    parts_suffice = helps = True
-    accounts = ACCOUNTS
+    helps = True
 
     def __init__(
         self,
@@ -244,16 +230,12 @@ class StatsWorker(Curvature):
         self._system = system
         self._count, self._patience = count, patience
         self._workers = training.world.size - count
-        self.mailbox: Mailbox | None = None
+        self.mailbox: Mailbox | None = None  # to the workers, from the roles to the goodbye
         self._store: TCPStore | None = None
         self._everybody: tuple[str, ...] = ()
         self._asked = self._sent = self._edition = 0
-        self.optimized: list[bool] = []
+        self.optimized: list[bool] = []  # which parameters and buffers the workers optimize
         self.layers.find()
-
-    def description(self) -> list[str]:
-        """The workers' options, and the layers."""
-        return self.layers.description(self._system.said)
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
@@ -294,28 +276,13 @@ class StatsWorker(Curvature):
         self._deliver()
         self._fetch()
 
-    def drop_pending(self) -> None:
-        """Drop the statistics of backward passes already completed."""
-        self.layers.drop_pending()
-
     @property
     def dismissed(self) -> bool:
         """Whether the workers have said goodbye."""
         return self.mailbox is not None and self.mailbox.closed_there
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute statistics until the workers close.
-
-        Args:
-            batches: One for each statistic, from the start again when they end.
-            loss_fn: The loss of a batch, neither scaled nor divided.
-
-        Returns:
-            Number of batches whose statistics have been sent.
-
-        Raises:
-            ValueError: If there is no batch.
-        """
+        """Compute statistics until the workers close; see :meth:`DistKFAC.serve`."""
         sent = 0
         try:
             for batch in endless(batches):
@@ -342,9 +309,6 @@ class StatsWorker(Curvature):
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
         Parameters frozen there are frozen here: statistics of their layers would be of no use.
-
-        Raises:
-            SecondOrderError: If the parameters are of another model.
         """
         if self.mailbox is None:
             return False
@@ -383,10 +347,6 @@ class StatsWorker(Curvature):
                 self.mailbox.post(f"stats/{self._sent}/{rank}", flat, **note)
             self._sent += 1
 
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters of the layers whose statistics this process takes."""
-        return self.layers.preconditioned()
-
     def metrics(self) -> dict[str, float]:
         """The workers' names, with NaN: this process preconditions nothing."""
         return dict.fromkeys(NAMES, math.nan)
@@ -394,10 +354,6 @@ class StatsWorker(Curvature):
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
         return replace(self.layers.summary({}), age="no inverses yet")
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes all hooks off the model and puts them back."""
-        return self.layers.unwatched()
 
     def close(self) -> None:
         """Say goodbye to the workers, and release the model."""

@@ -60,23 +60,18 @@ def judge(now: Mark, before: Mark, bounds: tuple[float, float], settled: bool) -
 
 
 class TraceRefresh:
-    """The layers' traces at their last solves, and which layers have settled.
-
-    Attributes:
-        settled: The layers whose traces are looked at no more; the same on every rank.
-        judged: Number of layers of all refreshes so far.
-        spared: Number of these that kept their inverse.
-    """
+    """The layers' traces at their last solves, and which layers have settled."""
 
     def __init__(self, bounds: tuple[float, float]) -> None:
-        self._bounds, self.judged, self.spared = bounds, 0, 0
+        self._bounds = bounds
+        self.judged = self.spared = 0  # layers of all refreshes, and those that kept their inverse
         self.forget()
 
     def forget(self) -> None:
         """Watch every layer from its next solve on: a plan has changed, or a checkpoint came."""
         self._marks: dict[KroneckerBlock, Mark] = {}  # of the inverses in use
         self._coming: dict[KroneckerBlock, Mark] = {}  # of those that are being solved
-        self.settled: set[KroneckerBlock] = set()
+        self.settled: set[KroneckerBlock] = set()  # looked at no more; the same on every rank
 
     def keeping(
         self, dampings: Mapping[KroneckerBlock, Damping], damping: float

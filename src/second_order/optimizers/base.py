@@ -218,8 +218,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 loss = closure()
         # By a step of lr 0 and zero gradients torch.distributed.checkpoint makes state exist. It
         # moves no counter and starts no collective: one rank alone may take it.
-        quiet = training.steps == 0 and self.param_groups and self.param_groups[0]["lr"] == 0
-        empty = quiet and not self.state and is_checkpointing()
+        empty = training.steps == 0 and not self.state and is_checkpointing()
         if DTENSORS in sys.modules and self.take_shards() and empty:
             # torch has set the gradients of those before
             for p in members_of(self.param_groups):
