@@ -101,6 +101,16 @@ def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
         save_checkpoint(STATE, tmp_path / "no folder" / "a.pt")
 
 
+def test_a_file_can_be_checked_where_torch_saves_without_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(STATE, tmp_path / "step.pt")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(load_checkpoint(tmp_path / "step.pt")["w"], NUMBERS)
+
+
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     save_checkpoint(STATE, tmp_path / "a.pt")
     with pytest.raises(TypeError, match=r"a\.pt has not been written: .*neither tensors nor"):

@@ -55,7 +55,12 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
         TypeError: If ``state`` has something that :func:`load_checkpoint` would not read.
     """
     with replacing(Path(path)) as file:
-        torch.save(state, file.name)  # by name it takes a quarter of the time
+        crc = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(True)  # load_checkpoint compares them
+        try:
+            torch.save(state, file.name)  # by name it takes a quarter of the time
+        finally:
+            torch.serialization.set_crc32_options(crc)
         try:
             torch.load(file.name, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from contract import each_kronecker, factors, make, take
+from contract import assert_same_factors, each_kronecker, factors, make, take
 from models import CLASSES, Pool
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -231,6 +231,19 @@ def test_a_checkpointed_attention_has_the_factors_of_a_plain_one(
             continue
         for one, other in zip(pair_of, found[1][name], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
+
+
+def test_an_attention_kept_out_of_a_graph_has_the_factors_of_a_plain_one() -> None:
+    found = []
+    for backend in (None, "aot_eager"):
+        model, _ = pair("keys and values")
+        optimizer, run = make(KAISA, model), model
+        if backend is not None:
+            model.attention.forward = torch.compiler.disable(model.attention.forward)
+            run = torch.compile(model, backend=backend)
+        take(run, optimizer, batch_of(model))
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
 
 
 def test_forwards_without_a_backward_leave_nothing() -> None:

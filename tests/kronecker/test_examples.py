@@ -179,6 +179,21 @@ def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) 
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+def test_labels_drawn_in_two_calls_of_the_model_count_in_one_backward_as_in_two() -> None:
+    found = []
+    for at_once in (True, False):
+        model, (x, y) = MLP.model(), MLP.batch()
+        optimizer = make(KAISA, model, fisher="sampled")
+        losses = [cross_entropy(model(part), y[: len(part)]) for part in (x, 2 * x)]
+        for loss in [sum(losses)] if at_once else losses:
+            loss.backward()
+        optimizer.step()
+        assert {row.status for row in optimizer.summary().rows} == {"preconditioned"}
+        found.append(factors(optimizer))
+    assert_same_factors(*found, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 def test_a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:

@@ -220,9 +220,13 @@ ODD: dict[str, Callable[[], nn.Module]] = {
 
 def pooled(kind: str) -> nn.Module:
     """A layer whose forward, replaced on the instance, gives fewer rows than it gets."""
-    layer: Any = {"linear": nn.Linear, "transposed": TransposedLinear}.get(kind, nn.LayerNorm)(
-        *((5,) if kind == "norm" else (5, 4))
-    )
+    layer: Any = {
+        "linear": lambda: nn.Linear(5, 4),
+        "transposed": lambda: TransposedLinear(5, 4),
+        "embedding": lambda: nn.Embedding(7, 4),
+        "convolution": lambda: nn.Conv1d(4, 4, 2),
+        "norm": lambda: nn.LayerNorm(5),
+    }[kind]()
     plain = layer.forward
     layer.forward = lambda x: plain(x)[..., :4].mean(1)
     return nn.Sequential(layer, nn.Flatten(), nn.Linear(4, CLASSES)).double()
@@ -230,10 +234,11 @@ def pooled(kind: str) -> nn.Module:
 
 @quiet
 @pytest.mark.parametrize("fisher", ["empirical", "sampled"])
-@pytest.mark.parametrize("kind", ["linear", "transposed", "norm"])
+@pytest.mark.parametrize("kind", ["linear", "transposed", "embedding", "convolution", "norm"])
 def test_a_pair_of_other_sizes_ends_no_backward(kind: str, fisher: str) -> None:
     torch.manual_seed(0)
     model, x = pooled(kind), torch.randn(6, 4, 5, dtype=F64)
+    x = torch.randint(7, (6, 4)) if kind == "embedding" else x
     optimizer = make(KAISA, model, fisher=fisher, exact_blocks=True)
     for _ in range(2):
         take(model, optimizer, (x, torch.arange(6) % CLASSES))

@@ -57,6 +57,7 @@ class KroneckerBlock:
 
     Attributes:
         names: Names of the modules that share the weight, one for most layers.
+        name: The layer's name, for messages.
         keys: The kind of each of these modules.
         bias: The bias in the optimizer's care, or None.
         factors: Running averages; None before the first statistic or checkpoint.
@@ -80,6 +81,7 @@ class KroneckerBlock:
         keys: Sequence[Key | None] = (),
     ) -> None:
         self.names, self.modules = list(names), list(modules)
+        self.name = " = ".join(name or "(model)" for name in names)
         self.watched = self.modules  # whose passes make the statistics
         self.keys = list(keys) or list(map(key_of, modules))
         named = zip(modules, self.keys, strict=True)
@@ -92,6 +94,7 @@ class KroneckerBlock:
         self._before: Inverse | Tensor | None = None
         self._change: Tensor | None = None
         self._expected_version = 0  # version of the weight's gradient at the next pass
+        self.last_backward = -1  # the number of the pass that brought the last pair
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
@@ -110,11 +113,6 @@ class KroneckerBlock:
             self.staged.dropped += before.dropped.to(self.weight.device)
         self.factors: KroneckerFactors | None = None
         self.drop_inverse()
-
-    @property
-    def name(self) -> str:
-        """The layer's name, for messages."""
-        return " = ".join(name or "(model)" for name in self.names)
 
     @property
     def trainable(self) -> bool:

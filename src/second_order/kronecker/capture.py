@@ -68,6 +68,10 @@ CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
 )
+NOT_DRAWN = (
+    "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
+    "checkpoint(..., use_reentrant=False), or fisher='empirical'"
+)
 RUNS_EAGERLY = (
     "fisher='sampled' draws labels, for which the model runs without torch.compile at steps with "
     "statistics; fisher='empirical' has them from the compiled graph"
@@ -396,10 +400,16 @@ class Capture:
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
-        with autograd.drawing_from(loss):
-            gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                loss, [edge for _, edge in pending], retain_graph=True, allow_unused=True
-            )
+        edges = [edge for _, edge in pending]
+        try:
+            with autograd.drawing_from(loss):
+                gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                    loss, edges, retain_graph=True, allow_unused=True
+                )
+        except RuntimeError as error:
+            if "checkpoint" not in str(error).lower():
+                raise
+            raise RuntimeError(NOT_DRAWN) from error
         # These pairs count once the user's own backward comes by, and not before.
         for (call, edge), gradient in zip(pending, gradients, strict=True):
             if gradient is not None and (pair := call.pair(gradient, edge.node)) is not None:
@@ -494,8 +504,12 @@ class StatisticsCollector:
         """
         training, reduction = self._training(module), self.reduction()
         counted = self._counted(module) if reduction == "step_mean" else []
+        # With drawn labels one backward pass brings pairs of several calls of the model.
+        backward = autograd.current_pass() if self.sampled else pass_id
         for block in {*training, *counted}:
-            if not block.staged.knows(pass_id):
+            begins = block.last_backward != backward and not block.staged.knows(pass_id)
+            block.last_backward = backward
+            if begins:
                 block.follow_requires_grad()
                 unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
                 if block.starts_anew(unreduced):

@@ -139,9 +139,8 @@ def decompose_batched(
 ) -> Iterator[tuple[int, Decomposition]]:
     """Decompose many factors, those of one size, dtype and device together.
 
-    Yields the index and the decomposition, with
-    leading ``groups``, of each problem that has a sound one for every group. The parts are views
-    of their batch's.
+    Yields the index and the decomposition, with leading ``groups``, of each problem that has a
+    sound one for every group. The parts are views of their batch's.
     """
     batches: list[list[int]] = []
     current: dict[object, list[int]] = {}

@@ -146,8 +146,8 @@ class ExactBlock(KroneckerBlock):
         own = module._parameters.items()
         # By name: during a pass FSDP2 puts others in their place.
         self._letters = [next(name for name, other in own if other is p) for p in owned]
-        names = [name if self.gain else f"{name or '(model)'}.bias"]  # beside a Kronecker block
-        super().__init__(names, [module], None, factor_dtype, triangular)
+        super().__init__([name], [module], None, factor_dtype, triangular)
+        self.name += "" if self.gain else ".bias"  # beside a Kronecker block
 
     def _key_parameter(self) -> nn.Parameter:
         return self.owned[0]

@@ -101,9 +101,11 @@ class LayerHook(WatchHook):
         if torch.compiler.is_exporting():
             return None
         if torch.compiler.is_dynamo_compiling():
-            if is_attention(module):
-                return None  # its products cannot be seen
-            return _traced(self.watches, module, input_in(args, kwargs), output)
+            if not is_attention(module):
+                return _traced(self.watches, module, input_in(args, kwargs), output)
+            if "forward" in vars(module):  # else its products cannot be seen
+                _outside(self, module, args, kwargs, output)
+            return None
         for capture in self.captures():
             capture.observe(module, args, kwargs, output)
         return None
@@ -154,6 +156,12 @@ def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) ->
                 _refuse()
             output = torch.ops.second_order.watch(as_used(x).detach(), output, watch.anchor)
     return output
+
+
+@partial(torch.compiler.disable, reason="the attention's forward is kept out of the graph")
+def _outside(hook: LayerHook, *call: Any) -> None:
+    """Tell of a call outside of the graph, where a disabled forward has been, too."""
+    hook(*call)
 
 
 def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:

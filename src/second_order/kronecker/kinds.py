@@ -34,6 +34,7 @@ from second_order.kronecker.layers import (
     LayerKind,
     PairStatistics,
     at_least_one,
+    embedding_fits,
     embedding_gradient,
     embedding_statistics,
     gram,
@@ -124,6 +125,7 @@ KINDS[TIED_EMBEDDING] = LayerKind(
     partial(rows_of_embedding, tied=True),
     with_bias=False,
     gradient=embedding_gradient,
+    fits=embedding_fits,
 )
 KINDS[TIED_OUTPUT] = LayerKind(
     _tied_output_statistics,

@@ -360,8 +360,14 @@ def rows_of_embedding(module: nn.Module, bias: bool, tied: bool = False) -> Fact
     return FactorShape(1, entries, width, diagonal_a=True, marginal=tied)
 
 
+def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
+    """Whether a pair has a row for each index."""
+    width = cast(Tensor, module.weight).shape[1]
+    return not x.is_floating_point() and d.shape == (*x.shape, width)
+
+
 KINDS[nn.Embedding] = LayerKind(
-    embedding_statistics, rows_of_embedding, gradient=embedding_gradient
+    embedding_statistics, rows_of_embedding, gradient=embedding_gradient, fits=embedding_fits
 )
 
 
