@@ -183,6 +183,28 @@ def test_a_checkpoint_goes_on_elsewhere(world: World, tmp_path: Path) -> None:
         assert_same_trajectory(found, expected, rtol=1e-5, hint=(size, before))
 
 
+def sharded_in_use(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """What the published state has of eigenpairs before a model is sharded, and after it."""
+    model: Any = narrow()
+    with noted(), made(model, "never", DHO2) as optimizer:
+
+        def kept() -> list[str]:
+            return [key for entry in optimizer.state.values() for key in entry["curvature"]]
+
+        go_on(model, optimizer, rank, world_size, batches(3))
+        optimizer.state_dict()
+        before = kept()
+        fsdp(model)
+        optimizer.zero_grad()
+        return before, kept()
+
+
+def test_pairs_that_are_let_go_are_not_kept_in_the_state(world: World) -> None:
+    ((before, after),) = world.run(sharded_in_use, 1)
+    assert "eigenvectors" in before
+    assert "eigenvectors" not in after
+
+
 # What is refused.
 
 

@@ -60,18 +60,15 @@ class Accelerating(Team):
     """Answers the workers' messages: computes eigenpairs, and judges updates.
 
     The mailbox is to worker 0 on the first accelerator; to the first on the others.
-
-    Attributes:
-        answered: Number of points whose eigenpairs have been computed.
-        lost: Name of the process that is no longer heard of, or "".
     """
 
     role: Role = "accelerator"
     scaler_matters, helps = "", True
     _loss_fn: Closures | None = None
-    _orders = _calls = answered = 0
+    _orders = _calls = 0
+    answered = 0  # points whose eigenpairs have been computed
     _over = False
-    lost = ""
+    lost = ""  # who is no longer heard of
 
     def prepare(self) -> None:
         """Help until the workers have taken a step, in place of a step."""

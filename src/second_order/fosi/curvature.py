@@ -22,23 +22,10 @@ from torch import Tensor
 from second_order.contract.saved import BASE, CURVATURE, SavedPart
 from second_order.contract.training import Curvature, PendingAverage, Routed, Training, members_of
 from second_order.errors import CurvatureError
-from second_order.fosi.checkpoint import (
-    check_saved_pairs,
-    gather_eigenpairs,
-    room_for_eigenpairs,
-)
+from second_order.fosi.checkpoint import check_saved_pairs, gather_eigenpairs, room_for_eigenpairs
 from second_order.fosi.eigenpairs import Closures, RefreshedPairs
-from second_order.fosi.metrics import (
-    ACCOUNTS,
-    pair_metrics,
-    pair_summary,
-)
-from second_order.fosi.options import (
-    FOSIOptions,
-    check_one_vector,
-    check_shards,
-    newton_scales,
-)
+from second_order.fosi.metrics import ACCOUNTS, pair_metrics, pair_summary
+from second_order.fosi.options import FOSIOptions, check_one_vector, check_shards, newton_scales
 from second_order.fosi.subspace import Subspace, share_inside
 from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
@@ -53,17 +40,10 @@ __all__ = ["FOSICurvature"]
 class FOSICurvature(Curvature):
     """The curvature of FOSI: eigenpairs, and the step that uses them.
 
-    Attributes:
-        vector: The parameters that train, as one vector.
-        closure: The optimizer's function that evaluates the loss on the curvature batch.
-        closure_of_step: The one that the present step is given in its place.
-        pairs: The eigenpairs in use, and their refreshes.
-        closed: Whether the base goes on alone for good.
-        settings: A line for the summary, on where the options come from.
+    ``settings`` is a line for the summary, on where the options come from.
     """
 
-    computes_pairs = True
-    """Whether eigenpairs are this process's to renew."""
+    computes_pairs = True  # whether eigenpairs are this process's to renew
 
     def __init__(
         self, training: Training, options: FOSIOptions, closure: Closures | None, settings: str = ""
@@ -76,9 +56,9 @@ class FOSICurvature(Curvature):
         if closure is not None:
             check_closure(closure)
         self.closure = closure
-        self.closure_of_step: Closures | None = None
+        self.closure_of_step: Closures | None = None  # in the place of it, at the present step
         self.pairs = RefreshedPairs(training, options, self.vector)
-        self.closed = False
+        self.closed = False  # whether the base goes on alone for good
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step

@@ -79,23 +79,15 @@ class Tally:
 
 
 class RefreshedPairs:
-    """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``.
-
-    Attributes:
-        subspace: The eigenvectors' span; None without eigenpairs.
-        tally: Counts of all refreshes.
-        trust: What bounds the Newton steps.
-        batch_loss: Loss of the curvature batch at the last refresh.
-        bound: The bound on s that the guard allows.
-        budget: Tells when refreshes are due, if their interval is "auto".
-        first_used: The first step that uses the newest eigenpairs; -1 before there are any.
-    """
+    """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``."""
 
     def __init__(self, training: Training, options: FOSIOptions, vector: ParameterVector) -> None:
         self._training, self._options, self._vector = training, options, vector
-        self.subspace: Subspace | None = None
+        self.subspace: Subspace | None = None  # None without eigenpairs
         self.tally, self.trust = Tally(), TrustRegion()
-        self.batch_loss, self.bound, self.first_used = math.inf, 1.0, -1
+        self.batch_loss = math.inf  # of the curvature batch at the last refresh
+        self.bound = 1.0  # on s, that the guard allows
+        self.first_used = -1  # the first step that uses the newest eigenpairs
         self._first_loss: float | None = None
         active = options.curvature_interval == AUTO and options.wanted > 0
         first = options.warmup_steps

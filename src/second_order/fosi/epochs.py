@@ -56,27 +56,18 @@ GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
 
 
 class Divided(FOSICurvature):
-    """MRDHO2 on one process; without accelerators each computes eigenpairs once an epoch.
-
-    Attributes:
-        epoch: Number of the epoch under way.
-        epoch_step: Number of its steps that have been taken.
-        start: c, the epoch's first point, flat; None if there is to be no final update.
-        total: p, the sum of gradients, as ``start``; None if there is to be no final update.
-        helped: Whether accelerators are at work for this worker.
-        reports: Reports of the last epochs. Workers wait until they agree on what has come, so
-            ``waited`` is long on all where one waits.
-    """
+    """MRDHO2 on one process; without accelerators each computes eigenpairs once an epoch."""
 
     options: EpochOptions
     role: Role = "worker"
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self.epoch = self.epoch_step = 0
-        self.start: Tensor | None = None
-        self.total: Tensor | None = None
-        self.helped = False
+        self.epoch = self.epoch_step = 0  # the epoch under way, and how many of its steps are taken
+        self.start: Tensor | None = None  # c, flat; None if there is to be no final update
+        self.total: Tensor | None = None  # p, alike; None with "within", too
+        self.helped = False  # whether accelerators are at work for this worker
+        # Workers wait until they agree on what has come: ``waited`` is long on all where one waits.
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
 
     def begin(self) -> None:

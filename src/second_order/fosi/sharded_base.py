@@ -21,14 +21,7 @@ from second_order.contract.training import unhooked
 from second_order.distributed.world import Delivery, World
 from second_order.sharded import is_dtensor, local
 
-__all__ = [
-    "ParamPiece",
-    "ShardedBase",
-    "cut_state",
-    "gather_parts",
-    "gather_state",
-    "works_by_element",
-]
+__all__ = ["ELEMENTWISE", "ParamPiece", "ShardedBase", "cut_state", "gather_parts", "gather_state"]
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -43,11 +36,7 @@ ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.ASGD,
 )
-
-
-def works_by_element(base: type[torch.optim.Optimizer]) -> bool:
-    """Whether a base steps each element by itself, so that parts of tensors can be stepped."""
-    return base in ELEMENTWISE
+"""The bases known to step each element by itself, so that parts of tensors can be stepped."""
 
 
 @dataclass(frozen=True, eq=False)

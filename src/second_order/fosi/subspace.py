@@ -161,33 +161,20 @@ class Subspace:
 
     The momentum of g₁ lives in R^n and outlasts refreshes: it is V̂ ``momentum`` + ``decayed`` ·
     ``carried``, the second part, of earlier subspaces, being orthogonal to V̂.
-
-    Attributes:
-        basis: V̂, in one of the two layouts.
-        values: ``(r,)`` û, the largest first; float64 on the CPU.
-        residuals: ``(r,)`` residuals of the eigenpairs, float64 on the CPU.
-        largest: Number k of largest eigenpairs.
-        rates: ``(r_p,)`` Newton's steps in the vectors that are ``basis.mine``.
-        rest_scale: s, by which the base's step is stretched.
-        momentum: Coefficients of the vectors that are ``basis.mine``.
-        last: |û|⁻¹ mom of the last step, of the vectors that are ``basis.mine``.
-        carried: This process's part of the vector of earlier subspaces, or None for zero.
-        decayed: The factor of ``carried`` that is left.
-        unsound: Whether a step was not finite, the same on all processes.
-        taken: The last Newton step without α, the base's step in the span, and α of each group.
     """
 
-    basis: Basis
-    values: Tensor
-    residuals: Tensor
-    largest: int
-    rates: Tensor
-    rest_scale: float
-    momentum: Tensor
-    last: Tensor
-    carried: Tensor | None = None
-    decayed: float = 1.0
-    unsound: Flag = False
+    basis: Basis  # V̂, in one of the two layouts
+    values: Tensor  # (r,) û, the largest first; float64 on the CPU
+    residuals: Tensor  # (r,), alike
+    largest: int  # k, number of the largest eigenpairs
+    rates: Tensor  # (r_p,) Newton's steps in the vectors that are ``basis.mine``
+    rest_scale: float  # s, by which the base's step is stretched
+    momentum: Tensor  # (r_p,) its coefficients
+    last: Tensor  # (r_p,) |û|⁻¹ mom of the last step
+    carried: Tensor | None = None  # this process's part; None for zero
+    decayed: float = 1.0  # the factor of ``carried`` that is left
+    unsound: Flag = False  # whether a step was not finite, the same on all processes
+    # The last Newton step without α, the base's step in the span, and α of each group.
     taken: tuple[Tensor, Tensor, Sequence[float | Tensor]] | None = None
 
     def bounded(

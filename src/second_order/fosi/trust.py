@@ -142,16 +142,11 @@ def judged(
 
 
 class TrustRegion:
-    """What the steps so far tell of the model.
-
-    Attributes:
-        numbers: Six of them: the usual promise, 0 before there is one; the bound on τ by the
-            curvature along the steps; the two sums of κ, the first without what the coming c₊
-            adds; τ and α of the last step, 0 if there is none.
-        undone: How many steps have been taken back.
-    """
+    """What the steps so far tell of the model: six numbers, and how many steps are taken back."""
 
     def __init__(self) -> None:
+        # The usual promise, 0 before there is one; the bound on τ by the curvature along the steps;
+        # the two sums of κ, the first without what the coming c₊ adds; τ and α of the last step.
         self.numbers: list[Number] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.undone: Number = 0
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from second_order.contract.training import Routed, Training
 from second_order.distributed.shard_layout import layout_of
-from second_order.fosi.sharded_base import ParamPiece, ShardedBase, gather_state, works_by_element
+from second_order.fosi.sharded_base import ELEMENTWISE, ParamPiece, ShardedBase, gather_state
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.spectrum import lanczos_dtype
@@ -41,14 +41,8 @@ class Chunk:
     """Neighbouring pieces of one group, a large one alone.
 
     Many small parameters are most of a small network, and a call for each most of a step: they are
-    copied by one call to a room, where they lie one after the other.
-
-    Attributes:
-        pieces: The pieces, in order.
-        params: Their parameters.
-        group: Index of the parameters' group.
-        columns: The chunk's columns in the vector of all pieces that were cut into chunks, where it
-            begins at ``start``.
+    copied by one call to a room, where they lie one after the other. Its columns in the vector of
+    all pieces that were cut into chunks begin at ``start``.
     """
 
     def __init__(self, pieces: Sequence[ParamPiece], start: int) -> None:
@@ -136,16 +130,11 @@ class ParameterVector:
     """The vector of parameters, the rows of each process, and the base that steps them.
 
     Attributes:
-        model: The module whose train/eval mode is to be kept, if it is known.
+        params: The parameters that train, group by group, in order: n elements, the ``size``.
         spread: Whether rows are spread over the processes.
         sharded: Whether FSDP2 has spread them: it averages gradients, and shares rows.
-        params: The parameters that train, group by group, in order.
-        size: Number n of elements in all.
-        pieces: The pieces of all processes, by rank.
-        bounds: The index of each process's first element, those of all processes one after the
-            other, and n.
-        mine: This process's pieces.
-        chunks: This process's pieces, cut into chunks.
+        pieces: The pieces of all processes, by rank; those here are ``mine``, cut into ``chunks``.
+        bounds: The index of each process's first element, those of all one after the other, and n.
         in_parts: Whether the base's state here is cut to this process's rows.
     """
 
@@ -153,7 +142,7 @@ class ParameterVector:
         self._training, self._wanted = training, (spread, dtype)
         self.model = training.model if training.known else None
         self.restart()
-        if self.spread and not self.sharded and not works_by_element(type(training.base)):
+        if self.spread and not self.sharded and type(training.base) not in ELEMENTWISE:
             raise ValueError(
                 f"layout='row' on {training.world.size} processes steps {training.base_name} on "
                 f"parts of the parameters, and it is not known to work element by element; use "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -31,12 +31,7 @@ from second_order.lanczos.closure import (
     check_curvature,
     evaluated,
 )
-from second_order.lanczos.differentiable import (
-    Graph,
-    Parts,
-    derivatives,
-    remedied,
-)
+from second_order.lanczos.differentiable import Graph, Parts, derivatives, remedied
 from second_order.sharded import dtypes_of_passes, local
 
 __all__ = ["Hessian", "ProductMode", "ShardedHessian"]
@@ -263,13 +258,19 @@ class Hessian:
         return flat if total is None else total.add_(flat)
 
     def _differences(self, directions: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-        """H v from the gradients at w ± εv."""
+        """H v from the gradients at w ± εv; the parameters are w again at the end."""
         step = self._step_along(directions)
         total: Tensor | None = None
-        with self._movable() as move:
+        here = [local(p).data for p in self.params]
+        before = [w.clone() for w in here]
+        try:
             for sign in (1.0, -1.0) if step else ():
-                move(directions, sign * step)
+                for p, w, v in zip(here, before, directions, strict=True):
+                    p.copy_(w).add_(v, alpha=sign * step)
                 total = self._add_gradients(total, sign / (2 * step), dtype)
+        finally:
+            for p, w in zip(here, before, strict=True):
+                p.copy_(w)
         return total
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
@@ -280,22 +281,6 @@ class Hessian:
             total = self._add(total, gradients, factor * found.examples, dtype)
         assert total is not None
         return total
-
-    @contextmanager
-    def _movable(self) -> Iterator[Callable[[Sequence[Tensor], float], None]]:
-        """Yield a function that sets the parameters w to w + εv; they are w again at the end."""
-        here = [local(p).data for p in self.params]
-        before = [w.clone() for w in here]
-
-        def move(directions: Sequence[Tensor], step: float) -> None:
-            for p, w, v in zip(here, before, directions, strict=True):
-                p.copy_(w).add_(v, alpha=step)
-
-        try:
-            yield move
-        finally:
-            for p, w in zip(here, before, strict=True):
-                p.copy_(w)
 
     def _step_along(self, directions: Sequence[Tensor]) -> float:
         """ε for a direction; 0 for one of length 0."""

@@ -325,7 +325,19 @@ def measurement(
         raise ValueError(f"layers={layers!r} are names in a module; give it in place of parameters")
     each: Iterable[Any] = [params] if isinstance(params, Tensor) else params  # type: ignore[assignment]
     if model is not None:
-        each = _parameters_of(model, patterns) if patterns else model.parameters()
+        layers_of = dict(model.named_modules(remove_duplicate=False))
+        for pattern in patterns:
+            if all(first_match([pattern], layers_of, name) is None for name in layers_of):
+                names = ", ".join(filter(None, layers_of))
+                raise ValueError(
+                    f"layers={pattern!r} matches no layer of the model; it has {names}"
+                )
+        each = [
+            p
+            for name, module in layers_of.items()
+            if not patterns or first_match(patterns, layers_of, name) is not None
+            for p in module.parameters(recurse=False)
+        ]
     named = (p[1] if isinstance(p, tuple) else p for p in each)
     chosen = [p for p in dict.fromkeys(named) if p.requires_grad]
     if not chosen:
@@ -348,17 +360,3 @@ def check_one_device(params: Sequence[Tensor]) -> None:
         raise ValueError(
             f"the parameters are on {devices}: eigenvectors span all of them; use one device"
         )
-
-
-def _parameters_of(model: nn.Module, patterns: list[str]) -> list[Tensor]:
-    everything = dict(model.named_modules(remove_duplicate=False))
-    for pattern in patterns:
-        if all(first_match([pattern], everything, name) is None for name in everything):
-            names = ", ".join(filter(None, everything))
-            raise ValueError(f"layers={pattern!r} matches no layer of the model; it has {names}")
-    return [
-        p
-        for name, module in everything.items()
-        if first_match(patterns, everything, name) is not None
-        for p in module.parameters(recurse=False)
-    ]

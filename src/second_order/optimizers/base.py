@@ -281,6 +281,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                     parts[BASE][key] = like(others[p], value)
         training.trained = {others.get(p, p) for p in training.trained}
         training.look_for_places()
+        training.publish()  # what the curvature has dropped is in the parts that have moved
         return True
 
     def _share_state(self) -> None:
