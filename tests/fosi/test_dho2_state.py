@@ -13,7 +13,7 @@ from contract import same
 from pairs import ADAM, BATCHES, CASE, QUICK, SGD, closure_of, dho2, go, take, vector
 from ranks import assert_same_trajectory
 from reference import cross_entropy
-from tampered import alike
+from states import alike
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
