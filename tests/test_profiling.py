@@ -46,7 +46,11 @@ def written(path: Path, System: str = "KAISA", made: str = KAISA) -> Path:
     return script
 
 
-def test_the_time_of_a_step_is_shared_out() -> None:
+def test_the_time_of_a_step_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device is waited for at each stage, and no more once all steps are measured."""
+    waits: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: waits.append(recorder.taken))
     model = torch.nn.Linear(4, 2)
     optimizer = second_order.KAISA(model, lr=0.1, factor_update_steps=1, inv_update_steps=1)
     recorder, ends = Recorder(1, 2), []
@@ -58,6 +62,7 @@ def test_the_time_of_a_step_is_shared_out() -> None:
             ends.append(time.perf_counter())
     assert (recorder.optimizer, recorder.taken) == (optimizer, 4)
     assert len(recorder.steps) == 2
+    assert set(waits) == {1, 2}
     for step, start, end in zip(recorder.steps, ends, ends[1:], strict=False):
         assert step["elsewhere"] >= 10.0
         assert {"statistics", "solve", "precondition", "base", "backward"} <= set(step)

@@ -76,8 +76,11 @@ class Recorder:
             spent = meter.read(NAMES_THERE)
             seconds = {name: spent[f"seconds/{name}"] for name in NAMES_THERE}
             self.steps.append({name: 1000 * s for name, s in seconds.items() if s})
-        if self.taken == self._skip and torch.accelerator.is_available():
-            meter.now = _synchronized
+        if torch.accelerator.is_available():
+            if self.taken == self._skip:
+                meter.now = _synchronized
+            elif self.taken == self._last:
+                meter.now = time.perf_counter
 
     def means(self) -> dict[str, float]:
         """Milliseconds a step by account, in the order of a step."""

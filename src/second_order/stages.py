@@ -56,6 +56,7 @@ PAPER_NAMES = {
     "final_update": "",
     "exchange": "",
     "wait": "",
+    "judge": "",
     "compare": "",
 }
 """Accounts in the order of a step, as the figures of DP-KFAC call them (Zhang et al. 2022, fig. 8);

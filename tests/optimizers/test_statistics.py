@@ -188,7 +188,7 @@ def test_every_byte_is_on_an_account_and_the_names_are_those_of_all_ranks(
 
 def test_the_page_has_every_name_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "instruments.md").read_text("utf-8")
-    page = page.split("## The stage picture")[0]
+    page = page.split("## The profile")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     expected = {"step", *kronecker_statistics.NAMES, *eigenpair_statistics.NAMES}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from second_order import DPKFAC, KAISA, DistKFAC, Interconnect, Machine
+from second_order.distributed import buckets
 from second_order.kfac.plan import gradient_owners
-from second_order.planning.record import Record, loss_of, record
+from second_order.planning.record import Record, Simulation, loss_of, record
 
 if TYPE_CHECKING:
     from pool import World
@@ -112,6 +113,23 @@ def test_large_products_and_decompositions_are_not_computed() -> None:
     skipped, computed = found
     assert skipped.sent == computed.sent
     assert skipped.seconds == pytest.approx(computed.seconds, rel=0.1)
+
+
+def test_copies_by_shares_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where one of many ranks owns most of a model."""
+    direct = recorded("KAISA", {"grad_worker_fraction": 0.0}, 0, 5).seconds
+    monkeypatch.setattr(buckets, "SMALL_BYTES", 0)
+    monkeypatch.setattr(buckets, "MESSAGE_BYTES", 0)
+    verbs, message = set[str](), Simulation.message
+
+    def heard(simulation: Simulation, verb: str, *rest: Any) -> None:
+        verbs.add(verb)
+        message(simulation, verb, *rest)
+
+    monkeypatch.setattr(Simulation, "message", heard)
+    shared = recorded("KAISA", {"grad_worker_fraction": 0.0}, 0, 5).seconds
+    assert "all_gather" in verbs
+    assert shared["precondition_exchange"] > direct["precondition_exchange"], "two messages for one"
 
 
 def test_a_running_process_group_refuses() -> None:

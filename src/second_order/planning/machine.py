@@ -1,9 +1,8 @@
 """A machine and the links between ranks, as a plan sees them: seconds by size, measured or given.
 
-A collective over
-several levels is done level by level: sums come together inside of each node first, then between
-nodes, each rank with its share of the data, and back. With g parties, n bytes, latency a and b
-bytes a second, on one level:
+A collective over several levels is done level by level: sums come together inside of each node
+first, then between nodes, each rank with its share of the data, and back. With g parties, n bytes,
+latency a and b bytes a second, on one level:
 
 all_reduce   ring 2 (g - 1) (a + n / (g b))                or tree 2 ceil(log2 g) (a + n / b)
 all_gather   ring (g - 1) (a + n / b), n a rank's part     between nodes first

@@ -10,6 +10,7 @@ import argparse
 import copy
 import importlib
 import inspect
+import itertools
 import json
 import os
 import re
@@ -390,13 +391,12 @@ def _settings(
     """A system's settings that are compared, in words and as keywords."""
     if system != "KAISA" or ranks == 1:
         yield from (("", {"solver": solver}) for solver in solvers)
-    else:
-        for solver in solvers:
-            for workers in workers_of(ranks, 4):
-                name = {1: "MEM-OPT", ranks: "COMM-OPT"}.get(workers, f"HYBRID {workers}/{ranks}")
-                words = {"solver": solver, "grad_worker_fraction": workers / ranks}
-                yield name, words
-                yield f"{name}, reduce", {**words, "factor_exchange": "reduce"}
+        return
+    for solver, workers in itertools.product(solvers, workers_of(ranks, 4)):
+        name = {1: "MEM-OPT", ranks: "COMM-OPT"}.get(workers, f"HYBRID {workers}/{ranks}")
+        words = {"solver": solver, "grad_worker_fraction": workers / ranks}
+        yield name, words
+        yield f"{name}, reduce", {**words, "factor_exchange": "reduce"}
 
 
 def _recommended(

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -145,11 +146,6 @@ class Simulation(TorchDispatchMode):
         return ticket
 
 
-class _Done:
-    def wait(self) -> None:
-        """Return at once: nothing travels."""
-
-
 @contextmanager
 def _pretended(simulation: Simulation, rank: int, ranks: int) -> Iterator[None]:
     """Be one rank of a world whose others are pretended to be like it."""
@@ -162,25 +158,27 @@ def _pretended(simulation: Simulation, rank: int, ranks: int) -> Iterator[None]:
         yield
         return
 
-    def all_reduce(x: Tensor, *_: Any, group: Any = None, **__: Any) -> _Done:
+    done = SimpleNamespace(wait=lambda: None)  # nothing travels
+
+    def all_reduce(x: Tensor, *_: Any, group: Any = None, **__: Any) -> Any:
         simulation.message("all_reduce", group, x.nbytes)
-        return _Done()
+        return done
 
     def all_to_all_single(
         output: Tensor, x: Tensor, received: list[int], sent: list[int], group: Any = None, **_: Any
-    ) -> _Done:
+    ) -> Any:
         here = dist.get_rank(group)
         simulation.message("all_to_all", group, x.nbytes, output.nbytes)
         if sent[here] and set(received) == {sent[here]}:  # as if all were alike
             output.view(len(received), -1).copy_(x.split(sent)[here])
         else:  # a matrix of ones has no negative eigenvalue
             output.fill_(1.0)
-        return _Done()
+        return done
 
-    def all_gather(output: Tensor, x: Tensor, group: Any = None, **_: Any) -> _Done:
+    def all_gather(output: Tensor, x: Tensor, group: Any = None, **_: Any) -> Any:
         simulation.message("all_gather", group, x.nbytes)
         output.view(-1, x.numel()).copy_(x.view(1, -1).expand(output.numel() // x.numel(), -1))
-        return _Done()
+        return done
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
         values[:] = [value] * len(values)
