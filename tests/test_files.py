@@ -94,13 +94,6 @@ def test_what_is_no_checkpoint_is_refused_by_name(path: Path, kind: str) -> None
         load_checkpoint(path)
 
 
-def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_checkpoint(tmp_path / "none.pt")
-    with pytest.raises(FileNotFoundError):
-        save_checkpoint(STATE, tmp_path / "no folder" / "a.pt")
-
-
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:
     save_checkpoint(STATE, tmp_path / "a.pt")
     with pytest.raises(TypeError, match=r"a\.pt has not been written: .*neither tensors nor"):

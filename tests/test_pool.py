@@ -16,8 +16,6 @@ from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from conftest import Launcher
-
 
 @pytest.fixture(scope="module")
 def mortals() -> Iterator[World]:
@@ -64,18 +62,6 @@ def leaves_a_mess(rank: int, world_size: int) -> None:
 
 def state(rank: int, world_size: int) -> tuple[torch.Tensor, int, str]:
     return torch.rand(1), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_collectives(world: World, world_size: int) -> None:
-    expected = sum(range(world_size)) * 2.0
-    assert world.run(summed_ranks, world_size, scale=2.0) == [expected] * world_size
-
-
-def test_processes_persist(world: World) -> None:
-    pids = world.run(process_of, 2)
-    assert world.run(process_of, 3)[:2] == pids
-    assert len({*pids, os.getpid()}) == 3
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -131,10 +117,3 @@ def test_a_death_is_reported(mortals: World) -> None:
     with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
         mortals.run(dies_on, 2, 1)
     assert mortals.run(summed_ranks, 2) == [1.0, 1.0]
-
-
-def test_launched_ranks_that_fail_say_why(launch: Launcher) -> None:
-    run = launch("raise SystemExit('this is why')", 1)
-    assert run.wait() == [1]
-    with pytest.raises(PoolTimeoutError, match=r"ended without 'never'(?s:.*)this is why"):
-        run.wait_for("never", 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -231,22 +229,6 @@ def test_a_checkpointed_attention_has_the_factors_of_a_plain_one(
             continue
         for one, other in zip(pair_of, found[1][name], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
-
-
-def test_forwards_without_a_backward_leave_nothing() -> None:
-    """Neither statistics nor, kept by a hook, the graph."""
-    packed, _ = pair("keys and values")
-    optimizer = make(KAISA, packed)
-    x = torch.randn(2, 5, 3, dtype=F64)
-    inside: list[weakref.ref[Tensor]] = []
-    packed.first.register_forward_hook(lambda *args: inside.append(weakref.ref(args[2])))
-    for run in (packed, packed.eval()):
-        run(x)
-    with torch.no_grad():
-        packed(x)
-    gc.collect()
-    assert [ref() for ref in inside] == [None] * 3
-    assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
 
 
 def test_a_subclass_with_another_forward_and_unlike_widths_are_told() -> None:
