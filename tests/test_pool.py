@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -91,25 +89,6 @@ def test_a_hang_is_killed_and_located(mortals: World) -> None:
     pids = mortals.run(process_of, 2)
     with pytest.raises(PoolTimeoutError, match=r"(?s)ranks \[1\] of 2 did not finish.*hangs_on"):
         mortals.run(hangs_on, 2, 1, timeout=0.5)
-    assert not set(pids) & set(mortals.run(process_of, 2))
-
-
-def interrupted(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def test_ranks_end_when_whoever_waits_for_them_is_interrupted(mortals: World) -> None:
-    """As by a test's time limit, which is a signal as well; the next test gets new ones."""
-    pids = mortals.run(process_of, 2)
-    before = signal.signal(signal.SIGUSR2, interrupted)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
-    try:
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            mortals.run(hangs_on, 2, 1)
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR2, before)
     assert not set(pids) & set(mortals.run(process_of, 2))
 
 

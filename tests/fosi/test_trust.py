@@ -329,6 +329,3 @@ def test_a_checkpoint_from_before_there_was_a_region_loads() -> None:
     optimizer.load_state_dict(state)
     assert optimizer.statistics()["trust_scale"] == 1.0
     assert all(bool(w.isfinite().all()) for w in go(model, optimizer, BATCHES[5:7]))
-
-
-# What it is for.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import reference as ref
@@ -16,9 +16,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA
-
-if TYPE_CHECKING:
-    pass
 
 F64, WIDTH = torch.float64, 4
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
