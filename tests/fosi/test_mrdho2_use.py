@@ -162,9 +162,6 @@ def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
         assert result["reports"] == [(False, UNSOUND)] * 3
 
 
-# Time.
-
-
 # Schedulers, copies, and parameters that change.
 
 

@@ -164,9 +164,6 @@ def test_a_warm_up_that_is_given_is_kept_and_paid_for_afterwards() -> None:
     assert late.asked == late.found, "no probe"
 
 
-# Accidents.
-
-
 # Ranks.
 
 

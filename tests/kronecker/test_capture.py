@@ -238,9 +238,6 @@ def test_a_capture_that_goes_takes_its_hooks_along_and_no_others(sampler: Any, h
     assert seen == ["before", "forward"] * 2
 
 
-# Copies.
-
-
 # Two captures.
 
 

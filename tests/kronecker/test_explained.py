@@ -370,9 +370,6 @@ def test_a_layer_that_is_patched_in_mid_run_is_left_and_comes_back(
             assert len(said) == 1
 
 
-# What it costs the model.
-
-
 # Operations in place.
 
 
