@@ -94,13 +94,6 @@ def test_what_is_no_checkpoint_is_refused_by_name(path: Path, kind: str) -> None
         load_checkpoint(path)
 
 
-def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_checkpoint(tmp_path / "none.pt")
-    with pytest.raises(FileNotFoundError):
-        save_checkpoint(STATE, tmp_path / "no folder" / "a.pt")
-
-
 def test_a_file_can_be_checked_where_torch_saves_without_checksums(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import same
-from pairs import BATCHES, closure_of, network
-from pairs import take as take_step
 from ranks import agreed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -65,32 +63,6 @@ def test_a_warm_start_sees_curvature_outside_the_old_span() -> None:
         optimizer.step()
     expected = torch.tensor([100.0, 10.0], dtype=torch.float64)
     torch.testing.assert_close(optimizer.curvature.eigenvalues, expected, rtol=1e-3, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "products"),
-    [
-        ({}, [48, 24, 24]),
-        ({"warm_start": False}, [48, 48, 48]),
-        ({"smallest": 1}, [52, 52, 52]),
-        ({"lanczos_iterations": 30}, [30, 30, 30]),
-        ({"largest": 7}, [28, 20, 20]),
-        ({"largest": 3}, [12, 12, 12]),
-    ],
-    ids=["default", "cold", "smallest", "given", "no fewer than 20", "few"],
-)
-def test_a_warm_start_takes_half_of_the_products(
-    options: dict[str, Any], products: list[int]
-) -> None:
-    model = network()
-    often = {"warmup_steps": 0, "curvature_interval": 1, "lanczos_tol": 0.0, "largest": 12}
-    closure = closure_of(model)
-    optimizer = DHO2(model, lr=0.1, curvature_closure=closure, **{**often, **options})
-    found = []
-    for batch in BATCHES[:3]:
-        take_step(model, optimizer, batch)
-        found.append(optimizer.curvature.products)
-    assert found == products
 
 
 def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Tensor]:

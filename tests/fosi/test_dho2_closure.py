@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from second_order import CurvatureError, SecondOrderWarning
-
-if TYPE_CHECKING:
-    pass
 
 
 def test_the_closure_is_given_in_three_ways() -> None:

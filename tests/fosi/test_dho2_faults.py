@@ -116,20 +116,6 @@ def test_nothing_that_is_not_finite_on_one_rank_reaches_the_parameters(
     judge(world.run(spoilt, 2, name, on, options), name, _sound[layout])
 
 
-def test_a_step_that_is_left_out_is_the_bases() -> None:
-    """On the whole gradient, and not stretched."""
-    plain = network()
-    optimizer = spread(plain, 0, 1, momentum=0.0, lr=0.1)
-    go(plain, optimizer, BATCHES[:BETWEEN])
-    base = network()
-    base.load_state_dict(plain.state_dict())
-    with pytest.warns(SecondOrderWarning, match="left out"), fault(optimizer, "momentum"):
-        go(plain, optimizer, [BATCHES[BETWEEN]])
-    go(base, torch.optim.SGD(base.parameters(), lr=0.1), [BATCHES[BETWEEN]])
-    for p, q in zip(plain.parameters(), base.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
-
-
 # MRDHO2.
 
 

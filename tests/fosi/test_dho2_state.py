@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, SecondOrderWarning
-from second_order.fosi.sharded_base import ParamPiece, cut_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -268,12 +267,3 @@ def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
     with pytest.raises(TypeError, match="use sparse=False"):
         optimizer.step()
     assert torch.equal(vector(model), before)
-
-
-def test_the_count_of_a_base_is_not_cut_to_a_piece() -> None:
-    """It has the shape of a parameter that is a scalar, and is no part of a vector."""
-    p = nn.Parameter(torch.tensor(1.0))
-    part = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}
-    cut = cut_state(part, ParamPiece(p, 0, 0, 1, 0, 0))
-    assert cut["step"].shape == ()
-    assert cut["exp_avg"].shape == (1,)

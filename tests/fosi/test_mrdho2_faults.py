@@ -105,26 +105,6 @@ def test_the_accelerator_with_the_store_killed_in_mid_epoch(
     assert "Error: " in result(tmp_path, 0)[1][0], "what the mailbox has met with"
 
 
-def test_an_accelerator_without_the_store_lost_in_mid_epoch(
-    launch: Launcher, tmp_path: Path
-) -> None:
-    """The other one, who waits for it, raises; gloo's default is half an hour.
-
-    Slow: processes of their own.
-    """
-    run = start(launch, 3, tmp_path, 0, 2.0, helpers=2)
-    run.wait_for("holds at middle", 0, TIMEOUT)
-    for rank in 1, 2:
-        run.wait_for("holds at loss", rank, TIMEOUT)
-    run.kill(2)
-    for name in "middle", "loss":
-        (tmp_path / name).touch()
-    assert [run.processes[rank].wait(TIMEOUT) for rank in range(2)] == [0, 1]
-    assert "Error: " in run.output(1)
-    found = trajectory(tmp_path, 0, workers=1)
-    assert all(map(torch.equal, found, base_alone(**MOMENTUM)))
-
-
 def test_an_accelerator_stopped_past_the_timeout(launch: Launcher, tmp_path: Path) -> None:
     """After an epoch that went well; it returns from serve() when it is let go on.
 

@@ -54,23 +54,6 @@ GONE, UNSOUND = "the accelerators are gone", "the eigenpairs are not finite"
 # Loops.
 
 
-def loop_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
-    return worker_part(model, optimizer, rank)
-
-
-def loop_accelerator(model: nn.Module, optimizer: Any, rank: int) -> int:
-    with optimizer:
-        until(optimizer, STEPS)
-    return len(optimizer.epochs)
-
-
-def test_the_usual_loop_on_every_rank(world: World) -> None:
-    results = world.run(play, 3, (loop_worker, loop_accelerator))
-    expected = expected_until(3, curved=CURVED[:1])
-    assert_same_trajectory(trajectory_of(results), expected, rtol=1e-7)
-    assert all(result["warned"] == [] for result in results)
-
-
 def leaves_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
     return worker_part(model, optimizer, rank)
 
@@ -177,31 +160,6 @@ def test_vectors_that_are_not_finite_are_not_sent(world: World) -> None:
     assert all(map(torch.equal, trajectory_of(results), base_alone(workers=2, **MOMENTUM)))
     for result in results[:2]:
         assert result["reports"] == [(False, UNSOUND)] * 3
-
-
-# Time.
-
-
-def slow_verdict(rank: int, world_size: int, seconds: float) -> Any:
-    model = CASE.model()
-    optimizer = mrdho2(model, final_update="guarded")
-    if optimizer.role == "accelerator":
-        judge = optimizer._curvature._judge
-
-        def late(*args: Any) -> None:
-            time.sleep(seconds)
-            judge(*args)
-
-        with replaced(optimizer._curvature, {"_judge": late}):
-            return serve(model, optimizer)
-    with optimizer:
-        worker(model, optimizer, rank, 1, BATCHES[:EPOCH])
-    return [report.waited for report in optimizer.epochs]
-
-
-def test_a_worker_reports_how_long_it_has_waited_for_a_verdict(world: World) -> None:
-    (waited,), _ = world.run(slow_verdict, 2, 0.3)
-    assert waited >= 0.25
 
 
 # Schedulers, copies, and parameters that change.

@@ -70,12 +70,6 @@ def test_a_frozen_body_is_seen(model: nn.Module, preset: str) -> None:
     assert settings_of(optimizer).startswith(f"settings: {preset}")
 
 
-def test_without_the_model_nothing_is_known_of_a_body() -> None:
-    model = body_and_head()
-    assert options_of(DHO2(model[-1].parameters(), lr=0.1))["largest"] == 10
-    assert options_of(DHO2(model[-1].parameters(), model=model, lr=0.1))["largest"] == 70
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -20,7 +20,6 @@ from pairs import take as take_step
 from ranks import agreed
 from torch import Tensor
 
-from second_order import SecondOrderWarning
 from second_order.budget import RefreshBudget
 from second_order.lanczos.vector_space import RowSpace
 
@@ -163,36 +162,6 @@ def test_a_warm_up_that_is_given_is_kept_and_paid_for_afterwards() -> None:
     late = Run(warmup_steps=40).go(125)
     assert late.found == [40, 55, 70, 88, 110], "what has not been spent comes not at once"
     assert late.asked == late.found, "no probe"
-
-
-def test_first_steps_and_outliers_do_not_count_nor_newton_steps() -> None:
-    run = Run(warmup_steps=30)
-    for step in range(31):
-        run.step = 64000.0 if step < 2 or step % 3 == 0 else 64.0
-        run.go(1)
-    assert run.budget.price == 0.25
-    run = Run(warmup_steps=0)
-    run.step = 6400.0
-    run.go(2)
-    run.step = 64.0
-    assert run.go(3).budget.price == 0.25  # all steps had Newton steps, which took 2,000
-
-
-# Accidents.
-
-
-def test_other_parameters_have_another_price() -> None:
-    run = Run().go(30)
-    first = next(iter(run.model.parameters()))
-    first.requires_grad_(False)
-    run.product = 32.0
-    with pytest.warns(SecondOrderWarning, match="the eigenpairs are dropped"):
-        run.go(1)
-    assert not run.budget.prices
-    run.go(60)
-    assert run.asked[:3] == [10, 28, 40], "a probe after ten steps"
-    assert run.found[1] == math.ceil((3.5 + 1.25 + 0.5 * 11) / 0.125), "the second probe counts"
-    assert run.budget.price == pytest.approx((16 + 320) / 64 / 11)
 
 
 # Ranks.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import reference as ref
@@ -18,9 +16,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA
-
-if TYPE_CHECKING:
-    pass
 
 F64, WIDTH = torch.float64, 4
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -244,22 +239,6 @@ def test_an_attention_kept_out_of_a_graph_has_the_factors_of_a_plain_one() -> No
         take(run, optimizer, batch_of(model))
         found.append(factors(optimizer))
     assert_same_factors(*found)
-
-
-def test_forwards_without_a_backward_leave_nothing() -> None:
-    """Neither statistics nor, kept by a hook, the graph."""
-    packed, _ = pair("keys and values")
-    optimizer = make(KAISA, packed)
-    x = torch.randn(2, 5, 3, dtype=F64)
-    inside: list[weakref.ref[Tensor]] = []
-    packed.first.register_forward_hook(lambda *args: inside.append(weakref.ref(args[2])))
-    for run in (packed, packed.eval()):
-        run(x)
-    with torch.no_grad():
-        packed(x)
-    gc.collect()
-    assert [ref() for ref in inside] == [None] * 3
-    assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
 
 
 def test_a_subclass_with_another_forward_and_unlike_widths_are_told() -> None:

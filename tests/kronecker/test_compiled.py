@@ -159,16 +159,6 @@ def test_evaluation_attacks_and_frozen_layers_give_nothing() -> None:
     assert recorder.modules == [model[4], model[0]]
 
 
-def test_passes_have_numbers_and_a_second_backward_is_known_as_one() -> None:
-    model = MLP.model()
-    _capture, recorder = watched(model)
-    loss = whole(model)(X).square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert recorder.again == [False] * 3 + [True] * 3
-    assert len({pair.pass_id for pair in recorder.pairs}) == 2
-
-
 def test_inductor_gives_the_same_pairs() -> None:
     """Its memory planning uses the inputs' memory again as soon as it can."""
     model, twin = MLP.model(), MLP.model()

@@ -6,7 +6,6 @@ own hooks. The graph of a class of one's own is that of its forward, and has not
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -133,40 +132,6 @@ def test_a_compiled_model_draws_what_the_eager_model_draws(kind: str, how: str) 
     assert not expected.told
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-
-
-class Interrupted(Own):
-    """Calls a function in the first backward pass that comes through."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.functions = [function]
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(x)
-        output.register_hook(lambda _: self.functions.pop()() if self.functions else None)
-        return output
-
-
-@pytest.mark.parametrize("compiles", [False, True])
-def test_training_in_another_thread_keeps_its_pairs(compiles: bool) -> None:
-    """While labels are drawn: a pass is known by its number, not by the time at which it runs."""
-    other = built("own class")
-    capture, recorder = watched(other, None)
-    forward = called(other, backend="eager") if compiles else other
-
-    def train() -> None:
-        thread = threading.Thread(target=lambda: cross_entropy(forward(X), Y).backward())
-        thread.start()
-        thread.join()
-
-    model = Interrupted(train).double()
-    _capture, drawn = watched(model)
-    loss = cross_entropy(model(X), Y)
-    assert (len(recorder.pairs), len(drawn.pairs)) == (5, 0)
-    loss.backward()
-    assert (len(recorder.pairs), len(drawn.pairs)) == (5, 5)
-    assert capture.gate.open
 
 
 @pytest.mark.parametrize("how", ["model", "function"])

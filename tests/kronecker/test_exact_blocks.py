@@ -241,20 +241,6 @@ def test_the_clip_shortens_exact_blocks_with_all_others() -> None:
         torch.testing.assert_close(clipped, nu * free, rtol=1e-9, atol=0)
 
 
-def test_a_part_that_takes_the_others_place_begins_anew() -> None:
-    """As large as the other, it would go on with the other's curvature."""
-    model, batch = network("LayerNorm", 4)
-    keep_only(model, "gain")
-    optimizer = distkfac(model.parameters(), model=model, lr=0.0)
-    take(model, optimizer, batch)
-    model[0].weight.requires_grad_(False)
-    model[0].bias.requires_grad_(True)
-    take(model, optimizer, batch)
-    at = entries(model, "bias")
-    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
-    close(curvature(optimizer), expected)
-
-
 # Biases alone.
 
 

@@ -162,16 +162,6 @@ def test_each_rank_compares_its_own_gradients(world: World, how: str) -> None:
         assert max(found.values()) < 1e-9
 
 
-@quiet
-def test_what_is_known_to_be_incomplete_is_not_compared() -> None:
-    """A gradient that the user's own hook changes."""
-    model: Any = ZOO["mlp"].model()
-    model[2].weight.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
-    with judged() as found:
-        take(model, make(KAISA, model), ZOO["mlp"].batch())
-    assert found.keys() == {"0", "4"}
-
-
 # What does not.
 
 
@@ -383,21 +373,6 @@ def test_a_layer_that_is_patched_in_mid_run_is_left_and_comes_back(
         else:
             assert statuses == [ours, ours, left, left, ours, ours]
             assert len(said) == 1
-
-
-# What it costs the model.
-
-
-@quiet
-def test_it_is_looked_at_first_and_every_hundred_statistics() -> None:
-    case = ZOO["mlp"]
-    model: Any = case.model()
-    optimizer, looks = make(KAISA, model), []
-    for step in range(2 * LOOK_EVERY + 1):
-        with judged() as found:
-            take(model, optimizer, case.batch(4, seed=step % 5))
-        looks += [step] if found else []
-    assert looks == [0, LOOK_EVERY, 2 * LOOK_EVERY]
 
 
 # Operations in place.

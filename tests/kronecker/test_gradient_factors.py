@@ -126,15 +126,6 @@ def test_a_tensor_is_folded_where_its_factors_are_the_smallest(
 # What it is for.
 
 
-def test_off_unless_asked_for() -> None:
-    model = made(Recurrent)
-    assert {row.name for row in make(KAISA, model).summary().rows} == {"cell", "head"}
-    found = make(KAISA, model, **GRADIENT).summary().rows
-    assert {"cell.weight_ih_l0", "cell.weight_hh_l0"} < {row.name for row in found}
-    with pytest.raises(ValueError, match="other_matrices='all' is not"):
-        make(KAISA, model, other_matrices="all")
-
-
 @each_kronecker
 def test_what_is_skipped_too_large_or_sparse(System: Any) -> None:
     """Skipped and sparse ones are the base's; a layer that is too large has its gradient's."""

@@ -275,15 +275,3 @@ def test_13_bfloat16_factors_are_divided_by_the_exact_number_of_examples() -> No
     kronecker.update(sums, 0.95)
     assert torch.equal(kronecker.stored["A"], expected[0])  # type: ignore[arg-type]
     assert torch.equal(kronecker.stored["G"], expected[1])  # type: ignore[arg-type]
-
-
-def test_13_weights_and_means_of_bfloat16_factors_are_not_rounded() -> None:
-    kronecker = KroneckerFactors(factor_shape(nn.Linear(2, 3), True), CPU, torch.bfloat16, False)
-    values = [(symmetric(1, 3, 3), symmetric(1, 3, 3)) for _ in range(3)]
-    for A, G in values:
-        kronecker.update(summed(kronecker, A, G, 4), 0.95)
-    assert float(kronecker.weight) == pytest.approx(1 + 0.95 + 0.95**2, rel=1e-6)
-    for which in range(2):
-        means = [mean_eigenvalue(value[which]) for value in values]
-        expected = ref.debiased_average(means, [0.95] * 3)
-        close([kronecker.means[which].double()], [expected], rtol=1e-6)

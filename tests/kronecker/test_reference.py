@@ -6,15 +6,11 @@ Numbers in names are the lines of the invariants they instantiate: see `referenc
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import reference as ref
 import torch
 from reference import half_squared_error
 from torch import nn
-
-if TYPE_CHECKING:
-    pass
 
 F64 = torch.float64
 
@@ -34,15 +30,6 @@ def test_empirical_fisher_by_hand() -> None:
     A, G = ref.empirical_factors(nn.Sequential(model), x, y, half_squared_error, "0")
     close(A, torch.tensor([[[(1.0 + 4.0) / 2]]], dtype=F64))
     close(G, torch.tensor([[[(4.0 + 16.0) / 2]]], dtype=F64))
-
-
-# Factors against exact blocks.
-
-
-# Solves.
-
-
-# Training.
 
 
 def test_one_step_by_hand() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +15,6 @@ from torch import Tensor, nn
 from second_order import KAISA
 from second_order.kronecker import layers
 from second_order.kronecker.layers import gram
-
-if TYPE_CHECKING:
-    pass
 
 WIDTH = 6
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,7 +13,6 @@ from problems import (
     assert_solved,
     decompose,
     factor,
-    injected,
     mean_eigenvalue,
     restored,
     solve,
@@ -24,7 +22,6 @@ from torch import Tensor
 
 from second_order.kfac.precondition import kl_change, kl_clip_coefficient
 from second_order.kronecker import decompositions, solvers
-from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.solvers import SOLVERS
 
 DENSE = {"eigen": damped_dense_solve, "inverse": damped_factored_solve}
@@ -116,39 +113,6 @@ def test_batched_by_shape_equals_one_at_a_time(
             pairs[0] = restored(name, batched), restored(name, single)
         for part, other in pairs:
             torch.testing.assert_close(part.to(coarser), other.to(coarser))
-
-
-@each_solver
-@pytest.mark.parametrize("triangular", [False, True])
-def test_what_is_kept_holds_no_more_memory_than_it_needs_and_lies_row_after_row(
-    name: str, triangular: bool
-) -> None:
-    """A rank that has computed it and one that has received it multiply in the same order."""
-    with patch.object(solvers, "TRIANGULAR_FROM", 6):
-        results = decompose(name, *(factor(2, dim) for dim in (5, 7, 5)), triangular=triangular)
-    for part in (part for result in results for part in result):
-        assert part.is_contiguous()
-        assert part.untyped_storage().nbytes() == part.nbytes
-
-
-@each_solver
-def test_factors_are_built_batch_by_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many matrices at a time as `CPU_BATCH_BYTES` allows, or one that is larger."""
-    events: list[str] = []
-    injected(monkeypatch, name, lambda matrix, _: events.append(f"{len(matrix)} decomposed"))
-    monkeypatch.setattr(decompositions, "CPU_BATCH_BYTES", 2 * 3 * 3 * 8 + 5)
-
-    def built(matrix: Tensor) -> Tensor:
-        events.append("built")
-        return matrix
-
-    each = [
-        Problem(1, dim, torch.float64, torch.device("cpu"), partial(built, factor(1, dim)))
-        for dim in (3, 3, 3, 9)
-    ]
-    SOLVERS[name].decompose(each, torch.float64, False)
-    two, one = ["built", "built", "2 decomposed"], ["built", "1 decomposed"]
-    assert events == [*two, *one, *one]
 
 
 # Triangles.

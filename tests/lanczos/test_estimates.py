@@ -228,24 +228,6 @@ def test_a_loader_is_the_mean_over_its_examples(curvature: Any) -> None:
     torch.testing.assert_close(found.eigenvalues, expected, rtol=1e-7, atol=1e-12)
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-
-    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-        return self.layer(x + shift)
-
-
-def test_inputs_of_several_arguments() -> None:
-    model = Pair().double()
-    x, shift, y = torch.randn(3, 4, 3).double().unbind()
-    plain = trace(lambda: (model(x, shift) - y[:, :2]).square().mean(), model, products=30)
-    for inputs in ((x, shift), [x, shift], {"shift": shift, "x": x}):
-        losses = losses_over(model, [(inputs, y[:, :2])], functional.mse_loss)
-        assert trace(losses, model, products=30).value == pytest.approx(plain.value)
-
-
 @pytest.mark.parametrize(
     ("batches", "criterion", "told"),
     [
@@ -283,6 +265,24 @@ def test_numbers_that_are_not_finite(estimate: Any) -> None:
     w = nn.Parameter(torch.ones(4).double())
     with pytest.raises(CurvatureError, match="not finite"):
         estimate(lambda: (w * math.inf).square().sum(), [w])
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return self.layer(x + shift)
+
+
+def test_inputs_of_several_arguments() -> None:
+    model = Pair().double()
+    x, shift, y = torch.randn(3, 4, 3).double().unbind()
+    plain = trace(lambda: (model(x, shift) - y[:, :2]).square().mean(), model, products=30)
+    for inputs in ((x, shift), [x, shift], {"shift": shift, "x": x}):
+        losses = losses_over(model, [(inputs, y[:, :2])], functional.mse_loss)
+        assert trace(losses, model, products=30).value == pytest.approx(plain.value)
 
 
 def test_a_density_has_bumps_of_a_width() -> None:
