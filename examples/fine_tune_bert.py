@@ -130,13 +130,10 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
     net = BertForTokenClassification(config)
     net.bert.load_state_dict(first.bert.state_dict())
     model = spread(net, world_size)
-    groups = parameter_groups(
-        net,
-        lr=args.lr,
-        weight_decay=0.1,
-        layer_decay=0.8,
-        rules={"^classifier": {"lr": 2 * args.lr}},
-    )
+    rules = {"^classifier": {"lr": 2 * args.lr}, "embeddings": {"lr": 0.8**args.layers * args.lr}}
+    for i in range(args.layers):  # the nearer to the input, the slower
+        rules[rf"layer\.{i}\."] = {"lr": 0.8 ** (args.layers - 1 - i) * args.lr}
+    groups = parameter_groups(net, weight_decay=0.1, rules=rules)
     optimizer = optimizer_of(groups, model)
     train(model, optimizer, tell_apart, draw, args.steps, rank)
 

@@ -9,6 +9,7 @@ their residuals, and draws the density of all of them. Under a minute on one cor
 """
 
 import argparse
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +95,19 @@ def report(look: Look) -> str:
 def draw(axes: Axes, look: Look) -> None:
     """The density on a logarithmic scale, and a mark for each eigenvalue that was computed."""
     values, largest = look.pairs.eigenvalues, look.pairs.largest
-    axes.set_prop_cycle(color=[BLUE])
-    look.density.plot(axes)
+    density = look.density
+    nodes = density.nodes[density.weights > 0.0]
+    low, high = float(nodes.min()), float(nodes.max())
+    room, width = 0.05 * (high - low), 0.006 * (high - low)
+    grid = torch.linspace(low - room, high + room, 1500, dtype=torch.float64)
+    curve = density.on(grid, width)
+    one = 1 / (density.size * width * math.sqrt(2 * math.pi))
+    axes.plot(grid, curve, color=BLUE, linewidth=1.2)
+    axes.fill_between(grid, curve, one / 30, color=BLUE, alpha=0.25, linewidth=0)
+    axes.axhline(one, color="0.55", linewidth=0.8, zorder=1, label="height of one eigenvalue")
+    axes.set_yscale("log")
+    axes.set_ylim(one / 30, 4 * max(float(curve.max()), one))
+    axes.set_xlabel("eigenvalue")
     height = 2.5 * axes.get_ylim()[0]
     for some, name, colour in [
         (values[:largest], "largest", RED),
@@ -103,7 +115,6 @@ def draw(axes: Axes, look: Look) -> None:
     ]:
         marks = torch.full_like(some, height)
         axes.plot(some, marks, "v", color=colour, markersize=5, label=f"the {len(some)} {name}")
-    axes.set_ylabel("")
     axes.set_title(f"after {look.step} steps, loss {look.loss:.2g}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", frameon=False)

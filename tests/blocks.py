@@ -95,7 +95,7 @@ def exact(
     optimizer.step()
     averages = {block.name: block.ensure_factors() for block in optimizer._curvature.layers.blocks}
     for found in averages.values():
-        found.g.mul_(len(todo))
+        found.stored["G"].mul_(len(todo))
         found.means[1] *= len(todo)
     return averages
 

@@ -123,7 +123,7 @@ class Launcher(Protocol):
 
 
 class TorchRunner(Protocol):
-    """`torchrun(script, nproc, *args, max_restarts=0, environment=None)`."""
+    """`torchrun(script, nproc, *args, max_restarts=0)`."""
 
     def __call__(
         self, script: str | Path, nproc: int, *args: object, **options: Any

@@ -33,59 +33,27 @@ transformers.logging.set_verbosity_error()
 VOCABULARY, LENGTH, CLASSES = 13, 6, 3
 STEPS, BATCH, CURVED = 4, 4, 3
 LR = 0.02
-EAGER = {"attn_implementation": "eager"}  # the only one with second derivatives
+NAMES = ("input_ids", "labels", "attention_mask")
+# Attention: eager is the only one with second derivatives.
+SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "attn_implementation": "eager"}
+SIZES = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
+SIZES |= {"num_attention_heads": 2, "max_position_embeddings": LENGTH}
+UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+GPT2 = {"n_positions": LENGTH, "n_embd": 8, "n_layer": 1, "n_head": 2, "resid_pdrop": 0.0}
+GPT2 |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
 
 
 def bert() -> nn.Module:
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            intermediate_size=12,
-            max_position_embeddings=LENGTH,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-            num_labels=CLASSES,
-            **EAGER,
-        )
-    )
+    config = BertConfig(**SMALL, **SIZES, **UNDROPPED, num_labels=CLASSES)
+    return BertForSequenceClassification(config)
 
 
 def llama() -> nn.Module:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=8,
-            intermediate_size=12,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=LENGTH,
-            use_cache=False,
-            **EAGER,
-        )
-    )
+    return LlamaForCausalLM(LlamaConfig(**SMALL, **SIZES, num_key_value_heads=1, use_cache=False))
 
 
 def gpt2() -> nn.Module:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=LENGTH,
-            n_embd=8,
-            n_layer=1,
-            n_head=2,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=False,
-            bos_token_id=0,
-            eos_token_id=0,
-            **EAGER,
-        )
-    )
+    return GPT2LMHeadModel(GPT2Config(**SMALL, **GPT2, use_cache=False))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"BERT": bert, "Llama": llama, "GPT-2": gpt2}
@@ -157,12 +125,9 @@ def on_whole_steps(model: nn.Module, optimizer: Any, steps: Sequence[Any]) -> No
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: (len(steps) - s) / len(steps))
     for batches in steps:
         rows = [
-            {
-                name: batch[name][i][batch["attention_mask"][i] > 0]
-                for name in ("input_ids", "labels")
-            }
+            {"input_ids": x[mask > 0], "labels": y[mask > 0]}
             for batch in batches
-            for i in range(len(batch["labels"]))
+            for x, y, mask in zip(*map(batch.get, NAMES), strict=True)
         ]
         optimizer.zero_grad()
         number = batches[0]["num_items_in_batch"] * len(batches)  # it may count otherwise than we
@@ -193,8 +158,7 @@ def recorded(model: nn.Module, parts: int) -> Iterator[list[dict[str, Tensor]]]:
 
     def note(_: nn.Module, __: Any, batch: dict[str, Any]) -> None:
         if model.training and torch.is_grad_enabled() and len(batch["input_ids"]) != CURVED:
-            names = ("input_ids", "attention_mask", "labels")
-            noted = {key: batch[key].clone() for key in names if key in batch}
+            noted = {key: batch[key].clone() for key in NAMES if key in batch}
             if "num_items_in_batch" in batch:
                 noted["num_items_in_batch"] = batch["num_items_in_batch"] / parts
             seen.append(noted)

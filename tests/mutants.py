@@ -18,13 +18,17 @@ import contextlib
 import functools
 import importlib
 import json
+import multiprocessing
 import os
+import queue
+import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,6 +43,7 @@ PACKAGE = Path("src/second_order")
 COPIED = ("src", "tests", "examples", "benchmarks", "pyproject.toml", "setup.cfg", "README.md")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "results", "*.egg-info", ".hypothesis")
 IMPORTED = ("pytest", "_pytest.assertion.rewrite", "hypothesis", "numpy", "torch.distributed")
+FORK = multiprocessing.get_context("fork")
 NOTICED, MISSED, TIMED_OUT = "noticed", "not noticed", "out of time"
 STALE, BROKEN = "stale", "error"
 RESULTS = {0: MISSED, 1: NOTICED, None: TIMED_OUT}  # by the exit code of pytest
@@ -61,10 +66,13 @@ def mutated(source: str, mutant: Mutant) -> str | None:
 
 
 @functools.cache
-def _files_of(name: str) -> list[Path]:
-    """The files that have a test, wherever it has moved to."""
-    paths = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [p for p in paths if f"\ndef test_{name}(" in p.read_text("utf-8")]
+def _homes() -> dict[str, list[Path]]:
+    """The files that have a test, by its name, wherever it has moved to."""
+    homes: dict[str, list[Path]] = {}
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        for name in re.findall(r"^def test_(\w+)\(", path.read_text("utf-8"), re.MULTILINE):
+            homes.setdefault(name, []).append(path)
+    return homes
 
 
 def nodes(mutant: Mutant) -> list[str]:
@@ -74,7 +82,7 @@ def nodes(mutant: Mutant) -> list[str]:
     """
     found = []
     for file, name in (test.split("::") for test in mutant.tests):
-        files = _files_of(name.split("[")[0])
+        files = _homes().get(name.split("[")[0], [])
         ranked = sorted(files, key=lambda p, f=file: (not p.stem.startswith(f"test_{f}"), p.stem))
         assert ranked, f"{mutant.name}: there is no test_{name}"
         found.append(f"{ranked[0].relative_to(ROOT)}::test_{name}")
@@ -92,10 +100,10 @@ def copy(into: Path) -> Path:
     return into
 
 
-def be_pytest(place: Path, tests: Sequence[str], output: Path) -> int:
+def be_pytest(place: Path, tests: Sequence[str]) -> None:
     """In the fork: run tests in a copy, and leave with pytest's exit code."""
     os.setsid()
-    with output.open("wb") as file:
+    with (place / "output.txt").open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.chdir(place)
@@ -112,96 +120,64 @@ def be_pytest(place: Path, tests: Sequence[str], output: Path) -> int:
     code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *tests]))
     package = sys.modules.get("second_order")
     here = package is None or str(package.__file__).startswith(str(place))
-    return code if here else ELSEWHERE
+    sys.stdout.flush()
+    os._exit(code if here else ELSEWHERE)
 
 
-class Run:
-    """Tests that run in a copy of the repository."""
-
-    def __init__(self, place: Path, tests: Sequence[str], seconds: float) -> None:
-        self._output = place / "output.txt"
-        self._begun, self._seconds = time.monotonic(), seconds
-        sys.stdout.flush()
-        self._pid = os.fork()
-        if self._pid == 0:
-            code = ELSEWHERE
-            try:
-                code = be_pytest(place, tests, self._output)
-            finally:
-                sys.stdout.flush()
-                os._exit(code)
-
-    def ended(self) -> tuple[int | None] | None:
-        """None while it goes on; then the exit code, None of a run that was out of time."""
-        pid, status = os.waitpid(self._pid, os.WNOHANG)
-        late = pid == 0 and self.seconds > self._seconds
-        if pid == 0 and not late:
-            return None
-        with contextlib.suppress(ProcessLookupError):  # whoever is left of it
-            os.killpg(self._pid, signal.SIGKILL)
-        if late:
-            os.waitpid(self._pid, 0)
-        return (None if late else os.waitstatus_to_exitcode(status),)
-
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.monotonic() - self._begun
-
-    @property
-    def output(self) -> str:
-        """What it has printed."""
-        return self._output.read_text(errors="replace") if self._output.exists() else ""
+def run(place: Path, tests: Sequence[str], seconds: float) -> tuple[int | None, float]:
+    """Tests in a copy: the exit code, None of a run that was out of time, and the seconds taken."""
+    begun = time.monotonic()
+    process = FORK.Process(target=be_pytest, args=(place, tests))
+    process.start()
+    process.join(seconds)
+    code = process.exitcode
+    with contextlib.suppress(ProcessLookupError):  # whoever is left of it
+        os.killpg(process.pid or 0, signal.SIGKILL)
+    process.join()
+    return code, time.monotonic() - begun
 
 
-def wait_for(run: Run) -> int | None:
-    while (ended := run.ended()) is None:
-        time.sleep(0.05)
-    return ended[0]
+def said(place: Path) -> str:
+    path = place / "output.txt"
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def tried(mutant: Mutant, place: Path, seconds: float) -> Outcome:
+    """Put it in, run its tests, and take it out."""
+    path = place / PACKAGE / mutant.file
+    source = path.read_text("utf-8")
+    changed = mutated(source, mutant)
+    if changed is None:
+        return Outcome(mutant, STALE)
+    path.write_text(changed, "utf-8")
+    code, taken = run(place, nodes(mutant), seconds)
+    path.write_text(source, "utf-8")
+    return Outcome(mutant, RESULTS.get(code, BROKEN), taken, said(place))
 
 
 def try_all(mutants: Sequence[Mutant], jobs: int, seconds: float) -> list[Outcome]:
-    """Put them in, run their tests, and take them out, in as many copies as there are jobs."""
-    outcomes: list[Outcome] = []
-
-    def over(outcome: Outcome) -> None:
-        print(f"{outcome.result:12}{outcome.seconds:6.1f} s  {outcome.mutant.name}", flush=True)
-        outcomes.append(outcome)
-
+    """Each of them, in as many copies as there are jobs."""
     with tempfile.TemporaryDirectory(prefix="mutants") as directory:
-        free = [Path(directory) / str(job) for job in range(jobs)]
-        for place in free:
+        free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for job in range(jobs):
+            place = Path(directory) / str(job)
             place.mkdir()
-            copy(place)
+            free.put(copy(place))
         tests = sorted({node for mutant in mutants for node in nodes(mutant)})
-        run = Run(free[0], tests, seconds * max(1, len(mutants)))
-        if wait_for(run) != 0:
-            raise SystemExit(f"the tests do not pass without a mutant:\n{run.output[-4000:]}")
-        print(f"{len(tests)} tests pass without a mutant: {run.seconds:.0f} s", flush=True)
-        todo = list(reversed(mutants))
-        running: dict[Path, tuple[Mutant, str, Run]] = {}
-        while todo or running:
-            while todo and free:
-                mutant = todo.pop()
-                path = free[-1] / PACKAGE / mutant.file
-                source = path.read_text("utf-8")
-                changed = mutated(source, mutant)
-                if changed is None:
-                    over(Outcome(mutant, STALE))
-                    continue
-                path.write_text(changed, "utf-8")
-                place = free.pop()
-                running[place] = mutant, source, Run(place, nodes(mutant), seconds)
-            for place, (mutant, source, run) in list(running.items()):
-                ended = run.ended()
-                if ended is not None:
-                    result = RESULTS.get(ended[0], BROKEN)
-                    over(Outcome(mutant, result, run.seconds, run.output))
-                    (place / PACKAGE / mutant.file).write_text(source, "utf-8")
-                    del running[place]
-                    free.append(place)
-            time.sleep(0.05)
-    return sorted(outcomes, key=lambda outcome: MUTANTS.index(outcome.mutant))
+        code, taken = run(place, tests, seconds * len(mutants))
+        if code != 0:
+            raise SystemExit(f"the tests do not pass without a mutant:\n{said(place)[-4000:]}")
+        print(f"{len(tests)} tests pass without a mutant: {taken:.0f} s", flush=True)
+
+        def one(mutant: Mutant) -> Outcome:
+            place = free.get()
+            outcome = tried(mutant, place, seconds)
+            free.put(place)
+            print(f"{outcome.result:12}{outcome.seconds:6.1f} s  {mutant.name}", flush=True)
+            return outcome
+
+        with ThreadPoolExecutor(jobs) as pool:
+            return list(pool.map(one, mutants))
 
 
 def report(outcomes: Sequence[Outcome], path: Path) -> None:
@@ -247,8 +223,8 @@ def main() -> None:
     seen = [outcome for outcome in outcomes if outcome.result in (NOTICED, TIMED_OUT)]
     for outcome in outcomes:
         if outcome.result != NOTICED or arguments.verbose:
-            said = "\n".join(outcome.output.splitlines()[-30:]) if arguments.verbose else ""
-            print(f"\n{outcome.result}: {outcome.mutant.name} ({outcome.mutant.file})\n{said}")
+            print(f"\n{outcome.result}: {outcome.mutant.name} ({outcome.mutant.file})")
+            print("\n".join(outcome.output.splitlines()[-30:]) if arguments.verbose else "")
     share = len(seen) / len(outcomes)
     minutes = (time.monotonic() - begun) / 60
     print(f"\n{len(seen)} of {len(outcomes)} noticed ({share:.0%}), in {minutes:.0f} minutes")

@@ -1,7 +1,9 @@
 """The mutants of `mutants.py`: small faults, each a change of behaviour that matters.
 
-`old` is what it replaces, exactly once in its file, and as short as that allows, so that it stays
-put when lines around it change. `tests` are few and quick, and suffice to notice it.
+A file of the package, and its faults: what is wrong, the tests that are to notice it ("kaisa::x" is
+test_x of test_kaisa.py), and a text that occurs exactly once in that file with what it becomes.
+Texts are as short as that allows, so that they stay put when lines around them change, and tests
+are few and quick. Several lines, or such as begin with spaces, are written as a diff writes them.
 """
 
 from __future__ import annotations
@@ -11,15 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault.
-
-    Attributes:
-        name: What is wrong with it.
-        file: In the package.
-        old: A text of that file.
-        new: What it becomes.
-        tests: Those that are to notice: "kaisa::x" is test_x of test_kaisa.py.
-    """
+    """One fault; `old` becomes `new` in a file of the package, and `tests` are to notice."""
 
     name: str
     file: str
@@ -28,3045 +22,1034 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-def _mutant(name: str, file: str, old: str, new: str, *tests: str) -> Mutant:
-    return Mutant(name, file, old, new, tests)
+def read(table: str) -> list[Mutant]:
+    """The mutants of a table like the one below."""
+    found: list[Mutant] = []
+    file, name, tests = "", "", ""
+    texts: dict[str, list[str]] = {"-": [], "+": []}
+
+    def over() -> None:
+        if name:
+            old, new = ("\n".join(texts[sign]) for sign in "-+")
+            found.append(Mutant(name, file, old, new, tuple(tests.split())))
+
+    for line in filter(None, table.splitlines()):
+        if line.startswith("    ") and "  =>  " in line:
+            texts["-"][:], texts["+"][:] = ([x] for x in line[4:].split("  =>  "))
+        elif line.startswith(("  -", "  +")):
+            texts[line[2]].append(line[4:])
+        elif line.startswith("  <-  "):
+            tests += " " + line[6:]
+        else:
+            over()
+            file, name = (line[3:], "") if line.startswith("== ") else (file, line)
+            name, _, tests = name.partition("  <-  ")
+            texts = {"-": [], "+": []}
+    over()
+    return found
 
 
-MUTANTS = [
-    # Placement and exchange.
-    _mutant(
-        "assignment without effect",
-        "optimizers/kaisa.py",
-        "cost=cost,",
-        'cost="compute",',
-        "kaisa::layers_are_placed_as_asked_for",
-    ),
-    _mutant(
-        "colocate_factors without effect",
-        "optimizers/kaisa.py",
-        "colocate=colocate,",
-        "colocate=True,",
-        "kaisa::layers_are_placed_as_asked_for",
-    ),
-    _mutant(
-        "cost of computation as that of memory",
-        "distributed/assignment.py",
-        'dim ** (3 if cost == "compute" else 2)',
-        "dim**2",
-        "assignment::costs",
-    ),
-    _mutant(
-        "smallest layers placed first",
-        "distributed/assignment.py",
-        "key=lambda i: (-(a_costs[i] + g_costs[i]), i)",
-        "key=lambda i: (a_costs[i] + g_costs[i], i)",
-        "assignment::computation_and_memory_are_balanced_differently",
-    ),
-    _mutant(
-        "owners balanced by number instead of cost",
-        "distributed/assignment.py",
-        "_give(loads, costs[i])",
-        "_give(loads, 1.0)",
-        "assignment::work_is_spread_longest_first_to_whom_has_least",
-    ),
-    _mutant(
-        "owners chosen in the order of layers",
-        "distributed/assignment.py",
-        "key=lambda i: (-costs[i], i)",
-        "key=lambda i: i",
-        "assignment::work_is_spread_longest_first_to_whom_has_least",
-    ),
-    _mutant(
-        "DistKFAC's owners by number",
-        "kfac/plan.py",
-        "spread_costs([layer.cost for layer in layers], ranks)",
-        "spread_costs([1.0 for layer in layers], ranks)",
-        "distkfac_ranks::owners_are_spread_by_cost",
-    ),
-    _mutant(
-        "gradients from the wrong row",
-        "kfac/plan.py",
-        "{block: layer.workers[0] // len(layer.workers) for",
-        "{block: 0 for",
-        "kaisa::a_smaller_fraction_keeps_fewer_inverses",
-    ),
-    _mutant(
-        "only the first bucket of a sum is waited for",
-        "distributed/buckets.py",
-        "[work.get_future() for work, _ in works]",
-        "[work.get_future() for work, _ in works[:1]]",
-        "collectives::a_future_is_done_when_the_last_bucket_is",
-    ),
-    _mutant(
-        "only the first bucket of a sum arrives",
-        "distributed/buckets.py",
-        "while self._works:",
-        "if self._works:",
-        "shares::by_shares_is_bit_for_bit_as_directly",
-    ),
-    _mutant(
-        "bfloat16 sent as it is",
-        "distributed/world.py",
-        "in (torch.bfloat16, torch.float16)",
-        "in (torch.float16,)",
-        "collectives::half_precision_travels_on_gloo",
-    ),
-    _mutant(
-        "a group's first rank taken for the world's",
-        "distributed/world.py",
-        "dist.broadcast(flat, group=self.group, group_src=0)",
-        "dist.broadcast(flat, 0, group=self.group)",
-        "collectives::the_first_rank_is_copied",
-        "collectives::a_group_has_ranks_of_its_own",
-    ),
-    _mutant(
-        "descriptions compared by their length",
-        "distributed/agreement.py",
-        "repr(facts).encode()",
-        "repr(len(facts)).encode()",
-        "collectives::every_rank_is_told_the_first_difference",
-    ),
-    _mutant(
-        "words compared at one place alone",
-        "distributed/world.py",
-        "return all(most == ~of_least",
-        "return any(most == ~of_least",
-        "agreement::ranks_know_whether_they_have_the_same_words",
-    ),
-    _mutant(
-        "rounds that do not reach every rank",
-        "distributed/world.py",
-        "distance *= 2",
-        "distance *= 4",
-        "agreement::every_rank_hears_of_each_other_in_rounds",
-    ),
-    _mutant(
-        "ranks beyond a power of two whose addends are left out",
-        "distributed/world.py",
-        "self._receive(other, beyond)\n            add(flat, other, out=flat)",
-        "self._receive(other, beyond)",
-        "shares::all_reduces_in_rounds_are_the_same_bits_on_all_ranks",
-    ),
-    _mutant(
-        "gloo's ring in the place of a message for each rank",
-        "distributed/buckets.py",
-        "if gloo and ranks <= RING_RANKS",
-        "if ranks < 0",
-        "shares::gloo_sums_in_rounds_or_not_at_all",
-    ),
-    _mutant(
-        "a place without a word taken for a word",
-        "distributed/world.py",
-        "(least, least) if word is None",
-        "(0, 0) if word is None",
-        "agreement::ranks_know_whether_they_have_the_same_words",
-    ),
-    _mutant(
-        "a message for each of thousands of ranks",
-        "distributed/buckets.py",
-        "return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES",
-        "return False",
-        "shares::messages_of_many_ranks_go_by_a_sum",
-    ),
-    _mutant(
-        "copies by a sum that lose the sign of a zero",
-        "distributed/world.py",
-        "(max(stop for _, stop in runs.values()),), -0.0)",
-        "(max(stop for _, stop in runs.values()),), 0.0)",
-        "shares::copies_by_a_sum_keep_every_bit",
-    ),
-    _mutant(
-        "narrow sums of many ranks that add up narrow",
-        "distributed/world.py",
-        "whole, own = flat.to(wide(flat.dtype)), runs",
-        "whole, own = flat, runs",
-        "shares::narrow_messages_add_up_wide_by_a_sum",
-    ),
-    _mutant(
-        "half of the ranks need not agree",
-        "distributed/world.py",
-        "return not bool(noes)",
-        "return bool(noes < 2.0)",
-        "collectives::all_agree_only_if_nobody_says_no",
-    ),
-    _mutant(
-        "what is missing at its source arrives as ones",
-        "distributed/world.py",
-        "content = torch.zeros(size,",
-        "content = torch.ones(size,",
-        "collectives::parts_arrive_in_their_shapes",
-    ),
-    _mutant(
-        "a factor's weight stays behind when it moves",
-        "kfac/checkpoint.py",
-        "factors.weight.copy_(weight)",
-        "pass",
-        "placements::layers_that_are_frozen_and_thawed_take_their_factors_along",
-    ),
-    _mutant(
-        "a factor's mean eigenvalues stay behind when it moves",
-        "kfac/checkpoint.py",
-        "factors.means.copy_(means)",
-        "pass",
-        "placements::layers_that_are_frozen_and_thawed_take_their_factors_along",
-    ),
-    _mutant(
-        "a lost factor arrives as zeros",
-        "kfac/checkpoint.py",
-        "arrived[key][0].clone() if bool(kept) else None",
-        "arrived[key][0].clone()",
-        "factor_exchange::a_lost_factor_is_missing_from_the_next_checkpoint_as_well",
-    ),
-    _mutant(
-        "owners' gradients balanced by number",
-        "kfac/plan.py",
-        "load[owner] += size",
-        "load[owner] += 1",
-        "dpkfac::parameters_of_no_layer_go_where_the_least_is_to_be_sent",
-    ),
-    _mutant(
-        "the hook's means are lost with their owner",
-        "kfac/precondition.py",
-        "if owners.get(p, rank) != rank]",
-        "if False]",
-        "dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means",
-    ),
-    _mutant(
-        "a clip of one's own layers alone",
-        "kfac/precondition.py",
-        "torch.stack(changes).sum()",
-        "changes[world.rank]",
-        "dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient",
-    ),
-    _mutant(
-        "heads to owners only",
-        "kfac/plan.py",
-        "heads.append((each.head, None))",
-        'heads.append((each.head, layers[block].keeper("A")))',
-        "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
-    ),
-    _mutant(
-        "heads are not summed",
-        "kfac/plan.py",
-        "heads.append((each.head, None))",
-        "heads.append((each.head.clone(), None))",
-        "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
-        "kaisa::unequal_shards_are_weighted_by_their_examples",
-    ),
-    _mutant(
-        "A kept by the solver of G, and G by that of A",
-        "kfac/plan.py",
-        "keepers = None if keeps_all else solvers",
-        "keepers = None if keeps_all else solvers[::-1]",
-        "factor_exchange::each_factor_is_on_one_rank_and_its_trace_on_all",
-    ),
-    _mutant(
-        "DistKFAC's factors all kept by the first worker",
-        "kfac/plan.py",
-        "None if keeps_all else (o, o), (o, o), everybody",
-        "None if keeps_all else (0, 0), (o, o), everybody",
-        "distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers",
-    ),
-    _mutant(
-        "an owner's layers have statistics of all batches",
-        "kfac/plan.py",
-        "plans = (LayerPlan(o, (o, o)",
-        "plans = (LayerPlan(None, (o, o)",
-        "dpkfac::a_layers_factors_are_those_of_its_owners_batches",
-    ),
-    # Refreshes.
-    _mutant(
-        "a failed G is not told",
-        "kfac/solve.py",
-        "if parts is None:\n                self.under_way[block].verdict = Verdict.FAILED",
-        'if parts is None:\n                self.under_way[block].verdict = 1 + (letter == "A")',
-        "failures::one_factor_that_fails_is_told",
-    ),
-    _mutant(
-        "a failure is less grave than a sound solve",
-        "kfac/solve.py",
-        "    SOUND = 3\n",
-        "    SOUND = 9\n",
-        "failures::one_factor_that_fails_is_told",
-    ),
-    _mutant(
-        "a lost factor is less grave than a sound one",
-        "kfac/solve.py",
-        "    LOST = 7  #",
-        "    LOST = 0  #",
-        "factor_exchange::a_layer_whose_factor_is_lost_starts_anew",
-    ),
-    _mutant(
-        "verdicts are added up",
-        "kfac/solve.py",
-        "world.on_cpu().all_reduce_max([message])",
-        "world.on_cpu().all_reduce([message])",
-        "failures::one_factor_that_fails_is_told",
-    ),
-    _mutant(
-        "simulated ranks hear of no layer that another solves",
-        "kfac/solve.py",
-        'if self.training.world.backend == "fake":',
-        'if self.training.world.backend == "none":',
-        "planning_ranks::processes_send_what_is_recorded",
-    ),
-    _mutant(
-        "silence outweighs pairs without an example",
-        "kfac/solve.py",
-        "    SILENT = 1  # no pair of statistics has ever come\n    UNSEEN = 2",
-        "    UNSEEN = 1  # no pair of statistics has ever come\n    SILENT = 2",
-        "kaisa::a_dead_layer_that_one_rank_alone_calls_is_not_called_unused",
-    ),
-    _mutant(
-        "who solves nothing does not tell that a layer was called",
-        "kfac/solve.py",
-        "return Verdict.UNSEEN if block.state.heard else Verdict.OPEN",
-        "return Verdict.OPEN",
-        "kaisa::a_dead_layer_that_one_rank_alone_calls_is_not_called_unused",
-    ),
-    _mutant(
-        "messages forget since the beginning of a resumed run",
-        "kfac/curvature.py",
-        "        self._cadence.updated_at = self.training.steps\n",
-        "",
-        "stats::a_first_message_forgets_no_more_than_since_the_last_update",
-    ),
-    _mutant(
-        "a refresh in parts without a bound",
-        "kfac/solve.py",
-        "filled += size",
-        "filled += 0",
-        "kaisa::alone_a_refresh_takes_a_few_layers_at_a_time",
-    ),
-    _mutant(
-        "one refresh too many before an error",
-        "kfac/solve.py",
-        "block.state.failures >= self.options.max_consecutive_failures",
-        "block.state.failures > self.options.max_consecutive_failures",
-        "failures::too_many_failures_in_a_row_are_an_error_on_every_rank",
-    ),
-    _mutant(
-        "failures add up that are not in a row",
-        "kronecker/block.py",
-        "silent=False, failures=0, complaint",
-        "silent=False, complaint",
-        "failures::failures_that_are_not_in_a_row_are_no_error",
-    ),
-    _mutant(
-        "relative damping without the mean curvature",
-        "kfac/solve.py",
-        "damping * positive.clamp_min(least)",
-        "damping * torch.ones_like(positive)",
-        "invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature",
-    ),
-    _mutant(
-        "Newton's scale under bases that scale their steps",
-        "kfac/options.py",
-        '"gradient" if adaptive else',
-        '"newton" if adaptive else',
-        "preconditioner_scale::auto_follows_the_base",
-    ),
-    _mutant(
-        "a gradient's scale without the damping",
-        "kfac/solve.py",
-        "solve.scale = of_layer + solve.damping",
-        "solve.scale = of_layer",
-        "preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature",
-    ),
-    _mutant(
-        "an inverse by Cholesky without its scale",
-        "kronecker/solvers.py",
-        'inverses["G"] * times',
-        'inverses["G"]',
-        "preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature",
-    ),
-    _mutant(
-        "an inverse by eigenvectors without its scale",
-        "kronecker/solvers.py",
-        "scale.mul_(times)",
-        "pass",
-        "preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature",
-    ),
-    _mutant(
-        "damping for scale, from another process",
-        "kfac/solve.py",
-        "told[0], told[1] if",
-        "told[0], told[0] if",
-        "distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled",
-    ),
-    _mutant(
-        "a frozen layer keeps its inverse",
-        "kfac/curvature.py",
-        "            block.drop_inverse()\n",
-        "            pass\n",
-        "kaisa::a_frozen_layer_holds_no_inverse",
-    ),
-    _mutant(
-        "stale inverses after a change of layers",
-        "kfac/solve.py",
-        "due = list(self.plan) if self.wanted else due",
-        "pass",
-        "kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step",
-    ),
-    _mutant(
-        "newcomers wait for the interval",
-        "kfac/schedule.py",
-        "step == self._layers.newcomers_at or ",
-        "",
-        "robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics",
-    ),
-    _mutant(
-        "zero_grad keeps statistics",
-        "kfac/layers.py",
-        "            if not block.staged.empty:\n                block.staged.clear()",
-        "            if not block.staged.empty:\n                pass",
-        "contract_steps::a_step_after_zero_grad_alone_takes_nothing_in",
-    ),
-    _mutant(
-        "statistics from before a load",
-        "kfac/checkpoint.py",
-        "        block.staged.clear()\n",
-        "",
-        "contract_state::statistics_from_before_a_load_do_not_count",
-    ),
-    _mutant(
-        "failures from before a load",
-        "kronecker/block.py",
-        "self.state.asked, self.state.failures = False, 0",
-        "self.state.asked = False",
-        "robustness::a_checkpoint_gives_a_failing_layer_all_its_tries_again",
-    ),
-    _mutant(
-        "a clip by the largest learning rate under a callable bound",
-        "kfac/precondition.py",
-        'which = "lr" if callable(self._options.kl_clip) else PEAK_LR',
-        "which = PEAK_LR",
-        "invariants_steps::a_callable_clip_is_taken_as_it_is",
-    ),
-    _mutant(
-        "the schedule's largest learning rate is not looked up",
-        "options.py",
-        'for rate in (lr, group.get("initial_lr", lr), group.get("max_lr", lr)):',
-        "for rate in (lr,):",
-        "invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate",
-        "dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule",
-    ),
-    # Clip.
-    _mutant(
-        "a clip in lr, not lr²",
-        "kfac/precondition.py",
-        ".abs() * lr**2",
-        ".abs() * lr",
-        "solvers::the_clip_takes_each_layers_own_learning_rate",
-    ),
-    _mutant(
-        "a clip that stretches",
-        "kfac/precondition.py",
-        ".clamp(max=1.0)",
-        "",
-        "solvers::the_clip_bounds_what_it_measures",
-    ),
-    _mutant(
-        "a clip that is spoilt by one layer",
-        "kfac/precondition.py",
-        ".nan_to_num(0.0, posinf=0.0).sum()",
-        ".sum()",
-        "solvers::a_layer_that_is_not_finite_does_not_count",
-    ),
-    _mutant(
-        "exact blocks are not clipped",
-        "kronecker/exact.py",
-        "p.grad.copy_(part.view_as(p) * coefficient)",
-        "p.grad.copy_(part.view_as(p))",
-        "exact_blocks::the_clip_shortens_exact_blocks_with_all_others",
-    ),
-    # Statistics.
-    _mutant(
-        "the mean eigenvalue of G of modules used twice",
-        "kronecker/factors.py",
-        "head[1 + groups : 1 + 2 * groups] *= scale",
-        "pass",
-        "invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors",
-    ),
-    _mutant(
-        "uses without an example are uses",
-        "kronecker/factors.py",
-        "present | ~present.any()",
-        "present | True",
-        "examples::a_use_without_an_example_is_no_use",
-    ),
-    _mutant(
-        "uses of a module averaged",
-        "kronecker/factors.py",
-        "uses = sum(n for n, _ in counted) / len(counted)",
-        "uses = 1.0",
-        "invariants_factors::9_not_as_so_many_passes",
-    ),
-    _mutant(
-        "sums divided in bfloat16",
-        "kronecker/factors.py",
-        "total.to(examples.dtype) / examples if narrow",
-        "total / examples.to(total.dtype) if narrow",
-        "invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples",
-    ),
-    _mutant(
-        "weights and means in bfloat16",
-        "kronecker/factors.py",
-        "        wide = torch.promote_types(dtype, torch.float32)\n        self.shape = shape",
-        "        wide = dtype\n        self.shape = shape",
-        "invariants_factors::13_weights_and_means_of_bfloat16_factors_are_not_rounded",
-    ),
-    _mutant(
-        "an average that starts from zero",
-        "kronecker/factors.py",
-        "self.weight * decay + 1.0",
-        "self.weight * decay + (1.0 - decay)",
-        "invariants_factors::13_running_average_is_the_debiased_ema",
-    ),
-    _mutant(
-        "a step without examples forgets",
-        "kronecker/factors.py",
-        "torch.where(present, self.weight * decay + 1.0, self.weight)",
-        "self.weight * decay + 1.0",
-        "invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit",
-    ),
-    _mutant(
-        "dropped statistics are not counted",
-        "kronecker/factors.py",
-        "            self.dropped += ~finite",
-        "            pass",
-        "failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were",
-    ),
-    _mutant(
-        "a gradient's scale once instead of squared",
-        "kronecker/factors.py",
-        'torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2',
-        'torch.as_tensor(gradient_scale, dtype=found["G"].dtype)',
-        "invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch",
-    ),
-    _mutant(
-        "the product of one tensor is formed for each layer",
-        "kronecker/collector.py",
-        "            known = last[2]\n",
-        "            known = None\n",
-        "sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing",
-    ),
-    _mutant(
-        "layers of one tensor add to one sum",
-        "kronecker/collector.py",
-        'pair.factors["A"].clone()}',
-        'pair.factors["A"]}',
-        "sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing",
-    ),
-    _mutant(
-        "an A with the bias's row for a layer without bias",
-        "kronecker/collector.py",
-        "block.trains_bias), self._last_a, None",
-        "True), self._last_a, None",
-        "sharing::layers_of_one_input_with_and_without_a_bias",
-    ),
-    _mutant(
-        "an input that was changed in place is taken for the same",
-        "kronecker/capture.py",
-        " or self._last_version != x._version",
-        "",
-        "sharing::an_input_that_is_changed_in_place_is_another_one",
-    ),
-    _mutant(
-        "no scale of the loss",
-        "kronecker/collector.py",
-        "return self._accumulation_steps / scale",
-        "return self._accumulation_steps / torch.ones_like(scale)",
-        "invariants_factors::11_a_grad_scaler_changes_nothing",
-    ),
-    _mutant(
-        "micro-batches draw the same noise",
-        "kronecker/fisher.py",
-        "hash((self.step, call - first_call, self._rank))",
-        "hash((self.step, 0, self._rank))",
-        "contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one",
-    ),
-    _mutant(
-        "ranks draw the same noise",
-        "kronecker/fisher.py",
-        "hash((self.step, call - first_call, self._rank))",
-        "hash((self.step, call - first_call, 0))",
-        "kaisa::ranks_draw_labels_of_their_own",
-    ),
-    _mutant(
-        "a coin that falls the other way",
-        "kronecker/fisher.py",
-        "(uniform < output.sigmoid())",
-        "(uniform > output.sigmoid())",
-        "invariants_factors::14_labels_are_drawn_from_the_models_distribution",
-    ),
-    _mutant(
-        "twice the Gaussian's curvature",
-        "kronecker/fisher.py",
-        "return 0.5 * (output - labels).square().sum()",
-        "return (output - labels).square().sum()",
-        "invariants_factors::14_labels_are_drawn_from_the_models_distribution",
-    ),
-    _mutant(
-        "forwards that checkpoints repeat are new ones",
-        "kronecker/capture.py",
-        "metadata.setdefault(_FIRST_REPEATED, outer) != outer",
-        "False",
-        "examples::two_losses_of_one_forward_are_no_micro_batches",
-    ),
-    _mutant(
-        "padding tokens count",
-        "kronecker/layers.py",
-        "if embedding.padding_idx is not None:",
-        "if False:",
-        "invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows",
-    ),
-    _mutant(
-        "a sum over positions for their mean",
-        "kronecker/layers.py",
-        "return x.mean(1), d.sum(1)",
-        "return x.sum(1), d.sum(1)",
-        "invariants_factors::4_reduce_is_exact_with_pooled_positions",
-    ),
-    _mutant(
-        "a convolution's G without the number of locations",
-        "kronecker/convolutions.py",
-        "g = gram(rows_d, False, form.triangular).div_(locations)",
-        "g = gram(rows_d, False, form.triangular)",
-        "invariants_factors::6_every_convolution_has_the_factors_of_its_patches",
-    ),
-    _mutant(
-        "a bias's gradient in the wrong column",
-        "kronecker/layers.py",
-        "matrix[..., -1].copy_(bias.reshape(groups, out))",
-        "matrix[..., -1].zero_()",
-        "invariants_steps::15_a_step_is_the_dense_solve",
-    ),
-    _mutant(
-        "sparse embeddings are preconditioned",
-        "kronecker/layers.py",
-        'if getattr(module, "sparse", False):',
-        "if False:",
-        "finding::an_embedding_with_sparse_gradients_is_left_to_the_base",
-    ),
-    _mutant(
-        "padding 'same' the other way round",
-        "kronecker/convolutions.py",
-        "(total // 2, total - total // 2)",
-        "(total - total // 2, total // 2)",
-        "invariants_factors::6_weight_times_patches_is_the_convolution",
-    ),
-    _mutant(
-        "one end of the window counts twice",
-        "kronecker/convolutions.py",
-        "left = by_tap(-first, last)",
-        "left = by_tap(first, last)",
-        "autocorrelation::autocorrelations_equal_patches",
-    ),
-    _mutant(
-        "a trace without the second block",
-        "kronecker/triangles.py",
-        "return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)",
-        "return traces",
-        "triangles::the_trace_needs_no_unpacking",
-    ),
-    _mutant(
-        "a triangle mirrored from the wrong side",
-        "kronecker/triangles.py",
-        "matrix[..., :h, :h].copy_(_mirrored(upper, lower=False))",
-        "matrix[..., :h, :h].copy_(_mirrored(upper, lower=True))",
-        "triangles::packing_and_back_is_the_identity",
-    ),
-    # Sharded models.
-    _mutant(
-        "rows of a replica sent by another",
-        "distributed/shard_layout.py",
-        "of[rank], positions[rank] = ranks, i",
-        "of[rank], positions[rank] = ranks[::-1], i",
-        "fsdp::sharded_trajectories_are_those_of_one_process",
-    ),
-    _mutant(
-        "sums by shares sent to their owners in another order",
-        "distributed/world.py",
-        "[*pieces[0::2], *pieces[1::2]]",
-        "[*pieces[1::2], *pieces[0::2]]",
-        "shares::by_shares_is_bit_for_bit_as_directly",
-    ),
-    _mutant(
-        "the rows of all ranks for one owner",
-        "distributed/buckets.py",
-        "return ranks * largest > max(2 * whole, SMALL_BYTES)",
-        "return False",
-        "shares::balanced_and_small_messages_go_directly",
-    ),
-    _mutant(
-        "buckets without a bound",
-        "distributed/buckets.py",
-        "if key not in last or filled[key] + size > most:",
-        "if key not in last:",
-        "collectives::sums_of_any_shape_and_dtype",
-    ),
-    _mutant(
-        "a bucket is full with its first item",
-        "distributed/buckets.py",
-        "        filled[key] += size\n",
-        "        filled[key] += most\n",
-        "collectives::sums_of_any_shape_and_dtype",
-    ),
-    _mutant(
-        "a group of its own for each optimizer",
-        "distributed/groups.py",
-        "    if key not in made:\n",
-        "    if True:\n",
-        "robustness::optimizers_share_their_groups",
-    ),
-    _mutant(
-        "shares copied from the first source alone",
-        "distributed/world.py",
-        "for source, (first, last) in runs.items():",
-        "for source, (first, last) in list(runs.items())[:1]:",
-        "shares::by_shares_is_bit_for_bit_as_directly",
-    ),
-    _mutant(
-        "the least load of the wrong rank",
-        "distributed/assignment.py",
-        "(load + work, bearer))",
-        "(load + work, -bearer))",
-        "assignment::assignment_is_that_of_its_definition",
-    ),
-    _mutant(
-        "the clip of a bucket's own layers",
-        "kfac/sharded_gradients.py",
-        "changes += _returned(",
-        "changes = _returned(",
-        "fsdp::one_all_to_all_each_way_for_a_bucket",
-    ),
-    _mutant(
-        "every gradient worker keeps an inverse of a sharded layer",
-        "kfac/plan.py",
-        "(rank, rank), _one(rank), said",
-        "(rank, rank), layer.workers, said",
-        "fsdp::ranks_keep_their_rows_and_the_factors_of_their_layers",
-    ),
-    _mutant(
-        "micro-batches that FSDP2 has yet to average dropped",
-        "kronecker/block.py",
-        "return self.without_gradient and not unreduced",
-        "return self.without_gradient",
-        "fsdp::micro_batches_count_whether_averaged_each_or_at_the_end",
-    ),
-    _mutant(
-        "layers in groups of their own without statistics",
-        "kronecker/autograd.py",
-        "if fsdp is None else fsdp.in_pass(module)",
-        "if True else fsdp.in_pass(module)",
-        "fsdp::an_optimizer_made_before_goes_on_with_the_shards",
-    ),
-    _mutant(
-        "sharded gradients averaged twice",
-        "contract/training.py",
-        'for p in group["params"] if not is_dtensor(p)]',
-        'for p in group["params"]]',
-        "fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned",
-    ),
-    # What an example is.
-    _mutant(
-        "gradients beside the loss as examples",
-        "kronecker/capture.py",
-        "if autograd.reaches_parameters(call.module, self.fsdp):",
-        "if True:",
-        "examples::gradients_beside_the_loss_are_no_examples",
-    ),
-    _mutant(
-        "drawn labels of an attack as examples",
-        "kronecker/capture.py",
-        "autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs",
-        "True for module, *_ in pairs",
-        "examples::gradients_beside_the_loss_are_no_examples",
-    ),
-    _mutant(
-        "gradients thrown away by the model kept as statistics",
-        "kronecker/collector.py",
-        "block.starts_anew(unreduced):",
-        "False:",
-        "examples::a_discriminator_counts_its_own_passes",
-    ),
-    _mutant(
-        "gradients set to zero by the model kept as statistics",
-        "kronecker/block.py",
-        "not any(bool(each.any())",
-        "not any(True",
-        "examples::a_discriminator_counts_its_own_passes",
-    ),
-    _mutant(
-        "passes of a step not counted",
-        "kronecker/factors.py",
-        "uses * micro_batches**2",
-        "uses",
-        "examples::passes_of_a_step_are_counted_and_said_once",
-    ),
-    _mutant(
-        "a second pass through a forward as a micro-batch",
-        "kronecker/factors.py",
-        "if not again:",
-        "if True:",
-        "examples::two_losses_of_one_forward_are_no_micro_batches",
-    ),
-    _mutant(
-        "passes of a layer for those of a step",
-        "kfac/layers.py",
-        "found = max((block.staged.micro_batches",
-        "found = min((block.staged.micro_batches",
-        "examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others",
-    ),
-    _mutant(
-        "padded rows in G's number",
-        "kronecker/factors.py",
-        'if self._reduction == "mean":',
-        "if False:",
-        "examples::a_padded_batch_has_the_factors_of_the_unpadded_one",
-    ),
-    _mutant(
-        "examples of a step counted at each use",
-        "kronecker/factors.py",
-        "scale = scale / counted_again**2",
-        "pass",
-        "loss_reduction::layers_of_every_kind",
-    ),
-    _mutant(
-        "examples of a step counted in each pass through a forward",
-        "kronecker/factors.py",
-        "uses * len(self._passes) / max(self.micro_batches, 1)",
-        "uses",
-        "loss_reduction::two_losses_of_one_forward_have_the_terms_of_one",
-    ),
-    _mutant(
-        "G of a step's losses without their number",
-        "kfac/layers.py",
-        "(each.head[0] * more / processes) ** 2",
-        "(each.head[0] * more) ** 2",
-        "loss_reduction::unequal_shares_train_as_the_whole_batch",
-    ),
-    _mutant(
-        "owners that take their own terms for all",
-        "kfac/curvature.py",
-        "return torch.where(known, everywhere[0] / here[0].clamp_min(1.0), ranks)",
-        "return float(ranks)",
-        "loss_reduction::owners_factors_are_those_of_their_own_shares",
-    ),
-    _mutant(
-        "shares by a layer that no pass comes through",
-        "kfac/curvature.py",
-        "known = (everywhere[1] == ranks) & (here[0] > 0)",
-        "known = here[0] >= 0",
-        "loss_reduction::owners_factors_are_those_of_their_own_shares",
-    ),
-    _mutant(
-        "terms that go on being counted by a silent layer",
-        "kfac/layers.py",
-        "max(last, key=lambda block: not block.state.silent, default=None)",
-        "next(last, None)",
-        "loss_reduction::owners_factors_are_those_of_their_own_shares",
-    ),
-    _mutant(
-        "terms counted where a loss is a mean",
-        "kronecker/collector.py",
-        'self._counted(module) if self.reduction() == "step_mean" else []',
-        "self._counted(module)",
-        "loss_reduction::other_owners_layers_are_counted_at_most",
-    ),
-    _mutant(
-        "statistics of a layer that is only counted",
-        "kfac/layers.py",
-        "self.collector.watch(filter(taken, self.blocks))",
-        "self.collector.watch(self.blocks)",
-        "loss_reduction::other_owners_layers_are_counted_at_most",
-    ),
-    _mutant(
-        "a stats worker's losses of a step as sums",
-        "kfac/stats_workers.py",
-        "sums = self.layers.whole_steps(sums, 1)",
-        "pass",
-        "stats::a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step",
-    ),
-    _mutant(
-        "statistics that leave in the passes as sums",
-        "kfac/curvature.py",
-        "layers.take_in(layers.whole_steps(sums, world.size, more), decay)",
-        "layers.take_in(sums, decay)",
-        "loss_reduction::unequal_shares_however_statistics_travel",
-    ),
-    _mutant(
-        "a number of targets that is ignored as used",
-        "kfac/losses.py",
-        "loss is not None and not _divides(loss, number)",
-        "False",
-        "loss_reduction::the_record_of_the_loss_tells_whether_the_number_is_used",
-    ),
-    _mutant(
-        "validation that tells what losses are",
-        "kfac/losses.py",
-        "or not torch.is_grad_enabled()",
-        "",
-        "loss_reduction::only_a_training_pass_tells",
-    ),
-    _mutant(
-        "ranks' losses not compared",
-        "kfac/curvature.py",
-        '("losses", self.layers.reduction),',
-        "",
-        "loss_reduction::ranks_that_are_told_differently",
-    ),
-    _mutant(
-        "padded rows in A",
-        "kronecker/layers.py",
-        "a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)",
-        "a = gram(x.unsqueeze(0), form.bias, form.triangular)",
-        "examples::a_padded_batch_has_the_factors_of_the_unpadded_one",
-    ),
-    _mutant(
-        "rows that only begin with a zero as dead",
-        "kronecker/layers.py",
-        "dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]",
-        "dead = suspects",
-        "examples::rows_that_begin_with_zeros_are_examples",
-    ),
-    _mutant(
-        "one factor for inputs of unlike examples",
-        "kronecker/layers.py",
-        "known.live.same(live)",
-        "True",
-        "examples::layers_of_one_input_share_its_factor_where_they_have_the_same_examples",
-    ),
-    _mutant(
-        "a dead layer as one without statistics",
-        "kfac/solve.py",
-        "silent = block.state.asked and not block.state.heard",
-        "silent = block.state.asked",
-        "examples::a_dead_layer_is_not_one_without_statistics",
-    ),
-    # Exact and doubly factored blocks.
-    _mutant(
-        "factors of gradients on the scale of their mean",
-        "kronecker/gradient.py",
-        "whole * (scale * examples)",
-        "whole * examples",
-        "gradient_factors::factors_are_the_averages_of_those_of_gradients",
-    ),
-    _mutant(
-        "both factors of gradients with the trace of the curvature",
-        "kronecker/factors.py",
-        "sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums",
-        "pass",
-        "kinds::a_tied_embedding_has_the_partial_traces_of_both_uses",
-    ),
-    _mutant(
-        "values taken for queries",
-        "kronecker/attention.py",
-        "(0, 1, 2)[piece : piece + count]",
-        "(0, 1, 2)[:count]",
-        "attention::factors_are_those_of_separate_linears",
-    ),
-    _mutant(
-        "keys counted as queries are",
-        "kronecker/kinds.py",
-        "more = [counts[0] / count for count in counts]",
-        "more = [1.0 for _ in counts]",
-        "attention::factors_are_those_of_separate_linears",
-    ),
-    _mutant(
-        "a Linear with an activation behind it taken for one",
-        "kronecker/block.py",
-        "state.unexplained = residual if residual > TOLERANCE else 0.0",
-        "state.unexplained = 0.0",
-        "explained::what_is_no_layer_of_its_kind_goes_to_the_base",
-    ),
-    _mutant(
-        "the view of a layer's output hooked, which an operation in place replaces",
-        "kronecker/capture.py",
-        'if edge.node.name() != "ViewBackward0":',
-        "if True:",
-        "explained::operations_in_place_lose_nothing",
-    ),
-    _mutant(
-        "a penalty on the weight's length counted as unexplained",
-        "kronecker/explained.py",
-        "if weight is not None:",
-        "if False:",
-        "explained::a_penalty_on_the_weights_length_hides_nothing",
-    ),
-    _mutant(
-        "gradients of torch.autograd.grad counted as the weight's",
-        "kronecker/explained.py",
-        "leaf is not None and is_reached(leaf)",
-        "leaf is not None",
-        "explained::gradients_that_are_taken_beside_count_for_nothing",
-    ),
-    _mutant(
-        "rounding of sums that cancel counted as unexplained",
-        "kronecker/explained.py",
-        "(left.norm() - self._noise)",
-        "left.norm()",
-        "explained::sums_that_cancel_count_for_rounding",
-    ),
-    _mutant(
-        "an unexplained layer not told of to the other ranks",
-        "kfac/solve.py",
-        "if block.state.unexplained:",
-        "if False:",
-        "explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back",
-    ),
-    _mutant(
-        "a registered layer's own rows left out",
-        "kronecker/kinds.py",
-        "return (x, d) if rows is None else rows(module, x, d)",
-        "return x, d",
-        "kinds::a_registered_layer_has_the_factors_of_what_it_was_told_to_compute",
-    ),
-    _mutant(
-        "a LayerNorm's own eps is ignored",
-        "kronecker/exact.py",
-        "return layer_norm(x, module.normalized_shape, eps=module.eps)",
-        "return layer_norm(x, module.normalized_shape)",
-        "exact_blocks::a_gain_multiplies_what_is_normalised",
-    ),
-    _mutant(
-        "a variance by cancellation",
-        "kronecker/exact.py",
-        "if bool((variance > CANCELLED * mean.square()).all()):",
-        "if True:",
-        "exact_blocks::a_batch_norm_of_inputs_far_from_zero",
-    ),
-    _mutant(
-        "a matrix one smaller than asked for",
-        "kronecker/exact.py",
-        "if size > self.most:",
-        "if size >= self.most:",
-        "finding::max_exact_dim_is_the_last_size_that_is_a_matrix",
-    ),
-    _mutant(
-        "parts of one example averaged",
-        "kronecker/exact.py",
-        "row.unflatten(0, (-1, positions)).sum(1)",
-        "row.unflatten(0, (-1, positions)).mean(1)",
-        "exact_blocks::expand_and_reduce_over_positions",
-    ),
-    _mutant(
-        "a bias goes on with the curvature of a gain",
-        "kronecker/exact.py",
-        "if self.trainable and self._staged_for != self.training:",
-        "if False:",
-        "exact_blocks::a_part_that_takes_the_others_place_begins_anew",
-    ),
-    _mutant(
-        "a best rank one of another scale",
-        "kronecker/doubly_factored.py",
-        "root = (sigma * size).sqrt()",
-        "root = sigma.sqrt()",
-        "doubly_factored::18_rank_one_in_float32_far_from_one",
-    ),
-    _mutant(
-        "inputs that are not finite count as zeros",
-        "kronecker/doubly_factored.py",
-        "psi = torch.where(finite[:, None], psi, torch.nan)",
-        "pass",
-        "doubly_factored::an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient",
-    ),
-    _mutant(
-        "the largest factor that is allowed is refused",
-        "kronecker/model_blocks.py",
-        "or largest <= self.max_factor_dim:",
-        "or largest < self.max_factor_dim:",
-        "finding::layers_with_a_larger_factor_are_left_to_the_base",
-    ),
-    # Decompositions and solves.
-    _mutant(
-        "eigenvectors of factors that are not scaled",
-        "kronecker/decompositions.py",
-        "scaled = matrix / size\n    values, vectors",
-        "size = torch.ones_like(size)\n    scaled = matrix / size\n    values, vectors",
-        "solvers::the_first_rung_will_do_at_any_scale",
-    ),
-    _mutant(
-        "large finite factors are given up",
-        "kronecker/decompositions.py",
-        "exact = torch.isfinite(batch).flatten(1).all(1)",
-        "exact = torch.isfinite(_norm(batch))",
-        "solvers::large_factors_are_finite_though_their_squares_are_not",
-    ),
-    _mutant(
-        "eigenvectors need not be orthogonal",
-        "kronecker/decompositions.py",
-        "return torch.maximum(error, skew) < RESIDUAL_TOLERANCE",
-        "return error < RESIDUAL_TOLERANCE",
-        "solvers::eigenvectors_that_are_not_orthogonal_are_not_sound",
-    ),
-    _mutant(
-        "negative eigenvalues",
-        "kronecker/decompositions.py",
-        "return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(",
-        "return (vectors, values * size.squeeze(-1)), _is_eigenbasis(",
-        "solvers::negative_eigenvalues_are_clamped",
-    ),
-    _mutant(
-        "whatever comes out is sound",
-        "kronecker/decompositions.py",
-        "RESIDUAL_TOLERANCE = 1e-3",
-        "RESIDUAL_TOLERANCE = 1e3",
-        "solvers::float64_is_the_second_rung",
-    ),
-    _mutant(
-        "any guess is refined",
-        "kronecker/decompositions.py",
-        "REFINEMENT_TOLERANCE = 0.2",
-        "REFINEMENT_TOLERANCE = 20.0",
-        "solvers::a_guess_that_is_no_guide_is_not_taken",
-    ),
-    _mutant(
-        "inverses of what is not definite",
-        "kronecker/decompositions.py",
-        "definite & (error < RESIDUAL_TOLERANCE)",
-        "torch.ones_like(definite)",
-        "solvers::an_indefinite_factor_fails_the_inverse",
-    ),
-    _mutant(
-        "one batch of everything",
-        "kronecker/decompositions.py",
-        "if key not in current or filled[key] + nbytes > most:",
-        "if key not in current:",
-        "solvers::factors_are_built_batch_by_batch",
-    ),
-    _mutant(
-        "γ of three factors split as of two",
-        "kronecker/solvers.py",
-        "damping ** (1 / len(means))",
-        "damping ** (1 / 2)",
-        "doubly_factored::15_three_way_solves_are_dense_ones",
-    ),
-    _mutant(
-        "π is 1",
-        "kronecker/solvers.py",
-        "pi = (logarithms - logarithms.mean(0)).exp()",
-        "pi = (logarithms - logarithms).exp()",
-        "solvers::solves_equal_the_dense_solve",
-    ),
-    _mutant(
-        "what has no curvature moves without end",
-        "kronecker/solvers.py",
-        "posinf=0.0",
-        "posinf=1e30",
-        "solvers::without_damping_what_has_no_curvature_does_not_move",
-    ),
-    _mutant(
-        "a part of a batch keeps it all",
-        "kronecker/solvers.py",
-        "return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part",
-        "return part",
-        "solvers::what_is_kept_holds_no_more_memory_than_it_needs_and_lies_row_after_row",
-    ),
-    _mutant(
-        "exact blocks damped by half",
-        "kronecker/solvers.py",
-        "return None, torch.zeros_like(means[1]) + damping",
-        "return None, torch.zeros_like(means[1]) + 0.5 * damping",
-        "exact_blocks::the_step_is_the_dense_solve",
-    ),
-    # Threads.
-    _mutant(
-        "a snapshot that changes",
-        "kronecker/background.py",
-        "copies = [t.clone() for t in tensors]",
-        "copies = list(tensors)",
-        "background::a_snapshot_does_not_see_what_comes_later",
-    ),
-    _mutant(
-        "a solve with all cores",
-        "kronecker/background.py",
-        "    torch.set_num_threads(1)\n",
-        "",
-        "background::one_core_in_the_work_and_as_many_as_before_elsewhere",
-    ),
-    _mutant(
-        "deterministic without effect",
-        "kfac/solve_async.py",
-        "elif self._background.deterministic or not ticket.done:",
-        "elif not ticket.done:",
-        "distkfac::deterministic_beside_a_layer_without_statistics",
-    ),
-    _mutant(
-        "the damping of the landing",
-        "kfac/solve.py",
-        "received.pop(block), solve.damping, solve.scale",
-        "received.pop(block), self.damping, solve.scale",
-        "distkfac::an_inverse_has_the_damping_of_its_snapshot",
-    ),
-    _mutant(
-        "decompositions of threads arrive with another damping",
-        "kfac/solve.py",
-        "torch.as_tensor(x, dtype=rounding or dtype)",
-        "torch.ones((), dtype=dtype)",
-        "distkfac_ranks::without_staleness_it_is_kaisa",
-    ),
-    _mutant(
-        "decompositions of threads arrive without their damping",
-        "kfac/solve_async.py",
-        "return 0 if self.training.world.size == 1 else 1 + scaled",
-        "return 0",
-        "distkfac_ranks::without_staleness_it_is_kaisa",
-    ),
-    _mutant(
-        "of a thread's decompositions one is enough",
-        "kfac/solve_async.py",
-        "if len(ticket.result()) == len(block.shape.letters) else",
-        "if len(ticket.result()) > 0 else",
-        "distkfac::one_factor_that_fails_on_a_thread_is_told",
-    ),
-    _mutant(
-        "a step staler than allowed",
-        "kfac/solve_async.py",
-        "most is not None and age >= most",
-        "most is not None and age > most",
-        "distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age",
-    ),
-    _mutant(
-        "layers that are due when they land wait for the next interval",
-        "kfac/solve_async.py",
-        "self.submit([block for block in due if block in came])",
-        "pass",
-        "distkfac::a_layer_that_is_due_when_it_lands_is_launched_again",
-    ),
-    _mutant(
-        "a damping that keeps the message it has come in",
-        "kfac/solve.py",
-        "copy=True",
-        "copy=False",
-        "distkfac_ranks::a_rank_keeps_no_message_beside_its_inverses",
-    ),
-    _mutant(
-        "layers under way are launched again",
-        "kfac/solve_async.py",
-        "[block for block in due if block not in self.under_way]",
-        "due",
-        "distkfac::never_more_than_so_many_steps_under_way",
-    ),
-    # Stats workers.
-    _mutant(
-        "a message guarded by its count alone",
-        "kfac/stats_workers.py",
-        "sound = bool(head[0] > 0) and all(",
-        "sound = bool(head[0] > 0) or all(",
-        "stats::a_message_with_one_number_that_is_not_finite_is_dropped",
-    ),
-    _mutant(
-        "messages forget since the beginning",
-        "kfac/curvature.py",
-        "                cadence.updated_at = steps\n                for block",
-        "                for block",
-        "stats::factors_forget_between_messages_as_much_as_in_so_many_steps",
-    ),
-    _mutant(
-        "a stats worker's gradients pile up",
-        "kfac/stats_workers.py",
-        "                    p.grad = None\n",
-        "                    pass\n",
-        "stats::a_stats_workers_gradients_do_not_pile_up",
-    ),
-    _mutant(
-        "statistics to the first worker, whoever owns the layer",
-        "kfac/stats_workers.py",
-        'parts[layer.solver("A")][block.name] = sums[block]',
-        "parts[0][block.name] = sums[block]",
-        "distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got",
-    ),
-    _mutant(
-        "statistics of micro-batches with the square of their number",
-        "kfac/layers.py",
-        "block.staged.sums(parts)",
-        "block.staged.sums(1)",
-        "stats::micro_batches_of_a_stats_worker_are_counted",
-    ),
-    _mutant(
-        "messages of other layers count",
-        "kfac/stats_workers.py",
-        'if message[1]["edition"] < self.edition:',
-        "if False:",
-        "stats::after_a_change_own_passes_go_on_until_newer_messages_come",
-    ),
-    _mutant(
-        "points queue up",
-        "kfac/stats_workers.py",
-        "helper.asked <= wanted <= helper.heard + 1",
-        "helper.asked <= wanted",
-        "stats::no_point_is_sent_while_statistics_are_on_their_way",
-    ),
-    _mutant(
-        "hungry layers are not fed",
-        "kfac/stats_workers.py",
-        "any(self.last.get(k, -1) <= due for k in wanting)",
-        "False",
-        "stats::own_passes_come_back_when_sound_statistics_stay_away",
-    ),
-    _mutant(
-        "factors forget by the step, not by the update",
-        "kfac/schedule.py",
-        "since = min(every, steps - self.budget.until + 1)",
-        "pass",
-        "distkfac::without_a_decay_factors_forget_evenly_in_time",
-    ),
-    # Base and checkpoints.
-    _mutant(
-        "a first zero step taken for a checkpoint's",
-        "optimizers/base.py",
-        "training.steps == 0 and is_checkpointing()",
-        "training.steps == 0",
-        "contract_state::a_first_step_with_zero_gradients_is_a_step",
-    ),
-    _mutant(
-        "gradients summed, not averaged",
-        "contract/averaging.py",
-        "torch._foreach_div_(gradients, float(world.size))",
-        "pass",
-        "kaisa::micro_batches_on_many_processes_are_one_batch",
-    ),
-    _mutant(
-        "a gradient that is None everywhere becomes zeros",
-        "contract/averaging.py",
-        "if p.grad is None and n > 0:",
-        "if p.grad is None:",
-        "placements_gradients::a_gradient_that_is_none_everywhere_stays_none",
-    ),
-    _mutant(
-        "names of a group that is added are left out",
-        "contract/groups.py",
-        "if known or not any(NAMES in other for other in others):",
-        "if True:",
-        "groups::a_group_added_has_names_where_the_others_have",
-    ),
-    _mutant(
-        "warnings between two collectives",
-        "contract/training.py",
-        "while self._waiting and not self.held:",
-        "while self._waiting:",
-        "deferred_warnings::errors_are_raised_one_at_a_time_after_the_work",
-    ),
-    _mutant(
-        "warnings again and again",
-        "contract/training.py",
-        "new = key not in self._known",
-        "new = True",
-        "contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go",
-    ),
-    _mutant(
-        "groups in another order load",
-        "contract/checkpoint.py",
-        "if called != mine and sorted(called) == sorted(mine):",
-        "if False:",
-        "checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook",
-    ),
-    _mutant(
-        "an exported state with an entry of the wrapper's",
-        "contract/checkpoint.py",
-        " for k, v in g.items() if k not in (PEAK_LR, REST)}",
-        " for k, v in g.items()}",
-        "checkpoint_checks::the_base_goes_on_alone_with_what_is_exported",
-    ),
-    _mutant(
-        "a GradScaler that parts the ranks",
-        "contract/arguments.py",
-        "if averages and processes > 1 and",
-        "if False and",
-        "options::grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself",
-    ),
-    _mutant(
-        "groups are not compared",
-        "contract/consistency.py",
-        "self._outline, self._fingerprint = outline, fingerprint(outline)",
-        "self._outline, self._fingerprint = outline, 0",
-        "agreement::a_rank_out_of_line_is_told_of_on_all",
-    ),
-    _mutant(
-        "gradients from before a freeze are not averaged",
-        "contract/training.py",
-        "if p.requires_grad or p in self.trained]",
-        "if p.requires_grad]",
-        "freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together",
-    ),
-    _mutant(
-        "the step count is not loaded",
-        "optimizers/base.py",
-        "training.steps, training.collected, self._consistency.loaded = steps, None, True",
-        "training.collected, self._consistency.loaded = None, True",
-        "contract_state::checkpoint_gives_the_number_of_the_step",
-        "contract_state::a_checkpoint_continues_the_same_trajectory",
-    ),
-    _mutant(
-        "old checkpoints without mean eigenvalues",
-        "kronecker/block.py",
-        "factors.means.copy_(torch.stack(means))",
-        "pass",
-        "kaisa::a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors",
-    ),
-    _mutant(
-        "loaded factors weigh nothing",
-        "kronecker/block.py",
-        'factors.weight.copy_(torch.as_tensor(saved["average_weight"]))',
-        "factors.weight.fill_(1.0)",
-        "contract_state::checkpoint_gives_what_is_known_of_the_curvature",
-        "contract_state::a_checkpoint_continues_the_same_trajectory",
-    ),
-    _mutant(
-        "a checkpoint of any shape is accepted",
-        "kronecker/block.py",
-        "if tuple(saved[letter].shape) not in allowed:",
-        "if False:",
-        "contract_state::factors_of_wrong_shape_are_refused_before_anything_changes",
-    ),
-    _mutant(
-        "collected factors stay",
-        "optimizers/base.py",
-        "            self._training.collected = None\n            self._share_state()",
-        "            self._share_state()",
-        "factor_exchange::collected_factors_go_with_the_next_step",
-    ),
-    _mutant(
-        "collected factors are not in the state",
-        "contract/checkpoint.py",
-        "CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}",
-        "CURVATURE: {**entry.get(CURVATURE, {})}",
-        "factor_exchange::whoever_saves_has_all_factors",
-    ),
-    _mutant(
-        "collected factors without what this process keeps",
-        "contract/checkpoint.py",
-        "CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}",
-        "CURVATURE: {**parts.get(CURVATURE, {})}",
-        "factor_exchange::whoever_saves_has_all_factors",
-    ),
-    _mutant(
-        "factors are collected on another rank",
-        "optimizers/base.py",
-        "range(size) if to is None else [to]",
-        "range(size) if to is None else [0]",
-        "factor_exchange::whoever_saves_has_all_factors",
-    ),
-    _mutant(
-        "an optimizer that holds itself",
-        "optimizers/base.py",
-        "partial(_share_state_of, weakref.ref(self))",
-        "partial(_share_state_of, lambda: self)",
-        "contract_state::an_optimizer_goes_as_soon_as_nobody_has_it",
-    ),
-    # Vectors of all parameters.
-    _mutant(
-        "the scheduler does not reach a base in pieces",
-        "fosi/pieces.py",
-        'own.update({key: value for key, value in group.items() if key != "params"})',
-        "pass",
-        "dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is",
-    ),
-    _mutant(
-        "pieces of parameters that are not contiguous",
-        "fosi/pieces.py",
-        "stand_in.copy_(current)",
-        "pass",
-        "dho2_processes::channels_last_changes_nothing_on_many_processes",
-    ),
-    _mutant(
-        "parts of gradients that are not contiguous",
-        "fosi/vector.py",
-        "p.grad = gradient.contiguous()",
-        "pass",
-        "dho2_processes::channels_last_changes_nothing_on_many_processes",
-    ),
-    _mutant(
-        "what others have stepped is not written",
-        "fosi/vector.py",
-        "piece.put(piece.param, part)",
-        "pass",
-        "dho2_processes::channels_last_changes_nothing_on_many_processes",
-    ),
-    _mutant(
-        "the base's step count is cut to a piece",
-        "fosi/pieces.py",
-        'value.shape == piece.param.shape and key != "step"',
-        "value.shape == piece.param.shape",
-        "dho2_state::the_count_of_a_base_is_not_cut_to_a_piece",
-    ),
-    _mutant(
-        "chunks across groups",
-        "fosi/pieces.py",
-        "            and last[-1].group == piece.group\n",
-        "",
-        "dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing",
-        "mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update",
-    ),
-    _mutant(
-        "parameters without a gradient move",
-        "fosi/pieces.py",
-        "[None if p.grad is None else p for p in self._params]",
-        "self._params",
-        "dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind",
-    ),
-    # DHO2.
-    _mutant(
-        "near-zero eigenvalues give endless steps",
-        "fosi/subspace.py",
-        "torch.maximum(sizes, floor * largest)",
-        "sizes",
-        "dho2::steps_are_those_of_dense_algebra",
-    ),
-    _mutant(
-        "Newton steps up negative curvature",
-        "fosi/subspace.py",
-        "    sizes = values.abs()\n",
-        "    sizes = values\n",
-        "dho2::one_newton_step_finds_the_minimum_and_leaves_saddles",
-    ),
-    _mutant(
-        "momentum of earlier subspaces does not decay",
-        "fosi/subspace.py",
-        "self.decayed *= decay",
-        "pass",
-        "dho2::steps_are_those_of_dense_algebra",
-    ),
-    _mutant(
-        "s without its bound",
-        "fosi/subspace.py",
-        "return min(max(first / last, 1.0), clip)",
-        "return max(first / last, 1.0)",
-        "dho2::steps_are_those_of_dense_algebra",
-    ),
-    _mutant(
-        "the guard does not know a negative loss",
-        "fosi/eigenpairs.py",
-        "loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)",
-        "loss > (1.0 + TOLERATED_RISE) * self.batch_loss",
-        "dho2::the_guard_of_s_knows_what_is_worse",
-    ),
-    _mutant(
-        "the share of the gradient counted on every process",
-        "fosi/subspace.py",
-        "sums[0 if rows else 1] /= world.size",
-        "pass",
-        "dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is",
-    ),
-    _mutant(
-        "the base moves inside the subspace",
-        "fosi/subspace.py",
-        "-scale * step - taken_out",
-        "-scale * step",
-        "dho2::the_base_moves_nothing_inside_the_subspace",
-    ),
-    _mutant(
-        "a Newton step that does not follow the schedule",
-        "fosi/options.py",
-        "return scale * (lr / peak) if peak > 0.0 else 0.0",
-        "return scale",
-        "dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule",
-    ),
-    _mutant(
-        "uphill is downhill",
-        "fosi/options.py",
-        'scale = -float(scale) if group.get("maximize") else float(scale)',
-        "scale = float(scale)",
-        "dho2_state::uphill_on_the_negative_loss_is_downhill",
-    ),
-    _mutant(
-        "a start without new directions",
-        "fosi/eigenpairs.py",
-        "old.add_(fresh, alpha=FRESH)",
-        "pass",
-        "curvature_corners::a_warm_start_sees_curvature_outside_the_old_span",
-    ),
-    _mutant(
-        "the bound of s is not loaded",
-        "fosi/eigenpairs.py",
-        'self.bound = counts.get("rest_scale_bound", 1.0)',
-        "pass",
-        "dho2_state::a_checkpoint_goes_on_bit_for_bit",
-    ),
-    _mutant(
-        "Newton steps are never cut",
-        "fosi/trust.py",
-        "choose(excess > NEAR, scale * _ratio(AIM, excess), grown)",
-        "grown",
-        "trust::steps_come_to_rest_whatever_the_curvature",
-    ),
-    _mutant(
-        "a Newton step of any length",
-        "fosi/trust.py",
-        "far = (square > bound) & (usual > 0.0)",
-        "far = usual < 0.0",
-        "trust::a_step_is_at_most_ten_times_as_long_as_usual",
-    ),
-    _mutant(
-        "a step said to be taken back is not",
-        "fosi/subspace.py",
-        "new, self.last = back * self.last, torch.zeros_like(step)",
-        "new = self.last = torch.zeros_like(step)",
-        "trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back",
-    ),
-    _mutant(
-        "the last Newton step is not loaded",
-        "fosi/eigenpairs.py",
-        'subspace.last = head["last_step"][basis.mine].clone()',
-        "pass",
-        "trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds",
-    ),
-    _mutant(
-        "room for eigenpairs taken for eigenpairs",
-        "fosi/checkpoint.py",
-        'int(head.get("largest", -1)) < 0 or',
-        "not head or",
-        "dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit",
-    ),
-    _mutant(
-        "carried momentum is not loaded",
-        "fosi/checkpoint.py",
-        "load_vector(saved, CARRIED, params, dtype))",
-        "None)",
-        "dho2_state::a_checkpoint_goes_on_bit_for_bit",
-    ),
-    # MRDHO2.
-    _mutant(
-        "maximize is forgotten where updates are judged",
-        "fosi/accelerator.py",
-        "losses.append(vector.sign * loss)",
-        "losses.append(loss)",
-        "mrdho2::uphill_on_the_negative_loss_is_downhill",
-    ),
-    _mutant(
-        "maximize is forgotten by accelerators",
-        "fosi/vector.py",
-        'return -1.0 if self._training.groups[0].get("maximize") else 1.0',
-        "return 1.0",
-        "mrdho2::uphill_on_the_negative_loss_is_downhill",
-    ),
-    _mutant(
-        "vectors that are not finite are sent",
-        "fosi/accelerator.py",
-        "finite = bool(found) and all(bool(t.isfinite().all()) for t in found)",
-        "finite = bool(found)",
-        "mrdho2_use::vectors_that_are_not_finite_are_not_sent",
-    ),
-    _mutant(
-        "vectors are rounded under autocast",
-        "fosi/accelerator.py",
-        "with vector.plain():",
-        "if True:",
-        "mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors",
-    ),
-    _mutant(
-        "the batch of an epoch is the next one",
-        "fosi/accelerator.py",
-        "for _ in range((epoch - self._next) % self._count if self._count else 0):",
-        "for _ in range(0):",
-        "mrdho2_accelerator::an_epoch_has_the_batch_of_its_number",
-    ),
-    _mutant(
-        "groups' own learning rates in the final update",
-        "fosi/curvature.py",
-        "return [newton_scale_at(chosen, training.steps, group) for group in training.groups]",
-        "return [newton_scale_at(chosen, training.steps, training.groups[0])] * 2",
-        "mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update",
-    ),
-    _mutant(
-        "gradients go to the sum of another point",
-        "fosi/epochs.py",
-        "        self.start = self.total = None\n        self._parts = []",
-        "        self.start = self.total = None",
-        "mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back",
-    ),
-    _mutant(
-        "pairs under way belong to the point of a checkpoint",
-        "fosi/epochs.py",
-        "self.fresh, self._asked = None, -1",
-        "self.fresh = None",
-        "mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back",
-    ),
-    _mutant(
-        "waits for a verdict are not reported",
-        "fosi/epochs.py",
-        "        waited += more\n",
-        "",
-        "mrdho2_use::a_worker_reports_how_long_it_has_waited_for_a_verdict",
-    ),
-    _mutant(
-        "an update where the loss falls at all",
-        "fosi/epochs.py",
-        "after <= before - LEAST_FALL * abs(before)",
-        "after <= before",
-        "mrdho2::the_guard_asks_for_half_the_loss",
-    ),
-    _mutant(
-        "an additive update of all the epoch's gradients",
-        "fosi/epochs.py",
-        "if self.total is None or (adds and self.step < last):",
-        "if self.total is None:",
-        "mrdho2::the_additive_update_takes_the_last_gradients",
-    ),
-    _mutant(
-        "a final update without the way back to c",
-        "fosi/epochs.py",
-        "None if adds else before - self.start,",
-        "None,",
-        "mrdho2::equation_17_on_a_quadratic_is_its_closed_form",
-    ),
-    # Messages.
-    _mutant(
-        "a goodbye that overtakes messages",
-        "distributed/mailbox.py",
-        "        while not self._outgoing.empty():\n            self._send(",
-        "        while not (stopping or self._outgoing.empty()):\n            self._send(",
-        "roles::goodbye_is_the_last_thing_that_is_said",
-    ),
-    _mutant(
-        "a stop of all processes is a silence",
-        "distributed/mailbox.py",
-        "min(now - self._looked, self._limit / 4)",
-        "now - self._looked",
-        "roles::a_stop_of_all_processes_is_no_silence",
-    ),
-    _mutant(
-        "one process alone has helpers",
-        "distributed/roles.py",
-        "count = helpers if world_size > 1 else 0",
-        "count = helpers",
-        "roles::one_process_alone_trains_whatever_is_asked_for",
-    ),
-    _mutant(
-        "a DDP over helpers goes unnoticed",
-        "contract/arguments.py",
-        "if strange and set(ranks).intersection(workers):",
-        "if strange and not set(ranks).intersection(workers):",
-        "wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains",
-    ),
-    _mutant(
-        "a look at the model decides who trains it",
-        "contract/arguments.py",
-        "or not torch.is_grad_enabled()",
-        "",
-        "wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains",
-    ),
-    _mutant(
-        "a store listens everywhere",
-        "distributed/mailbox.py",
-        'store, place, error = None, "127.0.0.1", ""',
-        'store, place, error = None, "0.0.0.0", ""',
-        "roles::teams_work_apart",
-    ),
-    _mutant(
-        "pairs of two epochs ago",
-        "fosi/epochs.py",
-        "            self.pairs.drop()  # those before are two epochs old by now\n",
-        "            pass\n",
-        "mrdho2_within::pairs_that_are_not_finite_leave_the_next_epoch_to_the_base",
-    ),
-    # Helpers hold whole models.
-    _mutant(
-        "a stats worker may be sharded",
-        "kfac/stats_workers.py",
-        '        raise ValueError(whole_models(self.training.name, "stats"))',
-        "        return",
-        "fsdp_stats::shards_beside_stats_workers_are_refused",
-    ),
-    _mutant(
-        "eigenvectors of the accelerators in another order",
-        "fosi/epochs.py",
-        "for tensors, _ in found], -1)",
-        "for tensors, _ in found[::-1]], -1)",
-        "mrdho2::final_updates_of_a_network_are_those_of_dense_hessians",
-    ),
-    _mutant(
-        "what does not train stays with the workers",
-        "distributed/buckets.py",
-        "            target.copy_(part.view(target.shape))",
-        "            _ = target.requires_grad and target.copy_(part.view(target.shape))",
-        "mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model",
-    ),
-    _mutant(
-        "one kind of processes alone hears of wrong shards",
-        "optimizers/base.py",
-        "if any(world.all_gather_object(sharded)):",
-        "if sharded:",
-        "mrdho2_fsdp::other_shards_are_refused_on_every_rank",
-    ),
-    _mutant(
-        "a vector is cut anew by the next step alone",
-        "fosi/curvature.py",
-        "        if self.vector.follow():\n            self.parameters_changed()\n\n    def replan",
-        "        pass\n\n    def replan",
-        "mrdho2_fsdp::a_checkpoint_goes_on_elsewhere",
-    ),
-    _mutant(
-        "an empty step of the parameters before counts",
-        "optimizers/base.py",
-        "        if self._take_shards() and empty:",
-        "        if self._take_shards() and (empty := False):",
-        "mrdho2_fsdp::a_checkpoint_goes_on_elsewhere",
-    ),
-    _mutant(
-        "differences as wide as the parameters' dtype",
-        "lanczos/hvp.py",
-        "(set() if self._model is None else dtypes_of_passes(self._model))",
-        "set()",
-        "mrdho2_fsdp::differences_are_wide_enough_for_narrow_passes",
-    ),
-    _mutant(
-        "squares of tiny gradients",
-        "kronecker/gradient.py",
-        "live = finite & (size > number.tiny / number.eps)",
-        "live = finite & (size > 0)",
-        "gradient_factors::gradients_that_are_missing_zero_or_not_finite_change_nothing",
-    ),
-    _mutant(
-        "no warm-up with accelerators",
-        "fosi/epochs.py",
-        "        if not self.helped or self._warming_up:\n",
-        "        if not self.helped:\n",
-        "mrdho2_within::the_base_alone_warms_up_for_the_paper_too",
-    ),
-    _mutant(
-        "a checkpoint without the pairs in use",
-        "fosi/epochs.py",
-        "return self.options.within and self.epochs.helped",
-        "return False",
-        "mrdho2_within::a_checkpoint_continues_with_the_pairs_in_use",
-    ),
-    # Lanczos.
-    _mutant(
-        "micro-batches' losses weigh the same",
-        "lanczos/hvp.py",
-        "self.loss += examples * loss.detach().double()",
-        "self.loss += loss.detach().double()",
-        "lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples",
-    ),
-    _mutant(
-        "processes' losses weigh the same",
-        "lanczos/spectrum.py",
-        "sums[0], sums[1] = hessian.loss, hessian.examples",
-        "sums[0], sums[1] = hessian.loss / hessian.examples, 1.0",
-        "lanczos_ranks::a_mean_loss_is_weighted_by_examples",
-    ),
-    _mutant(
-        "judged losses have other random numbers",
-        "lanczos/hvp.py",
-        "            self._aside.rewind()\n",
-        "",
-        "hvp::losses_of_micro_batches_have_the_same_random_numbers",
-    ),
-    _mutant(
-        "micro-batches weigh the same",
-        "lanczos/hvp.py",
-        "if factor != 1.0:",
-        "if False:",
-        "hvp::micro_batches_are_one_batch",
-    ),
-    _mutant(
-        "a loss of the positive Hessian under maximize",
-        "lanczos/vector_space.py",
-        "return self._sign * float(loss) / float(examples)",
-        "return float(loss) / float(examples)",
-        "dho2::the_guard_of_s_knows_what_is_worse",
-    ),
-    _mutant(
-        "the Hessian of the negative loss has its sign",
-        "lanczos/vector_space.py",
-        "weight = h.new_tensor([self._sign * self._hessian.examples])",
-        "weight = h.new_tensor([self._hessian.examples])",
-        "dho2_state::uphill_on_the_negative_loss_is_downhill",
-    ),
-    _mutant(
-        "orthogonalised once",
-        "lanczos/lanczos.py",
-        "h.addmv_(basis.t(), again[:-1].to(h.dtype), alpha=-1)",
-        "pass",
-        "lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal",
-    ),
-    _mutant(
-        "a length by a difference of squares that has lost its digits",
-        "lanczos/lanczos.py",
-        "if not rest > 0.5 * again[-1]:",
-        "if False:",
-        "lanczos::a_second_pass_that_takes_most_leaves_unit_vectors",
-    ),
-    _mutant(
-        "a variance of samples divided by their number",
-        "lanczos/estimates.py",
-        "(squares / max(count - 1, 1) / max(count, 1))",
-        "(squares / max(count, 1) / max(count, 1))",
-        "estimates::the_error_of_a_diagonal_of_two_samples",
-    ),
-    _mutant(
-        "a loss without the parameters has no curvature",
-        "lanczos/vector_space.py",
-        "        if not dependent:\n",
-        "        if False:\n",
-        "lanczos::a_loss_that_does_not_depend_on_the_parameters",
-    ),
-    _mutant(
-        "each process decides by itself",
-        "lanczos/lanczos.py",
-        "return bool(space.first(torch.tensor([verdict], device=device)))",
-        "return bool(verdict)",
-        "lanczos_ranks::one_process_decides",
-    ),
-    _mutant(
-        "each process has signs of its own",
-        "lanczos/spectrum.py",
-        "packed = space.first(packed.to(device)).cpu()",
-        "pass",
-        "lanczos_ranks::one_process_decides",
-    ),
-    _mutant(
-        "it stops before all pairs have converged",
-        "lanczos/spectrum.py",
-        "return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())",
-        "return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).any())",
-        "lanczos::it_stops_where_all_pairs_are_within_tol",
-    ),
-    _mutant(
-        "residuals below rounding",
-        "lanczos/spectrum.py",
-        "return self.residuals.clamp(min=least)",
-        "return self.residuals",
-        "lanczos::no_residual_is_stated_below_rounding",
-    ),
-    _mutant(
-        "a smallest eigenvalue for a largest",
-        "lanczos/spectrum.py",
-        "*range(smallest)]",
-        "*range(1, smallest + 1)]",
-        "lanczos::a_full_run_finds_both_ends",
-    ),
-    _mutant(
-        "buffers go on from one product to the next",
-        "lanczos/undisturbed.py",
-        "buffer.data.copy_(value)",
-        "pass",
-        "hvp::buffers_start_anew_at_each_evaluation",
-    ),
-    _mutant(
-        "an empirical Fisher is a sum",
-        "lanczos/differentiable.py",
-        "[u / len(u) for u in _whole(pushed, roots)]",
-        "_whole(pushed, roots)",
-        "gauss_newton::empirical_fisher_is_the_mean_of_outer_products",
-    ),
-    _mutant(
-        "a vector of losses counts as one example",
-        "lanczos/closure.py",
-        "examples = len(losses)",
-        "examples = 1.0",
-        "gauss_newton::micro_batches_are_one_batch",
-    ),
-    _mutant(
-        "the steep directions' diagonal counts them twice",
-        "lanczos/estimates.py",
-        "(2 * HQ - inner @ Q)",
-        "(2 * HQ)",
-        "estimates::a_matrix_of_low_rank_is_found_exactly",
-    ),
-    _mutant(
-        "a loader's batches weigh the same",
-        "lanczos/closure.py",
-        "lambda z: criterion(z, targets)), _count(targets)",
-        "lambda z: criterion(z, targets)), 1",
-        "estimates::a_loader_is_the_mean_over_its_examples",
-    ),
-    # Two bases.
-    _mutant(
-        "two bases: the head is hidden",
-        "contract/two_bases.py",
-        "if module in head or embeds",
-        "if embeds",
-        "two_bases::hidden_weights_go_to_the_base",
-    ),
-    _mutant(
-        "two bases: a gain of two dimensions is hidden",
-        "contract/two_bases.py",
-        "or normalises or named",
-        "or named",
-        "two_bases::hidden_weights_go_to_the_base",
-    ),
-    _mutant(
-        "two bases: what is tied to an embedding is hidden",
-        "contract/two_bases.py",
-        "isinstance(module, nn.Embedding | nn.EmbeddingBag) or ",
-        "",
-        "two_bases::hidden_weights_go_to_the_base",
-    ),
-    _mutant(
-        "two bases: whatever has dimensions is a weight",
-        "contract/two_bases.py",
-        'if "weight" in key and (',
-        "if (",
-        "two_bases::hidden_weights_go_to_the_base",
-    ),
-    _mutant(
-        "two bases: Muon is given more than matrices",
-        "contract/two_bases.py",
-        "(p.ndim == 2 if self._matrices else p.ndim >= 2)",
-        "(p.ndim >= 2)",
-        "two_bases::hidden_weights_go_to_the_base",
-    ),
-    _mutant(
-        "two bases: marks are taken as they come",
-        "contract/two_bases.py",
-        "self._check_mark(group)\n            return [group]",
-        "return [group]",
-        "two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was",
-    ),
-    _mutant(
-        "two bases: one steps all groups",
-        "contract/two_bases.py",
-        "[g for g in self.param_groups if g[REST] is bool(mark)]",
-        "list(self.param_groups)",
-        "two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same",
-    ),
-    _mutant(
-        "two bases: the wrong one steps",
-        "contract/two_bases.py",
-        "return base.parts[bool(group[REST])] if",
-        "return base.parts[0] if",
-        "two_bases_state::a_checkpoint_goes_on_bit_for_bit",
-    ),
-    _mutant(
-        "two bases: one looks at the other's state",
-        "contract/two_bases.py",
-        "{p: self.state[p] for p in mine}",
-        "{p: self.state[p] for p in self.state}",
-        "two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state",
-    ),
-    _mutant(
-        "two bases: momentum is cycled that one has not",
-        "contract/two_bases.py",
-        "{k: v for k, v in first.items() if k in second}",
-        "{**first, **second}",
-        "two_bases_state::momentum_is_cycled_where_both_can_be",
-    ),
-    _mutant(
-        "two bases: a loaded state is nobody's",
-        "contract/two_bases.py",
-        "if len(part.state):",
-        "if False:",
-        "two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state",
-    ),
-    _mutant(
-        "two bases: half a group stays",
-        "optimizers/base.py",
-        "self.param_groups[:] = before",
-        "pass",
-        "two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was",
-    ),
-    _mutant(
-        "two bases: one's defaults for both",
-        "optimizers/base.py",
-        "{**self.defaults, **base_of(self._base, group).defaults}.items()",
-        "self.defaults.items()",
-        "two_bases::a_group_added_is_divided_too_and_one_with_a_mark_is_not",
-    ),
-    _mutant(
-        "two bases: rest_kwargs without effect",
-        "options.py",
-        "return found[0], {**found[-1], **special}",
-        "return found[0], found[-1]",
-        "two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same",
-    ),
-    _mutant(
-        "two bases: each gets all keywords",
-        "options.py",
-        "if theirs is None or name in theirs}",
-        "if True}",
-        "two_bases::keywords_go_to_whoever_knows_them",
-    ),
-    _mutant(
-        "two bases: other weights went to each",
-        "contract/checkpoint.py",
-        "if any(mark not in (None, mine) for mark, mine in zip(marks, ours, strict=True)):",
-        "if False:",
-        "two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed",
-    ),
-    _mutant(
-        "two bases: a mark is lost in loading",
-        "contract/checkpoint.py",
-        "saved = [{**g, REST: ours[REST]} for g",
-        "saved = [g for g",
-        "two_bases_state::plain_optimizers_take_their_parts_and_give_them_back",
-    ),
-    _mutant(
-        "two bases: both are exported",
-        "contract/checkpoint.py",
-        "groups = [group for group in groups if group[REST] is rest]",
-        "groups = list(groups)",
-        "two_bases_state::plain_optimizers_take_their_parts_and_give_them_back",
-    ),
-    _mutant(
-        "two bases: the header names the first",
-        "optimizers/base.py",
-        "written_by = base_of(self._base, group)",
-        "written_by = base_of(self._base, self.param_groups[0])",
-        "two_bases_state::a_checkpoint_goes_on_bit_for_bit",
-    ),
-    _mutant(
-        "two bases: what is not there yet is not compared",
-        "optimizers/base.py",
-        "lines += self._base.description()",
-        "pass",
-        "two_bases_state::ranks_that_disagree_on_the_rest_are_told",
-    ),
-    _mutant(
-        "the recipe calls all preconditioned",
-        "kfac/layers.py",
-        "if block.trainable and not block.state.silent]\n        return [p for",
-        "]\n        return [p for",
-        "two_bases::the_recipe_tells_who_trains_what_and_how",
-        "two_bases::one_base_has_a_recipe_too",
-    ),
-    # Intervals by budget.
-    _mutant(
-        "a budget without a third",
-        "budget.py",
-        "f = _steps(3 * S, budget)",
-        "f = _steps(2 * S, budget)",
-        "intervals::intervals_by_hand",
-        "intervals::the_bound_holds_unless_intervals_are_the_longest",
-    ),
-    _mutant(
-        "a budget whose solves take what statistics need",
-        "budget.py",
-        "max(budget - S, budget * 2 / 3)",
-        "max(budget - S, budget)",
-        "intervals::no_more_is_left_of_the_budget_than_whole_numbers_leave",
-    ),
-    _mutant(
-        "a budget of averages without the first steps",
-        "budget.py",
-        "laps[max(2, len(laps) // 4) :] or laps",
-        "laps",
-        "budget::first_steps_and_outliers_do_not_count",
-    ),
-    _mutant(
-        "a budget by means",
-        "budget.py",
-        "statistics.median(lap",
-        "statistics.fmean(lap",
-        "budget::first_steps_and_outliers_do_not_count",
-    ),
-    _mutant(
-        "a budget that each rank has for itself",
-        "budget.py",
-        '*mean_over(self._training.world, self._watch.medians("S", "R", "T"))',
-        '*self._watch.medians("S", "R", "T")',
-        "budget::ranks_with_different_clocks_choose_the_same",
-    ),
-    _mutant(
-        "a budget that ranks do not compare",
-        "kfac/curvature.py",
-        '("intervals by budget", self.budget.state)',
-        '("intervals by budget", self.budget.measuring)',
-        "budget::ranks_compare_what_they_have_chosen",
-    ),
-    _mutant(
-        "a budget measured of frozen layers",
-        "budget.py",
-        "        if not working:\n",
-        "        if False:\n",
-        "budget::nothing_is_measured_while_all_is_frozen",
-    ),
-    _mutant(
-        "a budget that no checkpoint keeps",
-        "budget.py",
-        "if all(chosen.values()) else {}\n",
-        "if not all(chosen.values()) else {}\n",
-        "budget::a_resumed_run_repeats_them",
-        "budget::other_options_or_an_unfinished_measurement_are_measured_anew",
-    ),
-    _mutant(
-        "a budget of another run's overhead",
-        "budget.py",
-        "if found is not None and found.number(OVERHEAD) == self._overhead:",
-        "if found is not None:",
-        "budget::other_options_or_an_unfinished_measurement_are_measured_anew",
-    ),
-    _mutant(
-        "a budget that is checked for nothing",
-        "kfac/checkpoint.py",
-        "if key in alike and known",
-        "if key in ALIKE and known",
-        "budget::intervals_that_cannot_be_are_refused",
-    ),
-    _mutant(
-        "a budget that preconditioning is part of",
-        "kfac/schedule.py",
-        '("precondition", "apart")',
-        '("precondition", "T")',
-        "budget::what_is_chosen_is_what_is_computed_by_hand",
-    ),
-    _mutant(
-        "a budget without what the hooks do",
-        "kronecker/capture.py",
-        "    with alive.timed():\n        alive.take(call, gradient)",
-        "    alive.take(call, gradient)",
-        "budget::what_is_chosen_is_what_is_computed_by_hand",
-    ),
-    _mutant(
-        "a budget without the draws of labels",
-        "kronecker/capture.py",
-        "            with self.timed():\n                self._draw(",
-        "            if self.timed:\n                self._draw(",
-        "budget::drawing_labels_is_of_the_statistics",
-    ),
-    _mutant(
-        "a budget that pays for threads",
-        "kfac/schedule.py",
-        '{"wait": "R" if waits else "apart"}',
-        '{"wait": "R"}',
-        "budget::waiting_for_threads_counts_where_all_solves_are_waited_for",
-    ),
-    _mutant(
-        "a budget of solves that have not come",
-        "kfac/solve_async.py",
-        "if not block.solved or self.budget.measuring:",
-        "if not block.solved:",
-        "budget::solves_on_threads_are_waited_for_while_they_are_measured",
-    ),
-    _mutant(
-        "a budget that the weight of the past does not follow",
-        "kfac/schedule.py",
-        "steps - self.budget.until + 1)",
-        "1)",
-        "budget::the_weight_of_the_past_follows_the_chosen_interval",
-    ),
-    _mutant(
-        "a budget for what stats workers send",
-        "kfac/schedule.py",
-        'kinds["statistics"] = kinds["statistics_exchange"] = "apart"',
-        "pass",
-        "budget::what_stats_workers_send_is_not_of_the_budget",
-    ),
-    _mutant(
-        "a budget that is measured for ever",
-        "budget.py",
-        "            self._watch = self._training.meter.watch = None\n",
-        "",
-        "budget::nobody_looks_at_a_clock_without_auto_or_afterwards",
-    ),
-    # Defaults that follow the base and the batch.
-    _mutant(
-        "a bound that grows with the batch alone",
-        "kfac/precondition.py",
-        "(known / USUAL_BATCH) ** 1.5",
-        "(known / USUAL_BATCH)",
-        "defaults::the_bound_grows_with_the_batch",
-        "defaults::auto_is_the_number_for_the_batch",
-    ),
-    _mutant(
-        "no step where the batch is unknown",
-        "kfac/precondition.py",
-        "torch.where(examples > 0, examples, USUAL_BATCH)",
-        "examples",
-        "defaults::where_the_batch_is_unknown_it_is_the_usual_one",
-    ),
-    _mutant(
-        "a bound for one rank's part of the batch",
-        "kfac/precondition.py",
-        '(self._training.world.size if self._counted == "one" else 1)',
-        "1",
-        "defaults::the_batch_is_that_of_all_ranks",
-    ),
-    _mutant(
-        "a bound from what helpers see",
-        "kfac/precondition.py",
-        'if self._counted == "helpers":',
-        "if False:",
-        "defaults::with_stats_workers_all_clip_alike",
-    ),
-    _mutant(
-        "a bound for the layer that sees least",
-        "kfac/precondition.py",
-        "for count in counts]).max()",
-        "for count in counts]).min()",
-        "defaults::a_layer_that_sees_little_does_not_shorten_all_steps",
-    ),
-    _mutant(
-        "a short batch counts alone",
-        "kronecker/factors.py",
-        "self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))",
-        "self.examples.copy_(torch.where(present, examples, self.examples))",
-        "defaults::a_short_batch_is_one_of_many",
-    ),
-    _mutant(
-        "the number of examples is forgotten",
-        "kronecker/block.py",
-        'factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))',
-        "pass",
-        "defaults::the_number_of_examples_is_in_checkpoints",
-    ),
-    _mutant(
-        "factors that count updates",
-        "kfac/options.py",
-        "return decay ** max(steps, 1)",
-        "return decay",
-        "defaults::factors_remember_steps_whatever_the_interval",
-    ),
-    _mutant(
-        "a young training remembers as much as an old one",
-        "kfac/options.py",
-        "decay = min(decay, 1 - 1 / max(2.0, self.share * step))",
-        "pass",
-        "defaults::a_young_training_remembers_a_share_of_its_steps",
-    ),
-    _mutant(
-        "every base taken for SGD",
-        "kfac/options.py",
-        'adaptive = is_adaptive(keywords["base"])',
-        "adaptive = False",
-        "defaults::defaults_follow_the_base",
-        "defaults::of_two_bases_the_first_is_asked",
-    ),
-    # Wrappers that imitate an optimizer, and groups as recipes have them.
-    _mutant(
-        "rates fall towards the head",
-        "recipes.py",
-        "(deepest - depth_of[name])",
-        "depth_of[name]",
-        "recipes::rates_fall_from_block_to_block",
-    ),
-    _mutant(
-        "gains decay",
-        "recipes.py",
-        "{id(p) for p in inner.parameters() if p.ndim <= 1}",
-        "set()",
-        "recipes::vectors_and_norms_do_not_decay",
-    ),
-    _mutant(
-        "the last rule counts",
-        "recipes.py",
-        "[pattern for pattern in rules if re.search(pattern, name)]",
-        "[pattern for pattern in reversed(rules) if re.search(pattern, name)]",
-        "recipes::rules_override_by_name_and_the_first_counts",
-    ),
-    # Instruments and the curvature as an object.
-    _mutant(
-        "an instrument that counts no bytes",
-        "stages.py",
-        "spent[1] += total - self._bytes",
-        "spent[1] += 0",
-        "statistics::all_accounts_together_are_the_whole_time",
-    ),
-    _mutant(
-        "an instrument without the failures",
-        "kfac/solve.py",
-        "            self.failed += 1\n",
-        "",
-        "statistics::failures_are_counted",
-    ),
-    _mutant(
-        "an instrument without the owners' clip",
-        "kfac/curvature.py",
-        "self.coefficient = self._preconditioned()",
-        "self._preconditioned()",
-        "statistics::the_clip_is_the_one_that_shortened_the_gradient",
-    ),
-    _mutant(
-        "an instrument that forgets the stretch",
-        "fosi/metrics.py",
-        "whole = first + subspace.rest_scale**2 * second",
-        "whole = first + second",
-        "statistics::the_newton_share_is_that_of_the_movement",
-    ),
-    _mutant(
-        "an instrument that counts inner stages twice",
-        "profiling.py",
-        "        host[step][outer] -= length\n",
-        "",
-        "profiling::the_time_between_marks_is_shared_out",
-    ),
-    _mutant(
-        "a curvature object of another covariance",
-        "kronecker/model_curvature.py",
-        "normal * (like + damping).rsqrt()",
-        "normal / (like + damping)",
-        "model_curvature::samples_have_the_inverse_as_covariance",
-    ),
-    _mutant(
-        "a curvature object with an absolute damping",
-        "kfac/metrics.py",
-        "            gamma *= curvature if curvature > 0 else 1.0\n",
-        "            del curvature\n",
-        "model_curvature::solving_with_the_trainings_damping_is_what_the_training_does",
-    ),
-    # Compiled models, and what else is done to a model.
-    _mutant(
-        "steps without statistics have the operators in their graph",
-        "kronecker/hooks.py",
-        "if watch.gate.open and _is_watchable(",
-        "if _is_watchable(",
-        "compiled::a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice",
-    ),
-    _mutant(
-        "gradients beside the loss as examples, in a graph",
-        "kronecker/capture.py",
-        "if not autograd.reaches_parameters(module, self.fsdp):",
-        "if False:",
-        "compiled::evaluation_attacks_and_frozen_layers_give_nothing",
-    ),
-    _mutant(
-        "a second backward through a graph as a new micro-batch",
-        "kronecker/capture.py",
-        "metadata.setdefault(_FIRST_PASS, pass_id) != pass_id",
-        "False",
-        "compiled::passes_have_numbers_and_a_second_backward_is_known_as_one",
-    ),
-    _mutant(
-        "a graph's pairs of the data's labels beside those of drawn ones",
-        "kronecker/hooks.py",
-        "            if watch.drawn:\n                _refuse()\n",
-        "",
-        "compiled_drawn::what_a_graph_cannot_have_is_refused",
-    ),
-    _mutant(
-        "a pass that draws labels silences those of other threads",
-        "kronecker/autograd.py",
-        "return current_pass() in _drawing",
-        "return bool(_drawing)",
-        "compiled_drawn::training_in_another_thread_keeps_its_pairs",
-    ),
-    _mutant(
-        "torch's own layers are registered anew",
-        "kronecker/kinds.py",
-        'if ruled and kind.__module__.startswith("torch."):',
-        "if False:",
-        "kinds::the_rules_of_torchs_own_layers_stay",
-    ),
-    _mutant(
-        "hooks that stay when their optimizer goes",
-        "contract/arguments.py",
-        "    weakref.finalize(training, training.late_ddp.remove).atexit = False\n",
-        "",
-        "wrapped_late::hooks_go_with_an_optimizer_that_nobody_has",
-    ),
-    _mutant(
-        "exports with hooks",
-        "kronecker/hooks.py",
-        "        if torch.compiler.is_exporting():\n            return None\n",
-        "",
-        "compiled::exports_and_traces_have_nothing_of_the_hooks",
-    ),
-    _mutant(
-        "steps within backward",
-        "optimizers/base.py",
-        "if torch._C._current_graph_task_id() != NO_BACKWARD:",
-        "if False:",
-        "frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused",
-    ),
-    # Settings by preset.
-    _mutant(
-        "presets over what is given",
-        "fosi/options.py",
-        "{**PRESETS[name], **given}, values",
-        "{**given, **PRESETS[name]}, values",
-        "presets::what_is_given_goes_before_the_preset",
-    ),
-    _mutant(
-        "half a model as a frozen body",
-        "fosi/options.py",
-        "LARGE_BODY = 0.75",
-        "LARGE_BODY = 0.4",
-        "presets::a_frozen_body_is_seen",
-    ),
-    _mutant(
-        "embeddings as a frozen body",
-        "fosi/options.py",
-        " if id(p) not in looked_up]",
-        "]",
-        "presets::a_frozen_body_is_seen",
-    ),
-    _mutant(
-        "frozen parameters anywhere as a body",
-        "fosi/options.py",
-        "for p in params[:first])",
-        "for p in params if id(p) not in trained)",
-        "presets::a_frozen_body_is_seen",
-    ),
-    _mutant(
-        "a warm start that takes all products",
-        "fosi/options.py",
-        "if not warm or self.smallest:",
-        "if not warm or True:",
-        "curvature_corners::a_warm_start_takes_half_of_the_products",
-    ),
-    # Refreshes by budget.
-    _mutant(
-        "refreshes whose probe is free",
-        "budget.py",
-        "self.spent += whole / max(T, LEAST)",
-        "pass",
-        "refresh_budget::refreshes_come_when_they_are_paid_for",
-    ),
-    _mutant(
-        "refreshes that are not paid for",
-        "budget.py",
-        "self.spent += self.price * (products + 1)",
-        "pass",
-        "refresh_budget::a_warm_up_that_is_given_is_kept_and_paid_for_afterwards",
-    ),
-    _mutant(
-        "a probe that nobody has earned",
-        "budget.py",
-        "earned = self._training.steps * self._overhead >= self.usual_probe",
-        "earned = True",
-        "refresh_budget::a_probe_waits_until_it_is_earned_at_a_usual_price",
-    ),
-    _mutant(
-        "refreshes at the price of the first",
-        "budget.py",
-        "statistics.median(self.prices)",
-        "self.prices[0]",
-        "refresh_budget::the_price_is_the_median_of_the_first_three_refreshes",
-    ),
-    _mutant(
-        "measured refreshes that are paid for as told",
-        "budget.py",
-        "self.spent += (found - self.price) * (self._products + 1)",
-        "self.spent += (0.0 if self.prices else found) * (self._products + 1)",
-        "refresh_budget::the_price_is_the_median_of_the_first_three_refreshes",
-    ),
-    _mutant(
-        "an older version's price that is forgotten",
-        "budget.py",
-        "counts.get(name, price)",
-        "counts.get(name, 0.0)",
-        "refresh_budget::of_a_version_that_measured_one_refresh_its_price_is_kept",
-    ),
-    _mutant(
-        "the room of packed parameters that is not written back",
-        "fosi/pieces.py",
-        "            torch._foreach_copy_(cast(list[Tensor], tensors), self._views)",
-        "            pass",
-        "dho2::steps_are_those_of_dense_algebra",
-    ),
-    _mutant(
-        "refreshes that wait for as many products as the first took",
-        "budget.py",
-        "expected = min(products, most)",
-        "expected = products",
-        "refresh_budget::a_warm_start_is_cheaper_than_the_first_refresh",
-    ),
-    _mutant(
-        "refreshes in a burst once they are earned",
-        "budget.py",
-        "math.ceil(max(earned, max(last, 0) + self.cost / (CATCH_UP * self._overhead)))",
-        "math.ceil(earned)",
-        "refresh_budget::a_warm_up_that_is_given_is_kept_and_paid_for_afterwards",
-    ),
-    _mutant(
-        "refreshes measured by steps with a Newton step",
-        "budget.py",
-        'dict.fromkeys(("lanczos", "split", "newton"), "apart")',
-        '{"lanczos": "apart"}',
-        "refresh_budget::first_steps_and_outliers_do_not_count_nor_newton_steps",
-    ),
-    _mutant(
-        "refreshes whose price each rank has for itself",
-        "budget.py",
-        "T, R = mean_over(self._training.world, [self._base_step(), self._seconds])",
-        "T, R = self._base_step(), self._seconds",
-        "refresh_budget::ranks_with_different_clocks_do_the_same",
-    ),
-    _mutant(
-        "refreshes whose price no checkpoint keeps",
-        "budget.py",
-        "self.prices = [each for each in known if each]",
-        "pass",
-        "refresh_budget::a_resumed_run_is_the_run_that_was_never_stopped",
-    ),
-    _mutant(
-        "refreshes whose price is checked for nothing",
-        "fosi/checkpoint.py",
-        "                part.number(key, 0.0)\n",
-        "                pass\n",
-        "refresh_budget::costs_that_cannot_be_are_refused",
-    ),
-    _mutant(
-        "refreshes at the price of other parameters",
-        "fosi/curvature.py",
-        "        self.pairs.budget.forget()\n        if self.subspace",
-        "        if self.subspace",
-        "refresh_budget::other_parameters_have_another_price",
-    ),
-    _mutant(
-        "refreshes measured while all is frozen",
-        "budget.py",
-        "if not (self.active and working and",
-        "if not (self.active and",
-        "refresh_budget::nothing_is_measured_while_all_is_frozen",
-    ),
-    # Statistics during the backward pass, and in a narrower dtype.
-    _mutant(
-        "statistics that wait for the step",
-        "kfac/pipelined.py",
-        "if not self._wanted:",
-        "if True:",
-        "pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[plain]",
-    ),
-    _mutant(
-        "statistics that have changed since they were sent",
-        "kfac/pipelined.py",
-        "float(not self._marks[b].holds(b, micro_batches))",
-        "0.0",
-        "pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]",
-        "pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]",
-    ),
-    _mutant(
-        "numbers of examples in bfloat16",
-        "kfac/plan.py",
-        "[(world, heads)] + [",
-        "[(world.wired(wire), heads)] + [",
-        "exchange_dtype::factors_and_decompositions_take_half_the_bytes",
-    ),
-    _mutant(
-        "decompositions that their solver has not rounded",
-        "kfac/solve.py",
-        "if rounding is not None:",
-        "if False:",
-        "exchange_dtype::every_rank_has_the_same_numbers",
-    ),
-    _mutant(
-        "rounded inverses that may be indefinite",
-        "kronecker/solvers.py",
-        "diagonal + error.sum(-1)",
-        "diagonal.clone()",
-        "rounding::a_rounded_matrix_is_at_least_the_matrix",
-    ),
-    _mutant(
-        "averages that begin with rounded numbers",
-        "kfac/curvature.py",
-        "exact = self.training.steps < EXACT",
-        "exact = False",
-        "exchange_dtype::the_first_statistics_travel_as_they_are",
-    ),
-    _mutant(
-        "sums of narrow factors that travel as they were added up",
-        "kfac/pipelined.py",
-        "found.append(staged.sums(micro_batches).to(self._dtype))",
-        "found.append(staged.sums(micro_batches))",
-        "pipelined::sums_of_narrow_factors_are_rounded_before_they_leave",
-    ),
-    _mutant(
-        "layers sent twice where numbers of pairs take turns",
-        "kfac/pipelined.py",
-        "{b: max(n, before.get(b, 0)) for b, n in found.items()}",
-        "dict(found)",
-        "pipelined::steps_of_other_numbers_of_pairs_in_turn_send_no_layer_twice",
-    ),
-    _mutant(
-        "statistics of another number of micro-batches stay as they were sent",
-        "kfac/pipelined.py",
-        "return same and (self.staged.empty or self.micro_batches == micro_batches)",
-        "return same",
-        "pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[partly]",
-    ),
-    _mutant(
-        "a group is lent again while a rank sends in it",
-        "distributed/lent_groups.py",
-        "if lender is None or group is None or not self.settled:",
-        "if lender is None or group is None:",
-        "collectives::a_group_with_something_under_way_is_not_lent_again",
-    ),
-    _mutant(
-        "bfloat16 sums added in bfloat16",
-        "distributed/buckets.py",
-        "rows[0].to(wide(rows.dtype))",
-        "rows[0].clone()",
-        "collectives::narrow_sums_are_added_wide_in_the_order_of_ranks",
-    ),
-    # Refreshes by trace.
-    _mutant(
-        "a layer whose inverse is gone stays settled",
-        "kfac/trace_rule.py",
-        "            self.settled.discard(block)\n",
-        "",
-        "trace_refresh::a_layer_whose_inverse_is_gone_is_watched_anew",
-    ),
-    _mutant(
-        "sparing counts for less than solving",
-        "kfac/solve.py",
-        "    SOUND = 3\n    SPARED = 4  # not to be solved: its trace has hardly moved\n",
-        "    SPARED = 3\n    SOUND = 4\n",
-        "trace_refresh::solvers_of_one_layer_that_differ_spare_it_alike",
-    ),
-    _mutant(
-        "traces without the damping",
-        "kfac/trace_rule.py",
-        "block.ensure_factors().mean_curvature() + of",
-        "block.ensure_factors().mean_curvature() + 0 * of",
-        "trace_refresh::layers_are_solved_where_the_dense_trace_has_moved",
-    ),
-    _mutant(
-        "intervals that never fall",
-        "kfac/schedule.py",
-        "if cosine < bounds.apart:",
-        "if False:",
-        "drift::intervals_grow_where_nothing_changes_and_fall_where_all_does",
-    ),
-    _mutant(
-        "a solve on a thread that is older than drift allows",
-        "kfac/solve_async.py",
-        "late = self.drift is not None and age >= self.drift.interval(block) - 1",
-        "late = False",
-        "drift::solves_on_threads_are_waited_for_by_the_step_before_the_next",
-    ),
-    _mutant(
-        "a resumed run that forgets its intervals",
-        "kfac/curvature.py",
-        "of_layers.load(saved, self.layers.blocks)",
-        "pass",
-        "drift::a_resumed_run_has_the_intervals",
-    ),
-    _mutant(
-        "layers that settle while costs are measured",
-        "kfac/solve.py",
-        "spared = {} if self.budget.measuring else spared",
-        "pass",
-        "trace_refresh::every_layer_is_solved_while_costs_are_measured",
-    ),
-    _mutant(
-        "a failed layer is spared",
-        "kfac/trace_rule.py",
-        " and not block.state.failures:",
-        ":",
-        "trace_refresh::a_layer_that_failed_is_solved_at_the_next_refresh",
-    ),
-    _mutant(
-        "a schedule of the damping that wakes no layer",
-        "kfac/trace_rule.py",
-        "moved(now.damping, before.damping) > upper or ",
-        "",
-        "trace_refresh::a_schedule_of_the_damping_asks_for_a_solve",
-    ),
-    _mutant(
-        "what has settled outlives the plan",
-        "kfac/solve.py",
-        "        if self.traces is not None:\n            self.traces.forget()\n",
-        "",
-        "trace_refresh::a_model_that_changes_is_solved_anew_and_watched_again",
-    ),
-    # What is counted beforehand.
-    _mutant(
-        "owners of lone gradients who do not grow",
-        "kfac/plan.py",
-        "(least + sizes[i], rank)",
-        "(least, rank)",
-        "planning_ranks::gradients_of_no_layer_go_where_there_is_least",
-    ),
-    # Times and choices of plans.
-    _mutant(
-        "large products that take no time",
-        "planning/record.py",
-        "            self.operations += flops\n",
-        "",
-        "planning_plan::more_work_is_seen",
-    ),
-    _mutant(
-        "solves on threads that hold up the step",
-        "planning/record.py",
-        "        self.clock = before\n",
-        "",
-        "planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is",
-    ),
-    _mutant(
-        "solves on threads planned as free where no core is idle",
-        "planning/machine.py",
-        'return self.device != "cpu" if self.spare_cores is None else self.spare_cores > 0',
-        "return True",
-        "planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is",
-    ),
-    _mutant(
-        "sums between nodes of all the data",
-        "planning/machine.py",
-        "                share /= g\n",
-        "",
-        "planning_times::sums_come_together_inside_of_nodes_first",
-    ),
-    _mutant(
-        "plans of settings that do not fit",
-        "planning/plan.py",
-        "fitting = [choice for choice in choices if choice.fits]",
-        "fitting = list(choices)",
-        "planning_plan::memory_is_honoured",
-    ),
-    _mutant(
-        "one number of ranks for all plans",
-        "planning/plan.py",
-        "planner.plan(n, systems, solvers) for n in dict.fromkeys(sizes)",
-        "planner.plan(sizes[0], systems, solvers) for n in dict.fromkeys(sizes)",
-        "planning_plan::a_plan_is_json_and_several_numbers_of_ranks_are_planned_as_each_alone",
-    ),
-    _mutant(
-        "a thread solves each factor in another's place",
-        "kfac/solve_async.py",
-        "stored = [factor for k in problems if",
-        "stored = [factor for k in reversed(problems) if",
-        "distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age",
-    ),
-    _mutant(
-        "a fraction that each rank chooses for itself",
-        "planning/fraction.py",
-        "workers, error = world.all_gather_object((workers, error))[0]",
-        "workers, error = world.all_gather_object((workers, error))[world.rank]",
-        "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
-    ),
-    _mutant(
-        "a chosen fraction that checkpoints forget",
-        "kfac/curvature.py",
-        "            kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)\n",
-        "            pass\n",
-        "planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks",
-    ),
-    # Ranks that have parted, and files.
-    _mutant(
-        "checksums without places",
-        "distributed/agreement.py",
-        "(_multipliers(words.device)[: block.numel()] * block).sum()",
-        "block.sum(dtype=torch.int64)",
-        "debug::places_count",
-    ),
-    _mutant(
-        "checksums of the last block alone",
-        "distributed/agreement.py",
-        "total * BETWEEN_BLOCKS + ",
-        "",
-        "debug::large_ones_are_read_in_blocks",
-    ),
-    _mutant(
-        "ranks compared, and the base's state not",
-        "contract/consistency.py",
-        "state[p].items() if p in state else ()",
-        "()",
-        "debug::a_parted_bit_is_named_with_its_rank_before_a_further_step",
-    ),
-    _mutant(
-        "files renamed before they are on the disk",
-        "files.py",
-        "            os.fsync(file.fileno())\n",
-        "",
-        "files::a_file_is_there_as_a_whole_or_not_at_all",
-    ),
-    _mutant(
-        "files whose entries nobody compares",
-        "files.py",
-        "spoilt = archive.testzip()",
-        "spoilt = None",
-        "files::a_flipped_bit_of_a_number_is_refused",
-    ),
-    # The papers' settings.
-    _mutant(
-        "a paper's bound that follows the learning rate",
-        "papers.py",
-        '"kl_clip": partial(_constant, 1e-3),',
-        '"kl_clip": 1e-3,',
-        "paper_settings::kaisa",
-    ),
-    _mutant(
-        "a paper's steps of the base that grow slowly",
-        "papers.py",
-        '"lr_scale_guard": False,',
-        '"lr_scale_guard": True,',
-        "paper_settings::dho2",
-    ),
-    # What random trainings have found.
-    _mutant(
-        "a state that loses its curvature by close()",
-        "optimizers/base.py",
-        "{index: dict(entry) for index",
-        "{index: entry for index",
-        "found::closing_leaves_a_state_that_was_asked_for_as_it_is",
-    ),
-    _mutant(
-        "endless steps where the curvature has vanished",
-        "fosi/eigenpairs.py",
-        "if not now < VANISHED * before:",
-        "if True:",
-        "found::curvature_that_vanishes_makes_no_endless_steps",
-    ),
-    _mutant(
-        "eigenpairs kept though their curvature has only fallen",
-        "fosi/eigenpairs.py",
-        "VANISHED = 1e-6",
-        "VANISHED = 1e-2",
-        "found::curvature_that_vanishes_makes_no_endless_steps",
-    ),
-    _mutant(
-        "stand-ins that keep their dtype when the model is cast",
-        "fosi/pieces.py",
-        "if stand_in.dtype != current.dtype:",
-        "if False:",
-        "found::a_model_that_is_cast_goes_on_in_rows",
-    ),
-    # What is said of the share that is preconditioned.
-    _mutant(
-        "frozen parameters in the share that is said",
-        "kfac/layers.py",
-        "share = _share(self.preconditioned(), training.training_params())",
-        "share = _share(self.preconditioned(), members_of(training.groups))",
-        "summary::only_what_trains_is_counted_and_named",
-    ),
-    _mutant(
-        "frozen parameters in the summary's share",
-        "report.py",
-        'sum(row.parameters for row in self.rows if row.status != "frozen")',
-        "sum(row.parameters for row in self.rows)",
-        "summary::only_what_trains_is_counted_and_named",
-    ),
-    _mutant(
-        "parameters on meta taken in",
-        "contract/arguments.py",
-        "    refuse_meta(name, members_of(groups), inner)\n",
-        "",
-        "groups::parameters_on_meta_are_refused_until_they_are_made",
-    ),
-    _mutant(
-        "refreshes that nobody feels told of",
-        "kfac/schedule.py",
-        "COSTLY, SHORT = 10, 0.5",
-        "COSTLY, SHORT = 10, 0.0",
-        "budget::a_refresh_that_nobody_feels_is_not_told_of",
-    ),
-    _mutant(
-        "costly refreshes told of as soon as they cost five steps",
-        "kfac/schedule.py",
-        "COSTLY, SHORT = 10, 0.5",
-        "COSTLY, SHORT = 5, 0.5",
-        "budget::a_refresh_of_more_than_ten_steps_is_told_of_once",
-    ),
-    _mutant(
-        "a device waited for at every step",
-        "kfac/curvature.py",
-        "if due and self.training.steps < JUDGED:  # what the passes have queued",
-        "if True:  # what the passes have queued",
-        "budget::a_device_is_waited_for_where_a_refresh_is_due_alone",
-    ),
-    # Drift, the length of steps, and the floor.
-    _mutant(
-        "intervals that grow after one refresh alike",
-        "kfac/schedule.py",
-        "if alike < bounds.patience:",
-        "if alike < 1:",
-        "drift::what_a_refresh_changes_by_hand",
-    ),
-    _mutant(
-        "the budget's interval forgotten by what drifts",
-        "kfac/schedule.py",
-        "interval = max(self.interval, least)",
-        "interval = self.interval",
-        "drift::what_a_refresh_changes_by_hand",
-    ),
-    _mutant(
-        "refreshes as often as the first layer wants",
-        "kfac/schedule.py",
-        "known[int(len(known) * WANTED_BY)]",
-        "known[0]",
-        "drift::layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants",
-    ),
-    _mutant(
-        "an asynchronous inverse that comes a step late",
-        "kfac/solve_async.py",
-        "age >= self.drift.interval(block) - 1",
-        "age >= self.drift.interval(block)",
-        "drift::solves_on_threads_are_waited_for_by_the_step_before_the_next",
-    ),
-    _mutant(
-        "the change of a refresh by its own inverse twice",
-        "kronecker/block.py",
-        "self._before = self._preconditioned_before(dtype)",
-        "self._before = inverse",
-        "drift::cosine_and_length_are_those_of_dense_preconditioning",
-    ),
-    _mutant(
-        "each rank's own changes",
-        "kfac/feedback.py",
-        "changes.append(change if mine else None)",
-        "changes.append(change)",
-        "drift::cosine_and_length_are_those_of_dense_preconditioning",
-    ),
-    _mutant(
-        "work as often as ranks watch a layer",
-        "kfac/feedback.py",
-        "                if mine:\n                    work",
-        "                if True:\n                    work",
-        "drift::work_is_that_of_one_ranks_passes",
-    ),
-    _mutant(
-        "intervals lost in a checkpoint",
-        "kfac/schedule.py",
-        "Change(part.whole(DRIFT_INTERVAL, 1), alike=alike)",
-        "Change(alike=alike)",
-        "drift::a_resumed_run_has_the_intervals",
-    ),
-    _mutant(
-        "a budget's interval that is no power of two",
-        "kfac/schedule.py",
-        "1 << (allowed - 1).bit_length()",
-        "allowed",
-        "drift::a_budget_that_forbids_what_drift_wants_is_told_of_once",
-    ),
-    _mutant(
-        "an interval that is asked for while it is measured",
-        "kfac/schedule.py",
-        "newcomers_at or self.budget.measuring",
-        "newcomers_at or (self._training.steps >= step and self.budget.measuring)",
-        "budget::what_is_chosen_is_what_is_computed_by_hand",
-    ),
-    _mutant(
-        "steps that are scaled by the base's side",
-        "kfac/feedback.py",
-        "torch._foreach_lerp_(now, old, 1.0 - self.factor)",
-        "torch._foreach_lerp_(now, old, self.factor)",
-        "step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it",
-        "step_length::what_a_step_did_is_the_next_gradient_along_it",
-    ),
-    _mutant(
-        "what a step did with the wrong sign",
-        "kfac/feedback.py",
-        "torch._foreach_sub_(old, now)",
-        "torch._foreach_add_(old, now)",
-        "step_length::what_a_step_did_is_the_next_gradient_along_it",
-    ),
-    _mutant(
-        "a rise that shortens no step at once",
-        "kfac/feedback.py",
-        "rises = -s > RISES * self._size > 0",
-        "rises = False",
-        "step_length::it_follows_what_steps_do",
-    ),
-    _mutant(
-        "a length of steps that is forgotten",
-        "kfac/curvature.py",
-        "self.step_length.load(saved)",
-        "pass",
-        "step_length::a_resumed_run_has_the_length",
-    ),
-    _mutant(
-        "damping without a floor",
-        "kfac/solve.py",
-        "least = options.damping_floor * self.mean_curvature",
-        "least = 0.0",
-        "step_length::damping_has_a_floor_by_all_layers",
-    ),
-    _mutant(
-        "a clip that lowering lr does not lower",
-        "kfac/precondition.py",
-        "elif by_batch and rate < USUAL_LR:",
-        "elif False:",
-        "step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root",
-    ),
-    _mutant(
-        "a length that follows where a clip is given",
-        "kfac/options.py",
-        'follows = ours["kl_clip"] == AUTO and',
-        "follows = True and",
-        "step_length::a_number_or_none_leaves_steps_as_they_are",
-    ),
-]
+MUTANTS = read(r"""
+== budget.py
+a budget without a third
+  <-  intervals::intervals_by_hand intervals::the_bound_holds_unless_intervals_are_the_longest
+    f = _steps(3 * S, budget)  =>  f = _steps(2 * S, budget)
+a budget by means  <-  budget::first_steps_and_outliers_do_not_count
+    statistics.median(lap  =>  statistics.fmean(lap
+a budget that each rank has for itself  <-  budget::ranks_with_different_clocks_choose_the_same
+  - *self._training.world.mean(self._watch.medians("S", "R", "T"))
+  + *self._watch.medians("S", "R", "T")
+a budget measured of frozen layers  <-  budget::nothing_is_measured_while_all_is_frozen
+    if not working:  =>  if False:
+a budget that no checkpoint keeps
+  <-  budget::a_resumed_run_repeats_them
+  <-  budget::other_options_or_an_unfinished_measurement_are_measured_anew
+    if all(chosen.values()) else {}  =>  if not all(chosen.values()) else {}
+a budget that is measured for ever  <-  budget::nobody_looks_at_a_clock_without_auto_or_afterwards
+  -             self._watch = self._training.meter.watch = None
+  -
+refreshes whose probe is free  <-  refresh_budget::refreshes_come_when_they_are_paid_for
+    self.spent += whole / max(T, LEAST)  =>  pass
+refreshes that are not paid for
+  <-  refresh_budget::a_warm_up_that_is_given_is_kept_and_paid_for_afterwards
+    self.spent += self.price * (products + 1)  =>  pass
+a probe that nobody has earned
+  <-  refresh_budget::a_probe_waits_until_it_is_earned_at_a_usual_price
+    earned = self._training.steps * self._overhead >= self.usual_probe  =>  earned = True
+refreshes at the price of the first
+  <-  refresh_budget::the_price_is_the_median_of_the_first_three_refreshes
+    statistics.median(self.prices)  =>  self.prices[0]
+refreshes that wait for as many products as the first took
+  <-  refresh_budget::a_warm_start_is_cheaper_than_the_first_refresh
+    expected = min(products, most)  =>  expected = products
+refreshes whose price no checkpoint keeps
+  <-  refresh_budget::a_resumed_run_is_the_run_that_was_never_stopped
+    self.prices = [each for each in known if each]  =>  pass
+
+== contract/arguments.py
+a GradScaler that parts the ranks
+  <-  options::grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself
+    if averages and processes > 1 and  =>  if False and
+a DDP over helpers goes unnoticed
+  <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
+  - if strange and set(ranks).intersection(workers):
+  + if strange and not set(ranks).intersection(workers):
+hooks that stay when their optimizer goes
+  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
+  -     weakref.finalize(training, training.late_ddp.remove).atexit = False
+  -
+parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
+  -     refuse_meta(name, members_of(groups), inner)
+  -
+
+== contract/checkpoint.py
+groups in another order load
+  <-  checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook
+    if called != mine and sorted(called) == sorted(mine):  =>  if False:
+collected factors are not in the state  <-  factor_exchange::whoever_saves_has_all_factors
+  - CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}
+  + CURVATURE: {**entry.get(CURVATURE, {})}
+two bases: other weights went to each
+  <-  two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
+    if any(mark not in (None, mine) for mark, mine in zip(marks, ours, strict=True)):  =>  if False:
+two bases: both are exported
+  <-  two_bases_state::plain_optimizers_take_their_parts_and_give_them_back
+    groups = [group for group in groups if group[REST] is rest]  =>  groups = list(groups)
+
+== contract/consistency.py
+groups are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
+  - self._outline, self._fingerprint = outline, fingerprint(outline)
+  + self._outline, self._fingerprint = outline, 0
+ranks compared, and the base's state not
+  <-  debug::a_parted_bit_is_named_with_its_rank_before_a_further_step
+    state[p].items() if p in state else ()  =>  ()
+descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
+    repr(facts).encode()  =>  repr(len(facts)).encode()
+checksums without places  <-  debug::places_count
+    (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
+
+== contract/training.py
+gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
+    torch._foreach_div_(gradients, float(world.size))  =>  pass
+a gradient that is None everywhere becomes zeros
+  <-  placements_gradients::a_gradient_that_is_none_everywhere_stays_none
+    if p.grad is None and n > 0:  =>  if p.grad is None:
+names of a group that is added are left out
+  <-  groups::a_group_added_has_names_where_the_others_have
+    if known or not any(NAMES in other for other in others):  =>  if True:
+sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
+    for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
+warnings between two collectives
+  <-  deferred_warnings::errors_are_raised_one_at_a_time_after_the_work
+    while self.waiting and not self.held:  =>  while self.waiting:
+warnings again and again
+  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
+    new = key not in known  =>  new = True
+gradients from before a freeze are not averaged
+  <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
+    if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
+the schedule's largest learning rate is not looked up
+  <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
+steps within backward
+  <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
+    if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
+
+== contract/two_bases.py
+two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
+    if module in head or embeds  =>  if embeds
+two bases: Muon is given more than matrices  <-  two_bases::hidden_weights_go_to_the_base
+    (p.ndim == 2 if self._matrices else p.ndim >= 2)  =>  (p.ndim >= 2)
+two bases: marks are taken as they come
+  <-  two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was
+  - self._check_mark(group)
+  -             return [group]
+  + return [group]
+two bases: one steps all groups
+  <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
+    [g for g in self.param_groups if g[REST] is bool(mark)]  =>  list(self.param_groups)
+two bases: the wrong one steps  <-  two_bases_state::a_checkpoint_goes_on_bit_for_bit
+    return base.parts[bool(group[REST])] if  =>  return base.parts[0] if
+two bases: a loaded state is nobody's
+  <-  two_bases_state::a_load_goes_on_with_what_a_base_makes_of_its_state
+    if len(part.state):  =>  if False:
+
+== distributed/assignment.py
+cost of computation as that of memory  <-  assignment::costs
+    dim ** (3 if cost == "compute" else 2)  =>  dim**2
+smallest layers placed first  <-  assignment::computation_and_memory_are_balanced_differently
+    key=lambda i: (-(a_costs[i] + g_costs[i]), i)  =>  key=lambda i: (a_costs[i] + g_costs[i], i)
+owners balanced by number instead of cost
+  <-  assignment::work_is_spread_longest_first_to_whom_has_least
+    _give(loads, costs[i])  =>  _give(loads, 1.0)
+the least load of the wrong rank  <-  assignment::assignment_is_that_of_its_definition
+    (load + work, bearer))  =>  (load + work, -bearer))
+
+== distributed/buckets.py
+only the first bucket of a sum is waited for
+  <-  collectives::a_future_is_done_when_the_last_bucket_is
+    [work.get_future() for work, _ in works]  =>  [work.get_future() for work, _ in works[:1]]
+only the first bucket of a sum arrives  <-  shares::by_shares_is_bit_for_bit_as_directly
+    while self.works:  =>  if self.works:
+a message for each of thousands of ranks  <-  shares::messages_of_many_ranks_go_by_a_sum
+    0 < whole < (ranks - 1 - rounds) * MESSAGE_BYTES  =>  False
+the rows of all ranks for one owner  <-  shares::balanced_and_small_messages_go_directly
+    return ranks * largest > max(2 * whole, SMALL_BYTES)  =>  return False
+buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
+    if key not in last or filled[key] + size > most:  =>  if key not in last:
+a helper that keeps a model of its own
+  <-  mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model
+    scatter(flat, alike)  =>  pass
+bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_the_order_of_ranks
+    rows[0].to(wide(rows.dtype))  =>  rows[0].clone()
+
+== distributed/groups.py
+a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
+    if key not in made:  =>  if True:
+
+== distributed/mailbox.py
+a goodbye that overtakes messages  <-  roles::goodbye_is_the_last_thing_that_is_said
+  -         while not self._outgoing.empty():
+  -             self._send(
+  +         while not (leaving or self._outgoing.empty()):
+  +             self._send(
+a stop of all processes is a silence  <-  roles::a_stop_of_all_processes_is_no_silence
+    min(now - self._looked, self._limit / 4)  =>  now - self._looked
+a store listens everywhere  <-  roles::teams_work_apart
+    store, place, error = None, "127.0.0.1", ""  =>  store, place, error = None, "0.0.0.0", ""
+
+== distributed/roles.py
+one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_trains
+    count = helpers if world_size > 1 else 0  =>  count = helpers
+
+== distributed/shard_layout.py
+rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
+    of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
+
+== distributed/world.py
+a group is lent again while a rank sends in it
+  <-  collectives::a_group_with_something_under_way_is_not_lent_again
+    if self.spare is not None and self.settled:  =>  if self.spare is not None:
+bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
+    in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
+a group's first rank taken for the world's
+  <-  collectives::the_first_rank_is_copied collectives::a_group_has_ranks_of_its_own
+  - dist.broadcast(flat, group=self.group, group_src=0)
+  + dist.broadcast(flat, 0, group=self.group)
+rounds that do not reach every rank  <-  agreement::every_rank_hears_of_each_other_in_rounds
+    distance *= 2  =>  distance *= 4
+copies by a sum that lose the sign of a zero  <-  shares::copies_by_a_sum_keep_every_bit
+    (whole // dtype.itemsize,), -0.0)  =>  (whole // dtype.itemsize,), 0.0)
+narrow sums of many ranks that add up narrow  <-  shares::narrow_messages_add_up_wide_by_a_sum
+    whole = flat.to(wide(flat.dtype))  =>  whole = flat
+half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
+    return not bool(noes)  =>  return bool(noes < 2.0)
+what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_their_shapes
+    content = torch.zeros(size,  =>  content = torch.ones(size,
+sums by shares sent to their owners in another order
+  <-  shares::by_shares_is_bit_for_bit_as_directly
+    [*pieces[0::2], *pieces[1::2]]  =>  [*pieces[1::2], *pieces[0::2]]
+words that are never compared  <-  agreement::ranks_know_whether_they_have_the_same_words
+    return int(both[0]) == ~int(both[1])  =>  return True
+
+== files.py
+files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole_or_not_at_all
+  -             os.fsync(file.fileno())
+  -
+files whose entries nobody compares  <-  files::a_flipped_bit_of_a_number_is_refused
+    spoilt = archive.testzip()  =>  spoilt = None
+
+== fosi/accelerator.py
+maximize is forgotten where updates are judged  <-  mrdho2::uphill_on_the_negative_loss_is_downhill
+    losses.append(vector.sign * loss)  =>  losses.append(loss)
+vectors that are not finite are sent  <-  mrdho2_use::vectors_that_are_not_finite_are_not_sent
+    finite = bool(found) and all(bool(t.isfinite().all()) for t in found)  =>  finite = bool(found)
+vectors are rounded under autocast
+  <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
+    with vector.plain():  =>  if True:
+
+== fosi/checkpoint.py
+room for eigenpairs taken for eigenpairs
+  <-  dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit
+    int(head.get("largest", -1)) < 0 or  =>  not head or
+carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
+    load_vector(saved, CARRIED, params, dtype)  =>  None
+
+== fosi/options.py
+groups' own learning rates in the final update
+  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
+  - lr, peak = group["lr"], group[PEAK_LR]
+  + lr, peak = training.groups[0]["lr"], training.groups[0][PEAK_LR]
+a Newton step that does not follow the schedule
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)  =>  scales.append(scale)
+uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
+    scale = -float(given) if group.get("maximize") else float(given)  =>  scale = float(given)
+presets over what is given  <-  presets::what_is_given_goes_before_the_preset
+    {**PRESETS[name], **given}, values  =>  {**given, **PRESETS[name]}, values
+half a model as a frozen body  <-  presets::a_frozen_body_is_seen
+    LARGE_BODY = 0.75  =>  LARGE_BODY = 0.4
+
+== fosi/curvature.py
+a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
+  - if self.vector.follow():
+  -             self.parameters_changed()
+  -
+  -     def replan
+  + pass
+  +
+  +     def replan
+parameters without a gradient move
+  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
+    [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
+
+== fosi/eigenpairs.py
+the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
+  - loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
+  + loss > (1.0 + TOLERATED_RISE) * self.batch_loss
+a start without new directions
+  <-  curvature_corners::a_warm_start_sees_curvature_outside_the_old_span
+    old.add_(fresh, alpha=FRESH)  =>  pass
+the bound of s is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
+    self.bound = counts.get("rest_scale_bound", 1.0)  =>  pass
+the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
+    subspace.last = head["last_step"][basis.mine].clone()  =>  pass
+endless steps where the curvature has vanished
+  <-  found::curvature_that_vanishes_makes_no_endless_steps
+    if not now < VANISHED * before:  =>  if True:
+
+== fosi/epochs.py
+gradients go to the sum of another point
+  <-  mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back
+  - self.start = self.total = None
+  -         self._parts = []
+  + self.start = self.total = None
+an update where the loss falls at all  <-  mrdho2::the_guard_asks_for_half_the_loss
+    after <= before - LEAST_FALL * abs(before)  =>  after <= before
+an additive update of all the epoch's gradients
+  <-  mrdho2::the_additive_update_takes_the_last_gradients
+    if self.total is None or (adds and self.epoch_step < last):  =>  if self.total is None:
+a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_is_its_closed_form
+    None if adds else before - self.start,  =>  None,
+pairs of two epochs ago
+  <-  mrdho2_within::pairs_that_are_not_finite_leave_the_next_epoch_to_the_base
+    self.pairs.drop()  # those before are two epochs old by now  =>  pass
+eigenvectors of the accelerators in another order
+  <-  mrdho2::final_updates_of_a_network_are_those_of_dense_hessians
+    for tensors, _ in found], -1)  =>  for tensors, _ in found[::-1]], -1)
+no warm-up with accelerators  <-  mrdho2_within::the_base_alone_warms_up_for_the_paper_too
+    if not self.helped or self._warming_up:  =>  if not self.helped:
+a checkpoint without the pairs in use
+  <-  mrdho2_within::a_checkpoint_continues_with_the_pairs_in_use
+    return self._within and self.helped  =>  return False
+
+== fosi/sharded_base.py
+the scheduler does not reach a base in pieces
+  <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
+    own.update({key: value for key, value in group.items() if key != "params"})  =>  pass
+pieces of parameters that are not contiguous
+  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
+    stand_in.copy_(current)  =>  pass
+stand-ins that keep their dtype when the model is cast
+  <-  found::a_model_that_is_cast_goes_on_in_rows
+    if stand_in.dtype != current.dtype:  =>  if False:
+
+== fosi/vector.py
+chunks across groups
+  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
+  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
+  -             and last[-1].group == piece.group
+  -
+the room of packed parameters that is not written back  <-  dho2::steps_are_those_of_dense_algebra
+    torch._foreach_copy_(cast(list[Tensor], tensors), views)  =>  pass
+parts of gradients that are not contiguous
+  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
+    p.grad = gradient.contiguous()  =>  pass
+
+== fosi/subspace.py
+near-zero eigenvalues give endless steps  <-  dho2::steps_are_those_of_dense_algebra
+    torch.maximum(sizes, floor * largest)  =>  sizes
+Newton steps up negative curvature  <-  dho2::one_newton_step_finds_the_minimum_and_leaves_saddles
+    sizes = values.abs()  =>  sizes = values
+the share of the gradient counted on every process
+  <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
+    sums[0 if rows else 1] /= world.size  =>  pass
+the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_subspace
+    -scale * step - taken_out  =>  -scale * step
+a step said to be taken back is not
+  <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
+  - new, self.last = back * self.last, torch.zeros_like(step)
+  + new = self.last = torch.zeros_like(step)
+
+== fosi/trust.py
+Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
+    choose(excess > NEAR, scale * _ratio(AIM, excess), grown)  =>  grown
+a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_usual
+    far = (square > bound) & (usual > 0.0)  =>  far = usual < 0.0
+
+== kfac/checkpoint.py
+a factor's weight stays behind when it moves
+  <-  placements::layers_that_are_frozen_and_thawed_take_their_factors_along
+    factors.weight.copy_(parts[WEIGHT])  =>  pass
+a lost factor arrives as zeros
+  <-  factor_exchange::a_lost_factor_is_missing_from_the_next_checkpoint_as_well
+    if bool(kept):  =>  if True:
+statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
+  -         block.staged.clear()
+  -
+
+== kfac/curvature.py
+messages forget since the beginning of a resumed run
+  <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
+  -         self._cadence.updated_at = self.training.steps
+  -
+a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_holds_no_inverse
+    block.drop_inverse()  =>  pass
+owners that take their own terms for all
+  <-  loss_reduction::owners_factors_are_those_of_their_own_shares
+  - return torch.where(known, everywhere[0] / here[0].clamp_min(1.0), ranks)
+  + return float(ranks)
+statistics that leave in the passes as sums
+  <-  loss_reduction::unequal_shares_however_statistics_travel
+    sums = layers.whole_steps(sums, world.size, more)  =>  pass
+ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
+  - ("losses", self.layers.reduction),
+messages forget since the beginning
+  <-  stats::factors_forget_between_messages_as_much_as_in_so_many_steps
+  - cadence.updated_at = steps
+  -                 for block
+  + for block
+an instrument without the owners' clip
+  <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
+    self.coefficient = precondition_by_owners(  =>  precondition_by_owners(
+a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
+    of_layers.load(saved, self.layers.blocks)  =>  pass
+a chosen fraction that checkpoints forget
+  <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
+    kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
+a device waited for at every step  <-  budget::a_device_is_waited_for_where_a_refresh_is_due_alone
+    if due and self.training.steps < JUDGED and  =>  if
+a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_length
+    self.step_length.load(saved)  =>  pass
+
+== kfac/feedback.py
+each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
+    change if mine and change is not None else  =>  change if change is not None else
+steps that are scaled by the base's side
+  <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
+  <-  step_length::what_a_step_did_is_the_next_gradient_along_it
+  - torch._foreach_lerp_(now, old, 1.0 - self.factor)
+  + torch._foreach_lerp_(now, old, self.factor)
+
+== kfac/layers.py
+zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_takes_nothing_in
+  - if not block.staged.empty:
+  -                 block.staged.clear()
+  + if not block.staged.empty:
+  +                 pass
+passes of a layer for those of a step
+  <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
+    found = max(found, block.staged.micro_batches)  =>  found = block.staged.micro_batches
+G of a step's losses without their number
+  <-  loss_reduction::unequal_shares_train_as_the_whole_batch
+    (each.head[0] * more / processes) ** 2  =>  (each.head[0] * more) ** 2
+terms that go on being counted by a silent layer
+  <-  loss_reduction::owners_factors_are_those_of_their_own_shares
+    max(last, key=lambda block: not block.state.silent, default=None)  =>  next(last, None)
+statistics of micro-batches with the square of their number
+  <-  stats::micro_batches_of_a_stats_worker_are_counted
+    block.staged.sums(parts)  =>  block.staged.sums(1)
+the recipe calls all preconditioned
+  <-  two_bases::the_recipe_tells_who_trains_what_and_how two_bases::one_base_has_a_recipe_too
+  - if block.trainable and not block.state.silent]
+  -         return [p for
+  + ]
+  +         return [p for
+frozen parameters in the share that is said  <-  summary::only_what_trains_is_counted_and_named
+  - share = _share(self.preconditioned(), training.training_params())
+  + share = _share(self.preconditioned(), members_of(training.groups))
+
+== kfac/metrics.py
+a curvature object with an absolute damping
+  <-  model_curvature::solving_with_the_trainings_damping_is_what_the_training_does
+    gamma *= curvature if curvature > 0 else 1.0  =>  del curvature
+
+== kfac/options.py
+Newton's scale under bases that scale their steps  <-  preconditioner_scale::auto_follows_the_base
+    "gradient" if adaptive else  =>  "newton" if adaptive else
+every base taken for SGD
+  <-  defaults::defaults_follow_the_base defaults::of_two_bases_the_first_is_asked
+    adaptive = is_adaptive(keywords["base"])  =>  adaptive = False
+a length that follows where a clip is given
+  <-  step_length::a_number_or_none_leaves_steps_as_they_are
+    follows = ours["kl_clip"] == AUTO and  =>  follows = True and
+
+== kfac/pipelined.py
+statistics that wait for the step
+  <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[plain]
+    if not self._wanted:  =>  if True:
+statistics that have changed since they were sent
+  <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]
+  <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]
+    float(self._has_changed(b, micro_batches))  =>  0.0
+
+== kfac/plan.py
+DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost
+  - spread_costs([layer.cost for layer in layers], ranks)
+  + spread_costs([1.0 for layer in layers], ranks)
+gradients from the wrong row  <-  kaisa::a_smaller_fraction_keeps_fewer_inverses
+    {block: layer.workers[0] // len(layer.workers) for  =>  {block: 0 for
+owners' gradients balanced by number
+  <-  dpkfac::parameters_of_no_layer_go_where_the_least_is_to_be_sent
+    load[owner] += size  =>  load[owner] += 1
+heads are not summed
+  <-  distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers
+  <-  factor_exchange::shards_are_weighted_by_their_examples
+    heads.append((each.head, None))  =>  heads.append((each.head.clone(), None))
+A kept by the solver of G, and G by that of A
+  <-  factor_exchange::each_factor_is_on_one_rank_and_its_trace_on_all
+    keepers = None if keeps_all else solvers  =>  keepers = None if keeps_all else solvers[::-1]
+DistKFAC's factors all kept by the first worker
+  <-  distkfac_ranks::all_workers_know_the_weights_and_traces_of_all_layers
+  - None if keeps_all else (o, o), (o, o), everybody
+  + None if keeps_all else (0, 0), (o, o), everybody
+an owner's layers have statistics of all batches
+  <-  dpkfac::a_layers_factors_are_those_of_its_owners_batches
+    plans = (LayerPlan(o, (o, o)  =>  plans = (LayerPlan(None, (o, o)
+every gradient worker keeps an inverse of a sharded layer
+  <-  fsdp::ranks_keep_their_rows_and_the_factors_of_their_layers
+    (rank, rank), _one(rank), said  =>  (rank, rank), layer.workers, said
+
+== kfac/precondition.py
+the hook's means are lost with their owner
+  <-  dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means
+    if owners.get(p, rank) != rank]  =>  if False]
+a clip of one's own layers alone
+  <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
+    torch.stack(changes).sum()  =>  changes[world.rank]
+a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
+    .abs() * lr**2  =>  .abs() * lr
+a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
+  - .clamp(max=1.0)
+a bound that grows with the batch alone
+  <-  defaults::the_bound_grows_with_the_batch defaults::auto_is_the_number_for_the_batch
+    (known / USUAL_BATCH) ** 1.5  =>  (known / USUAL_BATCH)
+no step where the batch is unknown  <-  defaults::where_the_batch_is_unknown_it_is_the_usual_one
+    torch.where(examples > 0, examples, USUAL_BATCH)  =>  examples
+a bound for one rank's part of the batch  <-  defaults::the_batch_is_that_of_all_ranks
+    (self._training.world.size if self._counted == "one" else 1)  =>  1
+a bound from what helpers see  <-  defaults::with_stats_workers_all_clip_alike
+    if self._counted == "helpers":  =>  if False:
+a bound for the layer that sees least
+  <-  defaults::a_layer_that_sees_little_does_not_shorten_all_steps
+    torch.stack(counts).max()  =>  torch.stack(counts).min()
+a clip that lowering lr does not lower
+  <-  step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root
+    elif by_batch and rate < USUAL_LR:  =>  elif False:
+
+== kfac/schedule.py
+factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
+    decay ** max(since, 1)  =>  decay
+a young training remembers as much as an old one
+  <-  defaults::a_young_training_remembers_a_share_of_its_steps
+    decay = min(decay, 1 - 1 / max(2.0, past.share * step))  =>  pass
+newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics
+    step == self._layers.newcomers_at or self.budget.measuring  =>  self.budget.measuring
+factors forget by the step, not by the update
+  <-  distkfac::without_a_decay_factors_forget_evenly_in_time
+    since = min(every, steps - self.budget.until + 1)  =>  pass
+a budget that preconditioning is part of  <-  budget::what_is_chosen_is_what_is_computed_by_hand
+    ("precondition", "apart")  =>  ("precondition", "T")
+a budget that pays for threads
+  <-  budget::waiting_for_threads_counts_where_all_solves_are_waited_for
+    {"wait": "R" if waits else "apart"}  =>  {"wait": "R"}
+a budget that the weight of the past does not follow
+  <-  budget::the_weight_of_the_past_follows_the_chosen_interval
+    steps - self.budget.until + 1)  =>  1)
+a budget for what stats workers send  <-  budget::what_stats_workers_send_is_not_of_the_budget
+    kinds["statistics"] = kinds["statistics_exchange"] = "apart"  =>  pass
+intervals that never fall  <-  drift::intervals_grow_where_nothing_changes_and_fall_where_all_does
+    if cosine < bounds.apart:  =>  if False:
+intervals that grow after one refresh alike  <-  drift::what_a_refresh_changes_by_hand
+    if alike < bounds.patience:  =>  if alike < 1:
+refreshes as often as the first layer wants
+  <-  drift::layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants
+    known[int(len(known) * WANTED_BY)]  =>  known[0]
+an interval that is asked for while it is measured
+  <-  budget::what_is_chosen_is_what_is_computed_by_hand
+  - newcomers_at or self.budget.measuring
+  + newcomers_at or (self._training.steps >= step and self.budget.measuring)
+
+== kfac/sharded_gradients.py
+the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucket
+    changes += _returned(  =>  changes = _returned(
+
+== kfac/solve.py
+a failed G is not told  <-  failures::one_factor_that_fails_is_told
+  - if parts is None:
+  -                 self.under_way[block].verdict = Verdict.FAILED
+  + if parts is None:
+  +                 self.under_way[block].verdict = 1 + (letter == "A")
+a lost factor is less grave than a sound one
+  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
+    LOST = 7  #  =>  LOST = 0  #
+verdicts are added up  <-  failures::one_factor_that_fails_is_told
+    world.on_cpu().all_reduce_max([message])  =>  world.on_cpu().all_reduce([message])
+silence outweighs pairs without an example
+  <-  kaisa::a_dead_layer_that_one_rank_alone_calls_is_not_called_unused
+  - SILENT = 1  # no pair of statistics has ever come
+  -     UNSEEN = 2
+  + UNSEEN = 1  # no pair of statistics has ever come
+  +     SILENT = 2
+one refresh too many before an error
+  <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
+    block.state.failures >= most  =>  block.state.failures > most
+relative damping without the mean curvature
+  <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
+    damping * positive.clamp_min(least)  =>  damping * torch.ones_like(positive)
+a gradient's scale without the damping
+  <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
+    solve.scale = of_layer + solve.damping  =>  solve.scale = of_layer
+damping for scale, from another process
+  <-  distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled
+    told[0], told[1] if  =>  told[0], told[0] if
+stale inverses after a change of layers
+  <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
+    due = list(self.plan) if self.wanted else due  =>  pass
+a dead layer as one without statistics  <-  examples::a_dead_layer_is_not_one_without_statistics
+    silent = block.state.asked and not block.state.heard  =>  silent = block.state.asked
+an unexplained layer not told of to the other ranks
+  <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
+    if block.state.unexplained:  =>  if False:
+the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
+  - received.pop(block), solve.damping, solve.scale
+  + received.pop(block), self.damping, solve.scale
+decompositions of threads arrive with another damping
+  <-  distkfac_ranks::without_staleness_it_is_kaisa
+    torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
+an instrument without the failures  <-  statistics::failures_are_counted
+  -             self.failed += 1
+  -
+decompositions that their solver has not rounded
+  <-  exchange_dtype::every_rank_has_the_same_numbers
+    if rounding is not None:  =>  if False:
+layers that settle while costs are measured
+  <-  trace_refresh::every_layer_is_solved_while_costs_are_measured
+    spared = {} if self.budget.measuring else spared  =>  pass
+damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
+    least = options.damping_floor * self.mean_curvature  =>  least = 0.0
+
+== kfac/solve_async.py
+deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
+    elif self._own.deterministic or not ticket.done():  =>  elif not ticket.done():
+of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
+    if len(ticket.result()) == len(block.shape.letters) else  =>  if len(ticket.result()) > 0 else
+a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
+    most is not None and age >= most  =>  most is not None and age > most
+layers that are due when they land wait for the next interval
+  <-  distkfac::a_layer_that_is_due_when_it_lands_is_launched_again
+    self.submit([block for block in due if block in came])  =>  pass
+layers under way are launched again  <-  distkfac::never_more_than_so_many_steps_under_way
+    [block for block in due if block not in self.under_way]  =>  due
+a solve on a thread that is older than drift allows
+  <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
+    late = self.drift is not None and age >= self.drift.interval(block) - 1  =>  late = False
+a thread solves each factor in another's place
+  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
+    stored = [factor for k in problems if  =>  stored = [factor for k in reversed(problems) if
+a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
+    copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
+a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
+    torch.set_num_threads(1)  =>  pass
+
+== kfac/stats_workers.py
+a stats worker's losses of a step as sums
+  <-  stats::micro_batches_of_a_stats_worker_are_counted
+    sums = self.layers.whole_steps(sums, 1)  =>  pass
+a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_pile_up
+    p.grad = None  =>  pass
+statistics to the first worker, whoever owns the layer
+  <-  distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got
+    parts[layer.solver("A")][block.name] = sums[block]  =>  parts[0][block.name] = sums[block]
+messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
+    message is None or message[1]["edition"] < self.edition  =>  message is None
+points queue up  <-  stats::no_point_is_sent_while_statistics_are_on_their_way
+    helper.asked <= wanted <= helper.heard + 1  =>  helper.asked <= wanted
+a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
+    raise ValueError(whole_models(self.training.name, "stats"))  =>  return
+hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
+    self.hungry = bool(found) and not any(found.values())  =>  self.hungry = False
+
+== kfac/trace_rule.py
+traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
+  - block.ensure_factors().mean_curvature() + of
+  + block.ensure_factors().mean_curvature() + 0 * of
+a schedule of the damping that wakes no layer
+  <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
+    moved(now.damping, before.damping) > upper or distance  =>  distance
+
+== kronecker/autograd.py
+values taken for queries  <-  attention::factors_are_those_of_separate_linears
+    (0, 1, 2)[piece : piece + count]  =>  (0, 1, 2)[:count]
+layers in groups of their own without statistics
+  <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
+    if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
+
+== kronecker/block.py
+failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
+    self.state.complaint = False, 0, ""  =>  self.state.complaint = False, self.state.failures, ""
+micro-batches that FSDP2 has yet to average dropped
+  <-  fsdp::micro_batches_count_whether_averaged_each_or_at_the_end
+    return self.without_gradient and not unreduced  =>  return self.without_gradient
+gradients set to zero by the model kept as statistics
+  <-  examples::a_discriminator_counts_its_own_passes
+    not any(bool(each.any())  =>  not any(True
+a Linear with an activation behind it taken for one
+  <-  explained::what_is_no_layer_of_its_kind_goes_to_the_base
+    state.unexplained = residual if residual > TOLERANCE else 0.0  =>  state.unexplained = 0.0
+old checkpoints without mean eigenvalues
+  <-  kaisa::a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors
+    factors.means.copy_(torch.stack(means))  =>  pass
+loaded factors weigh nothing
+  <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
+  <-  contract_state::a_checkpoint_continues_the_same_trajectory
+    factors.weight.copy_(torch.as_tensor(saved["average_weight"]))  =>  factors.weight.fill_(1.0)
+a checkpoint of any shape is accepted
+  <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
+    if tuple(saved[letter].shape) not in allowed:  =>  if False:
+
+== kronecker/capture.py
+an input that was changed in place is taken for the same
+  <-  sharing::an_input_that_is_changed_in_place_is_another_one
+  -  or last[1] != x._version
+forwards that checkpoints repeat are new ones
+  <-  examples::two_losses_of_one_forward_are_no_micro_batches
+    metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
+gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
+    if not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
+the view of a layer's output hooked, which an operation in place replaces
+  <-  explained::operations_in_place_lose_nothing
+    if edge.node.name() != "ViewBackward0":  =>  if True:
+a budget without what the hooks do  <-  budget::what_is_chosen_is_what_is_computed_by_hand
+  - with alive.timed():
+  -         alive.take(call, gradient)
+  + alive.take(call, gradient)
+gradients beside the loss as examples, in a graph
+  <-  compiled::evaluation_attacks_and_frozen_layers_give_nothing
+    if not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
+the product of one tensor is formed for each layer
+  <-  sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing
+    known = last[2]  =>  known = None
+an A with the bias's row for a layer without bias
+  <-  sharing::layers_of_one_input_with_and_without_a_bias
+    block.trains_bias), self.last_a, None  =>  True), self.last_a, None
+no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
+  - return self.accumulation_steps / scale
+  + return self.accumulation_steps / torch.ones_like(scale)
+
+== kronecker/convolutions.py
+a convolution's G without the number of locations
+  <-  invariants_factors::6_every_convolution_has_the_factors_of_its_patches
+    g = gram(rows_d, False, packed).div_(locations)  =>  g = gram(rows_d, False, packed)
+padding 'same' the other way round
+  <-  invariants_factors::6_weight_times_patches_is_the_convolution
+    (total // 2, total - total // 2)  =>  (total - total // 2, total // 2)
+one end of the window counts twice  <-  autocorrelation::autocorrelations_equal_patches
+    left = by_tap(-first, last)  =>  left = by_tap(first, last)
+
+== kronecker/decompositions.py
+eigenvectors of factors that are not scaled  <-  solvers::the_first_rung_will_do_at_any_scale
+  - scaled = matrix / size
+  -     values, vectors
+  + size = torch.ones_like(size)
+  +     scaled = matrix / size
+  +     values, vectors
+large finite factors are given up
+  <-  solvers::large_factors_are_finite_though_their_squares_are_not
+    exact = torch.isfinite(batch).flatten(1).all(1)  =>  exact = torch.isfinite(_norm(batch))
+eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
+    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE  =>  return error < RESIDUAL_TOLERANCE
+negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
+  - return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
+  + return (vectors, values * size.squeeze(-1)), _is_eigenbasis(
+inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_inverse
+    definite & (error < RESIDUAL_TOLERANCE)  =>  torch.ones_like(definite)
+
+== kronecker/exact.py
+a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_far_from_one
+    root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
+exact blocks are not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
+    p.grad.copy_(part.view_as(p) * coefficient)  =>  p.grad.copy_(part.view_as(p))
+a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
+  - return layer_norm(x, module.normalized_shape, eps=module.eps)
+  + return layer_norm(x, module.normalized_shape)
+a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_zero
+    if bool((variance > CANCELLED * mean.square()).all()):  =>  if True:
+parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
+    row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
+
+== kronecker/layers.py
+a penalty on the weight's length counted as unexplained
+  <-  explained::a_penalty_on_the_weights_length_hides_nothing
+    if weight is not None:  =>  if False:
+gradients of torch.autograd.grad counted as the weight's
+  <-  explained::gradients_that_are_taken_beside_count_for_nothing
+    leaf is not None and is_reached(leaf)  =>  leaf is not None
+padding tokens count
+  <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
+    if padding is not None:  =>  if False:
+a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
+    return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
+a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
+    matrix[..., -1].copy_(bias.reshape(groups, out))  =>  matrix[..., -1].zero_()
+padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+  - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
+  + a = gram(x.unsqueeze(0), form.bias, form.triangular)
+one factor for inputs of unlike examples
+  <-  examples::layers_of_one_input_share_its_factor_where_they_have_the_same_examples
+    known.live.same(live)  =>  True
+
+== kronecker/factors.py
+sums of narrow factors that travel as they were added up
+  <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
+    factor.to(self.factor_dtype)  =>  factor
+the mean eigenvalue of G of modules used twice
+  <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
+    head[1 + groups : 1 + 2 * groups] *= scale  =>  pass
+uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
+    uses = uses / len(self._passes)  =>  uses = 1.0
+sums divided in bfloat16
+  <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
+    total.to(examples.dtype) / examples if narrow  =>  total / examples.to(total.dtype) if narrow
+an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
+    self.weight * decay + 1.0  =>  self.weight * decay + (1.0 - decay)
+a step without examples forgets
+  <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
+    torch.where(present, self.weight * decay + 1.0, self.weight)  =>  self.weight * decay + 1.0
+dropped statistics are not counted
+  <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
+    self.dropped += ~finite  =>  pass
+a gradient's scale once instead of squared
+  <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
+  - torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
+  + torch.as_tensor(gradient_scale, dtype=found["G"].dtype)
+a second pass through a forward as a micro-batch
+  <-  examples::two_losses_of_one_forward_are_no_micro_batches
+    if not again:  =>  if True:
+padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+    if self._reduction == "mean":  =>  if False:
+examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
+    scale = scale / counted_again**2  =>  pass
+both factors of gradients with the trace of the curvature
+  <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
+    sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums  =>  pass
+a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
+  - self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
+  + self.examples.copy_(torch.where(present, examples, self.examples))
+
+== kronecker/fisher.py
+micro-batches draw the same noise
+  <-  contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one
+    hash((self.step, call - self._last[1], self._rank))  =>  hash((self.step, 0, self._rank))
+ranks draw the same noise  <-  kaisa::ranks_draw_labels_of_their_own
+  - hash((self.step, call - self._last[1], self._rank))
+  + hash((self.step, call - self._last[1], 0))
+a coin that falls the other way
+  <-  invariants_factors::14_labels_are_drawn_from_the_models_distribution
+    (uniform < output.sigmoid())  =>  (uniform > output.sigmoid())
+
+== kronecker/gradient.py
+factors of gradients on the scale of their mean
+  <-  gradient_factors::factors_are_the_averages_of_those_of_gradients
+    whole * (scale * examples)  =>  whole * examples
+
+== kronecker/hooks.py
+steps without statistics have the operators in their graph
+  <-  compiled::a_closed_gate_leaves_nothing_in_the_graph_and_no_graph_is_made_twice
+    if watch.gate.open and _is_watchable(  =>  if _is_watchable(
+a graph's pairs of the data's labels beside those of drawn ones
+  <-  compiled_drawn::what_a_graph_cannot_have_is_refused
+  -             if watch.drawn:
+  -                 _refuse()
+  -
+exports with hooks  <-  compiled::exports_and_traces_have_nothing_of_the_hooks
+  -         if torch.compiler.is_exporting():
+  -             return None
+  -
+
+== kronecker/kinds.py
+keys counted as queries are  <-  attention::factors_are_those_of_separate_linears
+    more = [counts[0] / count for count in counts]  =>  more = [1.0 for _ in counts]
+torch's own layers are registered anew  <-  kinds::the_rules_of_torchs_own_layers_stay
+    if ruled and kind.__module__.startswith("torch."):  =>  if False:
+sparse embeddings are preconditioned
+  <-  finding::an_embedding_with_sparse_gradients_is_left_to_the_base
+    if getattr(module, "sparse", False):  =>  if False:
+
+== kronecker/model_blocks.py
+the largest factor that is allowed is refused
+  <-  finding::layers_with_a_larger_factor_are_left_to_the_base
+    or largest <= self.max_factor_dim:  =>  or largest < self.max_factor_dim:
+
+== kronecker/model_curvature.py
+a curvature object of another covariance
+  <-  model_curvature::samples_have_the_inverse_as_covariance
+    normal * (like + damping).rsqrt()  =>  normal / (like + damping)
+
+== kronecker/solvers.py
+an inverse by Cholesky without its scale
+  <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
+    inverses["G"] * times  =>  inverses["G"]
+γ of three factors split as of two  <-  doubly_factored::15_three_way_solves_are_dense_ones
+    damping ** (1 / len(means))  =>  damping ** (1 / 2)
+π is 1  <-  solvers::solves_equal_the_dense_solve
+    pi = (logarithms - logarithms.mean(0)).exp()  =>  pi = (logarithms - logarithms).exp()
+what has no curvature moves without end
+  <-  solvers::without_damping_what_has_no_curvature_does_not_move
+    posinf=0.0  =>  posinf=1e30
+exact blocks damped by half  <-  exact_blocks::the_step_is_the_dense_solve
+  - return None, torch.zeros_like(means[1]) + damping
+  + return None, torch.zeros_like(means[1]) + 0.5 * damping
+rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_least_the_matrix
+    diagonal + error.sum(-1)  =>  diagonal.clone()
+
+== kronecker/triangles.py
+a trace without the second block  <-  triangles::the_trace_needs_no_unpacking
+    return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)  =>  return traces
+a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_identity
+  - matrix[..., :h, :h].copy_(_mirrored(upper, lower=False))
+  + matrix[..., :h, :h].copy_(_mirrored(upper, lower=True))
+
+== lanczos/closure.py
+a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs
+    examples = len(losses)  =>  examples = 1.0
+a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_examples
+    lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
+
+== lanczos/differentiable.py
+an empirical Fisher is a sum  <-  hvp::empirical_fisher_is_the_mean_of_outer_products
+    pushed = [u / len(u) for u in pushed]  =>  pass
+
+== lanczos/estimates.py
+a variance of samples divided by their number  <-  estimates::the_error_of_a_diagonal_of_two_samples
+    (squares / max(count - 1, 1) / max(count, 1))  =>  (squares / max(count, 1) / max(count, 1))
+the steep directions' diagonal counts them twice
+  <-  estimates::a_matrix_of_low_rank_is_found_exactly
+    (2 * HQ - inner @ Q)  =>  (2 * HQ)
+
+== lanczos/hvp.py
+differences as wide as the parameters' dtype
+  <-  mrdho2_fsdp::differences_are_wide_enough_for_narrow_passes
+    self._dtypes |= dtypes_of_passes(self._model)  =>  pass
+micro-batches' losses weigh the same
+  <-  lanczos::the_loss_of_micro_batches_is_weighted_by_their_examples
+    self.loss += examples * loss.detach().double()  =>  self.loss += loss.detach().double()
+micro-batches weigh the same  <-  hvp::micro_batches_are_one_batch
+    if factor != 1.0:  =>  if False:
+buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_evaluation
+    buffer.data.copy_(value)  =>  pass
+
+== lanczos/lanczos.py
+orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
+    h.addmv_(basis.t(), again[:-1].to(h.dtype), alpha=-1)  =>  pass
+a length by a difference of squares that has lost its digits
+  <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
+    if not rest > 0.5 * again[-1]:  =>  if False:
+each process decides by itself  <-  lanczos_ranks::one_process_decides
+    bool(space.first(torch.tensor([verdict], device=h.device)))  =>  bool(verdict)
+
+== lanczos/spectrum.py
+processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
+  - sums[0], sums[1] = hessian.loss, hessian.examples
+  + sums[0], sums[1] = hessian.loss / hessian.examples, 1.0
+each process has signs of its own  <-  lanczos_ranks::one_process_decides
+    packed = space.first(packed.to(device)).cpu()  =>  pass
+it stops before all pairs have converged  <-  lanczos::it_stops_where_all_pairs_are_within_tol
+  - return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
+  + return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).any())
+a smallest eigenvalue for a largest  <-  lanczos::a_full_run_finds_both_ends
+    *range(smallest)]  =>  *range(1, smallest + 1)]
+
+== lanczos/vector_space.py
+a loss of the positive Hessian under maximize  <-  dho2::the_guard_of_s_knows_what_is_worse
+    return self._sign * float(loss) / float(examples)  =>  return float(loss) / float(examples)
+the Hessian of the negative loss has its sign
+  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
+  - weight = h.new_tensor([self._sign * self._hessian.examples])
+  + weight = h.new_tensor([self._hessian.examples])
+
+== optimizers/base.py
+a first zero step taken for a checkpoint's
+  <-  contract_state::a_first_step_with_zero_gradients_is_a_step
+    not self.state and is_checkpointing()  =>  not self.state
+the step count is not loaded
+  <-  contract_state::checkpoint_gives_the_number_of_the_step
+  <-  contract_state::a_checkpoint_continues_the_same_trajectory
+  - training.steps, training.collected, self._consistency.loaded = steps, None, True
+  + training.collected, self._consistency.loaded = None, True
+collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
+  -             training.collected = None
+  -             self._share_state()
+  +             self._share_state()
+an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as_nobody_has_it
+    partial(_share_state_of, weakref.ref(self))  =>  partial(_share_state_of, lambda: self)
+one kind of processes alone hears of wrong shards
+  <-  mrdho2_fsdp::other_shards_are_refused_on_every_rank
+    if any(world.all_gather_object(sharded)):  =>  if sharded:
+two bases: half a group stays  <-  two_bases::a_group_that_cannot_be_added_leaves_all_as_it_was
+    self.param_groups[:] = before  =>  pass
+two bases: one's defaults for both
+  <-  two_bases::a_group_added_is_divided_too_and_one_with_a_mark_is_not
+    {**self.defaults, **base_of(self._base, group).defaults}.items()  =>  self.defaults.items()
+a state that loses its curvature by close()
+  <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
+    {index: dict(entry) for index  =>  {index: entry for index
+
+== optimizers/kaisa.py
+assignment without effect  <-  kaisa::layers_are_placed_as_asked_for
+    cost=own.assignment,  =>  cost="compute",
+colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
+    colocate=own.colocate_factors,  =>  colocate=True,
+
+== options.py
+two bases: rest_kwargs without effect
+  <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
+    return found[0], {**found[-1], **special}  =>  return found[0], found[-1]
+
+== planning/machine.py
+solves on threads planned as free where no core is idle
+  <-  planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is
+  - return self.device != "cpu" if self.spare_cores is None else self.spare_cores > 0
+  + return True
+sums between nodes of all the data  <-  planning_times::sums_come_together_inside_of_nodes_first
+  -                 share /= g
+  -
+
+== planning/plan.py
+plans of settings that do not fit  <-  planning_plan::memory_is_honoured
+    fitting = [choice for choice in choices if choice.fits]  =>  fitting = list(choices)
+
+== planning/record.py
+solves on threads that hold up the step
+  <-  planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is
+  -         self.clock = before
+  -
+
+== profiling.py
+a profile without the backward pass  <-  profiling::the_time_of_a_step_is_shared_out
+    with self.optimizer._training.meter.stage("backward"):  =>  if True:
+
+== recipes.py
+gains decay  <-  recipes::vectors_and_norms_do_not_decay
+    {id(p) for p in inner.parameters() if p.ndim <= 1}  =>  set()
+
+== report.py
+frozen parameters in the summary's share  <-  summary::only_what_trains_is_counted_and_named
+  - sum(row.parameters for row in self.rows if row.status != "frozen")
+  + sum(row.parameters for row in self.rows)
+
+== stages.py
+an instrument that counts no bytes  <-  statistics::all_accounts_together_are_the_whole_time
+    spent[1] += total - self._bytes  =>  spent[1] += 0
+""")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from models import ZOO
-from ranks import shard
+from ranks import shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -69,20 +69,6 @@ def go(
         take(model, optimizer, batch)
         trajectory.append(vector(model))
     return trajectory
-
-
-def vector(model: nn.Module) -> Tensor:
-    """A copy of all parameters, of any memory format."""
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-
-
-def alike(a: Any, b: Any) -> bool:
-    """Whether two nested states are equal bit for bit."""
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(alike, a, b))
-    return torch.equal(a, b) if isinstance(a, Tensor) else a == b
 
 
 # On many processes: neither n = 89 nor the five eigenpairs divide by 2, 3 or 4, and curvature

@@ -28,13 +28,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from multiprocessing.process import BaseProcess
 
 MAX_WORLD_SIZE = 8
@@ -214,20 +215,6 @@ def _worker(connection: Connection, stacks: Path) -> None:
 # In the parent.
 
 
-@contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    saved = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 @dataclass
 class _Rank:
     process: BaseProcess
@@ -327,7 +314,7 @@ class World:
             process = context.Process(
                 target=_worker, args=(theirs, stacks), name=f"rank{rank}", daemon=True
             )
-            with _environment(RANK_ENVIRONMENT):
+            with patch.dict(os.environ, RANK_ENVIRONMENT):
                 process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, stacks))
@@ -491,12 +478,7 @@ class Launch:
             told = {
                 "script": str(script),
                 "arguments": [str(arg) for arg in args],
-                "environment": {
-                    **os.environ,
-                    **RANK_ENVIRONMENT,
-                    **shared,
-                    **own,
-                },
+                "environment": {**os.environ, **RANK_ENVIRONMENT, **shared, **own},
                 "output": str(output),
             }
             self.processes.append(Fork(forks, told))
@@ -551,7 +533,6 @@ class TorchRun:
         *args: object,
         directory: Path,
         max_restarts: int = 0,
-        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._directory = directory / "logs"
         self._directory.mkdir()
@@ -559,8 +540,12 @@ class TorchRun:
         options += ["--redirects=3", f"--log-dir={self._directory}"]
         command = [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
         with (self._directory / "agent.log").open("wb") as file:
-            self.process = _popen(
-                [*command, *map(str, args)], file, {**self._ENVIRONMENT, **(environment or {})}
+            self.process = subprocess.Popen(
+                [*command, *map(str, args)],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **RANK_ENVIRONMENT, **self._ENVIRONMENT},
             )
 
     @property
@@ -585,15 +570,3 @@ class TorchRun:
                 self.process.wait(30)
             self.process.kill()
             self.process.wait()
-
-
-def _popen(
-    command: list[str], output: IO[bytes], environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **RANK_ENVIRONMENT, **environment},
-    )

@@ -26,12 +26,10 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
     return (factor if factor.dim() == 2 else factor.diagonal(dim1=-2, dim2=-1)).mean(-1)
 
 
-def problem(matrix: Tensor, added: Tensor | None = None, guess: Tensor | None = None) -> Problem:
+def problem(matrix: Tensor, added: Tensor | None = None) -> Problem:
     """Of a matrix, or of a diagonal ``(groups, n)``."""
     groups, dim = matrix.shape[:2]
-    return Problem(
-        groups, dim, matrix.dtype, matrix.device, matrix.clone, added, guess, matrix.dim() == 2
-    )
+    return Problem(groups, dim, matrix.dtype, matrix.device, matrix.clone, added, matrix.dim() == 2)
 
 
 def damped(name: str, A: Tensor, G: Tensor, damping: Any) -> list[Problem]:

@@ -1,5 +1,7 @@
 """What the tests of many processes share: shards of batches, training on them, and comparisons.
 
+Functions of the tests that take (rank, world_size, ...) run on the pool's ranks.
+
 parallel = world.run(train, 4, case, batches, {"grad_worker_fraction": 0.5})
 assert_same_trajectory(agreed(parallel), train(0, 1, case, batches))
 """
@@ -21,7 +23,6 @@ import torch.distributed as dist
 from contract import EXACT, take
 from reference import ReferenceKFAC, at
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector
 
 from second_order import KAISA
 
@@ -58,8 +59,8 @@ def shard(batch: Batch, rank: int, world_size: int) -> Batch:
 
 
 def vector(model: nn.Module) -> Tensor:
-    """A copy of all parameters."""
-    return parameters_to_vector(model.parameters()).detach().clone()
+    """A copy of all parameters, of any memory format."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
 def go(
@@ -179,38 +180,9 @@ def script(rank: int, world_size: int, name: str, *arguments: object) -> str:
     return output.getvalue()
 
 
-COLLECTIVES = [
-    name
-    for name in (
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_gather_single",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "batch_isend_irecv",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "gather_object",
-        "irecv",
-        "isend",
-        "monitored_barrier",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "reduce_scatter_tensor",
-        "scatter",
-        "scatter_object_list",
-        "send",
-    )
-    if hasattr(dist, name)
-]
+KINDS = ("all_gather", "all_reduce", "all_to_all", "barrier", "batch_isend_irecv", "broadcast")
+KINDS += ("gather", "irecv", "isend", "monitored_barrier", "recv", "reduce", "scatter", "send")
+COLLECTIVES = [name for name in dir(dist) if name.startswith(KINDS) and name != "reduce_op"]
 
 
 @contextmanager

@@ -29,20 +29,16 @@ class Recorder:
     pairs: list[Pair] = field(default_factory=list)
     grad_enabled: list[bool] = field(default_factory=list)
     autocast: list[bool] = field(default_factory=list)
-    lost: list[nn.Module] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
     def warn(self, message: str) -> None:
         self.told.append(message)
 
-    def lose(self, module: nn.Module, reason: str) -> None:
-        self.lost.append(module)
-
-    def looks(self, module: nn.Module) -> bool:
-        return False
+    def wants(self, module: nn.Module) -> bool:
+        return bool(module.weight.requires_grad)
 
     def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
-        raise AssertionError("nobody looks")
+        """Of gradients, nothing is compared."""
 
     def consume(
         self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool

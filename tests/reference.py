@@ -364,32 +364,6 @@ def empirical_factors(
     return layer_factors(model.get_submodule(layer), pairs[layer], approx)
 
 
-def exact_factors(
-    model: nn.Module, x: Tensor, likelihood: Likelihood, layer: str, approx: Approx = "expand"
-) -> Factors:
-    """With the labels of the model, enumerated.
-
-    Terms must not mix between the layer and the output: all of them are labelled at once.
-    """
-    module = model.get_submodule(layer)
-
-    def toward(label: int) -> Callable[[Tensor], Tensor]:
-        def loss(outputs: Tensor) -> Tensor:
-            rows = outputs.reshape(-1, outputs.shape[-1])
-            return (rows * label_gradients(rows.detach(), likelihood)[label]).sum() / len(rows)
-
-        return loss
-
-    with torch.no_grad():
-        outputs = model(x)
-    labels = len(label_gradients(outputs.reshape(-1, outputs.shape[-1]), likelihood))
-    factors = [
-        layer_factors(module, captured(model, x, toward(label), layer)[layer], approx)
-        for label in range(labels)
-    ]
-    return factors[0][0], torch.stack([G for _, G in factors]).sum(0)
-
-
 def weighted_mean(values: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
     """Of shards' or micro-batches' statistics, by their examples."""
     total = torch.stack([v * n for v, n in zip(values, counts, strict=True)]).sum(0)

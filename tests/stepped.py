@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import factors, make, take
 from reference import captured, cross_entropy, layer_factors
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from second_order import SecondOrderWarning
@@ -18,7 +16,6 @@ from second_order import SecondOrderWarning
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from models import Case
     from reference import Batch, Factors, Loss
 
 
@@ -30,14 +27,6 @@ def reference(
     names = layers or tuple(n for n, m in model.named_modules() if isinstance(m, kinds))
     pairs = captured(model, batch[0], lambda outputs: loss(outputs, batch[1]), *names)
     return {name: layer_factors(model.get_submodule(name), uses) for name, uses in pairs.items()}
-
-
-def first_factors(System: Any, case: Case, batch: Batch | None = None, **options: Any) -> Any:
-    """What a system has after one plain step: the first statistics themselves."""
-    model = case.model()
-    optimizer = make(System, model, **options)
-    take(model, optimizer, batch or case.batch(), case.loss)
-    return factors(optimizer)
 
 
 def weights(optimizer: Any) -> set[float]:
@@ -55,15 +44,6 @@ def assert_near(a: nn.Module, b: nn.Module, rtol: float = 1e-8, atol: float = 1e
     """Raise unless the parameters are equal up to rounding."""
     for p, q in zip(a.parameters(), b.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=rtol, atol=atol)
-
-
-def inputs_of(layer: nn.Module) -> list[StorageWeakRef]:
-    """References to the storages of all inputs the layer is to see."""
-    refs: list[StorageWeakRef] = []
-    layer.register_forward_pre_hook(
-        lambda _, args: refs.append(StorageWeakRef(args[0].untyped_storage()))
-    )
-    return refs
 
 
 def cpu_scaler(**options: Any) -> Any:

@@ -1,6 +1,5 @@
 """The package's rooms: nothing imports upwards, no object grows past reading, names are documented.
 
-    papers                                 what users make them with, to be as published
     optimizers                             what users make
     planning                               what it will cost: it runs optimizers, which ask it
     kfac        fosi                       two wings that know nothing of each other
@@ -10,7 +9,7 @@
     files                                  of what is saved
     report  errors  patterns  stages  sharded   know nothing at all
 
-`python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.command`.
+`python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.plan`.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -21,6 +20,7 @@ import ast
 import functools
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,10 +64,9 @@ BELOW: dict[str, set[str]] = {
         *("kfac", "fosi", "sharded", "planning"),
     },
     "recipes": {"errors", "options", "contract"},
-    "papers": {"kfac", "optimizers"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "papers", "recipes", "planning"),
+        *("files", "recipes", "planning"),
     },
     "profiling": {"files", "report", "stages"},
     "__main__": {"profiling", "planning"},
@@ -164,39 +163,6 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
         visit(module, ())
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("second_order.kronecker.block", "from second_order.optimizers.base import x"),
-        ("second_order.kronecker.block", "import second_order.distributed.world"),
-        ("second_order.kronecker.block", "from second_order.distributed import world"),
-        ("second_order.distributed.assignment", "def f():\n    from second_order import kronecker"),
-        ("second_order.lanczos.lanczos", "from second_order.kronecker.solvers import x"),
-        ("second_order.errors", "from second_order.report import Summary"),
-        ("second_order.report", "import second_order.errors"),
-        ("second_order.optimizers.kaisa", "from second_order import KAISA"),
-    ],
-)
-def test_an_import_upwards_or_sideways_is_seen(module: str, source: str) -> None:
-    assert upward(module, source)
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        (
-            "second_order.kronecker.block",
-            "from second_order.kronecker.solvers import x\nimport torch",
-        ),
-        ("second_order.kronecker.block", "from second_order import errors"),
-        ("second_order.optimizers.kaisa", "from second_order.distributed.world import x"),
-        ("second_order", "from second_order.optimizers.kaisa import KAISA"),
-    ],
-)
-def test_an_import_downwards_is_not(module: str, source: str) -> None:
-    assert not upward(module, source)
-
-
 # Meaning, not length.
 
 MOST_LINES = 700  # of all classes that make up one object
@@ -288,7 +254,7 @@ def foreign(path: Path) -> list[str]:
         and node.attr in owners
         and path not in owners[node.attr]
         # The package's optimizers are one with their base; torch's names are torch's.
-        and node.attr not in ("_training", "_curvature", "_constructed", "_agree", "_take_shards")
+        and node.attr not in ("_training", "_curvature")
         and not {getattr(n, "id", "") for n in ast.walk(node.value)} & {"torch", "dist", "group"}
     ]
 
@@ -298,23 +264,7 @@ def test_no_private_name_of_another_files_class(path: Path) -> None:
     assert not foreign(path)
 
 
-def ranks_compared(source: str) -> list[int]:
-    """Lines that decide by a rank's number, in an `if`."""
-    tests = [n.test for n in ast.walk(ast.parse(source)) if isinstance(n, ast.If | ast.IfExp)]
-    return [
-        test.lineno
-        for test in tests
-        if any(
-            isinstance(node, ast.Compare)
-            and any(_is_rank(side) for side in (node.left, *node.comparators))
-            and any(isinstance(side, ast.Constant) for side in (node.left, *node.comparators))
-            for node in ast.walk(test)
-        )
-    ]
-
-
-def _is_rank(node: ast.expr) -> bool:
-    return getattr(node, "id", getattr(node, "attr", "")) in ("rank", "_rank")
+RANK = re.compile(r"\b(if|elif) [^:\n]*\b_?rank [=!]= \d")
 
 
 HELPERS = {"kfac.stats_workers", "fosi.accelerator", "fosi.epochs"}
@@ -325,13 +275,7 @@ def test_only_helpers_are_told_apart_by_their_rank(path: Path) -> None:
     """Whoever else has something to do looks it up in the plan."""
     module = module_name(path).removeprefix("second_order.")
     if part(module_name(path)) in ("kfac", "fosi", "optimizers") and module not in HELPERS:
-        assert not ranks_compared(path.read_text("utf-8"))
-
-
-def test_a_rank_compared_is_seen() -> None:
-    assert ranks_compared("if world.rank == 0:\n    pass") == [1]
-    assert ranks_compared("x = 1 if rank != 0 else 2") == [1]
-    assert not ranks_compared("if rank in ranks:\n    pass")
+        assert not RANK.search(path.read_text("utf-8"))
 
 
 def test_no_test_file_is_past_reading_and_each_has_a_name_of_its_own() -> None:
@@ -354,14 +298,6 @@ def test_public_names_exist_and_are_documented(path: Path) -> None:
         assert names, "say in __all__ what is public"
 
 
-def test_what_is_not_documented_is_seen() -> None:
-    source = (
-        '__all__ = ["f", "C"]\ndef f(): ...\nclass C:\n    def m(self): ...\n    def _p(self): ...'
-    )
-    assert undocumented(source) == ["f", "C", "C.m"]
-    assert undocumented('__all__ = ["f"]\ndef f():\n    """Does it."""\ndef g(): ...') == []
-
-
 REPOSITORY = Path(__file__).parents[1]
 SCRIPTS = [p for d in ("benchmarks", "examples", "docs") for p in (REPOSITORY / d).rglob("*.py")]
 
@@ -374,8 +310,3 @@ def test_what_scripts_import_of_the_package_is_there(path: Path) -> None:
             module = importlib.import_module(node.module or "")
             for alias in node.names:
                 assert f"{node.module}.{alias.name}" in MODULES or hasattr(module, alias.name)
-
-
-def test_what_the_package_exports_is_documented() -> None:
-    for name in second_order.__all__:
-        assert getattr(second_order, name).__doc__

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from compatibility import OPTIMIZERS, PAGE, STACKS, TESTS, Cell, cells_of, page
+from compatibility import PAGE, TESTS, cells_of, page
 
 from second_order import KAISA
 
@@ -51,25 +51,3 @@ def item(*marks: Any, System: Any = KAISA) -> Any:
         callspec=SimpleNamespace(params={} if System is None else {"System": System}),
         iter_markers=lambda name: iter(named[name]),
     )
-
-
-def test_marks_are_read() -> None:
-    works, refused = pytest.mark.works, pytest.mark.refused
-    assert list(cells_of(item(works("DDP")))) == [
-        Cell("DDP", "KAISA", "works", "test_it.py::test_it", "")
-    ]
-    found = list(cells_of(item(refused("FSDP2", "DHO2", "MRDHO2", message="no"), System=None)))
-    assert [(c.optimizer, c.outcome, c.message) for c in found] == [
-        ("DHO2", "refused", "no"),
-        ("MRDHO2", "refused", "no"),
-    ]
-    for wrong in (item(works("DPP")), item(works("DDP", "Adam")), item(works("DDP"), System=None)):
-        with pytest.raises(ValueError, match=r"test_it\.py::test_it"):
-            list(cells_of(wrong))
-
-
-def test_a_page_tells_what_was_not_tried() -> None:
-    text = page([Cell("DDP", name, "works", "test_it.py::test_it", "no") for name in OPTIMIZERS])
-    assert f"| DDP: {STACKS['DDP']} | works | works | works | works | works |" in text
-    assert text.count("not tried") - 1 == (len(STACKS) - 1) * len(OPTIMIZERS)
-    assert '- DDP (all): "no"' in text

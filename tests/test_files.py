@@ -6,14 +6,14 @@ import io
 import os
 import pickle
 import zipfile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from contract import make
 from hypothesis import given
 from hypothesis import strategies as st
-from tampered import MLP, alike, train
+from states import MLP, alike, train
 
 from second_order import KAISA, CheckpointError, load_checkpoint, save_checkpoint
 from second_order.files import replacing
@@ -53,45 +53,22 @@ def test_a_training_goes_through_a_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["a.pt"]
 
 
-def cut(path: Path, length: int) -> None:
+@given(st.integers(0, len(SAVED) - 1))
+def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path, length: int) -> None:
     path.write_bytes(SAVED[:length])
     with pytest.raises(CheckpointError, match=r"step 20\.pt is no file of torch.save, or cut"):
         load_checkpoint(path)
 
 
-def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path) -> None:
-    path.write_bytes(SAVED)
-    assert alike(load_checkpoint(path), STATE)
-    for length in {*range(0, len(SAVED), 23), *range(len(SAVED) - 40, len(SAVED))}:
-        cut(path, length)
-
-
-def flipped(path: Path, at: int, bit: int) -> Any:
-    """The state of the file with a flipped bit; None if it is refused, with its name."""
+@given(st.integers(WHERE, WHERE + NUMBERS.nbytes - 1), st.integers(0, 7))
+def test_a_flipped_bit_of_a_number_is_refused(path: Path, at: int, bit: int) -> None:
+    """`torch.load` takes it without a word."""
     data = bytearray(SAVED)
     data[at] ^= 1 << bit
     path.write_bytes(data)
-    try:
-        return load_checkpoint(path)
-    except CheckpointError as error:
-        return None if str(path) in str(error) else error
-
-
-def test_a_flipped_bit_of_a_number_is_refused(path: Path) -> None:
-    """`torch.load` takes it without a word."""
-    for at in range(WHERE, WHERE + NUMBERS.nbytes, 31):
-        assert flipped(path, at, at % 8) is None
-        assert not alike(torch.load(path), STATE)
+    assert not alike(torch.load(path), STATE)
     with pytest.raises(CheckpointError, match=r"step 20\.pt is no .*the entry '.*/data/0'"):
         load_checkpoint(path)
-
-
-@given(st.integers(0, len(SAVED) - 1), st.integers(0, 7))
-def test_a_flipped_bit_anywhere_is_refused_or_changes_nothing(
-    path: Path, at: int, bit: int
-) -> None:
-    found = flipped(path, at, bit)
-    assert found is None or alike(found, STATE)
 
 
 def foreign() -> dict[str, tuple[bytes, str]]:
@@ -117,11 +94,14 @@ def test_what_is_no_checkpoint_is_refused_by_name(path: Path, kind: str) -> None
         load_checkpoint(path)
 
 
-def test_a_missing_file_is_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        load_checkpoint(tmp_path / "none.pt")
-    with pytest.raises(FileNotFoundError):
-        save_checkpoint(STATE, tmp_path / "no folder" / "a.pt")
+def test_a_file_can_be_checked_where_torch_saves_without_checksums(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_checkpoint(STATE, tmp_path / "step.pt")
+        assert not torch.serialization.get_crc32_options()
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert torch.equal(load_checkpoint(tmp_path / "step.pt")["w"], NUMBERS)
 
 
 def test_what_could_not_be_loaded_is_not_saved(tmp_path: Path) -> None:

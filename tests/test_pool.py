@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 import time
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -15,8 +13,6 @@ from pool import PoolTimeoutError, WorkerDiedError, WorkerError, World
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from conftest import Launcher, TorchRunner
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +62,6 @@ def state(rank: int, world_size: int) -> tuple[torch.Tensor, int, str]:
     return torch.rand(1), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_collectives(world: World, world_size: int) -> None:
-    expected = sum(range(world_size)) * 2.0
-    assert world.run(summed_ranks, world_size, scale=2.0) == [expected] * world_size
-
-
-def test_processes_persist(world: World) -> None:
-    pids = world.run(process_of, 2)
-    assert world.run(process_of, 3)[:2] == pids
-    assert len({*pids, os.getpid()}) == 3
-
-
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_names_its_rank_and_the_pool_goes_on(world: World, failing: int) -> None:
     pids = world.run(process_of, 2)
@@ -108,52 +92,7 @@ def test_a_hang_is_killed_and_located(mortals: World) -> None:
     assert not set(pids) & set(mortals.run(process_of, 2))
 
 
-def interrupted(*_: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def test_ranks_end_when_whoever_waits_for_them_is_interrupted(mortals: World) -> None:
-    """As by a test's time limit, which is a signal as well; the next test gets new ones."""
-    pids = mortals.run(process_of, 2)
-    before = signal.signal(signal.SIGUSR2, interrupted)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2))
-    try:
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            mortals.run(hangs_on, 2, 1)
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR2, before)
-    assert not set(pids) & set(mortals.run(process_of, 2))
-
-
 def test_a_death_is_reported(mortals: World) -> None:
     with pytest.raises(WorkerDiedError, match="rank 1 died with exit code 3"):
         mortals.run(dies_on, 2, 1)
     assert mortals.run(summed_ranks, 2) == [1.0, 1.0]
-
-
-def test_launched_ranks_that_fail_say_why(launch: Launcher) -> None:
-    run = launch("raise SystemExit('this is why')", 1)
-    assert run.wait() == [1]
-    with pytest.raises(PoolTimeoutError, match=r"ended without 'never'(?s:.*)this is why"):
-        run.wait_for("never", 0)
-
-
-def test_torchrun_restarts(torchrun: TorchRunner) -> None:
-    """Slow (an agent and two generations of ranks): the one test of the real launcher."""
-    script = """
-        import os
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 1:
-            os.kill(os.getpid(), 9)
-        dist.barrier()
-        print("passed", dist.get_rank())
-        dist.destroy_process_group()
-    """
-    run = torchrun(script, 2, max_restarts=1)
-    assert run.wait() == 0, run.output
-    assert "passed 0" in run.output
-    assert "passed 1" in run.output

@@ -23,7 +23,6 @@ from reference import ReferenceKFAC
 
 from second_order import DistKFAC
 from second_order.kfac import solve_async
-from second_order.kronecker.background import Ticket
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -75,14 +74,14 @@ class Gate:
     @contextmanager
     def open_when_waited_for(self) -> Iterator[None]:
         """As long as somebody waits for a ticket."""
-        wait = Ticket.wait
+        wait = solve_async.wait
 
-        def opening(ticket: Ticket[Any]) -> None:
+        def opening(tickets: Any) -> None:
             self._opened.set()
-            wait(ticket)
+            wait(tickets)
             self._opened.clear()
 
-        with replaced(Ticket, {"wait": opening}):
+        with replaced(solve_async, {"wait": opening}):
             yield
 
 
@@ -108,9 +107,8 @@ def eventually(holds: Callable[[], Any], seconds: float = LONG) -> None:
 
 def landed(optimizer: Any) -> bool:
     """Whether all that is under way has been solved."""
-    solves = optimizer._curvature.solves
-    tickets = map(solves.tickets.get, solves.under_way.values())
-    return all(ticket is None or ticket.done for ticket in tickets)
+    under_way = optimizer._curvature.solves.under_way.values()
+    return all(solve.ticket is None or solve.ticket.done() for solve in under_way)
 
 
 def threads_of(name: str = "second_order inverses") -> int:

@@ -144,7 +144,7 @@ def factors_here(optimizer: Any) -> dict[str, Any]:
     return {
         block.name: tuple(block.factors.matrices(torch.float64))
         for block in optimizer._curvature.layers.blocks
-        if block.factors is not None and block.factors.a is not None
+        if block.factors is not None and block.factors.stored["A"] is not None
     }
 
 

@@ -26,7 +26,7 @@ COLOURS = {
     "Muon": SKY,
     "SOAP": GREEN,
     "KAISA, defaults": RED,
-    "KAISA": PURPLE,
+    "KAISA, twice AdamW's rate": PURPLE,
 }
 LOWEST, HIGHEST = 1.25, 2.4  # of the losses that are shown
 EVERY = 10  # steps between two judgements

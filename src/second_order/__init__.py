@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from second_order.optimizers.dpkfac import DPKFAC
     from second_order.optimizers.kaisa import KAISA
     from second_order.optimizers.mrdho2 import MRDHO2
-    from second_order.papers import paper_settings
-    from second_order.planning.calibration import calibrate
-    from second_order.planning.machine import Interconnect, Machine
+    from second_order.planning.machine import Interconnect, Machine, calibrate
     from second_order.planning.plan import Plan, plan
     from second_order.recipes import parameter_groups
     from second_order.report import (
@@ -74,7 +72,6 @@ __all__ = [
     "export_base_state",
     "lanczos",
     "load_checkpoint",
-    "paper_settings",
     "parameter_groups",
     "plan",
     "register_layer",
@@ -97,9 +94,7 @@ _NAMES_IN = {
     "optimizers.dpkfac": "DPKFAC",
     "optimizers.kaisa": "KAISA",
     "optimizers.mrdho2": "MRDHO2",
-    "papers": "paper_settings",
-    "planning.calibration": "calibrate",
-    "planning.machine": "Interconnect Machine",
+    "planning.machine": "Interconnect Machine calibrate",
     "planning.plan": "Plan plan",
     "recipes": "parameter_groups",
     "report": "CurvatureReport EpochReport LayerRow Recipe RecipeRow Summary",

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from second_order import profiling
-from second_order.planning import command
+from second_order.planning import plan
 
 __all__ = ["main"]
 
-COMMANDS = (profiling.add_command, command.add_command)
+COMMANDS = (profiling.add_command, plan.add_command)
 """Functions that add a command each: its arguments, and as ``run`` what it does with them."""
 
 

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.agreement import mean_over
 from second_order.options import AUTO, check_interval, value_at
 
 __all__ = [
@@ -60,10 +59,7 @@ def settle(device: torch.device) -> None:
 
 
 class Stopwatch:
-    """Seconds of a training's stages by kind of work, a step a lap; on CUDA those of the device.
-
-    Accounts of the meter without a kind are of "T".
-    """
+    """Seconds of stages by kind of work, "T" without one, a step a lap; on CUDA the device's."""
 
     def __init__(self, training: Training, kinds: Mapping[str, str]) -> None:
         self._kinds, self._meter, self._device = kinds, training.meter, training.device
@@ -113,15 +109,12 @@ def intervals(
     does not hold where it would take more than 1,000 steps, or statistics rarer than refreshes.
     """
     budget = overhead * T
-    if f is not None and i is not None:
-        return f, i
     if f is not None:
-        return f, max(f, _steps(R, budget - S / f))
+        return f, max(f, _steps(R, budget - S / f)) if i is None else i
     if i is not None:
         return min(i, _steps(S, budget - R / i)), i
     if R <= 2 * S:
-        both = _steps(S + R, budget)
-        return both, both
+        return (_steps(S + R, budget),) * 2
     f = _steps(3 * S, budget)
     return f, max(f, _steps(R, max(budget - S, budget * 2 / 3)))
 
@@ -134,20 +127,11 @@ def _steps(cost: float, budget: float) -> int:
 
 
 class IntervalBudget:
-    """Chooses the intervals that are "auto" from times measured in the first steps.
+    """Chooses the intervals that are "auto" from times measured in the first ``steps``.
 
-    Args:
-        training: The training whose steps are measured.
-        overhead: The share of T that is allowed; None if no interval is "auto".
-        given: By option, steps between statistics and between refreshes: a number, a callable of
-            the step, "auto", or None for what is neither chosen nor given.
-        kinds: The kind of each of the meter's accounts, for :class:`Stopwatch`.
-        steps: Number of steps to measure.
-
-    Attributes:
-        chosen: Chosen intervals in steps, by option; empty during measurement or without "auto".
-        measuring: Whether an interval is still to be chosen.
-        until: The step up to which statistics and refreshes come at every step; 0 without "auto".
+    ``given`` has, by option, steps between statistics and between refreshes: a number, a callable
+    of the step, "auto", or None for what is neither chosen nor given; ``kinds`` the kind of each of
+    the meter's accounts.
     """
 
     def __init__(
@@ -161,10 +145,10 @@ class IntervalBudget:
         self._training, self._overhead, self._given = training, overhead, given
         self._auto = [name for name, every in given.items() if every == AUTO]
         self._kinds, self._steps = kinds, steps if self._auto else 0
-        self.measuring = bool(self._auto)
-        self.chosen: dict[str, int] = {}
+        self.measuring = bool(self._auto)  # an interval is still to be chosen
+        self.chosen: dict[str, int] = {}  # by option; empty while measuring, or without "auto"
         self.measured: Sequence[float] | None = None  # S, R, T in seconds, the mean of ranks
-        self.until = self._steps
+        self.until = self._steps  # until then both come at every step; 0 without "auto"
         self._watch: Stopwatch | None = None
 
     def begin(self, coming: int = 0) -> None:
@@ -182,7 +166,7 @@ class IntervalBudget:
             return
         self._watch.lap()
         if self._training.steps + 1 >= self.until:
-            self._choose(*mean_over(self._training.world, self._watch.medians("S", "R", "T")))
+            self._choose(*self._training.world.mean(self._watch.medians("S", "R", "T")))
             self._watch = self._training.meter.watch = None
 
     def _choose(self, S: float, R: float, T: float) -> None:
@@ -195,8 +179,7 @@ class IntervalBudget:
         f, i = intervals(S, R, T, overhead, *given)
         pairs = zip(self._given, (f, i), strict=True)
         self.chosen = {name: steps for name, steps in pairs if name in self._auto}
-        self.measuring = False
-        self.measured = S, R, T
+        self.measuring, self.measured = False, (S, R, T)
         share = (S / f + R / i) / T if T > 0 else 0.0
         if share > overhead * (1 + 1e-9) and training.first_time(OVERHEAD):
             training.warn(
@@ -224,8 +207,9 @@ class IntervalBudget:
 
     def saved(self) -> dict[str, Any]:
         """The intervals as a checkpoint saves them with every layer; 0 during measurement."""
-        chosen = {name: self.chosen.get(name, 0) for name in self._auto}
-        return {OVERHEAD: self._overhead, **chosen} if chosen else {}
+        if not self._auto:
+            return {}
+        return {OVERHEAD: self._overhead} | {name: self.chosen.get(name, 0) for name in self._auto}
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over intervals saved for the same overhead; otherwise measure anew from here on."""
@@ -255,16 +239,8 @@ class RefreshBudget:
     is earned, lest a short training pay for nothing.
 
     Prices, cost, what is spent and what a probe is taken to cost before it are in steps of the
-    base; ``cost`` is 0 until it is known.
-
-    Args:
-        training: The training whose steps are measured.
-        overhead: The share of T that refreshes may cost.
-        first: The step of the first refresh where that is given; None once it is earned.
-        active: Whether the interval is "auto", and there are pairs to find.
-
-    Attributes:
-        warmed: Whether this process has made a product.
+    base; ``cost`` is 0 until it is known. The ``first`` refresh comes at that step, or once it is
+    earned. It is ``active`` if the interval is "auto", and there are pairs to find.
     """
 
     usual_probe = 10.0
@@ -273,7 +249,7 @@ class RefreshBudget:
         self, training: Training, overhead: float, first: int | None, *, active: bool
     ) -> None:
         self._training, self._overhead, self._first = training, overhead, first
-        self.active, self.warmed = active, False
+        self.active, self.warmed = active, False  # whether this process has made a product
         self.spent = 0.0
         self.forget()
 
@@ -326,14 +302,15 @@ class RefreshBudget:
 
     def now(self) -> float:
         """Seconds, once the device has done all that is queued; 0 where nothing is measured."""
-        if self._watch is not None:
-            settle(self._training.device)
-        return 0.0 if self._watch is None else self._training.meter.now()
+        if self._watch is None:
+            return 0.0
+        settle(self._training.device)
+        return self._training.meter.now()
 
     def probed(self, product: float, whole: float, most: int) -> None:
         """Know about what a refresh of ``most`` products costs, by seconds. A collective."""
         times = [self._base_step(), product, whole]
-        T, product, whole = mean_over(self._training.world, times)
+        T, product, whole = self._training.world.mean(times)
         self.cost = max(product, LEAST) / max(T, LEAST) * (most + 1)
         self.spent += whole / max(T, LEAST)
         self.warmed = True
@@ -353,7 +330,7 @@ class RefreshBudget:
         self._watch.lap()
         self._laps += 1
         if self._products and self._laps >= FEWEST:
-            T, R = mean_over(self._training.world, [self._base_step(), self._seconds])
+            T, R = self._training.world.mean([self._base_step(), self._seconds])
             found = max(R, LEAST) / (max(T, LEAST) * (self._products + 1))
             self.spent += (found - self.price) * (self._products + 1)
             self.prices.append(found)

@@ -49,14 +49,13 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
 
     Args:
         state: Tensors and primitives, in dictionaries, lists and tuples.
-        path: The file; one that is there is replaced.
+        path: The file; one that is there is replaced, unless an error is raised.
 
     Raises:
-        TypeError: If ``state`` has something that :func:`load_checkpoint` would not read; a file
-            that was there is as it was, as it is after any other error.
+        TypeError: If ``state`` has something that :func:`load_checkpoint` would not read.
     """
-    crc = torch.serialization.get_crc32_options()
     with replacing(Path(path)) as file:
+        crc = torch.serialization.get_crc32_options()
         torch.serialization.set_crc32_options(True)  # load_checkpoint compares them
         try:
             torch.save(state, file.name)  # by name it takes a quarter of the time
@@ -74,8 +73,7 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
 def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | str = "cpu") -> Any:
     """Read what :func:`save_checkpoint`, or ``torch.save``, has written, and check all of it.
 
-    Every entry is compared with its CRC-32, which ``torch.load`` does not do. Only tensors and
-    primitives are read (``weights_only``).
+    Only tensors and primitives are read (``weights_only``).
 
     Args:
         path: The file.

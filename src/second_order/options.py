@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
 from functools import partial
@@ -36,7 +35,6 @@ __all__ = [
     "check_seed",
     "check_timeout",
     "check_whole",
-    "follow_learning_rates",
     "is_adaptive",
     "keyword",
     "one_of",
@@ -55,12 +53,11 @@ AutoInterval: TypeAlias = Interval | Literal["auto"]
 AUTO: Literal["auto"] = "auto"
 
 LONGEST_WAIT = 1e6  # seconds, 11 days: clocks of threads and of process groups take no endless wait
-LARGEST_SEED = 2**62  # torch's generators take 64 bits, and steps are added
 
 DEBUG_STEPS = 100
 
 PEAK_LR = "peak_lr"
-"""The entry of a group that :func:`follow_learning_rates` keeps."""
+"""The entry of a group with the largest learning rate so far, or to come by its schedule."""
 
 
 def check_base(base: Any, own_class: type, option: str = "base") -> None:
@@ -142,11 +139,8 @@ def split_base_keywords(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split keywords between ``base`` and ``rest``: each gets those that its signature has.
 
-    ``rest`` gets ``rest_keywords`` in place of those in ``keywords``.
-
-    Raises:
-        TypeError: For a keyword that neither has, naming the closest known one, be it one of
-            ``ours``; or for one of ``rest_keywords`` that ``rest`` has not.
+    ``rest`` gets ``rest_keywords`` in place of those in ``keywords``. An unknown keyword is a
+    TypeError, which names the closest known one, be it one of ``ours``.
     """
     special = rest_keywords or {}
     if keywords.get("differentiable") or special.get("differentiable"):
@@ -204,15 +198,10 @@ def check_number(
     remedy: str,
 ) -> None:
     """Raise ValueError unless a number lies between its bounds."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}={value!r} is not a number; {remedy}")
-    if isinstance(value, int) and abs(value) > sys.float_info.max:
-        raise ValueError(f"{name} is a whole number that no float can hold; {remedy}")
-    inside = (value > low if open_low else value >= low) and (
-        value < high if open_high else value <= high
-    )
-    if not inside or (value == float("inf") and open_high):
+    above = value > low if open_low else value >= low
+    if not above or not (value < high if open_high else value <= high):
         left, right = "(" if open_low else "[", ")" if open_high else "]"
         raise ValueError(f"{name}={value} is outside {left}{low:g}, {high:g}{right}; {remedy}")
 
@@ -220,26 +209,20 @@ def check_number(
 def check_interval(name: str, value: Any) -> None:
     """Raise unless a number of steps is a whole number of at least 1, or a callable."""
     if not callable(value):
-        remedy = "; use 1 for every step, 10 for every tenth"
-        _check_int(name, value, 1, " of steps; use 1 for every step", remedy)
+        check_whole(name, value, 1, "1 for every step, 10 for every tenth")
 
 
 def check_count(name: str, value: Any, meaning: str) -> None:
     """Raise unless ``value`` is a whole number of at least 1."""
-    remedy = f": it is the number of {meaning}; use 1 or more"
-    _check_int(name, value, 1, f" of {meaning}; 1 is the least", remedy)
+    check_whole(name, value, 1, f"1 or more: it is the number of {meaning}")
 
 
 def check_whole(name: str, value: Any, low: int, remedy: str) -> None:
     """Raise unless ``value`` is a whole number of at least ``low``."""
-    _check_int(name, value, low, f"; use {remedy}", f"; use {remedy}")
-
-
-def _check_int(name: str, value: Any, low: int, wrong: str, remedy: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not a whole number{wrong}")
+        raise TypeError(f"{name}={value!r} is not a whole number; use {remedy}")
     if value < low:
-        raise ValueError(f"{name}={value} is below {low}{remedy}")
+        raise ValueError(f"{name}={value} is below {low}; use {remedy}")
 
 
 def check_debug(value: Any) -> int:
@@ -251,10 +234,8 @@ def check_debug(value: Any) -> int:
 
 
 def check_seed(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a whole number that torch's generators take, steps added."""
+    """Raise unless ``value`` is a whole number of at least 0."""
     check_whole(name, value, 0, "0")
-    if value > LARGEST_SEED:
-        raise ValueError(f"{name} is above 2**62, and generators take 64 bits; use 0")
 
 
 def check_timeout(name: str, value: Any) -> None:
@@ -264,12 +245,9 @@ def check_timeout(name: str, value: Any) -> None:
 
 def check_learning_rate(value: Any) -> None:
     """Raise unless ``value`` is a finite number or a tensor; the rest is the base's to check."""
-    if isinstance(value, Tensor):  # on a device, perhaps, which is not waited for
-        return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"lr={value!r} is neither a number nor a tensor; use 0.1, perhaps")
-    if not math.isfinite(value):
-        raise ValueError(f"lr={value} is not finite; use 0.1, perhaps")
+    if not isinstance(value, Tensor):  # on a device, perhaps, which is not waited for
+        remedy = "a finite number or a tensor is needed, 0.1 perhaps"
+        check_number("lr", value, low=-math.inf, open_low=True, open_high=True, remedy=remedy)
 
 
 def check_params(name: str, value: Any) -> None:
@@ -285,9 +263,9 @@ def check_params(name: str, value: Any) -> None:
 
 def check_rank(method: str, to: int | None, world_size: int) -> None:
     """Raise unless ``to`` is a rank, or None."""
-    if to is not None and (isinstance(to, bool) or not isinstance(to, int)):
-        raise TypeError(f"{method}(to={to!r}) is not the number of a rank; use 0, or None for all")
-    if to is not None and not 0 <= to < world_size:
+    if to is not None:
+        check_whole(f"{method}: to", to, 0, "the number of a rank, or None for all")
+    if to is not None and to >= world_size:
         raise ValueError(
             f"{method}(to={to}): there are ranks 0 to {world_size - 1}; use None for all of them"
         )
@@ -333,27 +311,10 @@ def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, 
     """
     found: list[tuple[str, Any]] = []
     for name in names:
-        option = getattr(options, name)
-        if callable(option):
+        if callable(option := getattr(options, name)):
             try:
                 value = option(step)
             except Exception as error:
                 value = f"{type(error).__name__}: {error}"
             found.append((name, value if isinstance(value, int | float) else str(value)))
     return found
-
-
-def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
-    """Keep the largest learning rate of each group, that of the schedule to come included."""
-    for group in groups:
-        lr = group["lr"]
-        for rate in (lr, group.get("initial_lr", lr), group.get("max_lr", lr)):
-            group[PEAK_LR] = _larger(group[PEAK_LR], rate)
-
-
-def _larger(a: float | Tensor, b: float | Tensor) -> float | Tensor:
-    """The larger of two learning rates, without waiting for the device if one is a tensor."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        device = a.device if isinstance(a, Tensor) else cast(Tensor, b).device
-        return torch.maximum(torch.as_tensor(a, device=device), torch.as_tensor(b, device=device))
-    return max(a, b)

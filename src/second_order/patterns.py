@@ -15,12 +15,9 @@ __all__ = ["first_match", "unmatched_patterns"]
 def first_match(
     patterns: Iterable[str], everything: Mapping[str, nn.Module], name: str
 ) -> str | None:
-    """The first pattern that matches a module or one that it is inside of.
+    """The first pattern, as "blocks.*.mlp" or "Conv*", of a module or of one that it is inside of.
 
-    Args:
-        patterns: Shell-style patterns such as "head", "blocks.*.mlp" or "Conv*".
-        everything: The modules of a model by all of their names, shared ones by each.
-        name: Name of the module.
+    ``everything``: the modules of a model by all of their names, shared ones by each.
     """
     parts = name.split(".") if name else []
     chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]

@@ -1,239 +1,108 @@
-"""The stage picture of a training script: ``python -m second_order profile train.py``.
+"""Where a step's time goes: ``python -m second_order profile train.py``.
 
-The script runs as it would alone. After each step of its first optimizer a mark is set; between two
-marks, the ranges of the package's stages and of ``backward`` share out the time. What is left is
-forward, batches and everything else. Figure 8 of DP-KFAC is such a picture.
+The script runs as it would alone, and the meter of its first second-order optimizer tells the time
+of each step by stage; ``backward`` is a stage, too. What is left is forward, batches and everything
+else. On a device each stage ends when its work there has ended. Figure 8 of DP-KFAC (Zhang et al.
+2022) is a picture of such numbers.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import runpy
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from second_order.files import replacing
 from second_order.report import aligned
-from second_order.stages import ELSEWHERE, PAPER_NAMES, RANGES, account
+from second_order.stages import ELSEWHERE, PAPER_NAMES
 
-__all__ = ["Picture", "Recorder", "Span", "add_command", "picture_of", "read", "table_of"]
+__all__ = ["Recorder", "add_command", "table_of"]
 
-Mark: TypeAlias = tuple[float, int]
-
-MARK = f"{RANGES}step"
-ORDER = (ELSEWHERE, *PAPER_NAMES)
-NAMES_THERE = {**PAPER_NAMES, ELSEWHERE: "FF"}
-
-
-@dataclass(frozen=True)
-class Span:
-    """One run of a named range on one thread, in milliseconds.
-
-    ``device`` is the time that a device worked on what was launched within it.
-    """
-
-    name: str
-    thread: int
-    start: float
-    end: float
-    device: float = 0.0
-
-
-@dataclass(frozen=True)
-class Picture:
-    """Milliseconds by stage of each step.
-
-    Attributes:
-        host: For each step, milliseconds of the thread that trains, by account; all accounts of a
-            step add up to its length.
-        device: For each step, milliseconds that a device worked on what a stage had launched; no
-            entries without a device.
-        optimizer: Name of the optimizer's class.
-    """
-
-    host: Sequence[Mapping[str, float]]
-    device: Sequence[Mapping[str, float]]
-    optimizer: str = ""
-
-    @property
-    def accounts(self) -> list[str]:
-        """The accounts that took any time, in the order of a step."""
-        seen = {name for step in (*self.host, *self.device) for name, ms in step.items() if ms > 0}
-        return sorted(seen, key=lambda name: [*ORDER, name].index(name))
-
-    def mean(self, steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
-        """Milliseconds a step by account."""
-        return {n: sum(s.get(n, 0.0) for s in steps) / len(steps) for n in self.accounts if steps}
-
-
-def read(events: Iterable[Any]) -> tuple[list[Span], list[Mark], list[tuple[float, float]]]:
-    """The package's ranges among a profile's events, the marks, and work of a device.
-
-    Marks are (when, on which thread), work (when, how long); times of a profile are microseconds.
-    """
-    spans, marks, work = [], [], []
-    for event in events:
-        start, end = event.time_range.start / 1000, event.time_range.end / 1000
-        if event.device_type.name != "CPU":
-            # A range shows a second time on the device's own timeline.
-            if not getattr(event, "is_user_annotation", False) and RANGES not in event.name:
-                work.append((start, end - start))
-        elif event.name == MARK:
-            marks.append((start, event.thread))
-        elif event.name.startswith(RANGES):
-            name = event.name.removeprefix(RANGES)
-            spans.append(Span(name, event.thread, start, end, event.device_time_total / 1000))
-    return spans, sorted(marks), work
-
-
-def picture_of(
-    spans: Iterable[Span], marks: Sequence[Mark], work: Iterable[tuple[float, float]] = ()
-) -> Picture:
-    """Share out the time between marks over the stages; a span counts in the step it begins in.
-
-    Marks tell when each step ended, and on which thread: there is one more than there are steps.
-    """
-    count = max(len(marks) - 1, 0)
-    host: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
-    device: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(count)]
-    around: dict[int, list[tuple[Span, str]]] = defaultdict(list)
-
-    def step_of(moment: float) -> int | None:
-        step = sum(moment >= start for start, _ in marks) - 1
-        return step if 0 <= step < count else None
-
-    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
-        step = step_of(span.start)
-        if step is None:
-            continue
-        open_spans = around[span.thread]
-        while open_spans and open_spans[-1][0].end <= span.start:
-            open_spans.pop()
-        outer = open_spans[-1][1] if open_spans else ELSEWHERE
-        mine, length = account(span.name, outer), span.end - span.start
-        if not open_spans and span.thread != marks[0][1]:
-            # Hooks on autograd's own thread, while the one that trains stands in `backward`.
-            outer = "backward" if span.name == "capture" else ""
-        host[step][mine] += length
-        host[step][outer] -= length
-        if span.name != "backward":  # whose work other threads launch: it is what is left
-            device[step][mine] += span.device
-            device[step][outer if outer != "backward" else ELSEWHERE] -= span.device
-        open_spans.append((span, mine))
-    for step, ((start, _), (end, _)) in enumerate(pairwise(marks)):
-        host[step][ELSEWHERE] += end - start
-    busy = [(step, length) for start, length in work if (step := step_of(start)) is not None]
-    for step, length in busy:
-        device[step][ELSEWHERE] += length
-    of_host, of_device = ([{n: ms for n, ms in s.items() if n} for s in e] for e in (host, device))
-    return Picture(of_host, of_device if busy else [])
-
-
-def table_of(picture: Picture) -> str:
-    """The means over steps as a table."""
-    host, device = picture.mean(picture.host), picture.mean(picture.device)
-    total = sum(host.values())
-    rows = [("stage", "papers", "ms a step", "share", *(["device ms"] if device else []))]
-    for name in picture.accounts:
-        ms = host.get(name, 0.0)
-        on_device = [f"{device.get(name, 0.0):,.3f}"] if device else []
-        of_all = f"{ms / total:.1%}" if total else ""
-        said = NAMES_THERE.get(name, "")
-        rows.append((name, said, f"{ms:,.3f}", of_all, *on_device))
-    rows.append(("the whole step", "", f"{total:,.3f}", *[""] * (len(rows[0]) - 3)))
-    title = f"{picture.optimizer}: mean of {len(picture.host)} steps"
-    return "\n".join([title, *aligned(rows, {2, 3, 4})])
-
-
-def draw(picture: Picture, path: Path) -> bool:
-    """Draw time a step, stacked by stage; returns whether matplotlib is there to do it."""
-    try:
-        module: Any = importlib.import_module("matplotlib.figure")
-    except ImportError:
-        return False
-    steps = picture.device or picture.host
-    figure = module.Figure(figsize=(8, 4.5), layout="constrained")
-    axes, bottoms = figure.subplots(), [0.0] * len(steps)
-    for name in picture.accounts:
-        heights = [max(step.get(name, 0.0), 0.0) for step in steps]
-        label = " · ".join(filter(None, [NAMES_THERE.get(name, ""), name]))
-        axes.bar(range(len(steps)), heights, 0.9, bottom=bottoms, label=label)
-        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-    where = "of the device" if picture.device else "of the thread that trains"
-    axes.set(xlabel="step", ylabel=f"milliseconds {where}", title=picture.optimizer)
-    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small", reverse=True)
-    figure.savefig(path, dpi=150)
-    return True
+NAMES_THERE = {ELSEWHERE: "FF", **PAPER_NAMES}
+"""The accounts in the order of a step, as papers call them."""
 
 
 class Recorder:
-    """Profiles ``steps`` steps of the first optimizer that takes one, after ``skip`` of them."""
+    """Milliseconds by stage of ``count`` steps of a script's first optimizer, after ``skip``.
 
-    def __init__(self, skip: int, steps: int) -> None:
-        self._skip, self._steps = skip, steps
-        self.taken = 0
-        self.result: profile | None = None
-        self._running = False
-        self._optimizer: Any = None
+    Attributes:
+        optimizer: The optimizer, once it has taken a step.
+        taken: How many steps it took.
+        steps: For each step that was measured, milliseconds by account, which add up to its length.
+    """
+
+    def __init__(self, skip: int, count: int) -> None:
+        self._skip, self._last = skip, skip + count
+        self.optimizer: Any = None
+        self.taken, self.steps = 0, list[dict[str, float]]()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count the steps that are taken meanwhile, and profile those that are asked for."""
+        """Measure the steps that are taken meanwhile."""
         hook = register_optimizer_step_post_hook(self._stepped)
         backward = torch.autograd.backward
 
-        def ranged(*args: Any, **kwargs: Any) -> Any:
-            with record_function(f"{RANGES}backward"):
+        def measured(*args: Any, **kwargs: Any) -> Any:
+            if self.optimizer is None:
+                return backward(*args, **kwargs)
+            with self.optimizer._training.meter.stage("backward"):
                 return backward(*args, **kwargs)
 
         try:
-            with patch.object(torch.autograd, "backward", ranged):
+            with patch.object(torch.autograd, "backward", measured):
                 yield
         finally:
             hook.remove()
-            self._stop()
 
     def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self._optimizer = self._optimizer or optimizer
-        if self._optimizer is not optimizer:
+        if self.optimizer is None and hasattr(optimizer, "_training"):
+            self.optimizer = optimizer
+        if optimizer is not self.optimizer:
             return
         self.taken += 1
-        if self.taken == self._skip:
-            on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-            self.result = profile(activities=[ProfilerActivity.CPU, *on_device])
-            self.result.start()
-            self._running = True
-        if self._running:
-            with record_function(MARK):
-                pass
-        if self.taken == self._skip + self._steps:
-            self._stop()
+        meter = optimizer._training.meter
+        if self._skip < self.taken <= self._last:
+            spent = meter.read(NAMES_THERE)
+            seconds = {name: spent[f"seconds/{name}"] for name in NAMES_THERE}
+            self.steps.append({name: 1000 * s for name, s in seconds.items() if s})
+        if torch.accelerator.is_available():
+            if self.taken == self._skip:
+                meter.now = _synchronized
+            elif self.taken == self._last:
+                meter.now = time.perf_counter
 
-    def _stop(self) -> None:
-        if self._running and self.result is not None:
-            self._running = False
-            self.result.stop()
+    def means(self) -> dict[str, float]:
+        """Milliseconds a step by account, in the order of a step."""
+        of = {name: [step.get(name, 0.0) for step in self.steps] for name in NAMES_THERE}
+        return {name: sum(times) / len(times) for name, times in of.items() if any(times)}
 
-    def picture(self) -> Picture:
-        """The steps that were measured; none if there were too few."""
-        if self.result is None:
-            return Picture([], [])
-        found = picture_of(*read(self.result.events() or []))
-        return Picture(found.host, found.device, type(self._optimizer).__name__)
+
+def _synchronized() -> float:
+    """The time, once the device has done what it was given."""
+    torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def table_of(recorder: Recorder) -> str:
+    """The means over steps as a table."""
+    means = recorder.means()
+    total = sum(means.values())
+    rows = [("stage", "papers", "ms a step", "share")]
+    rows += [(n, NAMES_THERE[n], f"{ms:,.3f}", f"{ms / total:.1%}") for n, ms in means.items()]
+    rows.append(("the whole step", "", f"{total:,.3f}", ""))
+    title = f"{type(recorder.optimizer).__name__}: mean of {len(recorder.steps)} steps"
+    return "\n".join([title, *aligned(rows, {2, 3})])
 
 
 def add_command(commands: Any) -> None:
@@ -241,14 +110,12 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
         help="run a training script, and show where the time of its steps goes",
-        description="Run a training script under torch.profiler; write a table of milliseconds by "
-        "stage, the same for each step as JSON, and a figure if matplotlib is there. Under "
-        "torchrun, every rank writes its JSON, and rank 0 the table and the figure.",
+        description="Run a training script; write a table of milliseconds by stage, and the same "
+        "for each step as JSON. Under torchrun, every rank writes its JSON, and rank 0 the table.",
     )
     parser.add_argument("--skip", type=_count, default=5, help="steps before the first measured")
     parser.add_argument("--steps", type=_count, default=20, help="steps that are measured")
     parser.add_argument("--output", type=Path, default=Path("profile"), help="path, no suffix")
-    parser.add_argument("--trace", action="store_true", help="write Chrome's trace as well")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is a module")
     parser.add_argument("script", help="the training script, or the module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what the script is given")
@@ -282,35 +149,29 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _write(recorder: Recorder, chosen: argparse.Namespace) -> bool:
-    """Write the picture; returns whether there is one."""
+    """Write what was measured; returns whether there is any."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    picture = recorder.picture()
-    if not picture.host:
+    if not recorder.steps:
         sys.stderr.write(
-            f"rank {rank}: no step was measured: an optimizer of the script took {recorder.taken} "
-            f"steps, and the first {chosen.skip} are not measured; lower --skip, or let it run on\n"
+            f"rank {rank}: no step was measured: a second-order optimizer of the script took "
+            f"{recorder.taken} steps, and the first {chosen.skip} are not measured; lower --skip, "
+            f"or let it run on\n"
         )
         return False
-    name = f"{chosen.output.name}-rank{rank}" if size > 1 else chosen.output.name
-    path = chosen.output.with_name(f"{name}.json")
+    suffix = f"-rank{rank}" if size > 1 else ""
+    path = chosen.output.with_name(f"{chosen.output.name}{suffix}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     found = {
         "rank": rank,
         "world_size": size,
         "skipped": chosen.skip,
-        "optimizer": picture.optimizer,
-        "papers": {name: NAMES_THERE.get(name, "") for name in picture.accounts},
-        "mean_milliseconds": picture.mean(picture.host),
-        "mean_device_milliseconds": picture.mean(picture.device),
-        "steps": picture.host,
-        "device_steps": picture.device,
+        "optimizer": type(recorder.optimizer).__name__,
+        "papers": NAMES_THERE,
+        "mean_milliseconds": recorder.means(),
+        "steps": recorder.steps,
     }
     with replacing(path) as file:
         file.write(json.dumps(found, indent=1).encode())
-    if chosen.trace and recorder.result is not None:
-        recorder.result.export_chrome_trace(str(path.with_name(f"{name}.trace.json")))
     if rank == 0:
-        figure = chosen.output.with_name(f"{chosen.output.name}.png")
-        drawn = f", {figure}" if draw(picture, figure) else "; no figure: matplotlib is not there"
-        sys.stdout.write(f"{table_of(picture)}\nwritten: {path}{drawn}\n")
+        sys.stdout.write(f"{table_of(recorder)}\nwritten: {path}\n")
     return True

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "DTENSORS",
     "FSDPParams",
+    "caller",
     "chunk",
     "ddp_under_way",
-    "dtensors_exist",
     "dtypes_of_passes",
     "is_checkpointing",
     "is_dtensor",
-    "is_sharded_checkpoint",
     "like",
     "local",
     "mesh_ranks",
@@ -36,14 +36,13 @@ __all__ = [
 ]
 
 
-def dtensors_exist() -> bool:
-    """Whether anything in this process can be a ``DTensor``."""
-    return "torch.distributed.tensor" in sys.modules
+DTENSORS = "torch.distributed.tensor"
+"""The module without which nothing in this process can be a ``DTensor``."""
 
 
 def is_dtensor(value: Any) -> bool:
     """Whether a value is a ``DTensor``."""
-    loaded = sys.modules.get("torch.distributed.tensor")
+    loaded = sys.modules.get(DTENSORS)
     return loaded is not None and isinstance(value, loaded.DTensor)
 
 
@@ -118,12 +117,6 @@ def _param_groups(model: nn.Module) -> Iterator[Any]:
                 yield group
 
 
-def _managed(model: nn.Module) -> Iterator[Any]:
-    """FSDP2's own records of the parameters that it manages."""
-    for group in _param_groups(model):
-        yield from group.fsdp_params
-
-
 def dtypes_of_passes(model: nn.Module) -> set[torch.dtype]:
     """The dtypes in which passes compute by FSDP2's mixed-precision policies, where there are."""
     found = {group.mp_policy.param_dtype for group in _param_groups(model)}
@@ -132,7 +125,7 @@ def dtypes_of_passes(model: nn.Module) -> set[torch.dtype]:
 
 def sharded_params(model: nn.Module) -> list[Tensor]:
     """The sharded parameters that FSDP2 manages in a model."""
-    return [managed.sharded_param for managed in _managed(model)]
+    return [p.sharded_param for group in _param_groups(model) for p in group.fsdp_params]
 
 
 def reshard(model: nn.Module) -> None:
@@ -144,11 +137,7 @@ def reshard(model: nn.Module) -> None:
 
 
 class FSDPParams:
-    """What FSDP2 puts in the place of a model's sharded parameters while a pass runs.
-
-    Args:
-        model: The model, sharded or not; it may be sharded later.
-    """
+    """What FSDP2 puts in the place of sharded parameters of a model while a pass runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -189,7 +178,7 @@ class FSDPParams:
             # By items: of TorchScript's parameters nothing else is an iterator.
             self._of = {(id(m), n): None for m in model.modules() for n, _ in m._parameters.items()}
             self._of[key] = None
-            for record in _managed(model):
+            for record in (r for group in _param_groups(model) for r in group.fsdp_params):
                 info = record._module_info
                 self._of[id(info.module), info.param_name] = record
                 shared = zip(info.shared_modules, info.shared_param_names, strict=True)
@@ -197,26 +186,24 @@ class FSDPParams:
         return self._of.get(key)
 
 
-def is_checkpointing() -> bool:
-    """Whether torch.distributed.checkpoint is calling."""
-    return _checkpointing() is not None
-
-
-def is_sharded_checkpoint() -> bool:
-    """Whether ``state_dict`` is being asked by torch.distributed.checkpoint for this rank's part.
-
-    False where the full state on one rank has been asked for.
-    """
-    frame = _checkpointing()
-    return frame is not None and not getattr(frame.f_locals.get("info"), "full_state_dict", False)
-
-
-def _checkpointing() -> FrameType | None:
-    # Like any other caller, it calls state_dict() without arguments; but it wants each rank's part,
-    # and gathers the rest itself. torch has no other sign of the caller than the stack.
+def caller(module: str = "", function: str = "") -> FrameType | None:
+    """The nearest frame above of a module whose name begins so, or of a function of a name."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint"):
+        where, code = frame.f_globals.get("__name__", ""), frame.f_code
+        if (module and where.startswith(module)) or code.co_name == function:
             return frame
         frame = frame.f_back
     return None
+
+
+def is_checkpointing(part: bool = False) -> bool:
+    """Whether torch.distributed.checkpoint is calling; ``part``: for what is this rank's alone.
+
+    Like any other caller, it calls state_dict() without arguments; but it wants each rank's part,
+    and gathers the rest itself, unless the full state on one rank has been asked for. torch has no
+    other sign of the caller than the stack.
+    """
+    frame = caller("torch.distributed.checkpoint")
+    full = frame is not None and getattr(frame.f_locals.get("info"), "full_state_dict", False)
+    return frame is not None and not (part and full)

@@ -56,6 +56,7 @@ PAPER_NAMES = {
     "final_update": "",
     "exchange": "",
     "wait": "",
+    "judge": "",
     "compare": "",
 }
 """Accounts in the order of a step, as the figures of DP-KFAC call them (Zhang et al. 2022, fig. 8);
@@ -103,17 +104,11 @@ class span:  # noqa: N801
 
 
 class Meter:
-    """Seconds and bytes of a training by account, of the last step and of all.
-
-    Attributes:
-        now: Returns the time in seconds, from any origin.
-        open: The account that is open.
-        watch: Is told of each account that is opened; None for nobody.
-    """
+    """Seconds and bytes of a training by account, of the last step and of all."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self.now = now
-        self.watch: Callable[[str], None] | None = None
+        self.now = now  # returns the time in seconds, from any origin
+        self.watch: Callable[[str], None] | None = None  # is told of each account that is opened
         self.open, self._since, self._bytes = ELSEWHERE, now(), _BYTES[0]
         self._step: dict[str, list[float]] = {}  # seconds and bytes of the step under way
         self._last: dict[str, list[float]] = {}
@@ -136,7 +131,10 @@ class Meter:
 
     def spent(self, *accounts: str) -> float:
         """Seconds on some accounts in the step under way, up to the last stage that has ended."""
-        return sum(self._step[name][0] for name in accounts if name in self._step)
+        seconds = 0.0
+        for name in accounts:
+            seconds += self._step.get(name, (0.0,))[0]
+        return seconds
 
     def lap(self) -> None:
         """End a step."""

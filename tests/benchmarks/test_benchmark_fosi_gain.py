@@ -21,12 +21,6 @@ def test_ratios_are_of_the_same_seed() -> None:
     assert ratios([ours, base], "seconds") == [0.75]
 
 
-def test_a_rate_that_does_not_arrive_is_not_the_best() -> None:
-    slow = Gained("GRU", "Adam", 0.1, 100, steps=50, seconds=9.0)
-    lost = Gained("GRU", "Adam", 0.3, 100, steps=None, seconds=1.0, diverged=True)
-    assert fosi_gain.best_rate([slow, lost]) == 0.1
-
-
 @pytest.mark.parametrize("name", [n for n in GOALS if n not in ("PINN", "autoencoder")])
 def test_a_goal_is_trained_to_its_target(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An easy target, refreshes included."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,38 +46,6 @@ def test_every_rival_takes_a_step_of_every_task(name: str, monkeypatch: pytest.M
         found = tasks.train(Job(name, optimizer, 0.001, 0))
         assert len(found.losses) == 1
         assert math.isfinite(found.losses[0]), optimizer
-
-
-@pytest.mark.parametrize(
-    ("name", "hidden"),
-    [
-        ("unseen transformer", r"blocks\.\d\.(attention|feed)\..*weight"),
-        ("unseen llama", r"blocks\.\d\.(attention|feed)\..*weight"),
-        ("unseen lstm", r"blocks\.weight_(ih|hh)_l[01]"),
-        ("unseen vit", r"blocks\.\d\.(attention|feed)\..*weight"),
-        ("unseen friedman", r"[02]\.weight"),
-        ("unseen head", r"1\.weight"),
-        ("language", r"blocks\.\d\.([qkvo]|up|down)\.weight"),
-    ],
-)
-def test_muon_trains_hidden_matrices_and_adamw_the_rest(name: str, hidden: str) -> None:
-    model = TASKS[name]().make()
-    names = {parameter: key for key, parameter in model.named_parameters()}
-    by_muon, by_adamw = tasks.muon(model, 0.1).optimizers
-    chosen = {names[p] for group in by_muon.param_groups for p in group["params"]}
-    rest = {names[p] for group in by_adamw.param_groups for p in group["params"]}
-    assert chosen == {key for key in names.values() if re.fullmatch(hidden, key)}
-    assert chosen.isdisjoint(rest)
-    assert chosen | rest == set(names.values())
-
-
-def test_a_warm_up_of_a_job_comes_before_what_the_task_says() -> None:
-    constant, falls = Job("digits MLP", "SGD", 0.1, 0), Job("unseen vit", "AdamW", 0.1, 0)
-    assert [constant.share_of_rate(step) for step in (0, 1, 299)] == [1.0, 1.0, 1.0]
-    risen = replace(constant, warmup=4)
-    assert [risen.share_of_rate(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert replace(falls, warmup=4).share_of_rate(200) == falls.share_of_rate(200) < 1
-    assert replace(falls, warmup=4).share_of_rate(0) == falls.share_of_rate(0) / 4
 
 
 # ---------------------------------------------------------------------------------- what is counted
@@ -168,25 +135,3 @@ def test_tasks_keeps_what_it_was_not_asked_for(
         assert {r["job"]["seed"] for r in found["tuning"]} == {100, 101}
         assert [r["job"]["seed"] for r in found["runs"] if r["name"] == "SOAP"] == [0, 1]
         assert not any(r["job"]["options"] for r in found["runs"])
-
-
-def test_sensitivity_compares_with_the_same_warm_up(
-    shortened: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "sensitivity.json"
-    asked = ["--tasks", "digits MLP", "--seeds", "1", "--processes", "1", "--json", str(path)]
-    sensitivity.main(asked)
-    assert "at or below twice the base's rate: " in capsys.readouterr().out
-    (found,) = json.loads(path.read_text())["tasks"].values()
-    assert found["rates"] == {"none": 0.1, "10 % of steps": 0.1}
-    assert len(found["rows"]) == 2 * 4
-    for row in found["rows"]:
-        warmup = {"none": 0, "10 % of steps": 1}[row["warm-up"]]
-        ends = {
-            r["job"]["optimizer"]: sum(r["losses"]) / len(r["losses"])
-            for r in found["runs"]
-            if r["job"]["warmup"] == warmup
-            and r["job"]["lr"] == (0.1 if r["job"]["optimizer"] == "SGD" else 0.1 * row["rate"])
-        }
-        assert row["worst ratio"] == pytest.approx(ends["KAISA, SGD"] / ends["SGD"])
-        assert row["above"] == (ends["KAISA, SGD"] > ends["SGD"])

@@ -57,14 +57,3 @@ def test_it_is_algorithm_3(shape: tuple[int, int]) -> None:
     ours = trained(start, found, FREQUENCY)
     torch.testing.assert_close(ours, dense(start, found, FREQUENCY), rtol=1e-10, atol=1e-12)
     assert not torch.allclose(ours, dense(start, found, 100), rtol=1e-3)
-
-
-def test_a_vector_is_adams() -> None:
-    """But for the first gradient, with which a matrix does not step; a vector does."""
-    start, found = torch.ones(6).double(), gradients(6)
-    p = torch.nn.Parameter(start.clone())
-    adam = torch.optim.AdamW([p], LR, (BETA1, BETA2), weight_decay=DECAY)
-    for g in found:
-        p.grad = g.clone()
-        adam.step()
-    torch.testing.assert_close(trained(start, found, FREQUENCY), p.detach())

@@ -7,7 +7,7 @@ import statistics
 from typing import Any
 
 import pytest
-from stored import Runs, median, only, rows, steps_of, stored, text_of
+from stored import Runs, median, only, rows, stored, text_of
 
 PAGE = "docs/defaults.md"
 
@@ -21,42 +21,16 @@ def median_steps(runs: Runs, **entries: Any) -> float:
 
 def test_what_refreshes_by_trace_spare() -> None:
     runs = stored("trace_refresh")["runs"]
-    for label, cells in rows(PAGE, "refresh", "MLP", "conv net", "transformer").items():
-        setting = label.replace("trace, (", "trace ").removesuffix(")")
-        for cell, name in zip(
-            cells, ("digits MLP", "digits conv", "language, width 64"), strict=True
-        ):
-            solves, steps = cell.split(" / ")
-            of = only(runs, task=name, setting=setting)
-            middle = statistics.median(run["solves"] for run in of)
-            assert float(solves) == pytest.approx(middle, abs=0.051)
-            assert steps_of(steps) == median_steps(of)
-            if setting == "trace 0.1, 0":
-                assert 0.65 < 1 - middle / of[0]["due"] < 0.75
-                assert median_steps(of) <= median_steps(runs, task=name, setting="every 10")
-
-
-def test_damping_and_interval() -> None:
-    found = [
-        median_steps(stored("grids")["damping"], optimizer="KAISA", damping=damping, interval=every)
-        for damping in (0.1, 8.0)
-        for every in (1, 100)
-    ]
-    said = (
-        "from {:g} to {:g} steps to a training loss of 0.05 with a damping of 0.1, and from {:g} to"
-    )
-    assert f"{said} {{:g}}".format(*found) in text_of(PAGE)
+    assert "spares seven solves of ten" in text_of(PAGE)
+    for name in ("digits MLP", "digits conv", "language, width 64"):
+        of = only(runs, task=name, setting="trace 0.1, 0")
+        middle = statistics.median(run["solves"] for run in of)
+        assert 0.65 < 1 - middle / of[0]["due"] < 0.75
+        assert median_steps(of) <= median_steps(runs, task=name, setting="every 10")
 
 
 def test_processes_and_local_batches() -> None:
     runs = stored("grids")["processes"]
-    for label, cells in rows(PAGE, "steps to a loss of 0.05, batch", "16").items():
-        name, _, more = label.partition(", ")
-        of = only(runs, optimizer=name, **({"processes": int(more.split()[0])} if more else {}))
-        for cell, batch in zip(cells, (16, 32, 64, 128, 256, 512), strict=True):
-            mine = [run for run in of if run["global batch"] == batch]
-            assert bool(cell) == bool(mine)
-            assert not cell or steps_of(cell) == median_steps(mine), (label, batch)
     kaisa = {(r["global batch"], r["seed"]): r["steps"] for r in only(runs, optimizer="KAISA")}
     means = []
     for processes in (2, 4, 8):
@@ -79,16 +53,10 @@ def test_solvers_by_batch_and_their_costs() -> None:
     assert f"cost {min(shares):.1f} to {max(shares):.1f} times the inverse" in text_of(PAGE)
 
 
-def test_batch_norm_and_a_doubly_factored_layer() -> None:
-    found = stored("grids")
-    with_norm, without = (
-        median_steps(found["norm"], optimizer="DistKFAC", network=network, lr=0.1)
-        for network in ("plain, batch norm", "plain")
-    )
-    assert f"{with_norm:g} steps in place of {without:g}" in text_of(PAGE)
+def test_a_doubly_factored_layer() -> None:
     steps, kept = {}, {}
     for layer in ("doubly factored", "A and G"):
-        of = only(found["doubly"], layer=layer)
+        of = only(stored("grids")["doubly"], layer=layer)
         met = [next((i for i, x in enumerate(r["losses"], 1) if x <= 0.05), None) for r in of]
         steps[layer], kept[layer] = 5 * median(met), of[0]["bytes"] / 1024
     (a, b), (c, d) = steps.values(), kept.values()

@@ -116,17 +116,17 @@ def test_steps_of_dpkfac() -> None:
     runs = stored("progress_distributed")["runs"]
     names = ["KAISA, defaults", "DPKFAC, defaults", "KAISA", "DPKFAC"]
     assert_steps(runs, rows("docs/dpkfac.md", "steps to", "KAISA, defaults"), names)
-    for label, cells in rows("docs/dpkfac.md", "", "97 %", "loss 0.05", "loss 0.01").items():
-        targets = ("97 % test accuracy", "loss 0.05", "loss 0.01")
-        for cell, target in zip(cells, targets, strict=True):
-            of = [run for run in runs[MODEL[label]] if target in run["steps_to"]]
+    means = []
+    for model in ("mlp", "conv"):
+        for target in ("97 % test accuracy", "loss 0.05", "loss 0.01"):
+            of = [run for run in runs[model] if target in run["steps_to"]]
             kaisa, dpkfac = (
                 {(r["setting"], r["seed"]): r["steps_to"][target] for r in by_optimizer(of, name)}
                 for name in ("KAISA", "DPKFAC")
             )
             ratios = [dpkfac[key] / kaisa[key] for key in dpkfac.keys() & kaisa.keys()]
-            mean = statistics.geometric_mean(ratios)
-            assert float(cell) == pytest.approx(mean, abs=0.006), (label, target)
+            means.append(statistics.geometric_mean(ratios))
+    assert f"takes {min(means):.2f} to {max(means):.2f} times KAISA's" in text_of("docs/dpkfac.md")
 
 
 def test_steps_of_dho2() -> None:
@@ -191,23 +191,6 @@ def test_late_losses_of_distkfac() -> None:
     assert f"inverse takes one core {inverse:.0f} seconds" in text_of(DISTKFAC)
 
 
-def test_steps_of_all_systems() -> None:
-    names = {
-        "SGD": "SGD",
-        "KAISA, COMM-OPT": "KAISA COMM-OPT",
-        "DistKFAC, two workers": "DistKFAC",
-        "DistKFAC, a worker and a stats worker": "DistKFAC, stats",
-    }
-    runs = {run["name"]: run for run in stored("systems")["runs"] if run["chosen"]}
-    table = rows(DISTKFAC, "steps to", "97 % test accuracy", "98 %")
-    assert table.keys() == names.keys()
-    for label, cells in table.items():
-        run = runs[names[label]]
-        all_of = zip(run["steps"], run["accuracies"], run["losses"], strict=True)
-        met = [(step, (a >= 0.97, a >= 0.98, loss <= 0.01)) for step, a, loss in all_of]
-        assert cells == [str(next((s for s, ok in met if ok[i]), "never")) for i in range(3)]
-
-
 def test_what_a_step_of_kaisa_costs() -> None:
     page = (ROOT / "docs" / "speed.md").read_text()
     for row in stored("speed")["rows"]:
@@ -236,18 +219,6 @@ def test_what_the_picture_of_the_demo_shows() -> None:
 
 def shown(steps: list[int | None]) -> str:
     return "never" if math.isinf(median(steps)) else f"{median(steps):g}"
-
-
-def test_intervals() -> None:
-    columns = [
-        (model, f"loss {loss}")
-        for model, losses in (("mlp", (0.05, 0.01)), ("conv", (0.05, 0.01)), ("autoencoder", (20,)))
-        for loss in losses
-    ]
-    records = {(r["model"], r["label"]): r["steps"] for r in stored("settings")["intervals"]}
-    for label, cells in rows(DEFAULTS, "statistics / solves every").items():
-        found = [records[model, label.replace('"', "")][target] for model, target in columns]
-        assert cells == list(map(shown, found)), label
 
 
 def test_the_clip_and_the_batch() -> None:
@@ -357,20 +328,22 @@ README_ROWS = {
     "SOAP, lr 0.014": "SOAP",
     "KAISA over AdamW, nothing set, lr 0.003": "KAISA, defaults",
     "KAISA over AdamW, nothing set, lr 0.006": "KAISA, twice AdamW's rate",
-    "KAISA over AdamW, tuned": "KAISA",
 }
 
 
+OLDER = {"KAISA", "KAISA, its default scale"}  # tuned, before step lengths and drift
+
+
 @pytest.mark.parametrize(
-    ("page", "header", "file"),
+    ("page", "header"),
     [
-        ("README.md", ("optimizer", "held-out loss"), "language"),
-        ("docs/coming-from.md", ("optimizer", "setting", "held-out loss"), "language"),
+        ("README.md", ("optimizer", "held-out loss")),
+        ("docs/coming-from.md", ("optimizer", "setting", "held-out loss")),
     ],
 )
-def test_the_language_model(page: str, header: tuple[str, ...], file: str) -> None:
-    runs, table = language_runs(file), rows(page, *header)
-    assert table.keys() == (README_ROWS if page == "README.md" else runs).keys()
+def test_the_language_model(page: str, header: tuple[str, ...]) -> None:
+    runs, table = language_runs("language"), rows(page, *header)
+    assert set(table) == set(README_ROWS if page == "README.md" else runs.keys() - OLDER)
     for label, cells in table.items():
         of = runs[README_ROWS.get(label, label)]
         loss, *shares = cells[len(header) - 2 :][:3]
@@ -382,18 +355,9 @@ def test_the_language_model(page: str, header: tuple[str, ...], file: str) -> No
             assert told == share or told == pytest.approx(share, abs=0.0051), (label, key)
 
 
-def test_the_language_model_of_four_layers() -> None:
-    ends = {name: runs[0]["losses"][-1] for name, runs in language_runs("language_full").items()}
-    names = ["AdamW", "SOAP", "Muon", "KAISA, defaults", "KAISA, twice AdamW's rate", "KAISA"]
-    told = re.search(r"one seed: (AdamW ends .*?) \(`language_full", text_of("docs/coming-from.md"))
-    assert told is not None
-    expected = [ends[name] for name in names]
-    assert numbers(told[1].replace(",", "")) == pytest.approx(expected, abs=0.00051)
-
-
 def test_what_the_language_model_gains_over_muon_and_soap() -> None:
     runs, page = language_runs("language"), text_of("docs/coming-from.md")
-    for ours in "KAISA", "KAISA, twice AdamW's rate", "KAISA, defaults":
+    for ours in "KAISA, twice AdamW's rate", "KAISA, defaults":
         said = []
         for theirs in "Muon", "SOAP":
             pairs = zip(runs[ours], runs[theirs], strict=True)

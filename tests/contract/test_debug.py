@@ -1,7 +1,4 @@
-"""The option `debug`: ranks whose parameters or states have parted are told which, and stop.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""The option `debug`: ranks whose parameters or states have parted are told which, and stop."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from torch import nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
 from second_order.contract import consistency
-from second_order.distributed.agreement import BLOCK, checksum
+from second_order.contract.consistency import BLOCK, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,9 +39,6 @@ CHOICES: list[tuple[int, Any, dict[str, Any]]] = [
 ]
 
 
-# Checksums.
-
-
 @given(st.lists(st.floats(width=32), min_size=2, max_size=20, unique=True), st.data())
 def test_places_count(numbers: list[float], data: st.DataObject) -> None:
     tensor = torch.tensor(numbers)
@@ -65,9 +59,6 @@ def test_large_ones_are_read_in_blocks() -> None:
     powers = torch.ones(2**13, dtype=torch.float64)
     powers[0] = 2.0
     assert len({checksum(powers.roll(n)) for n in (0, 1, 2**11, 2**12)}) == 4
-
-
-# Trainings.
 
 
 def go(rank: int, world_size: int, model: Any, optimizer: Any, steps: range) -> list[torch.Tensor]:

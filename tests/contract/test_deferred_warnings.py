@@ -1,7 +1,4 @@
-"""Warnings as errors: no rank is left waiting by one that raises, and what was due has been done.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Warnings as errors: no rank is left waiting, and what was due has been done."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from accelerated import CURVED, loss_of, mrdho2, worker
-from contract import KRONECKER, SYSTEMS, make, take
+from contract import SYSTEMS, make
 from models import ZOO
 from ranks import agreed, replaced, shard, vector
 from torch import Tensor
@@ -49,9 +45,6 @@ def told(lines: list[str]) -> Iterator[None]:
         yield
     except SecondOrderWarning as warning:
         lines.append(str(warning))
-
-
-# By themselves.
 
 
 class Teller:
@@ -94,9 +87,6 @@ def test_errors_are_raised_one_at_a_time_after_the_work() -> None:
             teller.inner()
         with pytest.raises(SecondOrderWarning, match="now"):
             Teller()._training.warnings.warn("now")
-
-
-# In the systems.
 
 
 def no_routine(*_: Any, **__: Any) -> Any:
@@ -145,49 +135,3 @@ def test_a_rank_whose_warnings_are_errors_stays_in_step(world: World, System: An
     assert strict == lenient, "and nothing is lost where it was raised"
     alike = world.run(bad_step, 2, System, set())
     assert all(map(torch.equal, strict_trajectory, alike[0][0]))
-
-
-def unsound_epoch(rank: int, world_size: int, strict: set[int]) -> Kept:
-    model = ZOO["mlp"].model()
-    optimizer = mrdho2(model)
-    trajectory: list[Tensor] = []
-    step = optimizer.step
-
-    def strictly(*args: Any, **kwargs: Any) -> Any:
-        with told(lines):
-            return step(*args, **kwargs)
-
-    with collected(rank in strict) as lines, optimizer:
-        if optimizer.role == "accelerator":
-            batches = [(x * float("nan") if i == 1 else x, y) for i, (x, y) in enumerate(CURVED)]
-            optimizer.serve(batches, lambda batch: loss_of(model, batch))
-        else:
-            optimizer.step = strictly  # type: ignore[method-assign]
-            trajectory = worker(model, optimizer, rank, world_size - 1)
-    return trajectory, lines
-
-
-def test_a_worker_whose_warnings_are_errors_stays_in_step(world: World) -> None:
-    (first, lenient), (second, strict), _ = world.run(unsound_epoch, 3, {1}, timeout=30.0)
-    agreed([first, second])
-    (line,) = lenient
-    assert "eigenpairs of epoch 1 are not finite" in line
-    assert strict == lenient
-
-
-@pytest.mark.parametrize("System", KRONECKER)
-def test_a_step_that_raises_a_warning_has_been_taken(System: Any) -> None:
-    """And what is captured of the next passes is what it would have been."""
-    results = []
-    for raised in (False, True):
-        model = MLP.model()
-        optimizer = make(System, model, factor_update_steps=2, inv_update_steps=2)
-        with collected(raised) as lines:
-            for step, batch in enumerate(BATCHES):
-                with told(lines), nothing_decomposes(step == 2):
-                    take(model, optimizer, batch)
-        results.append((vector(model), sorted(lines)))
-    (lenient, said), (strict, raised_lines) = results
-    assert said
-    assert torch.equal(strict, lenient)
-    assert set(raised_lines) == set(said)

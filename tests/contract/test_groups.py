@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-from typing import TYPE_CHECKING, Any
+import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +17,10 @@ from contract import (
     take,
 )
 from models import ZOO
+from stacks import CASE, usual_loop
 from torch import nn
-from torch.optim.lr_scheduler import StepLR
 
-from second_order import SecondOrderWarning
-
-if TYPE_CHECKING:
-    pass
+from second_order import KAISA, SecondOrderWarning, parameter_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
@@ -32,28 +30,6 @@ BATCHES = MLP.batches(6)
 def train(model: nn.Module, optimizer: Any, steps: int = 2, start: int = 0) -> None:
     for batch in BATCHES[start : start + steps]:
         take(model, optimizer, batch)
-
-
-# Another list of groups.
-
-
-@each_of_five
-def test_settings_that_are_assigned_reach_the_list_that_is_there(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{"params": groups[0]["params"], "lr": 0.2}]
-    assert optimizer.param_groups is groups is optimizer._base.param_groups
-    scheduler = StepLR(optimizer, 1, gamma=0.5)
-    train(model, optimizer, 1)
-    scheduler.step()
-    assert groups[0]["lr"] == 0.1
-    loaded = make(System, MLP.model())
-    loaded.load_state_dict(optimizer.state_dict())
-    assert loaded.param_groups[0]["lr"] == 0.1
-
-
-# Whose the parameters are.
 
 
 @each_of_five
@@ -70,9 +46,6 @@ def test_parameters_that_the_model_lacks_are_told_of(System: Any) -> None:
     model, scale = MLP.model(), nn.Parameter(torch.ones(2, 5, dtype=torch.float64))
     with pytest.warns(SecondOrderWarning, match=r"1 of 7 parameters are not.*\(2, 5\)"):
         make(System, [*model.parameters(), scale], model=model)
-
-
-# Names.
 
 
 @each_of_five
@@ -108,15 +81,13 @@ def test_a_group_added_has_names_where_the_others_have(System: Any) -> None:
     assert "param_names" not in unnamed.param_groups[0]
 
 
-# Empty groups.
-
-
 @each_of_five
 def test_an_empty_group_is_passed_over(System: Any) -> None:
-    """Also where it is the first."""
+    """Also where it is the first, and the only one at first."""
     model, twin = MLP.model(), MLP.model()
     groups: list[dict[str, Any]] = [{"params": []}, {"params": list(model.parameters())}]
-    optimizer, expected = make(System, groups, model=model), make(System, twin)
+    optimizer, expected = make(System, groups[:1], model=model), make(System, twin)
+    optimizer.add_param_group(groups[1])
     train(model, optimizer, 4)
     train(twin, expected, 4)
     assert same(model, twin)
@@ -126,21 +97,6 @@ def test_an_empty_group_is_passed_over(System: Any) -> None:
     buffer.seek(0)
     optimizer.load_state_dict(torch.load(buffer))
     train(model, optimizer, 1, start=4)
-
-
-@each_of_five
-def test_an_optimizer_may_begin_without_parameters(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, [{"params": []}], model=model)
-    optimizer.add_param_group({"params": list(model.parameters())})
-    twin = MLP.model()
-    expected = make(System, twin)
-    train(model, optimizer, 4)
-    train(twin, expected, 4)
-    assert same(model, twin)
-
-
-# The meta device.
 
 
 @each_of_five
@@ -158,3 +114,144 @@ def test_parameters_on_meta_are_refused_until_they_are_made(System: Any) -> None
     model.to_empty(device="cpu")
     model.load_state_dict(MLP.model().state_dict())
     train(model, make(System, model))
+
+
+class Imitation:
+    """Passes on what it does not have; its class inherits from the optimizer's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        kind = type(optimizer)
+        self.__class__ = type(f"Wrapped{kind.__name__}", (type(self), kind), {})  # type: ignore[assignment]
+
+    @property
+    def optimizer(self) -> Any:
+        return self._optimizer
+
+    def step(self, closure: Any = None) -> Any:
+        return self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+@each_of_five
+def test_groups_assigned_by_way_of_an_imitation_are_taken_up(System: Any) -> None:
+    """As Lightning's BaseFinetuning resumes: other settings, and groups that came later."""
+    model = CASE.model()
+    optimizer = make(System, model[:-1].parameters(), model=model, momentum=0.9)
+    wrapper: Any = Imitation(optimizer)
+    usual_loop(model, wrapper, BATCHES[:1])
+    (group,), saved = wrapper.param_groups, optimizer.state_dict()
+    wrapper.param_groups = [{**group, "lr": 0.5}, {"params": [*model[-1].parameters()], "lr": 0.1}]
+    assert [each["lr"] for each in optimizer.param_groups] == [0.5, 0.1]
+    assert optimizer.param_groups[1]["momentum"] == 0.9
+    assert optimizer._base.param_groups is optimizer.param_groups
+    again = make(System, model[:-1].parameters(), model=model, momentum=0.9)
+    other: Any = Imitation(again)
+    other.load_state_dict(saved)
+    other.add_param_group({"params": [*model[-1].parameters()]})
+    assert vars(other).keys() == vars(wrapper).keys() == {"_optimizer"}
+    assert len(again.param_groups) == 2
+    assert again._base.param_groups is again.param_groups
+
+
+@each_of_five
+def test_other_groups_and_another_state_are_refused_with_a_way(System: Any) -> None:
+    model = CASE.model()
+    optimizer = make(System, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.state[next(model.parameters())]["base"] = {}
+    for each in (optimizer, Imitation(optimizer)):
+        groups, state = each.param_groups, each.state
+        wrong: list[Any] = [[], [{**groups[0], "params": groups[0]["params"][:1]}]]
+        for other in wrong:
+            with pytest.raises(AttributeError, match=r"does not begin.*add_param_group\(\)"):
+                each.param_groups = other
+        with pytest.raises(AttributeError, match=r"cannot be replaced: use load_state_dict\(\)"):
+            each.state = {**state}
+        assert each.param_groups is groups is optimizer._base.param_groups
+        assert each.state is state
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Words(nn.Module):
+    """A model as language models are: embeddings, blocks, a norm, a head that may be tied."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 7)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.words(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def settings(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """What is said of a parameter, which is in one group only."""
+    (group,) = [g for g in groups if name in g["param_names"]]
+    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
+
+
+def assert_complete(groups: list[dict[str, Any]], model: nn.Module) -> None:
+    """Every parameter that trains, once, by its name."""
+    named = dict(model.named_parameters())
+    pairs = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
+    assert sorted(name for name, _ in pairs) == sorted(n for n in named if named[n].requires_grad)
+    assert all(named[name] is p for name, p in pairs)
+
+
+def test_vectors_and_norms_do_not_decay() -> None:
+    model = Words()
+    model.blocks[0].norm = nn.LayerNorm((2, 4))  # its gain is a matrix
+    groups = parameter_groups(model, weight_decay=0.1)
+    assert_complete(groups, model)
+    assert len(groups) == 2
+    for name in ("blocks.0.norm.weight", "blocks.0.up.bias", "norm.weight", "head.bias"):
+        assert settings(groups, name) == {"weight_decay": 0.0}
+    for name in ("words.weight", "blocks.1.up.weight", "head.weight"):
+        assert settings(groups, name) == {"weight_decay": 0.1}
+
+
+def test_rules_override_by_name_and_the_first_counts() -> None:
+    model = Words()
+    rules = {r"blocks\.0\.": {"lr": 0.01}, r"up\.weight$": {"lr": 0.02, "weight_decay": 0.7}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        groups = parameter_groups(model, weight_decay=0.2, rules=rules)
+    assert_complete(groups, model)
+    assert settings(groups, "blocks.0.up.weight") == {"lr": 0.01, "weight_decay": 0.2}
+    assert settings(groups, "blocks.1.up.weight") == {"lr": 0.02, "weight_decay": 0.7}
+    assert settings(groups, "head.bias") == {"weight_decay": 0.0}
+
+
+def test_what_matches_nothing_is_told() -> None:
+    with pytest.warns(SecondOrderWarning, match=r"rules: 'decoder' is in no parameter's name"):
+        parameter_groups(Words(), rules={"decoder": {"lr": 1.0}})
+
+
+def test_errors_name_the_value_and_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"weight_decay=-0.1 is outside \[0, inf\]"):
+        parameter_groups(Words(), weight_decay=-0.1)
+    with pytest.raises(TypeError, match=r"model=list is not a torch\.nn\.Module"):
+        parameter_groups([])  # type: ignore[arg-type]
+
+
+def test_groups_without_a_model_are_refused_with_the_line_to_write() -> None:
+    model = CASE.model()
+    with pytest.raises(TypeError, match=r"KAISA\(params, model=model"):
+        make(KAISA, parameter_groups(model))

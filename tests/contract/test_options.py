@@ -10,38 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import SYSTEMS, each_system, hook_count
-from tables import keywords_of, mlp, rows
+from contract import SYSTEMS, asking, each_kronecker, each_system, eigenpairs_only, take
+from models import ZOO
+from tables import ALL, keywords_of, mlp, rows, takes
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2
+from second_order import DHO2, KAISA
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 
 
-# Keywords.
-
 UNKNOWN = [
-    ("damping", "dampin", SGD),
-    ("kl_clip", "kl_clp", SGD),
     ("factor_update_steps", "factor_update_freq", SGD),
-    ("grad_worker_fraction", "grad_worker_frac", SGD),
-    ("gradient_exchange", "gradient_exchnge", SGD),
     ("curvature_interval", "curvature_intervall", SGD),
-    ("warmup_steps", "warmup", SGD),
-    ("lanczos_iterations", "lanczos_iteration", Adam),
-    ("newton_scale", "newton_lr_scale", Adam),
     ("curvature_closure", "curvature_closur", SGD),
-    ("momentum", "momentun", SGD),
     ("weight_decay", "weight_deacy", SGD),
     ("betas", "beta", Adam),
-    ("amsgrad", "amsgrd", Adam),
 ]
 
 
@@ -52,24 +45,6 @@ def test_unknown_keyword_names_the_closest_known_one(
     """Among those of the system and of the base."""
     with pytest.raises(TypeError, match=f"unknown keyword '{wrong}'.*did you mean '{close}'"):
         System(mlp(), lr=0.1, base=base, **{wrong: 0.5})
-
-
-@each_system
-@pytest.mark.parametrize(
-    ("base", "options"),
-    [
-        (SGD, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1, "foreach": False}),
-        (Adam, {"betas": (0.8, 0.9), "eps": 1e-5, "amsgrad": True}),
-        (torch.optim.AdamW, {"weight_decay": 0.3, "maximize": True}),
-        (torch.optim.RMSprop, {"alpha": 0.7, "centered": True}),
-    ],
-)
-def test_keywords_of_the_base_reach_it(
-    System: Any, base: type[torch.optim.Optimizer], options: dict[str, Any]
-) -> None:
-    group = System(mlp(), lr=0.2, base=base, **options).param_groups[0]
-    assert group["lr"] == 0.2
-    assert {name: group[name] for name in options} == options
 
 
 @each_system
@@ -94,9 +69,6 @@ def test_type_checkers_see_the_keywords_that_there_are(System: Any) -> None:
     assert all(f"\n    {name}: " in documented for name in ours.keys() - {"return", "base_kwargs"})
 
 
-# The model.
-
-
 @each_system
 def test_parameters_without_a_model_are_refused_where_layers_are_looked_at(System: Any) -> None:
     """With the line to write."""
@@ -112,42 +84,6 @@ def test_parameters_without_a_model_are_refused_where_layers_are_looked_at(Syste
     with pytest.raises(TypeError, match=r"model='resnet' is not a torch\.nn\.Module"):
         System(model.parameters(), model="resnet", lr=0.1)
     System(model, model=model, lr=0.1)
-
-
-@each_system
-def test_a_module_stands_for_its_trainable_parameters(System: Any) -> None:
-    model = mlp()
-    model[0].requires_grad_(False)
-    optimizer = System(model, lr=0.1)
-    expected = [p for p in model.parameters() if p.requires_grad]
-    found = optimizer.param_groups[0]["params"]
-    assert [id(p) for p in found] == [id(p) for p in expected]
-
-
-@each_system
-def test_a_refusal_leaves_the_model_as_it_was(System: Any) -> None:
-    model = mlp()
-    before = {name: p.clone() for name, p in model.state_dict().items()}
-    for wrong in (
-        {"damping": -1.0},
-        {"flavour": 1},
-        {"base": torch.optim.LBFGS},
-        {"solver": "x"},
-        {"layout": "x"},
-        {"largest": -1},
-    ):
-        with pytest.raises((TypeError, ValueError)):
-            System(model, lr=0.1, **wrong)
-    with pytest.raises(ValueError, match="learning rate"):
-        System(model, lr=-0.1)
-    assert hook_count(model) == 0
-    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
-
-
-# Gradient workers.
-
-
-# Processes and sharding.
 
 
 def refusals(rank: int, world_size: int, system: int) -> dict[str, str]:
@@ -193,3 +129,192 @@ def test_grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself(
 def test_a_lazy_module_must_have_seen_a_batch(System: Any) -> None:
     with pytest.raises(ValueError, match=r"'0\.weight' is not initialised yet; run one batch"):
         System(nn.Sequential(nn.LazyLinear(3)), lr=0.1)
+
+
+NUMBERS: list[tuple[str, Any, str]] = [
+    ("damping", -1.0, r"damping=-1\.0 is outside \[0, inf\); "),
+    ("factor_decay", 1.0, r"factor_decay=1\.0 is outside \[0, 1\); 'auto' counts"),
+    ("kl_clip", 0.0, r"kl_clip=0\.0 is outside \(0, inf\]; use a positive number, 'auto', or None"),
+    ("grad_worker_fraction", -0.5, r"grad_worker_fraction=-0\.5 is outside \[0, 1\]; 1\.0 is"),
+    ("factor_update_steps", 0, "factor_update_steps=0 is below 1; use 1 for every step"),
+    ("inv_update_steps", -3, "inv_update_steps=-3 is below 1; use 1 for every step"),
+    ("accumulation_steps", 0, "accumulation_steps=0 is below 1.*use 1"),
+    ("max_consecutive_failures", 0, "max_consecutive_failures=0 is below 1.*use"),
+    ("largest", -1, "largest=-1 is below 0; use 0 for none"),
+    ("smallest", -2, "smallest=-2 is below 0; use 0 for none"),
+    ("curvature_interval", 0, "curvature_interval=0 is below 1; use 1 for every step"),
+    ("overhead", 0.0, r"overhead=0\.0 is outside \(0, 10\]; 0\.(15|2)"),
+    ("trace_bounds", (-0.1, 0.0), r"trace_bounds' upper=-0\.1 is outside \[0, inf\); "),
+    ("warmup_steps", -1, "warmup_steps=-1 is below 0; use 0 to begin with a refresh"),
+    ("newton_scale", -0.1, r"newton_scale=-0\.1 is outside \[0, inf\); 0\.1 is the default"),
+    ("lr_scale_clip", 0.5, r"lr_scale_clip=0\.5 is outside \[1, inf\]; 1\.0 for no scaling"),
+    ("lanczos_iterations", 9, r"lanczos_iterations=9 is below 10; use 4 \(largest \+ smallest\)"),
+    ("lanczos_tol", -1e-3, r"lanczos_tol=-0\.001 is outside \[0, inf\); 1e-2 is the default"),
+    ("eigenvalue_floor", -0.1, r"eigenvalue_floor=-0\.1 is outside \[0, 1\]; 0\.01 is usual"),
+    ("subspace_momentum", 1.0, r"subspace_momentum=1\.0 is outside \[0, 1\); use 'average'"),
+    ("seed", -1, "seed=-1 is below 0; use 0"),
+    ("debug", 0, "debug=0 is below 1; use True for every 100 steps, False for never"),
+    ("max_factor_dim", 0, "max_factor_dim=0 is below 1.*use 1"),
+    ("lr", float("nan"), "lr=nan is outside"),
+    ("helper_timeout", float("inf"), r"helper_timeout=inf is outside \[0\.1, 1e\+06\]; 60\.0"),
+    ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*both whole numbers"),
+    ("curvature_closure", [], "curvature closure is an empty sequence; give a function"),
+]
+CHOICES: list[tuple[str, Any, str]] = [
+    ("solver", "eigne", "solver='eigne' is not one of 'eigen', 'inverse'; did you mean 'eigen'"),
+    ("fisher", "emprical", "'empirical', 'sampled'; did you mean 'empirical'"),
+    ("likelihood", "gausian", "likelihood='gausian' is not one of .*did you mean 'gaussian'"),
+    ("kfac_approx", "reduced", "'expand', 'reduce'; did you mean 'reduce'"),
+    ("factor_exchange", "reduced", "'all_reduce', 'reduce', 'pipelined'; did you mean 'reduce'"),
+    (
+        "exchange_dtype",
+        torch.float16,
+        r"exchange_dtype=torch\.float16 .*65504\); use torch\.float32",
+    ),
+    (
+        "refresh",
+        "traces",
+        "refresh='traces' is not one of 'drift', 'interval', 'trace'; did you mean 'trace'",
+    ),
+    (
+        "loss_reduction",
+        "none",
+        "loss_reduction='none' is not one of 'auto', 'mean', 'sum', 'step_mean'",
+    ),
+    ("gradient_averaging", "always", "gradient_averaging='always' is not one of 'auto', True"),
+    ("factor_dtype", torch.float16, r"factor_dtype=torch\.float16 .*65504\); use torch\.float32"),
+    ("inv_dtype", torch.int64, r"inv_dtype=torch\.int64 is not one of float32, float64"),
+    (
+        "lanczos_dtype",
+        torch.bfloat16,
+        r"lanczos_dtype=torch\.bfloat16 is not one of torch\.float32, torch\.float64",
+    ),
+    ("hvp", "retain", "'retained', 'recomputed', 'differences'; did you mean 'retained'"),
+    ("preset", "finetuning", "preset='finetuning' is not one of 'auto', .*'fine-tuning'"),
+    ("curvature", "gauss", "curvature='gauss' is not one of .*'gauss-newton'"),
+    ("layout", "rows", "layout='rows' is not one of 'row', 'column'; did you mean 'row'"),
+    ("subspace_momentum", "mean", "subspace_momentum='mean' is not one of 'average', 'base'"),
+]
+FLAGS = (
+    "relative_damping",
+    "symmetry_aware",
+    "colocate_factors",
+    "async_inverse",
+    "deterministic",
+    "exact_blocks",
+    "lr_scale_guard",
+    "warm_start",
+    "trust_region",
+)
+TYPES: list[tuple[str, Any, str]] = [
+    ("damping", "often", r"damping='often' is not a number; "),
+    ("kl_clip", "off", "kl_clip='off' is not a number; use a positive number, 'auto', or None"),
+    ("factor_update_steps", 1.5, r"factor_update_steps=1\.5 is not a whole number; use"),
+    ("inv_update_steps", True, "inv_update_steps=True is not a whole number; use"),
+    ("accumulation_steps", abs, "accumulation_steps=.* is not a whole number; use 1 or more: "),
+    ("skip_layers", "head", r"skip_layers='head' is not a sequence .*; write skip_layers=\['head'"),
+    ("smallest", None, "smallest=None is not a whole number; use 0 for none"),
+    ("subspace_momentum", True, "subspace_momentum=True is not a number; use 'average'"),
+    ("grad_scaler", 1024.0, r"grad_scaler=1024\.0 has no scale\(\); pass a torch\.amp\.GradScaler"),
+    ("lr", "0.1", "lr='0.1' is not a number; a finite number or a tensor"),
+    ("debug", 1.5, r"debug=1\.5 is not a whole number; use True for every 100 steps"),
+    ("process_group", {}, "process_group={} is not a .*ProcessGroup; pass what"),
+    *((name, torch.ones(2), f"{name}=tensor.* is not a flag; use True or False") for name in FLAGS),
+    ("curvature_closure", 3, "the curvature closure is 3; give a function"),
+    ("base", "SGD", r"base='SGD' is not an optimizer class; pass the class itself"),
+    ("base", KAISA, "is a second-order optimizer; use a first-order"),
+]
+
+
+@pytest.mark.parametrize(("System", "option", "value", "message"), rows(NUMBERS + CHOICES))
+def test_wrong_value_raises_with_value_bound_and_remedy(
+    System: Any, option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        System(mlp(), **{"lr": 0.1, option: value})
+
+
+@pytest.mark.parametrize(("System", "option", "value", "message"), rows(TYPES))
+def test_wrong_type_raises_with_value_and_remedy(
+    System: Any, option: str, value: Any, message: str
+) -> None:
+    with pytest.raises(TypeError, match=message):
+        System(mlp(), **{"lr": 0.1, option: value})
+
+
+@eigenpairs_only
+def test_every_option_is_in_a_table_of_wrong_values(System: Any) -> None:
+    """But for those that every optimizer has, and the closure, which is tested by itself."""
+    tested = {row[0] for row in NUMBERS + CHOICES + TYPES}
+    others = {"model"}
+    assert keywords_of(System) - tested == others
+
+
+def train_twice(optimizer: Any, model: nn.Module) -> None:
+    for batch in ZOO["mlp"].batches(2):
+        take(model, optimizer, batch)
+
+
+SCHEDULES = [
+    ("damping", -1.0, ValueError, r"damping=-1\.0 is outside"),
+    ("factor_decay", 1.0, ValueError, r"factor_decay=1\.0 is outside"),
+    ("kl_clip", 0.0, ValueError, r"kl_clip=0\.0 is outside"),
+    ("factor_update_steps", 0, ValueError, "factor_update_steps.*=0 is below 1"),
+    ("inv_update_steps", 0.5, TypeError, r"inv_update_steps.*=0\.5 is not a whole"),
+    ("newton_scale", -1.0, ValueError, r"newton_scale=-1\.0 is outside"),
+    ("newton_scale", "fast", TypeError, "newton_scale='fast' is not a number"),
+    ("curvature_interval", 0, ValueError, "curvature_interval.*=0 is below 1"),
+    ("curvature_interval", 0.5, TypeError, r"curvature_interval.*=0\.5 is not a whole"),
+]
+
+
+@pytest.mark.parametrize(
+    ("System", "option", "value", "error", "message"), rows(SCHEDULES, SYSTEMS)
+)
+def test_a_callable_is_held_to_the_same_bounds_and_named(
+    System: Any, option: str, value: Any, error: Any, message: str
+) -> None:
+    model = mlp()
+    options: dict[str, Any] = {option: lambda step: value}
+    if takes(System, "warmup_steps"):
+        options["warmup_steps"] = 0
+    with pytest.raises(error, match=message):  # the first step asks no interval
+        train_twice(System(model, lr=0.1, **options), model)
+
+
+@each_kronecker
+@pytest.mark.parametrize("form", [list, tuple, iter])
+def test_skip_layers_by_name_pattern_and_class(System: Any, form: Callable[..., Any]) -> None:
+    model = ZOO["norms"].model()
+    optimizer = System(model, lr=0.1, skip_layers=form(["Conv*", "7"]))
+    rows = {row.name: row for row in optimizer.summary().rows}
+    assert rows["0"].detail == "skip_layers: 'Conv*'"
+    assert rows["7"].detail == "skip_layers: '7'"
+    assert rows["4"].status == "preconditioned"
+
+
+@eigenpairs_only
+@pytest.mark.parametrize("closure", [3, "loss", [], [None], torch.tensor(1.0)], ids=str)
+def test_a_curvature_closure_that_is_no_function_is_refused_wherever_it_is_given(
+    System: Any, closure: Any
+) -> None:
+    model = mlp()
+    optimizer = System(model, lr=0.1, warmup_steps=0)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises((TypeError, ValueError), match=r"curvature closure.*function"):
+        optimizer.curvature_closure = closure
+    assert optimizer.curvature_closure is None
+    x, y = ZOO["mlp"].batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    with pytest.raises((TypeError, ValueError), match=r"curvature closure.*function"):
+        optimizer.step(curvature_closure=closure)
+    assert all(map(torch.equal, model.parameters(), before))
+    optimizer.step(**asking(model, optimizer, (x, y)))
+    assert optimizer.curvature.refreshes == 1
+
+
+@pytest.mark.parametrize("System", ALL)
+@pytest.mark.parametrize("given", [5, "model", None, {"params": 1}, torch.ones(3)], ids=str)
+def test_what_is_neither_a_module_nor_parameters_is_refused(System: Any, given: Any) -> None:
+    with pytest.raises(TypeError, match=rf"{System.__name__} got .*{System.__name__}\("):
+        System(given, model=mlp(), lr=0.1)

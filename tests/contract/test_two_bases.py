@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -33,13 +33,7 @@ from second_order import (
     SecondOrderWarning,
 )
 
-if TYPE_CHECKING:
-    pass
-
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
-
-# What they do.
 
 
 @each_kronecker
@@ -53,9 +47,6 @@ def test_without_curvature_two_optimizers_made_by_hand_do_the_same(System: Any, 
         backward(twin, batch)
         plain.step()
         assert same(model, twin)
-
-
-# What goes where.
 
 
 class Attention(nn.Module):
@@ -196,9 +187,6 @@ def test_a_group_that_cannot_be_added_leaves_all_as_it_was(
     take(model, optimizer, BATCHES[0])
 
 
-# What is said of wrong values.
-
-
 class Free(SGD):
     """Takes whatever there is."""
 
@@ -209,10 +197,8 @@ class Free(SGD):
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rest": "AdamW"}, TypeError, "rest='AdamW' is not an optimizer class; pass the class itself"),
-    ({"rest": KAISA}, TypeError, "rest=KAISA is a second-order optimizer; use a first-order one"),
     ({"rest": optim.LBFGS}, TypeError, "rest=LBFGS evaluates its closure many times"),
     ({"rest": None, "rest_layers": ["up"]}, ValueError, r"rest_layers=\['up'\] without rest.*add"),
-    ({"rest": None, "rest_kwargs": {"lr": 1}}, ValueError, r"rest_kwargs=\{'lr': 1\} without rest"),
     ({"rest_layers": "up"}, TypeError, "rest_layers='up' is not a sequence.*write rest_layers="),
     ({"rest_kwargs": 3}, TypeError, "rest_kwargs=3 is not a mapping.*write rest_kwargs="),
     (
@@ -220,14 +206,10 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         "rest_kwargs: unknown keyword 'beta'.*AdamW.*'betas'",
     ),
-    ({"rest_kwargs": {"momentum": 1}}, TypeError, "unknown keyword 'momentum'.*none of AdamW"),
-    ({"rest_kwargs": {"lr": float("nan")}}, ValueError, "lr=nan is not finite"),
     ({"rest_kwargs": {"differentiable": True}}, ValueError, "differentiable"),
-    ({"adjust_lr": "x"}, TypeError, "unknown keyword 'adjust_lr'.*Muon or AdamW.*'adjust_lr_fn'"),
     ({"beta": 1}, TypeError, "'beta': neither an option here nor one of Muon or AdamW.*'betas'"),
     ({"rest_layer": []}, TypeError, "unknown keyword 'rest_layer'.*did you mean 'rest_layers'"),
     ({"rest_layers": ["*"]}, ValueError, r"none of the 10 parameters is.*use base=AdamW without"),
-    ({"betas": (2.0, 0.9)}, ValueError, "beta"),
 ]
 
 
@@ -264,9 +246,6 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
         SecondOrderWarning, match="rest_layers: the pattern 'haed' matches no module"
     ):
         KAISA(CASE.model(), lr=0.1, base=Muon, rest=AdamW, rest_layers=["haed"])
-
-
-# What is told.
 
 
 @each_kronecker

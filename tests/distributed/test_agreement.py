@@ -22,7 +22,7 @@ from ranks import agreed, counted, replaced, shard, vector
 from torch import Tensor, nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
-from second_order.distributed import agreement, buckets
+from second_order.contract.consistency import fingerprint, first_difference
 from second_order.distributed import world as worlds
 from second_order.distributed.groups import timeout_of
 from second_order.distributed.roles import assign_roles
@@ -61,10 +61,6 @@ def add(model: nn.Module, optimizer: Any) -> None:
 
 def load(model: nn.Module, optimizer: Any) -> None:
     optimizer.load_state_dict(optimizer.saved)
-
-
-def consolidate(model: nn.Module, optimizer: Any) -> None:
-    optimizer.consolidate(to=0)
 
 
 def close(model: nn.Module, optimizer: Any) -> None:
@@ -216,18 +212,6 @@ def test_a_rank_that_does_not_come_is_told_of_within_the_timeout(world: World) -
         assert seconds < LIMIT + 5.0  # for the load of the machine
 
 
-def alone(rank: int, world_size: int) -> list[str]:
-    """What ranks raise where one of them consolidates, and the other takes a step."""
-    messages = []
-    for System in DPKFAC, DHO2:
-        model = CASE.model()
-        optimizer = make(System, model)
-        for batch in BATCHES[:3]:
-            take(model, optimizer, shard(batch, rank, world_size), CASE.loss)
-        messages.append(said(model, optimizer, rank, world_size, None if rank else consolidate))
-    return messages
-
-
 def among_others(rank: int, world_size: int) -> list[Tensor]:
     """Optimizers of all ranks and of some, where ranks are in unlike numbers of the user's groups.
 
@@ -274,9 +258,9 @@ def steps_of(rank: int, world_size: int) -> list[Any]:
     sizes = []
     same = worlds.World.same
 
-    def noted(self: Any, words: Any) -> bool:
+    def noted(self: Any, word: Any) -> bool:
         with counted() as counts:
-            found = same(self, words)
+            found = same(self, word)
         sizes.append((dict(+counts), self.group is dist.group.WORLD))
         return found
 
@@ -292,44 +276,37 @@ def test_rounding_is_no_difference_and_a_step_has_one_word(world: World) -> None
 
 
 LEAST, MOST = -(2**63), 2**63 - 1
-# By rank, its words; and whether the ranks have the same ones.
-WORDS: list[tuple[list[list[int | None]], bool]] = [
-    ([[7], [7], [7]], True),
-    ([[LEAST], [LEAST], [LEAST]], True),
-    ([[MOST], [MOST], [MOST]], True),
-    ([[0], [0], [-1]], False),
-    ([[MOST], [LEAST], [LEAST]], False),
-    ([[LEAST + 1], [LEAST], [LEAST]], False),
-    ([[1, 5, None], [1, None, 9], [1, 5, None]], True),
-    ([[1, LEAST, None], [1, None, MOST], [1, None, MOST]], True),
-    ([[1, 5, None], [1, None, 9], [1, 6, None]], False),
-    ([[1, LEAST, None], [1, None, 9], [1, MOST, None]], False),
+# By rank, its word; and whether the ranks have the same one.
+WORDS: list[tuple[list[int], bool]] = [
+    ([7, 7, 7], True),
+    ([LEAST, LEAST, LEAST], True),
+    ([MOST, MOST, MOST], True),
+    ([0, 0, -1], False),
+    ([MOST, LEAST, LEAST], False),
+    ([LEAST + 1, LEAST, LEAST], False),
 ]
 
 
 def compared(rank: int, world_size: int, ring_ranks: int) -> tuple[list[tuple[bool, bool]], int]:
     world = worlds.World()
     mine = [words[min(rank, 2)] for words, _ in WORDS]
-    with replaced(buckets, {"RING_RANKS": ring_ranks}), counted("isend") as counts:
-        found = [(world.aside().same(words), world.same(words)) for words in mine]
+    with replaced(worlds, {"RING_RANKS": ring_ranks}), counted("isend") as counts:
+        found = [(world.aside().same(word), world.same(word)) for word in mine]
     return found, counts["isend"]
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_ranks_know_whether_they_have_the_same_words(world: World, world_size: int) -> None:
-    """The least and the greatest words among them, and places where a rank has none."""
     expected = [(same, same) for _, same in WORDS]
     assert world.run(compared, world_size, 8) == [(expected, 0)] * world_size
-    messages = {3: (2, 1, 1), 4: (2, 2, 2, 2)}[world_size]  # the last of three has one partner
-    assert world.run(compared, world_size, 2) == [
-        (expected, 2 * len(WORDS) * each) for each in messages
-    ]
-    assert all(worlds.World.alone().same(words[0]) for words, _ in WORDS)
+    rounds = 2 * 2 * len(WORDS)
+    assert world.run(compared, world_size, 2) == [(expected, rounds)] * world_size
+    assert worlds.World.alone().same(7)
 
 
 def odd_one(rank: int, world_size: int, odd: int) -> bool:
-    with replaced(buckets, {"RING_RANKS": 1}):
-        return worlds.World().same([int(rank == odd)])
+    with replaced(worlds, {"RING_RANKS": 1}):
+        return worlds.World().same(int(rank == odd))
 
 
 @pytest.mark.parametrize("world_size", [2, 5])
@@ -340,7 +317,7 @@ def test_every_rank_hears_of_each_other_in_rounds(world: World, world_size: int)
 
 
 def same_word(rank: int, world_size: int) -> int:
-    return agreement.fingerprint(("step", 3, 0.1, [None, True, float("nan")]))
+    return fingerprint(("step", 3, 0.1, [None, True, float("nan")]))
 
 
 def test_a_word_is_the_same_in_every_process(world: World) -> None:
@@ -363,7 +340,7 @@ def test_a_word_is_the_same_in_every_process(world: World) -> None:
     ],
 )
 def test_the_first_difference(a: Any, b: Any, expected: Any) -> None:
-    assert agreement.first_difference(a, b) == expected
+    assert first_difference(a, b) == expected
 
 
 # Groups made of a group.

@@ -17,12 +17,17 @@ import torch.distributed as dist
 from ranks import counted
 
 from second_order import RankMismatchError
+from second_order.contract.consistency import require_same
 from second_order.distributed import world as worlds
-from second_order.distributed.agreement import require_same
 from second_order.distributed.assignment import Grid
 from second_order.distributed.buckets import sum_in_order
-from second_order.distributed.lent_groups import borrow_group
-from second_order.distributed.world import Delivery, PendingReduction, World, deliver_parts
+from second_order.distributed.world import (
+    Delivery,
+    PendingReduction,
+    World,
+    borrow_group,
+    deliver_parts,
+)
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -227,7 +232,7 @@ def test_a_future_is_done_when_the_last_bucket_is() -> None:
     pending, works = PendingReduction(), [UnderWay(), UnderWay()]
     targets = [torch.zeros(2), torch.zeros(2)]
     for i, (work, target) in enumerate(zip(works, targets, strict=True)):
-        pending.add(work, partial(target.fill_, i + 1.0))
+        pending.works.append((work, partial(target.fill_, i + 1.0)))
     done = pending.future()
     works[0].sent.set_result(None)
     assert not done.done()

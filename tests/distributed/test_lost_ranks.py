@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from second_order import RankMismatchError, SecondOrderError
-from second_order.distributed import buckets
-from second_order.distributed.lost import explained
+from second_order.distributed import world as worlds
+from second_order.distributed.groups import explained
 from second_order.distributed.world import Delivery, World
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ WAYS: dict[str, Callable[[World], object]] = {
     "a delivery": lambda world: world.all_to_all(
         [Delivery(1, (0,), 3)], torch.float32, torch.device("cpu")
     ),
-    "words": lambda world: world.same([7]),
+    "words": lambda world: world.same(7),
     "objects": lambda world: world.all_gather_object("here"),
 }
 
@@ -59,15 +59,14 @@ def test_who_is_left_alone_is_told_why(
 def test_who_is_left_alone_in_rounds_is_told_why(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buckets, "RING_RANKS", 1)
+    monkeypatch.setattr(worlds, "RING_RANKS", 1)
     monkeypatch.setattr(dist, "get_backend", lambda _: "gloo")
-    monkeypatch.setattr(dist, "get_global_rank", lambda _, rank: rank)
     monkeypatch.setattr(dist, "isend", (lambda *_, **__: Work()) if late else raises)
     monkeypatch.setattr(dist, "recv", lambda *_, **__: None)
     world = World.alone(0, 2)
     world.group = cast("dist.ProcessGroup", "some")
     with pytest.raises(SecondOrderError, match="does not hear from the others"):
-        world.same([7])
+        world.same(7)
 
 
 def test_errors_of_other_kinds_are_let_through() -> None:

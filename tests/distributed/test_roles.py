@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
-import pickle
 import queue
 import threading
 import time
@@ -22,7 +20,7 @@ from torch import Tensor
 from second_order.distributed import mailbox
 from second_order.distributed import world as worlds
 from second_order.distributed.mailbox import PART_BYTES, Mailbox, Patience, open_store
-from second_order.distributed.roles import Roles, assign_roles
+from second_order.distributed.roles import assign_roles
 from second_order.errors import SecondOrderError
 
 if TYPE_CHECKING:
@@ -49,10 +47,13 @@ DTYPES = [
 # Roles.
 
 
-@given(st.integers(1, 40), st.integers(0, 40))
+@given(st.integers(1, 40), st.integers(-1, 40))
 def test_the_last_ranks_help_and_somebody_trains(world_size: int, helpers: int) -> None:
-    if helpers and helpers >= world_size > 1:
-        with pytest.raises(ValueError, match=f"use 0 to {world_size - 1}"):
+    """One process alone trains, whatever is asked for."""
+    if helpers < 0 or helpers >= world_size > 1:
+        with pytest.raises(
+            ValueError, match=rf"^accelerators={helpers} .*use 0 to {world_size - 1}"
+        ):
             assign_roles(world_size, helpers, "accelerator")
         return
     roles = assign_roles(world_size, helpers, "stats")
@@ -62,16 +63,6 @@ def test_the_last_ranks_help_and_somebody_trains(world_size: int, helpers: int) 
     assert roles.of(0) == "worker", "rank 0 saves and prints"
     named = [roles.of(rank) for rank in range(world_size)]
     assert named == ["worker"] * len(roles.workers) + ["stats"] * len(roles.helpers)
-
-
-def test_fewer_helpers_than_none_are_refused() -> None:
-    for world_size in 1, 3:
-        with pytest.raises(ValueError, match=r"^accelerators=-1 with"):
-            assign_roles(world_size, -1, "accelerator")
-
-
-def test_one_process_alone_trains_whatever_is_asked_for() -> None:
-    assert assign_roles(1, 5, "accelerator") == Roles((0,), (), "accelerator")
 
 
 def in_teams(rank: int, world_size: int) -> dict[int, tuple[int, int, float, bool]]:
@@ -122,13 +113,14 @@ def test_a_store_is_opened_where_all_can_reach_it_or_all_raise(world: World) -> 
         assert place == "127.0.0.2"
 
 
-def test_the_own_address_is_on_the_network_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(OSError, match=r"'127\.0\.0\.1' leads to loopback.*set MASTER_ADDR"):
-        mailbox._own_address()
-
-
 # The mailbox.
+
+
+@pytest.fixture(autouse=True)
+def no_thread_of_another_test() -> Iterator[None]:
+    """A test that fails leaves none to those that count them."""
+    yield
+    mailbox._say_goodbyes()
 
 
 class Pair:
@@ -223,15 +215,16 @@ native = mailbox.TCPStore
 def test_hearts_beat_while_a_large_message_is_on_its_way() -> None:
     opened, address = open_store(worlds.World.alone(), 0)
     silences = []
-    with replaced(mailbox, {"TCPStore": Slow, "PART_BYTES": 64}):
-        a, b = (Mailbox(address, *names, 0.4) for names in (("a", "b"), ("b", "a")))
+    with (
+        replaced(mailbox, {"TCPStore": Slow, "PART_BYTES": 32}),
+        closing(Mailbox(address, "a", "b", 1.0)) as a,
+        closing(Mailbox(address, "b", "a", 1.0)) as b,
+    ):
         b.expect("large")
         a.post("large", [torch.zeros(20)])
         while not b.holds("large"):
             silences.append(b._silence._waited)
             assert not b.lost, silences[-10:]
-    for one in a, b:
-        one.close(PATIENCE)
     assert opened is not None
     assert len(silences) > 0
 
@@ -259,15 +252,6 @@ def test_the_collector_may_say_goodbye_in_the_middle_of_a_wait() -> None:
     assert not one._thread.is_alive()
     assert opened is not None
     assert opened.check(["a/closed"])
-
-
-def test_a_message_larger_than_a_part_arrives_whole() -> None:
-    elements = 2 * PART_BYTES // 4 + 17
-    sent = [torch.arange(elements, dtype=torch.int32), torch.ones(3), torch.zeros(PART_BYTES // 8)]
-    with pair() as (a, b):
-        a.post("large", sent)
-        received, _ = get(b, "large")
-        assert all(map(same, received, sent))
 
 
 def test_messages_can_be_expected_before_and_after_they_are_sent_and_in_any_order() -> None:
@@ -323,15 +307,6 @@ def test_goodbye_is_the_last_thing_that_is_said() -> None:
     assert sum(name.startswith("message/") for name in said) == 4 * 2
     assert said[-1] == f"a/{mailbox.CLOSED}"
     assert "a/steps" in said
-
-
-def test_waiting_ends_when_one_has_had_enough() -> None:
-    with pair() as (a, _):
-        a.expect("what is not to come")
-        asked = itertools.count()
-        assert a.wait("what is not to come", lambda: next(asked) == 3) is None
-        assert not a.lost
-        assert not a.closed_there
 
 
 def test_a_store_that_dies_is_noticed_and_nothing_raises() -> None:
@@ -394,37 +369,10 @@ def test_a_stop_of_all_processes_is_no_silence() -> None:
         assert ended
 
 
-def test_a_peer_that_has_nothing_to_say_is_not_lost() -> None:
-    """Heartbeats go on while its owner does something else, for several timeouts."""
-    clock, timeout = Clock(), 4.0
-    with replaced(mailbox, {"time": clock}), pair(timeout) as (a, b):
-        a.expect("what is not to come")
-        for _ in range(16):  # quarters of a timeout
-            before = [one._heard_beat for one in (a, b)]
-            clock.stopped += timeout / 4
-            assert eventually(
-                lambda b4=before: all(
-                    one._heard_beat > last for one, last in zip((a, b), b4, strict=True)
-                )
-            )
-            assert not a.lost
-            assert not b.lost
-        looks = itertools.count()
-        assert a.wait("what is not to come", lambda: next(looks) == 3) is None
-
-
 def test_an_address_where_nobody_listens() -> None:
     with pytest.raises(SecondOrderError, match="does not hear from the others"):
         Mailbox(("127.0.0.1", 1), "a", "b", 0.1)
     assert no_thread_is_left()
-
-
-def test_close_twice_and_from_both_sides() -> None:
-    with pair() as (a, b):
-        for one in (a, b) * 2:
-            one.close(PATIENCE)
-        assert not a.lost
-        a.post("too late", [torch.ones(1)])
 
 
 class Owner:
@@ -454,7 +402,8 @@ def test_what_has_been_fetched_or_forgotten_is_not_kept() -> None:
         assert both.store is not None
         for k in range(10):
             both.a.post(f"message/{k}", [torch.ones(PART_BYTES // 4 + 1), torch.ones(2)[:1]])
-            get(both.b, f"message/{k}")
+            found, _ = get(both.b, f"message/{k}")
+            assert [len(tensor) for tensor in found] == [PART_BYTES // 4 + 1, 1], "whole"
         assert not any(both.store.check([f"message/{k}"]) for k in range(10))
         assert not any(both.store.check([f"message/{k}/0"]) for k in range(10))
         both.b.expect("early")
@@ -464,37 +413,11 @@ def test_what_has_been_fetched_or_forgotten_is_not_kept() -> None:
         both.b.forget("early")
         assert not both.b._received
         assert not both.b._expected
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-def test_a_child_of_fork_closes_nothing() -> None:
-    """As the processes of a DataLoader are, which have copies of everything."""
-    both = Pair()
-    with closing(both):
-        child = os.fork()
-        if child == 0:
-            both.a.close(PATIENCE)
-            del both.a
-            gc.collect()
-            os._exit(0)
-
-        def ended() -> bool:
-            return os.waitpid(child, os.WNOHANG) != (0, 0)
-
-        assert eventually(ended), "the child hangs"
-        both.b.post("after", [torch.ones(1)])
-        get(both.a, "after")
-        both.a.post("answer", [torch.ones(1)])
-        get(both.b, "answer")
-        assert not both.b.closed_there
-    assert no_thread_is_left()
-
-
-def test_a_mailbox_cannot_be_pickled() -> None:
-    """Who holds one leaves it out: see `MRDHO2.__getstate__`."""
-    with pair() as (a, _), pytest.raises(TypeError, match="pickle"):
-        pickle.dumps(a)
+        both.a.post("declined", [torch.ones(2)])
+        both.b.expect("declined")
+        both.b.forget("declined", coming=True)
+        assert eventually(lambda: not both.b._expected)
+        assert not both.b.holds("declined")
 
 
 def test_a_model_in_ddp_would_wait_for_the_helpers() -> None:

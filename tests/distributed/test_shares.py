@@ -9,20 +9,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks import counted
 
 from second_order.distributed import buckets
 from second_order.distributed import world as worlds
-from second_order.distributed.buckets import (
-    goes_by_shares,
-    goes_by_sum,
-    goes_in_rounds,
-    overlaps,
-    rounds_among,
-)
+from second_order.distributed.buckets import goes_by_shares, goes_by_sum, overlaps
 from second_order.distributed.world import World, deliver_parts
 from second_order.sharded import chunk
 
@@ -51,29 +44,13 @@ def test_balanced_and_small_messages_go_directly() -> None:
 
 def test_messages_of_many_ranks_go_by_a_sum() -> None:
     """Where a message to each takes longer than sending everything twice."""
-    assert goes_by_sum(4096, 2**26), "a bucket"
-    assert goes_by_sum(64, 5_000_000)
-    assert not goes_by_sum(64, 6_000_000)
-    assert not goes_by_sum(8, 2**20)
-    assert not any(goes_by_sum(ranks, 1) for ranks in range(1, 6)), "no fewer messages"
-    assert not goes_by_sum(4096, 0)
-
-
-def test_gloo_sums_in_rounds_or_not_at_all() -> None:
-    """Its own ring has twice as many messages as there are others, one after the other."""
-    assert [rounds_among(ranks) for ranks in (1, 2, 3, 4, 5, 7, 8, 12)] == [0, 1, 3, 2, 4, 4, 3, 5]
-    assert goes_by_sum(12, 2**16, True)
-    assert goes_by_sum(4096, 2**24, True)
-    assert not goes_by_sum(12, 2**20, True)
-    assert not goes_by_sum(4096, 2**26, True), "a bucket, in each of twelve rounds"
-    assert goes_in_rounds(12, 2**19)
-    assert not goes_in_rounds(12, 2**20), "the ring is faster"
-    for ranks in range(1, 5000):
-        assert not goes_by_sum(ranks, 0, True)
-        for nbytes in (1, 2**10, 2**16, 2**20, 2**26):
-            if goes_by_sum(ranks, nbytes, True):  # bfloat16 goes as float32
-                assert goes_in_rounds(ranks, 2 * nbytes)
-    assert not goes_in_rounds(8, 1)
+    assert goes_by_sum(4096, 2**26, "nccl"), "a bucket"
+    assert goes_by_sum(64, 5_000_000, "nccl")
+    assert not goes_by_sum(64, 6_000_000, "nccl")
+    assert not goes_by_sum(8, 2**20, "nccl")
+    assert not any(goes_by_sum(ranks, 1, "nccl") for ranks in range(1, 6)), "no fewer messages"
+    assert not goes_by_sum(4096, 0, "nccl")
+    assert not goes_by_sum(4096, 2**20, "gloo")
 
 
 # The messages.
@@ -169,22 +146,18 @@ def test_by_a_sum_is_as_directly_but_for_the_order_of_addends(world: pool.World,
         assert found[3]["all_reduce"] > 0
 
 
-def odd_values(rank: int, world_size: int, ring_ranks: int) -> list[bytes]:
+def odd_values(rank: int, world_size: int) -> list[bytes]:
     """Copies from the last rank, of zeros of both signs and what is no number, by their bits."""
     odd = [0.0, -0.0, float("inf"), float("nan"), 2.0**-149]
     tensors = [torch.tensor(odd) if rank == source else torch.ones(5) for source in (2, 0)]
-    with (
-        patch.object(worlds, "goes_by_sum", lambda *_: True),
-        patch.object(buckets, "RING_RANKS", ring_ranks),
-    ):
+    with patch.object(worlds, "goes_by_sum", lambda *_: True):
         World().broadcast(tensors, [2, 0])
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 
-@pytest.mark.parametrize("ring_ranks", [1, 8])
-def test_copies_by_a_sum_keep_every_bit(world: pool.World, ring_ranks: int) -> None:
+def test_copies_by_a_sum_keep_every_bit(world: pool.World) -> None:
     """Ranks would part otherwise: the source has its own."""
-    first, *others = world.run(odd_values, 3, ring_ranks)
+    first, *others = world.run(odd_values, 3)
     assert all(other == first for other in others)
     assert len(set(first)) == 1
 
@@ -199,66 +172,6 @@ def narrow(rank: int, world_size: int) -> list[float]:
 def test_narrow_messages_add_up_wide_by_a_sum(world: pool.World) -> None:
     """1 is half of a spacing at 256 in bfloat16."""
     assert world.run(narrow, 4) == [[256.0], [259.0], [1.0], [1.0]]
-
-
-def numbers(rank: int, dtype: torch.dtype, size: int) -> torch.Tensor:
-    drawn = torch.randn(size, generator=seeded(rank), dtype=torch.float64)
-    return (2**40 * drawn if dtype == torch.int64 else 3.0**rank * drawn).to(dtype)
-
-
-DTYPES = [torch.float32, torch.float64, torch.int64, torch.bfloat16]
-
-
-def all_reduced(
-    rank: int, world_size: int
-) -> tuple[list[torch.Tensor], list[torch.Tensor], float, Counter[str], bool]:
-    """Sums and maxima, between messages of the user's, and with a collective under way."""
-    world = World()
-    kinds = [(dtype, size) for dtype in DTYPES for size in (0, 1, 7)]
-    sums, most = ([numbers(rank, *kind) for kind in kinds] for _ in range(2))
-    under_way = torch.ones(2**17)
-    own = torch.full((1,), float(rank))
-    with patch.object(buckets, "RING_RANKS", 1), counted() as counts:
-        first = world.all_reduce([under_way])
-        receives = dist.irecv(got := torch.zeros(1), (rank - 1) % world_size)
-        world.all_reduce(sums).wait()
-        mixed = world.all_reduce([numbers(rank, torch.float32, 3), torch.ones(2**17).double()])
-        future = mixed.future()
-        world.all_reduce_max(most).wait()
-        apart = [numbers(rank, *kind) for kind in kinds]
-        again = world.all_reduce(apart)
-        dist.send(own, (rank + 1) % world_size)
-        receives.wait()
-        first.wait()
-        future.wait()
-        again.wait()
-        assert all(map(same, apart, sums))
-    assert float(got) == (rank - 1) % world_size
-    return sums, most, float(under_way[0]), +counts, future.done()
-
-
-@pytest.mark.parametrize("world_size", [3, 5])
-def test_all_reduces_in_rounds_are_the_same_bits_on_all_ranks(
-    world: pool.World, world_size: int
-) -> None:
-    """And what exact sums round to; large messages go along gloo's ring beside them."""
-    results = world.run(all_reduced, world_size)
-    sums, most = results[0][:2]
-    for other in results:
-        assert all(map(same, other[0], sums))
-        assert all(map(same, other[1], most))
-        assert other[2] == world_size
-        assert other[3]["all_reduce"] == 2, "the large ones"
-        assert other[4]
-    for found, greatest in zip(sums, most, strict=True):
-        addends = torch.stack([numbers(r, found.dtype, len(found)) for r in range(world_size)])
-        assert torch.equal(greatest, addends.amax(0))
-        if found.dtype == torch.int64:
-            assert torch.equal(found, addends.sum(0))
-            continue
-        exact, bound = addends.double().sum(0), addends.double().abs().sum(0)
-        eps = torch.finfo(found.dtype).eps
-        assert ((found.double() - exact).abs() <= 2 * eps * bound).all()
 
 
 def hooked_future(rank: int, world_size: int) -> tuple[list[torch.Tensor], Counter[str]]:

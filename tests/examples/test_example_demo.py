@@ -11,20 +11,18 @@ import pytest
 from ranks import script
 
 import demo
-from demo import Run, Task, rise_and_fall
+from demo import Run, Task
 
 if TYPE_CHECKING:
-    from conftest import TorchRunner
     from pool import World
 
 COMPETITORS = [(task.name, name) for task in demo.TASKS for name in task.optimizers]
 
 
-def test_prints_tables_draws_and_stores_the_runs(torchrun: TorchRunner, tmp_path: Path) -> None:
-    """Slow: processes of their own."""
+def test_prints_tables_draws_and_stores_the_runs(world: World, tmp_path: Path) -> None:
     picture, stored = tmp_path / "demo.png", tmp_path / "demo.json"
-    run = torchrun(Path(demo.__file__), 2, "--steps", 3, "--figure", picture, "--json", stored)
-    assert run.wait(200.0) == 0, run.output
+    options = "--steps", 3, "--figure", picture, "--json", stored
+    output, _ = world.run(script, 2, "demo", *options, timeout=200.0)
     assert picture.read_bytes().startswith(b"\x89PNG")
     record = json.loads(stored.read_text("utf-8"))
     assert record["processes"] == 2
@@ -32,7 +30,7 @@ def test_prints_tables_draws_and_stores_the_runs(torchrun: TorchRunner, tmp_path
     for found in record["runs"]:
         assert found["steps"] == [0, 3]
         assert found["losses"][-1] < found["losses"][0]
-        assert f"{found['losses'][-1]:.3f}" in run.output
+        assert f"{found['losses'][-1]:.3f}" in output
 
 
 def test_judges_every_25_steps_and_at_the_end(world: World) -> None:
@@ -51,23 +49,6 @@ def test_the_processes_share_each_batch(world: World, task: int, name: str) -> N
 
 def trained(rank: int, world_size: int, task: int, name: str, steps: int) -> Run:
     return demo.train(demo.TASKS[task], name, steps, silent=True)
-
-
-def test_one_process_is_enough(world: World, tmp_path: Path) -> None:
-    picture = tmp_path / "demo.png"
-    (output,) = world.run(script, 1, "demo", "--steps", 1, "--figure", picture)
-    assert all(name in output for _, name in COMPETITORS)
-    assert "steps of every training" not in output
-    assert picture.exists()
-
-
-def test_the_rate_rises_in_a_tenth_of_the_steps_and_falls_to_a_twentieth() -> None:
-    shares = [rise_and_fall(500, step) for step in range(501)]
-    assert shares[0] == pytest.approx(1 / 50)
-    assert max(shares) == shares[49] == shares[50] == 1
-    assert shares[275] == pytest.approx((1 + 0.05) / 2)
-    assert shares[500] == pytest.approx(0.05)
-    assert all(earlier >= later for earlier, later in pairwise(shares[50:]))
 
 
 @pytest.mark.filterwarnings("ignore:.*trained by AdamW alone")

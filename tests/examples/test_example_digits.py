@@ -11,9 +11,6 @@ import torch
 
 import train_digits
 from digits import (
-    autoencoder,
-    autoencoder_images,
-    autoencoder_loss,
     batches,
     load_split,
 )
@@ -31,16 +28,6 @@ def test_images_are_standardised_by_the_training_images() -> None:
     assert data.test_images.isfinite().all()
 
 
-def test_the_mean_image_is_the_autoencoders_plateau() -> None:
-    images = autoencoder_images()
-    assert images.shape == (1797, 64)
-    assert images.min() == 0
-    assert images.max() == 1
-    assert autoencoder()(images[:3]).shape == (3, 64)
-    mean_image = images.mean(dim=0).logit(eps=1e-6).expand_as(images)
-    assert autoencoder_loss(mean_image, images).item() == pytest.approx(27.1, abs=0.1)
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_parts_of_all_ranks_are_the_global_batch(world_size: int) -> None:
     whole = list(islice(batches(100, 16, seed=5), 13))
@@ -50,13 +37,6 @@ def test_parts_of_all_ranks_are_the_global_batch(world_size: int) -> None:
     ]
     for step, batch in enumerate(whole):
         assert torch.equal(batch, torch.cat([part[step] for part in parts]))
-
-
-def test_batches_refuse_what_cannot_be_cut() -> None:
-    with pytest.raises(ValueError, match="does not divide into 3 equal parts"):
-        next(batches(100, 16, seed=0, world_size=3))
-    with pytest.raises(ValueError, match="do not fill one batch"):
-        next(batches(10, 16, seed=0))
 
 
 def test_the_training_script_ends(launch: Launcher) -> None:

@@ -6,11 +6,8 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 from ranks import script
 from stacks import launched
-
-from second_order import KAISA
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,32 +54,6 @@ def test_trainer(model: str, tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint-3" / "optimizer.pt").exists()
 
 
-def test_the_trainer_on_lines_does_not_mind_how_a_batch_is_cut(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
-    """The curvature of 12 lines is that of 4 times 3; not where each 3 are taken for a mean."""
-    pytest.importorskip("transformers")
-    import trainer_language
-
-    def curvature(*arguments: Any, **options: Any) -> tuple[float, float]:
-        made: list[Any] = []
-
-        def noted(*args: Any, **given: Any) -> Any:
-            made.append(KAISA(*args, **{**given, **options}))
-            return made[0]
-
-        monkeypatch.setattr(trainer_language, "KAISA", noted)
-        folder = ("--length", 40, "--folder", tmp_path)
-        assert "held-out loss" in fresh("trainer_language", *TINY, "--lines", *folder, *arguments)
-        found = made[0].statistics()
-        return found["trace_G/min"], found["trace_G/max"]
-
-    whole = curvature("--batch-size", 12)
-    cut = ("--batch-size", 3, "--accumulate", 4)
-    assert curvature(*cut) == pytest.approx(whole, rel=1e-3)
-    assert curvature(*cut, loss_reduction="mean") != pytest.approx(whole, rel=2e-2)
-
-
 def test_accelerate_saves_and_resumes(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
@@ -92,28 +63,6 @@ def test_accelerate_saves_and_resumes(tmp_path: Path) -> None:
     assert "epoch 1" not in told
     assert "epoch 2  test accuracy" in told
     assert "KAISA over SGD" in told
-
-
-def test_accelerate_steps_on_all_micro_batches(monkeypatch: Any) -> None:
-    """No gradient is thrown away between a backward pass and the step."""
-    pytest.importorskip("accelerate")
-    pytest.importorskip("transformers")
-    calls = []
-
-    def note(of: type, name: str) -> None:
-        real = getattr(of, name)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(of, name, noted)
-
-    note(torch.Tensor, "backward")
-    note(KAISA, "step")
-    note(KAISA, "zero_grad")
-    fresh("accelerate_digits", "--steps", 4, "--epochs", 1, "--accumulate", 2)
-    assert calls == ["backward", "backward", "step", "zero_grad"] * 2
 
 
 def test_on_two_processes(world: World, tmp_path: Path) -> None:

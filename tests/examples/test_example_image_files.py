@@ -9,7 +9,6 @@ from image_files import (
     CIFAR10_DEVIATION,
     CIFAR10_MEAN,
     Cifar10,
-    random_crop,
 )
 
 
@@ -45,26 +44,8 @@ def test_cifar10_planes_are_red_green_blue_in_rows(cifar10: Path) -> None:
     assert data.images[0, 0, 1:].max() == 0
 
 
-def test_cifar10_training_images_are_repeated_by_a_seed(cifar10: Path) -> None:
-    data = Cifar10(cifar10, train=True)
-    torch.manual_seed(3)
-    first = [data[0][0] for _ in range(8)]
-    torch.manual_seed(3)
-    assert all(torch.equal(image, data[0][0]) for image in first)
-    assert any(not torch.equal(image, first[0]) for image in first)
-
-
 @pytest.mark.parametrize("content", [b"", record(1, 2, 3, 4)[:-1]], ids=["empty", "truncated"])
 def test_cifar10_refuses_a_broken_file(cifar10: Path, content: bytes) -> None:
     (cifar10 / "test_batch.bin").write_bytes(content)
     with pytest.raises(ValueError, match=r"no multiple of 3073"):
         Cifar10(cifar10, train=False)
-
-
-def test_a_random_crop_is_a_window_of_the_framed_image() -> None:
-    image = torch.arange(1, 3 * 5 * 6 + 1, dtype=torch.uint8).reshape(3, 5, 6)
-    framed = torch.nn.functional.pad(image, (2, 2, 2, 2))
-    windows = [framed[:, i : i + 5, j : j + 6] for i in range(5) for j in range(5)]
-    for _ in range(50):
-        crop = random_crop(image, padding=2)
-        assert any(torch.equal(crop, window) for window in windows)

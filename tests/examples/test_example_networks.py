@@ -11,8 +11,6 @@ from ranks import script
 from stacks import launched
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -51,16 +49,6 @@ def test_bert_on_two_processes(world: World) -> None:
     assert "held-out bytes told apart:" in first
 
 
-def test_the_resnet_reads_cifars_files(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for name in (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"):
-        records = torch.randint(256, (4, 3073), generator=generator, dtype=torch.uint8)
-        records[:, 0] %= 10
-        (tmp_path / name).write_bytes(records.numpy().tobytes())
-    told = script(0, 1, "resnet", *RESNET, "--cifar", tmp_path, "--depth", 2)
-    assert "step    3  loss " in told
-
-
 def test_the_pinn_comes_nearer_to_the_solution_and_otherwise_than_with_its_base() -> None:
     """The Laplacian is that of its network, and Newton steps begin after the warm-up."""
     import pinn
@@ -74,17 +62,3 @@ def test_the_pinn_comes_nearer_to_the_solution_and_otherwise_than_with_its_base(
     hessians = [torch.autograd.functional.hessian(lambda x: net(x).sum(), p) for p in points]
     expected = torch.stack([h.trace() for h in hessians])
     assert torch.allclose(pinn.laplacian(net, points).squeeze(), expected)
-
-
-def test_a_two_layer_head_on_a_frozen_body() -> None:
-    import fine_tuning
-
-    body = {name: t.clone() for name, t in fine_tuning.known_body(60).state_dict().items()}
-    told = script(
-        0, 1, "fine_tuning", *TUNED, "--head", "two-layer", "--steps", 25, "--body-steps", 60
-    )
-    losses = re.findall(r"training loss (\S+)", told)
-    assert 0.0 < float(losses[-1]) < 1.5
-    assert all(
-        torch.equal(t, body[name]) for name, t in fine_tuning.known_body(60).state_dict().items()
-    )

@@ -78,25 +78,16 @@ class Soak:
         """The step of the newest checkpoint that nobody has spoilt."""
         for path in elastic.checkpoints(self.folder):
             if self.spoilt.get(path) != path.stat().st_mtime:
-                return step_of(path)
+                return int(path.stem.removeprefix("step-"))
         return 0
 
 
-def step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
-
-
-def place_of(size: int) -> dict[str, str]:
-    """The variables of torchrun that all processes have."""
+def ranks(size: int, arguments: list[str], log: Path) -> list[Any]:
+    """Start the script on processes of their own, with the variables of torchrun."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
-
-
-def ranks(size: int, arguments: list[str], log: Path) -> list[Any]:
-    """Start the script on processes of their own."""
-    place = place_of(size)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
     started = [FORK.Process(target=run, args=(place, r, arguments, log)) for r in range(size)]
     for process in started:
         process.start()
@@ -124,16 +115,13 @@ def moment(soak: Soak, dice: random.Random, log: Path, over: Callable[[], bool])
     if dice.random() < 0.2:
         time.sleep(dice.uniform(0.0, 3 * soak.pace))
         return "at the start"
-    count = dice.choice([0, 1, 1, 2])
-    seen, since = 0, time.monotonic()
-    while seen <= count and not over():
-        lines = log.read_text().count("saved") if log.exists() else 0
-        if lines > seen:
-            soak.pace = 0.5 * soak.pace + 0.5 * (time.monotonic() - since) / (lines - seen)
-            seen, since = lines, time.monotonic()
-        if seen >= count:
-            break
-        time.sleep(0.002)
+    count, begun = dice.choice([0, 1, 1, 2]), time.monotonic()
+
+    def saved() -> int:
+        return log.read_text().count("saved") if log.exists() else 0
+
+    if until(lambda: saved() >= count or over(), 10 * PATIENCE) and count:
+        soak.pace = 0.5 * soak.pace + 0.5 * (time.monotonic() - begun) / count
     time.sleep(dice.uniform(0.0, soak.pace))
     return f"after {count} checkpoints"
 
@@ -162,16 +150,13 @@ def live(soak: Soak, dice: random.Random, size: int, kills: bool) -> bool:
     for process in processes:
         process.kill()
         process.join()
-    check_start(soak, life, log.read_text() if log.exists() else "")
-    return not any(process.exitcode for process in processes)
-
-
-def check_start(soak: Soak, life: Life, output: str) -> None:
+    output = log.read_text() if log.exists() else ""
     begun = [line for line in output.splitlines() if line.startswith("from step")]
     said = f"from step {life.start} on, {life.processes} processes"
     if begun and begun != [said]:
         raise SystemExit(f"{said!r} was expected, and not {begun}:\n{output}")
     soak.left_out += output.count("left out: ")
+    return not any(process.exitcode for process in processes)
 
 
 def spoil(soak: Soak, dice: random.Random) -> str:
@@ -237,11 +222,6 @@ def replay(soak: Soak, folder: Path) -> None:
                     raise SystemExit((folder / "log").read_text())
 
 
-def state_at_the_end(folder: Path, steps: int) -> dict[str, Any]:
-    state = load_checkpoint(elastic.name_of(folder, steps))
-    return {name: state[name] for name in COMPARED}
-
-
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and torch.equal(a, b)
@@ -281,7 +261,8 @@ def soaked(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for process in ranks(count, soak.arguments(folder / name, args.steps), folder / "log"):
             process.join()
     paths = (folder / name for name in ("disturbed", "replay", "alone", "two"))
-    disturbed, again, one, two = (state_at_the_end(path, args.steps) for path in paths)
+    states = (load_checkpoint(elastic.name_of(path, args.steps)) for path in paths)
+    disturbed, again, one, two = ({name: state[name] for name in COMPARED} for state in states)
     return {
         "optimizer": args.optimizer,
         "steps": args.steps,

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
-from fault_kinds import fault, kfac, several
-from fault_scenes import Net, Run, System
+from fault_kinds import LATER, fault, kfac, newton, several_kfac
+from fault_scenes import Injected, Net, Run, System
 from second_order import DHO2, KAISA, MRDHO2
 
 __all__: list[str] = []
 
-GROUP = "checkpoints"
 Tamper = Callable[[Run, dict[str, Any]], Any]
-
-
-def newton(system: System) -> bool:
-    return system.kind in (DHO2, MRDHO2)
+checkpoint = partial(fault, group="checkpoints", moments=("between",))
 
 
 def summing(system: System) -> bool:
@@ -37,14 +35,12 @@ def part_with(state: dict[str, Any], name: str) -> dict[str, Any]:
     raise LookupError(f"no entry {name!r}")
 
 
-def refused(run: Run, tamper: Tamper) -> None:
-    """All ranks try to load a checkpoint that has been tampered with, and go on."""
+def refused(run: Run, made: Callable[[], Any]) -> None:
+    """All ranks try to load something that must not be loaded, and go on."""
 
     def go() -> None:
-        saved = run.saved()
-        state = tamper(run, saved)
         try:
-            run.optimizer.load_state_dict(saved if state is None else state)
+            run.optimizer.load_state_dict(made())
         except Exception as error:
             run.catch(error)
         else:
@@ -55,10 +51,17 @@ def refused(run: Run, tamper: Tamper) -> None:
 
 
 def tampered(name: str, tamper: Tamper, suits: Callable[[System], bool] = lambda s: True) -> None:
-    def install(run: Run) -> None:
-        refused(run, tamper)
+    """A checkpoint is changed, or another returned in its place."""
 
-    fault(name, GROUP, suits=suits, moments=("between",), expect="same")(install)
+    def install(run: Run) -> None:
+        def made() -> Any:
+            saved = run.saved()
+            state = tamper(run, saved)
+            return saved if state is None else state
+
+        refused(run, made)
+
+    checkpoint(name, suits=suits, expect="same")(install)
 
 
 def put(name: str, value: Any) -> Tamper:
@@ -82,32 +85,7 @@ def cut(tensor: Any) -> Any:
     return tensor[..., :-1] if tensor.dim() else tensor.new_ones(2)
 
 
-# Of all checkpoints.
-
-
-def _without(name: str) -> Tamper:
-    return lambda _, state: state.pop(name) and None
-
-
-for _name in "state", "param_groups":
-    tampered(f"without {_name!r}", _without(_name))
-tampered("text for the state", lambda _, state: state.update(state="text"))
-tampered("a list for the checkpoint", lambda _, state: [1, 2, 3])
-tampered("None for its parts", lambda _, state: {"state": None, "param_groups": None})
-tampered("a group too many", lambda _, state: state["param_groups"].append({"params": []}))
-tampered("a parameter too few", lambda _, state: state["param_groups"][0]["params"].pop() and None)
-tampered("an unknown entry", lambda _, s: part_with(s, "steps").update(unknown=torch.ones(3)))
-for _what, _value in (
-    ("text", "three"),
-    ("-5", -5),
-    ("NaN", float("nan")),
-    ("None", None),
-    ("2.5", 2.5),
-):
-    tampered(f"{_what} for steps", put("steps", _value))
-
-
-def _of_base(base: type[torch.optim.Optimizer], width: int, **options: Any) -> Tamper:
+def of_base(base: type[torch.optim.Optimizer], width: int, **options: Any) -> Tamper:
     def tamper(run: Run, _: dict[str, Any]) -> Any:
         model = Net(width)
         plain = base(model.parameters(), **options)
@@ -118,83 +96,147 @@ def _of_base(base: type[torch.optim.Optimizer], width: int, **options: Any) -> T
     return tamper
 
 
-tampered("of SGD with another network", _of_base(torch.optim.SGD, 10, lr=0.1, momentum=0.9))
-tampered("of Adam, where the base is SGD", _of_base(torch.optim.Adam, 8, lr=0.1))
-
-# Of Kronecker factors.
-
-for _name in "A", "G", "average_weight", "mean_eigenvalues":
-    tampered(f"NaN in {_name}", put(_name, spoilt), kfac)
-    tampered(f"text for {_name}", put(_name, "text"), kfac)
-    tampered(f"None for {_name}", put(_name, None), kfac)
-    tampered(f"{_name} of another shape", put(_name, cut), kfac)
-tampered("a negative average_weight", put("average_weight", lambda w: -w), kfac)
-
-# Of eigenpairs.
-
-for _name in "eigenvectors", "eigenvalues", "residuals", "subspace_momentum":
-    tampered(f"NaN in {_name}", put(_name, spoilt), lambda s: s.kind is DHO2)
-    tampered(f"text for {_name}", put(_name, "text"), lambda s: s.kind is DHO2)
-    tampered(f"{_name} of another shape", put(_name, cut), lambda s: s.kind is DHO2)
-for _name, _bad in (
-    ("largest", 99),
-    ("largest", "text"),
-    ("refreshed_at", "text"),
-    ("refreshed_at", 1000),
-    ("rest_scale_bound", float("nan")),
-    ("rest_scale_bound", -1.0),
-    ("carried_decay", float("nan")),
-):
-    tampered(f"{_bad} for {_name}", put(_name, _bad), lambda s: s.kind is DHO2)
-for _name in "gradient_sum", "epoch_start":
-    tampered(f"NaN in {_name}", put(_name, spoilt), summing)
-    tampered(f"{_name} of another shape", put(_name, cut), summing)
+def of_another(run: Run, _: dict[str, Any]) -> Any:
+    """The checkpoint of one of our own that is not this one, of the same model."""
+    model = Net(run.width)
+    other: Any = DHO2 if run.system.kfac else KAISA
+    steps = {"warmup_steps": 0} if run.system.kfac else {}
+    group = run.optimizer.worker_group if run.system.helpers else None
+    with other(model, lr=0.05, momentum=0.9, process_group=group, **steps) as optimizer:
+        x, y = run.batch()
+        cross_entropy(model(x), y).backward()
+        if other is DHO2:
+            optimizer.step(curvature_closure=lambda: cross_entropy(model(x), y))
+        else:
+            optimizer.step()
+        optimizer.consolidate(to=None)
+        return optimizer.state_dict()
 
 
-# Saving and resuming.
+tampered("without 'state'", lambda _, state: state.pop("state") and None)
+tampered("without 'param_groups'", lambda _, state: state.pop("param_groups") and None)
+tampered("text for the state", lambda _, state: state.update(state="text"))
+tampered("a list for the checkpoint", lambda _, state: [1, 2, 3])
+tampered("None for its parts", lambda _, state: {"state": None, "param_groups": None})
+tampered("a group too many", lambda _, state: state["param_groups"].append({"params": []}))
+tampered("a parameter too few", lambda _, state: state["param_groups"][0]["params"].pop() and None)
+tampered("an unknown entry", lambda _, s: part_with(s, "steps").update(unknown=torch.ones(3)))
+tampered("of SGD with another network", of_base(torch.optim.SGD, 10, lr=0.1, momentum=0.9))
+tampered("of Adam, where the base is SGD", of_base(torch.optim.Adam, 8, lr=0.1))
+tampered("of another of these optimizers", of_another)
+tampered("of a version to come", lambda _, state: part_with(state, "steps").update(version=99))
+
+# Whose checkpoints, which entries, and what for them.
+Bad = tuple[Callable[[System], bool], tuple[str, ...], dict[str, Any]]
+OF_TENSORS = {"NaN in {}": spoilt, "text for {}": "text", "{} of another shape": cut}
+STEPS = {"text": "three", "-5": -5, "NaN": float("nan"), "None": None, "2.5": 2.5}
+BAD: list[Bad] = [
+    (lambda s: True, ("steps",), {f"{what} for {{}}": value for what, value in STEPS.items()}),
+    (kfac, ("A", "G", "average_weight", "mean_eigenvalues"), {**OF_TENSORS, "None for {}": None}),
+    (kfac, ("average_weight",), {"a negative {}": lambda w: -w}),
+    (newton, ("eigenvectors", "eigenvalues", "residuals", "subspace_momentum"), OF_TENSORS),
+    (newton, ("largest", "refreshed_at"), {"text for {}": "text"}),
+    (newton, ("refreshed_at",), {"1000 for {}": 1000}),
+    (newton, ("rest_scale_bound", "carried_decay"), {"nan for {}": float("nan")}),
+    (summing, ("gradient_sum", "epoch_start"), {"NaN in {}": spoilt, "{} of another shape": cut}),
+]
+for _suits, _entries, _values in BAD:
+    for _entry in _entries:
+        for _what, _value in _values.items():
+            tampered(_what.format(_entry), put(_entry, _value), _suits)
 
 
-@fault("the state is saved by all", GROUP, moments=("refresh", "between"), expect="same")
+def from_file(name: str, spoil: Callable[[bytes], bytes]) -> None:
+    """A fault of the file, which `torch.load` or the optimizer refuses."""
+
+    def install(run: Run) -> None:
+        def made() -> Any:
+            path = run.directory / f"spoilt.{run.rank}"
+            torch.save(run.saved(), path)
+            path.write_bytes(spoil(path.read_bytes()))
+            try:
+                return torch.load(path)
+            except Exception as error:  # torch's own
+                raise Injected(f"torch.load: {type(error).__name__}: {error}") from error
+
+        refused(run, made)
+
+    checkpoint(name, expect="same")(install)
+
+
+def noise(whole: bytes) -> bytes:
+    """Every fiftieth byte of the middle is another."""
+    start, stop = len(whole) // 4, len(whole) // 2
+    changed = bytes(b ^ 0xFF if i % 50 == 0 else b for i, b in enumerate(whole[start:stop]))
+    return whole[:start] + changed + whole[stop:]
+
+
+from_file("a checkpoint that is truncated", lambda whole: whole[: len(whole) // 2])
+from_file("a checkpoint of which bytes have been changed", noise)
+from_file("a checkpoint that is empty", lambda whole: b"")
+
+
+def loaded(run: Run, change: Callable[[dict[str, Any]], Any]) -> None:
+    """All load a checkpoint that has been changed, and have to be able to."""
+
+    def go() -> None:
+        state = run.saved()
+        change(state)
+        run.optimizer.load_state_dict(state)
+
+    if not run.helps:
+        run.at("before", go)
+
+
+@checkpoint("of an older version", shards=True)
+def _(run: Run) -> None:
+    def older(state: dict[str, Any]) -> None:
+        for entry in state["state"].values():
+            for key in ("version", "base_class"):
+                entry.get("curvature", {}).pop(key, None)
+
+    loaded(run, older)
+
+
+@checkpoint("a factor that nobody saved", suits=several_kfac, expect="told")
+def _(run: Run) -> None:
+    loaded(run, lambda state: part_with(state, "A").pop("A"))
+
+
+@checkpoint("the state is saved by all", moments=LATER, expect="same", shards=True)
 def _(run: Run) -> None:
     if not run.helps:
         run.at("before", run.saved)
 
 
-def _save(run: Run) -> None:
+def resumed(run: Run) -> None:
+    """Killed once it has saved, and started again from the file."""
     path = run.directory / "checkpoint"
-    state = {"model": run.model.state_dict(), "optimizer": run.saved(), "step": run.step}
-    if run.rank == 0:
-        torch.save(state, path)
-    (run.directory / f"saved.{run.rank}").touch()
 
-
-def _load(run: Run) -> None:
-    state = torch.load(run.directory / "checkpoint")
-    run.model.load_state_dict(state["model"])
-    if not run.helps:
-        run.optimizer.load_state_dict(state["optimizer"])
-    run.first_step = state["step"]
-
-
-def _resumed(run: Run) -> None:
     def leave() -> None:
-        _save(run)
-        group = run.optimizer.worker_group if run.system.helpers else None
+        state = {"model": run.model.state_dict(), "optimizer": run.saved(), "step": run.step}
+        if run.rank == 0:
+            torch.save(state, path)
         if run.workers > 1:
-            dist.barrier(group=group)
+            dist.barrier(group=run.optimizer.worker_group if run.system.helpers else None)
         run.signal(signal.SIGKILL)
+
+    def load() -> None:
+        state = torch.load(path)
+        run.model.load_state_dict(state["model"])
+        if not run.helps:
+            run.optimizer.load_state_dict(state["optimizer"])
+        run.first_step = state["step"]
 
     if run.phase == 0 and not run.helps:
         run.at("before", leave)
     elif run.phase == 1:
-        run.on("made", lambda: _load(run))
+        run.on("made", load)
 
 
-def _others(system: System) -> Sequence[int]:
-    other = {1: 2, 2: 1, 3: 2, 4: 2}[system.size]
-    if system.helpers:
-        other = {2: 3, 3: 2}[system.size]
-    return system.size, other
+def another(system: System) -> Sequence[int]:
+    sizes = {2: 3, 3: 2} if system.helpers else {1: 2, 2: 1, 3: 2, 4: 2}
+    return system.size, sizes[system.size]
 
 
 def repeats(system: System) -> bool:
@@ -202,62 +244,14 @@ def repeats(system: System) -> bool:
     return system.kind in (KAISA, DHO2)
 
 
-for _what, _sizes in (("as many", lambda s: (s.size, s.size)), ("other", _others)):
-    fault(
-        f"killed, and resumed on {_what} processes",
-        GROUP,
-        suits=repeats,
-        moments=("refresh",),
-        expect="same",
-        sizes=_sizes,
-        signals=(signal.SIGKILL,),
-    )(_resumed)
-    fault(
-        f"killed, and resumed on {_what} processes",
-        GROUP,
-        suits=lambda s: not repeats(s),
-        moments=("refresh",),
-        expect="goes on",
-        alters=True,
-        sizes=_sizes,
-        signals=(signal.SIGKILL,),
-    )(_resumed)
-
-
-@fault(
-    "a checkpoint that is truncated",
-    GROUP,
-    moments=("between",),
-    expect="same",
-    errors=("EOFError", "OSError", "RuntimeError", "UnpicklingError"),
-)
-def _(run: Run) -> None:
-    def go() -> None:
-        path = run.directory / f"truncated.{run.rank}"
-        torch.save(run.saved(), path)
-        whole = path.read_bytes()
-        path.write_bytes(whole[: len(whole) // 2])
-        try:
-            run.optimizer.load_state_dict(torch.load(path))
-        except Exception as error:
-            run.catch(error)
-
-    if not run.helps:
-        run.at("before", go)
-
-
-@fault(
-    "a factor that nobody saved",
-    GROUP,
-    suits=lambda s: kfac(s) and several(s),
-    moments=("between",),
-    expect="told",
-)
-def _(run: Run) -> None:
-    def go() -> None:
-        state = run.saved()
-        part_with(state, "A").pop("A")
-        run.optimizer.load_state_dict(state)
-
-    if not run.helps:
-        run.at("before", go)
+for _what, _sizes in (("as many", lambda s: (s.size, s.size)), ("other", another)):
+    for _suits, _expect in ((repeats, "same"), (lambda s: not repeats(s), "goes on")):
+        checkpoint(
+            f"killed, and resumed on {_what} processes",
+            suits=_suits,
+            moments=("refresh",),
+            expect=_expect,
+            alters=_expect == "goes on",
+            sizes=_sizes,
+            signals=(signal.SIGKILL,),
+        )(resumed)

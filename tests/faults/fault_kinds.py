@@ -1,4 +1,4 @@
-"""The faults that `faults.py` puts into trainings, but for those of checkpoints.
+"""The faults that `faults.py` puts into trainings: of numbers, passes, solves and closures.
 
 Each is a function that hangs what it wants to a `Run`, and says by `expect` what has to follow:
 
@@ -11,20 +11,22 @@ Each is a function that hangs what it wants to a `Run`, and says by `expect` wha
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from fault_scenes import Injected, Run, System, batches
+from fault_scenes import Batch, Injected, Run, System, batches
 from second_order import DHO2, DistKFAC
+from second_order.budget import RefreshBudget, Stopwatch
 from second_order.fosi import eigenpairs
 
 __all__ = ["FAULTS", "Fault", "fault"]
@@ -33,6 +35,7 @@ Install = Callable[[Run], None]
 EACH = ("first", "refresh", "between")
 LATER = ("refresh", "between")
 BEGINNINGS = ("first", "refresh")
+WHOLE = ("whole",)
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Fault:
         expect: What has to follow.
         poisons: The base alone would end with parameters that are not finite, too.
         alters: There is less to precondition afterwards.
-        exits: A process may end without a report, and with any status.
+        shards: It befalls what is ours, and none of the collectives of a sharded model.
         signals: Whose death is the fault itself.
         errors: Names of errors that are the fault itself.
         sizes: How many processes, of each of the phases.
@@ -62,35 +65,11 @@ class Fault:
     expect: str = "goes on"
     poisons: bool = False
     alters: bool = False
-    exits: bool = False
+    shards: bool = False
     signals: tuple[int, ...] = ()
     errors: tuple[str, ...] = ()
     sizes: Callable[[System], Sequence[int]] = lambda system: (system.size,)
 
-    @property
-    def on_shards(self) -> bool:
-        """Whether it befalls what is ours, and none of the collectives of a sharded model."""
-        return self.group == SOLVES or self.name in ON_SHARDS
-
-
-SOLVES = "solves"
-ON_SHARDS = (
-    "nothing",
-    "NaN in the inputs of one rank",
-    "inf in the inputs of one rank",
-    "statistics of one rank overflow, gradients do not",
-    "gradients of zero on one rank",
-    "a learning rate of 0 from then on",
-    "is stopped for a second",
-    "is slow by two seconds",
-    "an option out of bounds",
-    "another learning rate",
-    "another interval",
-    "another solver",
-    "the state is saved by all",
-    "of an older version",
-    "end without close()",
-)
 
 FAULTS: list[Fault] = []
 
@@ -114,8 +93,8 @@ def kfac(system: System) -> bool:
     return system.kfac
 
 
-def synchronous(system: System) -> bool:
-    return system.kfac and system.kind is not DistKFAC
+def several_kfac(system: System) -> bool:
+    return several(system) and kfac(system)
 
 
 def threaded(system: System) -> bool:
@@ -130,8 +109,16 @@ def helped(system: System) -> bool:
     return system.helpers > 0
 
 
-def several_kfac(system: System) -> bool:
-    return several(system) and kfac(system)
+def alone(
+    act: Callable[[Run], Any], point: str = "before", everywhere: bool = False
+) -> Callable[[Run], None]:
+    """Something that one rank does at the fault's step, or every one."""
+
+    def install(run: Run) -> None:
+        if everywhere or run.culprit:
+            run.at(point, lambda: act(run))
+
+    return install
 
 
 # ------------------------------------------------------------------------- numbers and data
@@ -139,106 +126,100 @@ def several_kfac(system: System) -> bool:
 NUMBERS = "numbers and batches"
 
 
-def at_once(run: Run, spoil: Callable[[], Any], mend: Callable[[], Any]) -> None:
-    """Spoil something for one step."""
-    run.at("before", spoil)
-    run.at("stepped", mend)
-
-
-def with_batch(run: Run, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+def with_batch(change: Callable[[Tensor, Tensor], Batch]) -> Install:
     """Another batch at the fault's step, on the culprit."""
-    batch = run.batch
-    if run.culprit:
-        changed = lambda: change(*batch())  # noqa: E731
-        at_once(run, lambda: setattr(run, "batch", changed), lambda: setattr(run, "batch", batch))
+
+    def install(run: Run) -> None:
+        usual = run.batch
+        if run.culprit:
+            run.replace(run, "batch", lambda: change(*usual()))
+
+    return install
 
 
-def with_loss(run: Run, loss: Callable[[Any], Any]) -> None:
-    """Another loss at the fault's step, on this rank."""
-    usual = run.loss
-    at_once(run, lambda: setattr(run, "loss", loss), lambda: setattr(run, "loss", usual))
+def with_loss(loss: Callable[[Run, Any], Any], everywhere: bool = False) -> Install:
+    """Another loss at the fault's step, on the culprit or on all."""
+
+    def install(run: Run) -> None:
+        if everywhere or run.culprit:
+            run.replace(run, "loss", lambda batch: loss(run, batch))
+
+    return install
 
 
-@fault("NaN in the inputs of one rank", NUMBERS, poisons=True)
-def _(run: Run) -> None:
-    with_batch(run, lambda x, y: (x.index_fill(0, torch.tensor([0]), float("nan")), y))
+def times(number: float) -> Callable[[Run, Any], Tensor]:
+    return lambda run, batch: number * cross_entropy(run.model(batch[0]), batch[1])
+
+
+def cast(run: Run, batch: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return cross_entropy(run.model(batch[0]), batch[1])
+
+
+def empty(run: Run, batch: Any) -> Tensor:
+    return cross_entropy(run.model(batch[0][:0]), batch[1][:0], reduction="sum")
+
+
+def with_nan(x: Tensor, y: Tensor) -> Batch:
+    return x.index_fill(0, torch.tensor([0]), float("nan")), y
+
+
+def spoil_gradient(run: Run) -> None:
+    run.model.middle.weight.grad[0, 0] = float("nan")  # type: ignore[index]
+
+
+def stop_learning(run: Run) -> None:
+    for group in run.optimizer.param_groups:
+        group.update(lr=0.0)
+
+
+fault("NaN in the inputs of one rank", NUMBERS, poisons=True, shards=True)(with_batch(with_nan))
+fault("statistics of one rank overflow, gradients do not", NUMBERS, shards=True)(
+    with_batch(lambda x, y: (x * 1e25, y))
+)
+fault("NaN in the gradient of one rank", NUMBERS, poisons=True)(alone(spoil_gradient, "backward"))
+fault("gradients of 1e20 on one rank", NUMBERS, poisons=True)(with_loss(times(1e20)))
+fault("gradients of zero on one rank", NUMBERS, shards=True)(with_loss(times(0.0)))
+fault("gradients of zero on all ranks", NUMBERS)(with_loss(times(0.0), everywhere=True))
+fault("an empty batch on one rank", NUMBERS)(with_loss(empty))
+fault("empty batches on all ranks", NUMBERS)(with_loss(empty, everywhere=True))
+fault("bfloat16 autocast on one rank", NUMBERS)(with_loss(cast))
+fault("a learning rate of 0 from then on", NUMBERS, shards=True)(
+    alone(stop_learning, everywhere=True)
+)
 
 
 @fault("NaN in the inputs of one rank, the step is skipped by all", NUMBERS, alters=True)
 def _(run: Run) -> None:
-    with_batch(run, lambda x, y: (x.index_fill(0, torch.tensor([0]), float("nan")), y))
-    at_once(run, lambda: setattr(run, "steps", False), lambda: setattr(run, "steps", True))
+    with_batch(with_nan)(run)
+    run.replace(run, "steps", False)
 
 
-@fault("inf in the inputs of one rank", NUMBERS, poisons=True)
+@fault("the loss is a hundred times as steep from then on", NUMBERS, suits=newton, poisons=True)
 def _(run: Run) -> None:
-    with_batch(run, lambda x, y: (x * float("inf"), y))
+    """The trust region is to bound what comes."""
+    run.replace(run, "loss", lambda batch: times(100.0)(run, batch), steps=100)
 
 
-@fault("statistics of one rank overflow, gradients do not", NUMBERS)
-def _(run: Run) -> None:
-    with_batch(run, lambda x, y: (x * 1e25, y))
+def budgeted(system: System) -> bool:
+    return newton(system) and "curvature_interval" not in system.options
 
 
-@fault("NaN in the gradient of one rank", NUMBERS, poisons=True)
-def _(run: Run) -> None:
-    def spoil() -> None:
-        run.model.middle.weight.grad[0, 0] = float("nan")  # type: ignore[index]
+def with_clock(seconds: Callable[[], float]) -> Install:
+    def install(run: Run) -> None:
+        if run.culprit:
+            run.replace(Stopwatch, "_mark", lambda self: seconds(), steps=100)
+            run.replace(RefreshBudget, "now", lambda self: seconds(), steps=100)
 
-    if run.culprit:
-        run.at("backward", spoil)
-
-
-@fault("gradients of 1e20 on one rank", NUMBERS, poisons=True)
-def _(run: Run) -> None:
-    if run.culprit:
-        with_loss(run, lambda batch: 1e20 * cross_entropy(run.model(batch[0]), batch[1]))
+    return install
 
 
-@fault("gradients of zero on one rank", NUMBERS)
-def _(run: Run) -> None:
-    if run.culprit:
-        with_loss(run, lambda batch: 0.0 * cross_entropy(run.model(batch[0]), batch[1]))
-
-
-@fault("gradients of zero on all ranks", NUMBERS)
-def _(run: Run) -> None:
-    with_loss(run, lambda batch: 0.0 * cross_entropy(run.model(batch[0]), batch[1]))
-
-
-@fault("an empty batch on one rank", NUMBERS)
-def _(run: Run) -> None:
-    with_batch(run, lambda x, y: (x[:0], y[:0]))
-    if run.culprit:
-        with_loss(run, lambda batch: cross_entropy(run.model(batch[0]), batch[1], reduction="sum"))
-
-
-@fault("empty batches on all ranks", NUMBERS)
-def _(run: Run) -> None:
-    def loss(batch: Any) -> Tensor:
-        return cross_entropy(run.model(batch[0][:0]), batch[1][:0], reduction="sum")
-
-    with_loss(run, loss)
-
-
-@fault("a learning rate of 0 from then on", NUMBERS)
-def _(run: Run) -> None:
-    run.at("before", lambda: [g.update(lr=0.0) for g in run.optimizer.param_groups])
-
-
-@fault("lr=0 at construction", NUMBERS, moments=("whole",))
-def _(run: Run) -> None:
-    run.options["lr"] = 0.0
-
-
-@fault("bfloat16 autocast on one rank", NUMBERS)
-def _(run: Run) -> None:
-    def loss(batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return cross_entropy(run.model(batch[0]), batch[1])
-
-    if run.culprit:
-        with_loss(run, loss)
+fault("a clock that runs back on one rank", NUMBERS, suits=budgeted)(
+    with_clock(lambda: -time.perf_counter())
+)
+fault("a clock that jumps by hours on one rank", NUMBERS, suits=budgeted)(
+    with_clock(lambda: time.perf_counter() + random.uniform(-1e4, 1e4))
+)
 
 
 # ------------------------------------------------------------------------------- passes
@@ -246,15 +227,18 @@ def _(run: Run) -> None:
 PASSES = "passes"
 
 
-@fault("a step without backward on all ranks", PASSES)
-def _(run: Run) -> None:
-    at_once(run, lambda: setattr(run, "trains", False), lambda: setattr(run, "trains", True))
+for _everywhere, _who in ((False, "one rank"), (True, "all ranks")):
 
+    def _trains_not(run: Run, everywhere: bool = _everywhere) -> None:
+        if everywhere or run.culprit:
+            run.replace(run, "trains", False)
 
-@fault("a step without backward on one rank", PASSES)
-def _(run: Run) -> None:
-    if run.culprit:
-        at_once(run, lambda: setattr(run, "trains", False), lambda: setattr(run, "trains", True))
+    def _skips(run: Run, everywhere: bool = _everywhere) -> None:
+        if everywhere or run.culprit:
+            run.on("model", lambda: run.replace(run.model, "skips", True))
+
+    fault(f"a step without backward on {_who}", PASSES)(_trains_not)
+    fault(f"a layer unused on {_who}", PASSES, expect="any" if _everywhere else "goes on")(_skips)
 
 
 @fault("forwards without gradients between steps", PASSES, expect="same")
@@ -270,26 +254,9 @@ def _(run: Run) -> None:
         run.at(point, look)
 
 
-@fault("zero_grad between forward and backward", PASSES, expect="same")
-def _(run: Run) -> None:
-    run.at("forward", run.zero_grad)
-
-
-def _skips(run: Run) -> None:
-    at_once(
-        run, lambda: setattr(run.model, "skips", True), lambda: setattr(run.model, "skips", False)
-    )
-
-
-@fault("a layer unused on one rank", PASSES)
-def _(run: Run) -> None:
-    if run.culprit:
-        _skips(run)
-
-
-@fault("a layer unused on all ranks", PASSES, expect="any")
-def _(run: Run) -> None:
-    _skips(run)
+fault("zero_grad between forward and backward", PASSES, expect="same")(
+    alone(lambda run: run.optimizer.zero_grad(), "forward", everywhere=True)
+)
 
 
 @fault("a child is forked in mid-run", PASSES, expect="same", moments=LATER)
@@ -298,22 +265,23 @@ def _(run: Run) -> None:
         pid = os.fork()
         if pid == 0:
             if run.workers == 1:
-                run.state()
+                run.optimizer.state_dict()
             os._exit(0)
         os.waitpid(pid, 0)
 
     run.at("before", go)
 
 
-@fault("GradScaler skips a step", PASSES, suits=lambda system: system.size == 1)
-def _(run: Run) -> None:
+def with_scaler(run: Run, told: bool) -> None:
+    """A GradScaler, with an overflow at the fault's step if the optimizer is told of it."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    run.options["grad_scaler"] = scaler
+    if told:
+        run.options["grad_scaler"] = scaler
 
     def take() -> None:
         run.optimizer.zero_grad()
         scaler.scale(run.loss(run.batch())).backward()
-        if run.step == run.moment:
+        if told and run.step == run.moment:
             run.model.first.weight.grad.fill_(float("inf"))  # type: ignore[union-attr]
         scaler.step(run.optimizer)
         scaler.update()
@@ -321,42 +289,59 @@ def _(run: Run) -> None:
     run.take = take  # type: ignore[method-assign]
 
 
+@fault("GradScaler skips a step", PASSES, suits=lambda system: system.size == 1)
+def _(run: Run) -> None:
+    with_scaler(run, told=True)
+
+
 @fault(
     "a GradScaler that the optimizer is not told of",
     PASSES,
-    moments=("whole",),
+    moments=WHOLE,
     suits=lambda system: system.size == 1 and system.kfac,
     expect="raises",
 )
 def _(run: Run) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-
-    def take() -> None:
-        run.optimizer.zero_grad()
-        scaler.scale(run.loss(run.batch())).backward()
-        scaler.step(run.optimizer)
-        scaler.update()
-
-    run.take = take  # type: ignore[method-assign]
+    with_scaler(run, told=False)
 
 
 # ------------------------------------------------------------------------------- solves
 
+SOLVES = "solves"
 ROUTINES = ("eigh", "cholesky_ex")
+Spoil = Callable[[Any], Any]
 
 
-def solving(run: Run, spoil: Callable[[Any], Any], everywhere: bool = False) -> None:
+def does_solve(system: System) -> bool:
+    """DHO2's small problems and the factors' decompositions; accelerators have theirs below."""
+    return not helped(system) or system.kfac
+
+
+def solving(run: Run, spoil: Spoil) -> None:
     """Put `spoil(native)(matrix)` in the place of what decomposes, at the fault's step.
 
     In DHO2 on the first rank, whose small matrix counts for all.
     """
-    if everywhere or (run.rank == 0 if run.system.kind is DHO2 else run.culprit):
+    if run.rank == 0 if run.system.kind is DHO2 else run.culprit:
         for name in ROUTINES:
             native = getattr(torch.linalg, name)
             run.replace(torch.linalg, name, spoil(native), 3 if threaded(run.system) else 1)
 
 
-def raising(error: BaseException) -> Callable[[Any], Any]:
+def changed(change: Callable[[Tensor], Tensor]) -> Spoil:
+    """Another result."""
+
+    def spoil(native: Any) -> Any:
+        def routine(matrix: Tensor, *rest: Any, **more: Any) -> Any:
+            found = native(matrix, *rest, **more)
+            return type(found)(change(p) if p.is_floating_point() else p for p in found)
+
+        return routine
+
+    return spoil
+
+
+def raising(error: BaseException) -> Spoil:
     def spoil(_: Any) -> Any:
         def routine(*_: Any, **__: Any) -> Any:
             raise error.with_traceback(None)
@@ -366,56 +351,56 @@ def raising(error: BaseException) -> Callable[[Any], Any]:
     return spoil
 
 
-def nan_solves(native: Any) -> Any:
-    def routine(matrix: Tensor, *rest: Any, **more: Any) -> Any:
-        found = native(matrix, *rest, **more)
-        return type(found)(p * float("nan") if p.is_floating_point() else p for p in found)
+def sleeping(seconds: float) -> Spoil:
+    """The first of them takes so long."""
 
-    return routine
+    def spoil(native: Any) -> Any:
+        left = [seconds]
 
+        def routine(*rest: Any, **more: Any) -> Any:
+            time.sleep(left.pop() if left else 0.0)
+            return native(*rest, **more)
 
-def _slow(native: Any) -> Any:
-    first = [True]
+        return routine
 
-    def routine(*rest: Any, **more: Any) -> Any:
-        if first.pop() if first else False:
-            time.sleep(1.5)
-        return native(*rest, **more)
-
-    return routine
+    return spoil
 
 
-def does_solve(system: System) -> bool:
-    """DHO2's small problems and the factors' decompositions; accelerators have theirs below."""
-    return not helped(system) or system.kfac
+nan_solves = changed(lambda t: t * float("nan"))
+TOLD: dict[str, Any] = {"expect": "told"}
+GARBAGE: dict[str, Any] = {"expect": "any", "poisons": True}  # nobody can tell; ranks stay together
 
-
-def _raises(error: BaseException, run: Run) -> None:
-    solving(run, raising(error))
-
-
+# What solves do on one rank, when, and what follows.
+SPOILT: dict[str, tuple[Spoil, tuple[str, ...], dict[str, Any]]] = {
+    "solves return NaN": (nan_solves, BEGINNINGS, TOLD),
+    "solves return zeros": (changed(torch.zeros_like), BEGINNINGS, GARBAGE),
+    "solves return noise": (
+        changed(lambda t: torch.full_like(t, 0.3).cumsum(-1).sin()),
+        BEGINNINGS,
+        GARBAGE,
+    ),
+    "a solve takes long": (sleeping(1.5), ("refresh",), {}),
+}
 for _error in (
     torch.linalg.LinAlgError("injected: failed to converge"),  # type: ignore[attr-defined]
-    KeyError("injected"),
     MemoryError("injected"),
-    torch.OutOfMemoryError("injected: CUDA out of memory"),
     SystemExit("injected"),
     KeyboardInterrupt("injected"),
 ):
-    _kind = type(_error).__name__
-    fault(
-        f"solves raise {_kind} on one rank",
-        SOLVES,
-        suits=does_solve,
-        moments=BEGINNINGS if isinstance(_error, Exception) else ("refresh",),
-        expect="told",
-        errors=() if isinstance(_error, Exception) else (_kind,),
-    )(partial(_raises, _error))
+    _kind, _usual = type(_error).__name__, isinstance(_error, Exception)
+    SPOILT[f"solves raise {_kind}"] = (
+        raising(_error),
+        BEGINNINGS if _usual else ("refresh",),
+        {**TOLD, "errors": () if _usual else (_kind,)},
+    )
+for _name, (_spoil, _moments, _rest) in SPOILT.items():
 
+    def _spoilt(run: Run, spoil: Spoil = _spoil) -> None:
+        solving(run, spoil)
 
-@fault("solves return NaN on one rank", SOLVES, suits=does_solve, moments=BEGINNINGS, expect="told")
-def _(run: Run) -> None:
-    solving(run, nan_solves)
+    fault(f"{_name} on one rank", SOLVES, suits=does_solve, moments=_moments, shards=True, **_rest)(
+        _spoilt
+    )
 
 
 @fault(
@@ -424,29 +409,11 @@ def _(run: Run) -> None:
     suits=does_solve,
     moments=BEGINNINGS,
     expect="told",
+    shards=True,
 )
 def _(run: Run) -> None:
     for name in ROUTINES:
         run.replace(torch.linalg, name, nan_solves(getattr(torch.linalg, name)), 100)
-
-
-@fault("a solve takes long on one rank", SOLVES, suits=does_solve, moments=("refresh",))
-def _(run: Run) -> None:
-    solving(run, _slow)
-
-
-@fault("a solve hangs while the script ends", SOLVES, suits=threaded, moments=("refresh",))
-def _(run: Run) -> None:
-    def hangs(_: Any) -> Any:
-        def routine(*_: Any, **__: Any) -> Any:
-            time.sleep(1000)
-
-        return routine
-
-    run.closes = False
-    run.options.update(max_staleness=None, deterministic=False)
-    for name in ROUTINES:
-        run.replace(torch.linalg, name, hangs(None), 100)
 
 
 @fault("no thread can be started", SOLVES, suits=threaded, moments=("first",), expect="any")
@@ -458,52 +425,35 @@ def _(run: Run) -> None:
         run.replace(threading.Thread, "start", start)
 
 
-@fault(
-    "the eigenvectors of one rank are NaN",
-    SOLVES,
-    suits=newton,
-    moments=("refresh",),
-    expect="told",
-)
-def _(run: Run) -> None:
+def with_pairs(run: Run, change: Callable[[Any], Any]) -> None:
+    """Other eigenpairs of the refresh."""
     native = eigenpairs.extreme_pairs  # type: ignore[attr-defined]
+    run.replace(eigenpairs, "extreme_pairs", lambda *rest, **more: change(native(*rest, **more)))
 
-    def pairs(*rest: Any, **more: Any) -> Any:
-        found = native(*rest, **more)
+
+@fault("the eigenvectors of one rank are NaN", SOLVES, suits=newton, moments=("refresh",), **TOLD)
+def _(run: Run) -> None:
+    def spoilt(found: Any) -> Any:
         vectors = found.vectors
-
-        def spoilt() -> Tensor:
-            rows: Tensor = vectors()
-            return rows * float("nan")
-
-        object.__setattr__(found, "vectors", spoilt)
+        object.__setattr__(found, "vectors", lambda: vectors() * float("nan"))
         return found
 
     if run.culprit:
-        run.replace(eigenpairs, "extreme_pairs", pairs)
+        with_pairs(run, spoilt)
 
 
 @fault(
-    "eigh returns NaN once, on one rank", SOLVES, suits=newton, moments=("refresh",), expect="told"
+    "the eigenvalues are a millionth of what they are", SOLVES, suits=newton, moments=("refresh",)
 )
 def _(run: Run) -> None:
-    solving(run, nan_solves)
+    """Newton steps are a million times as long as they have to be: the region shortens them."""
+    run.options["newton_scale"] = 1.0
+    with_pairs(run, lambda found: dataclasses.replace(found, values=1e-6 * found.values))
 
 
 # ---------------------------------------------------------------------------- curvature closures
 
 CLOSURES = "curvature closures"
-
-
-def curved(run: Run, loss: Callable[[], Any], everywhere: bool = False) -> None:
-    """Another curvature loss at the fault's step."""
-    if run.culprit or everywhere:
-        usual = run.curvature_loss
-        at_once(
-            run,
-            lambda: setattr(run, "curvature_loss", loss),
-            lambda: setattr(run, "curvature_loss", usual),
-        )
 
 
 def _raise(_: Run) -> Any:
@@ -513,24 +463,22 @@ def _raise(_: Run) -> Any:
 LOSSES: dict[str, tuple[str, Callable[[Run], Any]]] = {
     "raises": ("raises", _raise),
     "returns NaN": ("told", lambda run: run.loss(run.batch()) * float("nan")),
-    "returns inf": ("told", lambda run: run.loss(run.batch()) * float("inf")),
     "returns None": ("raises", lambda run: None),
     "returns a number": ("raises", lambda run: 1.0),
-    "returns a vector": ("raises", lambda run: run.model(run.batch()[0])[:, 0]),
     "returns a constant tensor": ("raises", lambda run: torch.tensor(1.0)),
     "calls backward": ("raises", lambda run: run.loss(run.batch()).backward()),
     "has no examples": ("any", lambda run: (run.loss(run.batch()), 0)),
     "counts -3 examples": ("raises", lambda run: (run.loss(run.batch()), -3)),
 }
 
-
-def _curves(loss: Callable[[Run], Any], run: Run) -> None:
-    curved(run, lambda: loss(run))
-
-
 for _name, (_expect, _loss) in LOSSES.items():
+
+    def _curves(run: Run, loss: Callable[[Run], Any] = _loss) -> None:
+        if run.culprit:
+            run.replace(run, "curvature_loss", lambda: loss(run))
+
     fault(f"{_name} on one rank", CLOSURES, suits=newton, moments=("refresh",), expect=_expect)(
-        partial(_curves, _loss)
+        _curves
     )
 
 

@@ -10,7 +10,6 @@ import copy
 import json
 import math
 import os
-import signal
 import sys
 import time
 import traceback
@@ -36,6 +35,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]
 
 EXAMPLES, FEATURES, CLASSES = 12, 6, 3
 PATIENCE = 2.0  # seconds without a sign of life after which a helper is given up
+LATER = {"first": 0, "refresh": 3, "between": 4}
 
 
 class Injected(Exception):  # noqa: N818 - the fault itself, not an error of ours
@@ -44,15 +44,9 @@ class Injected(Exception):  # noqa: N818 - the fault itself, not an error of our
 
 @dataclass(frozen=True)
 class System:
-    """An optimizer, with how many processes it has and what they do.
+    """An optimizer, with how many processes it has, `helpers` among them, and what they do.
 
     Attributes:
-        name: In the table.
-        kind: Of the optimizer.
-        size: Processes.
-        options: Of the optimizer.
-        helpers: How many of the processes help.
-        steps: Of a training.
         moments: The steps at which faults come, by name.
         exact: Whether two runs end with equal parameters.
         sharded: Whether fully_shard (FSDP2) has cut the model into rows.
@@ -64,7 +58,7 @@ class System:
     options: dict[str, Any]
     helpers: int = 0
     steps: int = 7
-    moments: dict[str, int] = field(default_factory=dict)
+    moments: dict[str, int] = field(default_factory=lambda: LATER)
     exact: bool = True
     sharded: bool = False
 
@@ -79,78 +73,46 @@ class System:
         return self.kind in (KAISA, DPKFAC, DistKFAC)
 
 
-KFAC: dict[str, Any] = {
-    "lr": 0.05,
-    "momentum": 0.9,
-    "damping": 1.0,
-    "factor_update_steps": 1,
-    "inv_update_steps": 3,
-}
-LATER = {"first": 0, "refresh": 3, "between": 4}
-REPEATED = {"max_staleness": 1, "deterministic": True, "inverse_threads": 1}
-FOSI: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "largest": 2, "smallest": 1}
+SGD = {"lr": 0.05, "momentum": 0.9}
+KFAC: dict[str, Any] = {**SGD, "damping": 1.0, "factor_update_steps": 1, "inv_update_steps": 3}
+INVERSE = {**KFAC, "solver": "inverse"}
+ONE = {**KFAC, "grad_worker_fraction": 0.0, "factor_exchange": "reduce"}
+HALF = {**KFAC, "grad_worker_fraction": 0.5, "colocate_factors": False}
+PIPELINED = {**KFAC, "factor_exchange": "pipelined", "debug": 2}
+TRACE = {**KFAC, "refresh": "trace", "trace_bounds": (1e-9, 0.0), "debug": 1}
+REPEATED = {**KFAC, "max_staleness": 1, "deterministic": True, "inverse_threads": 1}
+STATS = {**KFAC, "stats_workers": 1, "helper_timeout": PATIENCE}
+
+FOSI: dict[str, Any] = {**SGD, "largest": 2, "smallest": 1}
 NEWTON = {**FOSI, "warmup_steps": 1, "curvature_interval": 3}
-NEWTON_MOMENTS = {"first": 1, "refresh": 4, "between": 5}
-FULL = {**NEWTON, "preset": "full-batch"}
+COLUMN, FULL = {**NEWTON, "layout": "column"}, {**NEWTON, "preset": "full-batch"}
 BY_BUDGET = {**FOSI, "warmup_steps": 1, "overhead": 10.0}
-BUDGET_MOMENTS = {"first": 1, "refresh": 1, "between": 12}  # later ones come by the clock
 EPOCHS = {**FOSI, "epoch_steps": 3, "final_update": "additive", "helper_timeout": PATIENCE}
 WITHIN = {**EPOCHS, "final_update": "within", "warmup_steps": 2}
+MOMENTS = {"first": 1, "refresh": 4, "between": 5}
+BUDGET_MOMENTS = {"first": 1, "refresh": 1, "between": 12}  # later ones come by the clock
 
 SYSTEMS = [
-    System("KAISA 1", KAISA, 1, KFAC, moments=LATER),
-    System("KAISA 2, all", KAISA, 2, {**KFAC, "solver": "inverse"}, moments=LATER),
-    System(
-        "KAISA 2, one",
-        KAISA,
-        2,
-        {**KFAC, "grad_worker_fraction": 0.0, "factor_exchange": "reduce"},
-        moments=LATER,
-    ),
-    System(
-        "KAISA 4, half",
-        KAISA,
-        4,
-        {**KFAC, "grad_worker_fraction": 0.5, "colocate_factors": False},
-        moments=LATER,
-    ),
-    System("KAISA 2, sharded", KAISA, 2, KFAC, moments=LATER, sharded=True),
-    System("DPKFAC 1", DPKFAC, 1, KFAC, moments=LATER),
-    System("DPKFAC 2", DPKFAC, 2, KFAC, moments=LATER),
-    System("DistKFAC 1", DistKFAC, 1, KFAC, moments=LATER, exact=False),
-    System("DistKFAC 2", DistKFAC, 2, {**KFAC, **REPEATED}, moments=LATER),
-    System(
-        "DistKFAC 2+1",
-        DistKFAC,
-        3,
-        {**KFAC, "stats_workers": 1, "helper_timeout": PATIENCE},
-        helpers=1,
-        steps=12,
-        moments={"first": 0, "refresh": 3, "between": 4},
-        exact=False,
-    ),
-    System("DHO2 1", DHO2, 1, NEWTON, moments=NEWTON_MOMENTS),
-    System("DHO2 2, row", DHO2, 2, NEWTON, moments=NEWTON_MOMENTS),
-    System("DHO2 2, column", DHO2, 2, {**NEWTON, "layout": "column"}, moments=NEWTON_MOMENTS),
-    System("DHO2 1, full-batch", DHO2, 1, FULL, moments=NEWTON_MOMENTS),
+    System("KAISA 1", KAISA, 1, KFAC),
+    System("KAISA 2, all", KAISA, 2, INVERSE),
+    System("KAISA 2, one", KAISA, 2, ONE),
+    System("KAISA 4, half", KAISA, 4, HALF),
+    System("KAISA 2, sharded", KAISA, 2, KFAC, sharded=True),
+    System("DPKFAC 1", DPKFAC, 1, KFAC),
+    System("DPKFAC 2", DPKFAC, 2, KFAC),
+    System("DistKFAC 1", DistKFAC, 1, KFAC, exact=False),
+    System("DistKFAC 2", DistKFAC, 2, REPEATED),
+    System("DistKFAC 2+1", DistKFAC, 3, STATS, helpers=1, steps=12, exact=False),
+    System("DHO2 1", DHO2, 1, NEWTON, moments=MOMENTS),
+    System("DHO2 2, row", DHO2, 2, NEWTON, moments=MOMENTS),
+    System("DHO2 2, column", DHO2, 2, COLUMN, moments=MOMENTS),
+    System("DHO2 1, full-batch", DHO2, 1, FULL, moments=MOMENTS),
     System("DHO2 2, auto", DHO2, 2, BY_BUDGET, steps=14, moments=BUDGET_MOMENTS, exact=False),
-    System("MRDHO2 1+1", MRDHO2, 2, EPOCHS, helpers=1, steps=9, moments=LATER),
-    System("MRDHO2 2+1", MRDHO2, 3, EPOCHS, helpers=1, steps=9, moments=LATER),
-    System("MRDHO2 2+1, within", MRDHO2, 3, WITHIN, helpers=1, steps=11, moments=LATER),
-    System(
-        "KAISA 2, pipelined",
-        KAISA,
-        2,
-        {**KFAC, "factor_exchange": "pipelined", "debug": 2},
-        moments=LATER,
-    ),
-    System(
-        "DPKFAC 2, by trace",
-        DPKFAC,
-        2,
-        {**KFAC, "refresh": "trace", "trace_bounds": (1e-9, 0.0), "debug": 1},
-        moments=LATER,
-    ),
+    System("MRDHO2 1+1", MRDHO2, 2, EPOCHS, helpers=1, steps=9),
+    System("MRDHO2 2+1", MRDHO2, 3, EPOCHS, helpers=1, steps=9),
+    System("MRDHO2 2+1, within", MRDHO2, 3, WITHIN, helpers=1, steps=11),
+    System("KAISA 2, pipelined", KAISA, 2, PIPELINED),
+    System("DPKFAC 2, by trace", DPKFAC, 2, TRACE),
 ]
 
 
@@ -188,17 +150,9 @@ class Run:
     """One process of a training.
 
     Attributes:
-        system: The optimizer.
-        rank: This process.
         step: The step it is at; -1 before the first.
-        model: Once there is one.
-        optimizer: Once there is one.
-        options: Of the optimizer.
         moment: The step at which the fault comes.
-        first_step: Where training begins.
-        width: Of the network.
         phase: 0, or 1 after a restart.
-        directory: For files.
         notes: What the fault has seen.
         caught: Errors that the fault has caught, as `described`.
         helps: Whether this process is a helper.
@@ -221,8 +175,6 @@ class Run:
         self.points: dict[str, list[Callable[[], None]]] = defaultdict(list)
         self.batches = batches()
 
-    # --------------------------------------------------------------------- what faults work with
-
     @property
     def culprit(self) -> bool:
         """Whether this is the one worker that a fault befalls."""
@@ -242,14 +194,7 @@ class Run:
         self.on(point, function, self.moment)
 
     def replace(self, owner: Any, name: str, value: Any, steps: int = 1) -> None:
-        """Put something in the place of an attribute, from the fault's moment on, for some steps.
-
-        Args:
-            owner: Whose attribute.
-            name: Of the attribute.
-            value: To put there.
-            steps: After so many the old one comes back.
-        """
+        """Put something in the place of an attribute, from the fault's moment on."""
         old = getattr(owner, name)
         self.on("before", lambda: setattr(owner, name, value), self.moment)
         self.on("stepped", lambda: setattr(owner, name, old), self.moment + steps - 1)
@@ -265,31 +210,16 @@ class Run:
     def catch(self, error: BaseException) -> None:
         self.caught.append(described(error))
 
-    def signal(self, number: int, pid: int | None = None) -> None:
-        """Send a signal, and put down that it was meant."""
-        if pid is None:
-            (self.directory / f"signal.{self.phase}.{self.rank}").write_text(str(int(number)))
-        os.kill(os.getpid() if pid is None else pid, number)
-
-    def close(self) -> None:
-        """Close the optimizer that there is then."""
-        self.optimizer.close()
-
-    def zero_grad(self) -> None:
-        self.optimizer.zero_grad()
-
-    def state(self) -> None:
-        """Ask for the state, as whoever saves does, and drop it."""
-        self.optimizer.state_dict()
+    def signal(self, number: int) -> None:
+        """Send oneself a signal, and put down that it was meant."""
+        (self.directory / f"signal.{self.phase}.{self.rank}").write_text(str(int(number)))
+        os.kill(os.getpid(), number)
 
     def saved(self) -> dict[str, Any]:
         """The optimizer's state, all of it; a collective."""
-        if self.optimizer is not None and hasattr(self.optimizer, "consolidate"):
-            self.optimizer.consolidate(to=None)
+        self.optimizer.consolidate(to=None)
         state: dict[str, Any] = copy.deepcopy(self.optimizer.state_dict())
         return state
-
-    # ------------------------------------------------------------------------- what it goes through
 
     def batch(self) -> Batch:
         """This process's share."""
@@ -419,12 +349,7 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 def perform(run: Run, join: Callable[[], None]) -> None:
-    """Go through a training, and write down how it ended.
-
-    Args:
-        run: This process.
-        join: Makes the process group.
-    """
+    """Go through a training, in the group that `join` makes, and write down how it ended."""
     report: dict[str, Any] = {"status": "done", "warnings": []}
 
     def shown(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
@@ -446,23 +371,6 @@ def perform(run: Run, join: Callable[[], None]) -> None:
     part.write_text(json.dumps(report))
     part.rename(run.directory / f"report.{run.phase}.{run.rank}")
     sys.stdout.flush()
-
-
-def killed(run: Run) -> None:
-    """End this process as nothing else does."""
-    run.signal(signal.SIGKILL)
-
-
-def stopped(run: Run, seconds: float) -> None:
-    """Stop this process for a while."""
-    here = os.getpid()
-    child = os.fork()
-    if child == 0:
-        time.sleep(seconds)
-        os.kill(here, signal.SIGCONT)
-        os._exit(0)
-    os.kill(here, signal.SIGSTOP)
-    os.waitpid(child, 0)
 
 
 def is_close(a: Sequence[float], b: Sequence[float]) -> bool:

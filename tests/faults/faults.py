@@ -30,25 +30,21 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 import fault_checkpoints  # noqa: F401 - adds to the faults
-import fault_features  # noqa: F401 - adds to the faults
-import fault_helpers  # noqa: F401 - adds to the faults
 import fault_ranks  # noqa: F401 - adds to the faults
 from fault_kinds import FAULTS, Fault
 from fault_scenes import SYSTEMS, Run, System, is_close, perform
 
 Found: TypeAlias = dict[str, Any]  # a `Result`, as JSON has it
 
-VERDICTS = ("clean", "hung", "parted", "lost", "unclear")
 DEADLINE = 30.0  # seconds for a phase; the longest wait of ours in it is the group's timeout
 GROUP_TIMEOUT = 8.0
 BEGIN, END = "<!-- faults: begin -->", "<!-- faults: end -->"
@@ -68,20 +64,12 @@ class Case:
         """For ``--only``."""
         return f"{self.system.name} / {self.fault.group} / {self.fault.name} / {self.moment}"
 
-    @property
-    def step(self) -> int:
-        """The step at which the fault comes."""
-        return self.system.moments.get(self.moment, 0)
-
 
 @dataclass
 class Result:
-    """What became of a case.
+    """What became of a case, with why if it is not clean.
 
-    Attributes:
-        verdict: One of ``VERDICTS``.
-        detail: Why, if it is not clean.
-        ended: "goes on", "is told" or "ends by an error".
+    `ended` is "goes on", "is told" or "ends by an error".
     """
 
     system: str
@@ -96,14 +84,7 @@ class Result:
 
 @dataclass
 class Rank:
-    """A process, and what it left.
-
-    Attributes:
-        status: As of ``waitpid``; None while it runs.
-        report: What it wrote; None if it did not.
-        sent: The signal that it has sent itself.
-        output: What it printed.
-    """
+    """A process, and what it left: `sent` is the signal that it has sent itself."""
 
     pid: int
     status: int | None = None
@@ -113,47 +94,20 @@ class Rank:
     killed: bool = False
 
 
-# ------------------------------------------------------------------------------------- processes
-
-
 class Child(BaseException):
     """Leaves the parent's stack, in a child: its process is to end as a script does."""
 
-    def __init__(self, run: Run, port: int, name: str) -> None:
-        self.run, self.port, self.name = run, port, name
+    def __init__(self, run: Run) -> None:
+        self.run = run
 
 
-def host_store() -> tuple[int, int]:
-    """A process that holds the store at which groups meet: its port, and what to close to end it.
-
-    This process must have no threads, since it forks.
-    """
-    port_read, port_write = os.pipe()
-    life_read, life_write = os.pipe()
-    if os.fork() == 0:
-        os.close(life_write)
-        os.setsid()
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(port_write, str(store.port).encode())
-        os.close(port_write)
-        os.read(life_read, 1)  # until the parent has gone
-        os._exit(0)
-    os.close(port_write)
-    os.close(life_read)
-    port = int(os.read(port_read, 16))
-    os.close(port_read)
-    return port, life_write
-
-
-def go(child: Child) -> None:
+def go(run: Run) -> None:
     """What a rank does."""
-    run = child.run
 
     def join() -> None:
-        store = TCPStore("127.0.0.1", child.port, is_master=False, wait_for_workers=False)
         dist.init_process_group(
             "gloo",
-            store=PrefixStore(f"{child.name}.{run.phase}", store),
+            init_method=f"file://{run.directory}/store.{run.phase}",
             rank=run.rank,
             world_size=run.size,
             timeout=timedelta(seconds=GROUP_TIMEOUT),
@@ -165,8 +119,8 @@ def go(child: Child) -> None:
 class Running:
     """A case under way."""
 
-    def __init__(self, case: Case, port: int, life: int) -> None:
-        self.case, self._port, self._life = case, port, life
+    def __init__(self, case: Case) -> None:
+        self.case = case
         self.directory = Path(tempfile.mkdtemp(prefix="fault"))
         self.phases: list[list[Rank]] = []
         self._begun = time.monotonic()
@@ -187,13 +141,13 @@ class Running:
         os.setsid()
         # A shell has jobs in the background ignore it, and so would whatever they start.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        os.close(self._life)
         output = os.open(self.directory / f"out.{phase}.{rank}", os.O_CREAT | os.O_WRONLY)
         for stream in 1, 2:
             os.dup2(output, stream)
-        run = Run(case.system, rank, size, case.step, phase, self.directory)
+        step = case.system.moments.get(case.moment, 0)
+        run = Run(case.system, rank, size, step, phase, self.directory)
         case.fault.install(run)
-        raise Child(run, self._port, self.directory.name)
+        raise Child(run)
 
     def poll(self) -> Result | None:
         """What became of it, once it has."""
@@ -234,25 +188,21 @@ class Running:
         verdict, detail, ended = judge(case, self.phases, references.get(case.system.name))
         if case.fault is PLAIN and verdict == "clean":
             references[case.system.name] = [r.report or {} for r in self.phases[-1]]
-        if verdict != "clean" and keep:
-            print(f"    kept: {self.directory}")
-        else:
+        if verdict == "clean":
             shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            print(f"    kept: {self.directory}")
         seconds = round(time.monotonic() - self._begun, 2)
         names = case.system.name, case.fault.name, case.fault.group, case.moment
         return Result(*names, verdict, detail, ended, seconds)
 
 
 references: dict[str, list[dict[str, Any]]] = {}
-keep = False
 
 
 def _is_stopped(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "T"
-
-
-# ----------------------------------------------------------------------------------------- judge
 
 
 def judge(
@@ -301,17 +251,16 @@ def unclear_end(rank: Rank, fault: Fault) -> str:
             return f"died of {signal.Signals(number).name}, which nobody sent: {tail}"
         return ""
     if rank.report is None:
-        return "" if fault.exits else f"ended without a word: {rank.output.strip()[-300:]}"
-    if os.WEXITSTATUS(rank.status) and not fault.exits:
+        return f"ended without a word: {rank.output.strip()[-300:]}"
+    if os.WEXITSTATUS(rank.status):
         return f"exit status {os.WEXITSTATUS(rank.status)}: {rank.output.strip()[-300:]}"
+    for complaint in ("terminate called", "Exception ignored"):
+        if complaint in rank.output:
+            return f"{complaint}: {rank.output.strip()[-300:]}"
     errors = [*rank.report["caught"]]
     if rank.report["status"] == "raised":
         errors.append(rank.report["error"])
-    for error in errors:
-        problem = unclear(error, fault)
-        if problem:
-            return problem
-    return ""
+    return next(filter(None, (unclear(error, fault) for error in errors)), "")
 
 
 def unclear(error: dict[str, Any], fault: Fault) -> str:
@@ -362,64 +311,41 @@ def silently_wrong(
     return ""
 
 
-# ----------------------------------------------------------------------------------------- table
-
-
-@dataclass
-class Row:
-    """Of a group of faults."""
-
-    faults: set[str] = field(default_factory=set)
-    ends: Counter[str] = field(default_factory=Counter)
-    verdicts: Counter[str] = field(default_factory=Counter)
-
-
 def table(results: Sequence[Found]) -> str:
     """A table in Markdown, by kind of fault."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, list[Found]] = {}
     for result in results:
-        for name in (result["group"], "together"):
-            row = rows.setdefault(name, Row())
-            row.faults.add(result["fault"])
-            if result["verdict"] == "clean":
-                row.ends[result["ended"]] += 1
-            row.verdicts[result["verdict"]] += 1
-    rows["together"] = rows.pop("together")
-    ends = ("goes on", "is told", "ends by an error")
+        rows.setdefault(result["group"], []).append(result)
+    rows["together"] = list(results)
     lines = [
         "| faults | kinds | cases | goes on | goes on, and says so | "
         "ends by a clear error | wrong |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        total = sum(row.verdicts.values())
-        counts = [row.ends[e] for e in ends] + [sum(row.verdicts[v] for v in VERDICTS[1:])]
-        lines.append(f"| {name} | {len(row.faults)} | {total} | {' | '.join(map(str, counts))} |")
+        clean = Counter(result["ended"] for result in row if result["verdict"] == "clean")
+        counts = [clean[end] for end in ("goes on", "is told", "ends by an error")]
+        counts = [len({result["fault"] for result in row}), len(row), *counts]
+        cells = map(str, [*counts, len(row) - clean.total()])
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def write_table(page: Path, results: Sequence[Found]) -> None:
     """Put the tables between the marks of a page."""
-    text = page.read_text()
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{after}")
-
-
-# ------------------------------------------------------------------------------------------ main
+    before, rest = page.read_text().split(BEGIN)
+    page.write_text(f"{before}{BEGIN}\n{table(results)}\n{END}{rest.split(END)[1]}")
 
 
 def cases(pattern: str, every: bool) -> list[Case]:
     """All of them whose names a pattern matches, in the order of systems.
 
-    Args:
-        pattern: A regular expression.
-        every: A fault with all the systems that it suits, at all its moments; else with one of
-            three systems and at one moment, which take turns.
+    Without `every` a fault comes with one of three systems that it suits, and at one of its
+    moments, which take turns.
     """
     found = []
     for j, fault in enumerate(FAULTS):
-        suited = [s for s in SYSTEMS if fault.suits(s) and (fault.on_shards or not s.sharded)]
+        suited = [s for s in SYSTEMS if fault.suits(s) and (fault.shards or not s.sharded)]
         for i, system in enumerate(suited):
             if every:
                 found += [Case(system, fault, moment) for moment in fault.moments]
@@ -431,7 +357,6 @@ def cases(pattern: str, every: bool) -> list[Case]:
 
 def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
     """One result for each case; a plain training of each system comes first."""
-    port, life = host_store()
     todo = [Case(s, PLAIN, "whole") for s in SYSTEMS if any(c.system is s for c in chosen)]
     results: list[Result] = []
     for wave in (todo, list(chosen)):
@@ -439,7 +364,7 @@ def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
         running: list[Running] = []
         while wave or running:
             while wave and len(running) < jobs:
-                running.append(Running(wave.pop(), port, life))
+                running.append(Running(wave.pop()))
             time.sleep(0.01)
             for run in list(running):
                 result = run.poll()
@@ -447,16 +372,7 @@ def perform_all(chosen: Sequence[Case], jobs: int) -> list[Result]:
                     running.remove(run)
                     results.append(result)
                     _tell(result)
-    os.close(life)
     return results
-
-
-def updated(old: Sequence[Found], new: Sequence[Found]) -> list[Found]:
-    """New results and those of other cases, in the order of systems."""
-    keys = ("system", "group", "fault", "moment")
-    by_case = {tuple(r[k] for k in keys): r for r in (*old, *new)}
-    order = {system.name: i for i, system in enumerate(SYSTEMS)}
-    return sorted(by_case.values(), key=lambda r: order[r["system"]])
 
 
 def _tell(result: Result) -> None:
@@ -473,35 +389,24 @@ def main() -> int:
     parser.add_argument("--every", action="store_true", help="all systems at all moments")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--update", action="store_true", help="keep there what is of other cases")
     parser.add_argument("--page", type=Path, help="the page to put the table into")
-    parser.add_argument("--keep", action="store_true", help="keep the files of what is not clean")
     parser.add_argument("--list", action="store_true", help="list the cases")
     arguments = parser.parse_args()
     chosen = cases(arguments.only, arguments.every)
     if arguments.list:
         print("\n".join(case.name for case in chosen), f"\n{len(chosen)} cases")
         return 0
-    global keep  # noqa: PLW0603
-    keep = arguments.keep
     begun = time.monotonic()
     results = [r for r in perform_all(chosen, arguments.jobs) if r.fault != PLAIN.name or r.detail]
     counts = Counter(result.verdict for result in results)
     print(f"{len(results)} cases, {time.monotonic() - begun:.0f} s:", dict(counts))
     found = [asdict(result) for result in results]
     if arguments.json:
-        if arguments.update and arguments.json.exists():
-            found = updated(json.loads(arguments.json.read_text())["results"], found)
         about = {"machine": platform.machine(), "torch": torch.__version__}
         arguments.json.write_text(json.dumps({**about, "results": found}, indent=1) + "\n")
     if arguments.page:
         write_table(arguments.page, found)
     return int(any(result.verdict != "clean" for result in results))
-
-
-def end_as_a_script() -> NoReturn:
-    """By the way of threads, hooks of exit and destructors."""
-    sys.exit(0)
 
 
 if __name__ == "__main__":
@@ -517,5 +422,5 @@ if __name__ == "__main__":
         child.__traceback__ = None
     if child is None:
         sys.exit(status)
-    go(child)
-    end_as_a_script()
+    go(child.run)
+    sys.exit(0)  # by the way of threads, hooks of exit and destructors

@@ -8,14 +8,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import same
-from pairs import BATCHES, closure_of, network
-from pairs import take as take_step
 from ranks import agreed
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from second_order import DHO2
-from second_order.lanczos import eigenpairs
 
 if TYPE_CHECKING:
     from pool import World
@@ -33,13 +30,6 @@ def trained(steps: int = 40) -> tuple[nn.Module, Any]:
         cross_entropy(model(x), y).backward()
         optimizer.step()
     return model, lambda: cross_entropy(model(x), y)
-
-
-def test_differences_in_float32_find_the_exact_eigenvalues() -> None:
-    model, loss = trained()
-    exact = eigenpairs(loss, model, largest=3, tol=1e-4)
-    near = eigenpairs(loss, model, largest=3, tol=1e-3, hvp="differences")
-    torch.testing.assert_close(near.eigenvalues, exact.eigenvalues, rtol=1e-2, atol=0)
 
 
 def test_a_step_under_autocast_is_the_step_without() -> None:
@@ -75,32 +65,6 @@ def test_a_warm_start_sees_curvature_outside_the_old_span() -> None:
     torch.testing.assert_close(optimizer.curvature.eigenvalues, expected, rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "products"),
-    [
-        ({}, [48, 24, 24]),
-        ({"warm_start": False}, [48, 48, 48]),
-        ({"smallest": 1}, [52, 52, 52]),
-        ({"lanczos_iterations": 30}, [30, 30, 30]),
-        ({"largest": 7}, [28, 20, 20]),
-        ({"largest": 3}, [12, 12, 12]),
-    ],
-    ids=["default", "cold", "smallest", "given", "no fewer than 20", "few"],
-)
-def test_a_warm_start_takes_half_of_the_products(
-    options: dict[str, Any], products: list[int]
-) -> None:
-    model = network()
-    often = {"warmup_steps": 0, "curvature_interval": 1, "lanczos_tol": 0.0, "largest": 12}
-    closure = closure_of(model)
-    optimizer = DHO2(model, lr=0.1, curvature_closure=closure, **{**often, **options})
-    found = []
-    for batch in BATCHES[:3]:
-        take_step(model, optimizer, batch)
-        found.append(optimizer.curvature.products)
-    assert found == products
-
-
 def few_unknowns(rank: int, world_size: int, layout: str, count: int) -> list[Tensor]:
     w = nn.Parameter(torch.full((count,), 2.0, dtype=torch.float64))
     optimizer = DHO2(
@@ -121,19 +85,6 @@ def test_a_process_may_have_no_rows(world: World, layout: str) -> None:
     together = agreed(world.run(few_unknowns, 2, layout, 1))
     for p, q in zip(together, alone, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (lambda: [torch.ones(2, requires_grad=True) * 2], "give the leaves"),
-        (lambda: [torch.ones(2, dtype=torch.complex64, requires_grad=True)], "no real Hessian"),
-        (lambda: [torch.ones(2)], "no parameter that requires a gradient"),
-    ],
-)
-def test_what_has_no_hessian_is_refused(given: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        eigenpairs(lambda: torch.zeros(()), given(), largest=1)
 
 
 def test_a_loss_from_before_the_last_step_is_told_from_others() -> None:

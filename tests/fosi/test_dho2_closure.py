@@ -4,74 +4,38 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from contract import same
-from pairs import BATCHES, CASE, CURVED, QUICK, alike, closure_of, dho2, go, vector
-from ranks import assert_same_trajectory
+from pairs import BATCHES, CASE, CURVED, QUICK, closure_of, dho2, go, vector
 from reference import cross_entropy
+from states import alike
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from second_order import CurvatureError, SecondOrderWarning
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def test_the_closure_is_given_in_three_ways() -> None:
     trajectories = []
     for how in ("constructor", "assignment", "step", "step before own"):
         model = CASE.model()
-        good = closure_of(model)
-        bad = closure_of(model, CASE.batch(5, seed=1))
+        good, bad = closure_of(model), closure_of(model, CASE.batch(5, seed=1))
         own = {"constructor": good, "step before own": bad}.get(how)
         optimizer = dho2(model, curvature_closure=own, momentum=0.9, **QUICK)
         if how == "assignment":
             optimizer.curvature_closure = good
         given = {"curvature_closure": good} if how.startswith("step") else {}
-        trajectory = []
+        trajectories.append([])
         for x, y in BATCHES:
-
-            def closure(
-                x: Tensor = x, y: Tensor = y, model: Any = model, opt: Any = optimizer
-            ) -> Any:
-                opt.zero_grad()
-                loss = cross_entropy(model(x), y)
-                loss.backward()
-                return loss
-
-            assert optimizer.step(closure, **given).detach() > 0.0
-            trajectory.append(vector(model))
-        trajectories.append(trajectory)
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step(**given)
+            trajectories[-1].append(vector(model))
     for trajectory in trajectories[1:]:
         assert same(trajectory, trajectories[0])
-
-
-def test_micro_batches_weigh_by_their_examples_however_products_are_made() -> None:
-    x, y = CURVED
-
-    def closures(model: nn.Module, *cuts: int) -> list[Callable[[], Any]]:
-        def one(a: int, b: int) -> Callable[[], Any]:
-            return lambda: (cross_entropy(model(x[a:b]), y[a:b]), b - a)
-
-        return [one(a, b) for a, b in zip((0, *cuts), (*cuts, len(x)), strict=True)]
-
-    model = CASE.model()
-    expected = go(model, dho2(model), BATCHES)
-    for hvp, cuts, rtol in (
-        ("auto", (), 1e-9),
-        ("auto", (4, 11), 1e-9),
-        ("retained", (4, 11), 1e-9),
-        ("recomputed", (), 1e-9),
-        ("differences", (7,), 1e-4),
-    ):
-        model = CASE.model()
-        options = {} if rtol < 1e-4 else {"lanczos_tol": 1e-6, "lanczos_iterations": 40}
-        optimizer = dho2(model, curvature_closure=closures(model, *cuts), hvp=hvp, **options)
-        assert_same_trajectory(go(model, optimizer, BATCHES), expected, rtol, (hvp, cuts))
 
 
 class Once(torch.autograd.Function):

@@ -40,11 +40,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from second_order import DHO2, CurvatureError, SecondOrderError, SecondOrderWarning
+from second_order import DHO2, CurvatureError, SecondOrderWarning
 from second_order.lanczos import spectrum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from pool import World
 
@@ -344,51 +344,6 @@ def test_each_process_keeps_its_share(world: World, world_size: int) -> None:
 
 
 # What is refused.
-
-
-def refusals(rank: int, world_size: int) -> list[str]:
-    found = []
-
-    def refused(function: Callable[[], Any]) -> None:
-        try:
-            function()
-        except (ValueError, SecondOrderError) as error:
-            found.append(f"{type(error).__name__}: {error}")
-        else:
-            found.append("nothing")
-
-    for layout in LAYOUTS:
-        model = network()
-        optimizer = spread(model, rank, world_size, layout=layout, momentum=0.9)
-        batches = shards(BATCHES, rank, world_size)
-        go(model, optimizer, batches[:4])
-        refused(optimizer.state_dict)
-        refused(lambda optimizer=optimizer: optimizer.consolidate(to=2))  # type: ignore[misc]
-        optimizer.consolidate(to=1)
-        with warnings.catch_warnings(record=True) as messages:
-            warnings.simplefilter("always", SecondOrderWarning)
-            optimizer.state_dict()
-        found.append(str([str(w.message) for w in messages]))
-        take(model, optimizer, batches[4])
-        refused(optimizer.state_dict)  # what was collected is of the step before
-    refused(lambda: spread(network(), rank, world_size, base=torch.optim.Adafactor))
-    scaler = torch.amp.GradScaler("cpu")
-    refused(lambda: spread(network(), rank, world_size, grad_scaler=scaler))
-    return found
-
-
-def test_what_would_go_wrong_is_refused_with_the_remedy(world: World) -> None:
-    for rank, found in enumerate(world.run(refusals, 2)):
-        for first, to, partial, again in (found[:4], found[4:8]):
-            assert first == again
-            assert first.startswith("SecondOrderError")
-            assert "consolidate(to=0) on every process" in first
-            assert "ranks 0 to 1" in to
-            assert ("consolidate(to=1) collected it elsewhere" in partial) == (rank == 0)
-        assert "Adafactor" in found[8]
-        assert "layout='column'" in found[8]
-        assert "GradScaler" in found[9]
-        assert "DistributedDataParallel" in found[9]
 
 
 def test_a_base_that_needs_whole_tensors_works_in_columns(world: World) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from contract import same
-from pairs import ADAM, BATCHES, CASE, QUICK, SGD, alike, closure_of, dho2, go, take, vector
+from pairs import ADAM, BATCHES, CASE, QUICK, SGD, closure_of, dho2, go, take, vector
 from ranks import assert_same_trajectory
 from reference import cross_entropy
+from states import alike
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from second_order import DHO2, SecondOrderWarning
-from second_order.fosi.pieces import ParamPiece, cut_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -240,19 +240,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes() -> 
         assert alike(optimizer.state_dict(), before)
 
 
-def test_a_checkpoint_of_the_base_alone_loads_and_warms_up_anew() -> None:
-    model = CASE.model()
-    plain = ADAM(model.parameters(), lr=0.02)
-    go(model, plain, BATCHES[:5])
-    other = copy.deepcopy(model)
-    optimizer = dho2(other, base=ADAM, **QUICK)
-    optimizer.load_state_dict(reloaded(plain.state_dict()))
-    expected = go(model, plain, BATCHES[5:7])
-    assert same(go(other, optimizer, BATCHES[5:7]), expected)
-    take(other, optimizer, BATCHES[7])
-    assert optimizer.curvature.step == 2
-
-
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
 @pytest.mark.parametrize("mid", [False, True], ids=["fresh", "mid-run"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -280,12 +267,3 @@ def test_a_sparse_gradient_is_refused_with_the_remedy() -> None:
     with pytest.raises(TypeError, match="use sparse=False"):
         optimizer.step()
     assert torch.equal(vector(model), before)
-
-
-def test_the_count_of_a_base_is_not_cut_to_a_piece() -> None:
-    """It has the shape of a parameter that is a scalar, and is no part of a vector."""
-    p = nn.Parameter(torch.tensor(1.0))
-    part = {"step": torch.tensor(3.0), "exp_avg": torch.tensor(0.5)}
-    cut = cut_state(part, ParamPiece(p, 0, 0, 1, 0))
-    assert cut["step"].shape == ()
-    assert cut["exp_avg"].shape == (1,)

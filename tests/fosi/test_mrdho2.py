@@ -30,7 +30,7 @@ from ranks import agreed, assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import EpochReport, RankMismatchError, SecondOrderWarning
+from second_order import EpochReport, SecondOrderWarning
 from second_order.fosi import epochs as module
 
 if TYPE_CHECKING:
@@ -299,50 +299,6 @@ def test_without_eigenpairs_it_is_the_base_bit_for_bit(world: World) -> None:
                     "have nothing to do, so all 2 processes train" in w for w in result["warned"]
                 ]
                 assert told == [True] * (workers - 1)
-
-
-def refused(rank: int, world_size: int) -> dict[str, str]:
-    found = {}
-
-    def attempt(name: str, **options: Any) -> None:
-        with pytest.raises((ValueError, TypeError, RankMismatchError)) as caught:
-            mrdho2(CASE.model(), **options)
-        found[name] = f"{type(caught.value).__name__}: {caught.value}"
-
-    attempt("all", accelerators=world_size)
-    attempt("more", accelerators=world_size + 3)
-    attempt("negative", accelerators=-1)
-    attempt("different", accelerators=rank)
-    attempt("lengths", epoch_steps=3 + rank)
-    return found
-
-
-def test_impossible_roles_are_refused_on_every_rank(world: World) -> None:
-    for found in world.run(refused, 2):
-        for name in "all", "more":
-            assert found[name].startswith("ValueError")
-            assert "with 2 processes leaves none to train; use 0 to 1" in found[name]
-        assert found["negative"].startswith("ValueError: accelerators=-1 is below 0")
-        assert found["different"].startswith("RankMismatchError: the ranks have parted")
-        assert found["lengths"].startswith("RankMismatchError")
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"accelerators": True}, TypeError, "use 0 for none"),
-        ({"accelerators": 1.0}, TypeError, "use 0 for none"),
-        ({"epoch_steps": 0}, ValueError, "epoch_steps"),
-        ({"final_update": "none"}, ValueError, "final_update"),
-        ({"helper_timeout": 0.0}, ValueError, "helper_timeout"),
-        ({"acelerators": 1}, TypeError, "accelerators"),
-    ],
-)
-def test_wrong_options_are_refused(
-    options: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        mrdho2(CASE.model(), **options)
 
 
 # Checkpoints.

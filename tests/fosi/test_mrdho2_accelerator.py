@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from second_order import MRDHO2, SecondOrderError
 from second_order.distributed.buckets import pack_by_dtype, take_model
-from second_order.fosi.accelerator import Accelerator, Batches
+from second_order.fosi.accelerator import Accelerating, loss_by_epoch
 
 if TYPE_CHECKING:
     from pool import World as Pool
@@ -40,8 +40,8 @@ class Unsized:
     ],
 )
 def test_an_epoch_has_the_batch_of_its_number(batches: Any, expected: dict[int, int]) -> None:
-    taken = Batches(batches, lambda batch: batch)
-    assert [taken.closure(epoch)() for epoch in expected] == list(expected.values())
+    taken = loss_by_epoch(batches, lambda batch: batch)
+    assert [taken(epoch)() for epoch in expected] == list(expected.values())
 
 
 class Counting(nn.Module):
@@ -119,16 +119,13 @@ def test_another_model_than_the_workers_is_refused() -> None:
         take_model([torch.zeros(27)], [True] * 3, tensors)
     train = [True] * 2 + [False] * 4
     taken = pack_by_dtype([torch.ones_like(t) for t in tensors])
-    curvature: Any = optimizer._curvature
-    nobody: Any = None
-    accelerator = Accelerator(
-        optimizer._training, curvature.vector, curvature.options, nobody, workers=1
-    )
-    accelerator._take(taken, {"train": train, "size": 12, "model": 2})
-    assert curvature.vector.params == list(model.layers[0].parameters())
+    options: Any = optimizer._curvature.options
+    accelerator = Accelerating(optimizer._training, options, None)
+    accelerator._take(taken, {"train": train, "size": 12, "model": 2}, moved=True)
+    assert accelerator.vector.params == list(model.layers[0].parameters())
     assert all(bool((t == 1).all()) for t in tensors)
     with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
-        accelerator._take(taken, {"train": train, "size": 24, "model": 2})
+        accelerator._take(taken, {"train": train, "size": 24, "model": 2}, moved=True)
 
 
 def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:

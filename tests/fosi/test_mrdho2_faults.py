@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING
 
-import pytest
 import torch
 from accelerated import STEPS, base_alone, reference
 from ranks import agreed, assert_same_trajectory
@@ -106,27 +105,6 @@ def test_the_accelerator_with_the_store_killed_in_mid_epoch(
     assert "Error: " in result(tmp_path, 0)[1][0], "what the mailbox has met with"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_accelerator_without_the_store_lost_in_mid_epoch(
-    launch: Launcher, tmp_path: Path, how: signal.Signals
-) -> None:
-    """The other one, who waits for it, raises; gloo's default is half an hour.
-
-    Slow: processes of their own.
-    """
-    run = start(launch, 3, tmp_path, 0, 2.0, helpers=2)
-    run.wait_for("holds at middle", 0, TIMEOUT)
-    for rank in 1, 2:
-        run.wait_for("holds at loss", rank, TIMEOUT)
-    run.processes[2].send_signal(how)
-    for name in "middle", "loss":
-        (tmp_path / name).touch()
-    assert [run.processes[rank].wait(TIMEOUT) for rank in range(2)] == [0, 1]
-    assert "Error: " in run.output(1)
-    found = trajectory(tmp_path, 0, workers=1)
-    assert all(map(torch.equal, found, base_alone(**MOMENTUM)))
-
-
 def test_an_accelerator_stopped_past_the_timeout(launch: Launcher, tmp_path: Path) -> None:
     """After an epoch that went well; it returns from serve() when it is let go on.
 
@@ -151,16 +129,3 @@ def test_an_accelerator_stopped_past_the_timeout(launch: Launcher, tmp_path: Pat
     served, warned, _ = result(tmp_path, 2)
     assert served == 2
     assert len(warned) <= 1
-
-
-def test_a_worker_killed_lets_accelerators_go(launch: Launcher, tmp_path: Path) -> None:
-    """Slow: processes of their own."""
-    run = start(launch, 2, tmp_path, 1, 1.0)
-    run.wait_for("holds at middle", 0, TIMEOUT)
-    run.kill(0)
-    (tmp_path / "loss").touch()
-    assert run.wait(TIMEOUT) == [-signal.SIGKILL, 0]
-    served, warned, _ = result(tmp_path, 1)
-    assert served in (1, 2), "the second may have been asked for"
-    (line,) = warned
-    assert "the workers have not been heard of any more" in line

@@ -1,4 +1,4 @@
-"""MRDHO2 on parameters that FSDP2 has sharded: without accelerators it works.
+"""DHO2 on parameters that FSDP2 has sharded, and MRDHO2: without accelerators it works.
 
 Functions that take (rank, world_size, ...) run on the pool's ranks.
 """
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from second_order import MRDHO2
+from second_order import DHO2, MRDHO2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -38,14 +38,16 @@ ROUNDED = 1e-6  # differences of gradients keep a third of the digits fewer
 OPTIONS: dict[str, Any] = {
     "lr": 0.05,
     "momentum": 0.9,
-    "accelerators": 0,
-    "epoch_steps": 2,
     "warmup_steps": 0,
     "largest": 2,
     "smallest": 1,
     "lanczos_iterations": 10,
     "lanczos_tol": 1e-12,
     "hvp": "differences",
+}
+OF: dict[Any, dict[str, Any]] = {
+    DHO2: {"curvature_interval": 2, "weight_decay": 0.01},
+    MRDHO2: {"accelerators": 0, "epoch_steps": 2},
 }
 STEPS = 4
 
@@ -62,11 +64,11 @@ def loss_of(model: Any, batch: Batch) -> Tensor:
     return half_squared_error(model(batch[0]), batch[1])
 
 
-def made(model: Any, when: str, **chosen: Any) -> MRDHO2:
+def made(model: Any, when: str, System: Any = MRDHO2, **chosen: Any) -> Any:
     """An optimizer of a model that is sharded before it, after it, or never."""
     if when == "before":
         fsdp(model)
-    optimizer = MRDHO2(model, **{**OPTIONS, **chosen})
+    optimizer = System(model, **{**OPTIONS, **OF[System], **chosen})
     if when == "after":
         fsdp(model)
     batch = batches(9, 9)[6]
@@ -75,7 +77,7 @@ def made(model: Any, when: str, **chosen: Any) -> MRDHO2:
 
 
 def go_on(
-    model: Any, optimizer: MRDHO2, rank: int, world_size: int, data: Sequence[Batch]
+    model: Any, optimizer: Any, rank: int, world_size: int, data: Sequence[Batch]
 ) -> list[Tensor]:
     trajectory = []
     for x, y in data:
@@ -86,21 +88,25 @@ def go_on(
     return trajectory
 
 
-def run(rank: int, world_size: int, when: str, **options: Any) -> tuple[list[Tensor], str]:
+def run(
+    rank: int, world_size: int, System: Any, when: str, **options: Any
+) -> tuple[list[Tensor], str]:
     model: Any = narrow()
-    with noted(), made(model, when, **options) as optimizer:
+    with noted(), made(model, when, System, **options) as optimizer:
         found = go_on(model, optimizer, rank, world_size, batches(STEPS))
         return found, str(optimizer.summary())
 
 
+@pytest.mark.works("FSDP2", "DHO2")
 @pytest.mark.works("FSDP2", "MRDHO2", when="without accelerators")
-def test_without_accelerators_a_model_may_be_sharded(world: World) -> None:
-    """Each process computes pairs once an epoch, in its rows."""
-    plain = agreed([found for found, _ in world.run(run, 3, "never")])
-    base = agreed([found for found, _ in world.run(run, 3, "never", largest=0, smallest=0)])
+@pytest.mark.parametrize("System", [DHO2, MRDHO2])
+def test_a_sharded_model_trains_as_a_whole_one(world: World, System: Any) -> None:
+    """Each process keeps the pairs of its rows."""
+    plain = agreed([found for found, _ in world.run(run, 3, System, "never")])
+    base = agreed([found for found, _ in world.run(run, 3, System, "never", largest=0, smallest=0)])
     assert float((base[-1] - plain[-1]).abs().max()) > 1e-3
     for when, options in ("before", {"debug": True}), ("after", {}):
-        results = world.run(run, 3, when, **options)
+        results = world.run(run, 3, System, when, **options)
         assert_same_trajectory(agreed([found for found, _ in results]), plain, rtol=ROUNDED)
         assert all("middle.0.weight" in said for _, said in results)
 
@@ -113,12 +119,12 @@ def in_bfloat16(rank: int, world_size: int, narrow_passes: bool) -> Tensor | Non
     if narrow_passes:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         fully_shard(model, mp_policy=policy)
-    choice = {**OPTIONS, "hvp": "auto", "largest": 3, "smallest": 0, "lanczos_iterations": 12}
+    choice = {**OPTIONS, **OF[MRDHO2], "hvp": "auto", "largest": 3, "smallest": 0}
 
     def loss_fn() -> Tensor:
         return nn.functional.cross_entropy(model(x).float(), y)
 
-    with MRDHO2(model, **{**choice, "newton_scale": 0.0}) as optimizer:
+    with MRDHO2(model, **{**choice, "lanczos_iterations": 12, "newton_scale": 0.0}) as optimizer:
         optimizer.curvature_closure = loss_fn
         loss_fn().backward()
         optimizer.step()
@@ -134,7 +140,7 @@ def test_differences_are_wide_enough_for_narrow_passes(world: World) -> None:
 # Checkpoints.
 
 
-def state_of(model: Any, optimizer: MRDHO2) -> dict[str, Any]:
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
     optimizer.consolidate(to=None)
     return {
         "model": get_model_state_dict(model),
@@ -177,32 +183,60 @@ def test_a_checkpoint_goes_on_elsewhere(world: World, tmp_path: Path) -> None:
         assert_same_trajectory(found, expected, rtol=1e-5, hint=(size, before))
 
 
+def sharded_in_use(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """What the published state has of eigenpairs before a model is sharded, and after it."""
+    model: Any = narrow()
+    with noted(), made(model, "never", DHO2) as optimizer:
+
+        def kept() -> list[str]:
+            return [key for entry in optimizer.state.values() for key in entry["curvature"]]
+
+        go_on(model, optimizer, rank, world_size, batches(3))
+        optimizer.state_dict()
+        before = kept()
+        fsdp(model)
+        optimizer.zero_grad()
+        return before, kept()
+
+
+def test_pairs_that_are_let_go_are_not_kept_in_the_state(world: World) -> None:
+    ((before, after),) = world.run(sharded_in_use, 1)
+    assert "eigenvectors" in before
+    assert "eigenvectors" not in after
+
+
 # What is refused.
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
-    def refusal(model: Any, **options: Any) -> str:
+    def refusal(model: Any, System: Any = MRDHO2, **options: Any) -> str:
         with pytest.raises((TypeError, ValueError)) as caught:
-            MRDHO2(model, lr=0.1, **options)
+            System(model, lr=0.1, **options)
         return str(caught.value)
 
-    alone: dict[str, Any] = {"accelerators": 0}
     later: Any = narrow()
     with noted(), MRDHO2(later, lr=0.1) as optimizer:
         if optimizer.role == "worker":
             fsdp(later, mesh=DeviceMesh.from_group(optimizer.worker_group, "cpu"))
             with pytest.raises(ValueError, match="helpers and their workers hold whole models"):
                 optimizer.zero_grad()
-    return {
+    sharded = fsdp(narrow(), "root") if rank == 0 else narrow()
+    found = {
         "everybody": refusal(fsdp(narrow(), "root")),
-        "one kind": refusal(
-            fsdp(narrow(), "root") if rank == 0 else narrow(), gradient_averaging=False
-        ),
-        "replicas": refusal(fsdp(narrow(), "root", mesh=mesh_of(world_size, 1)), **alone),
-        "partly": refusal(partly(), **alone),
-        "retained": refusal(fsdp(narrow(), "root"), hvp="retained", **alone),
-        "outputs": refusal(fsdp(narrow(), "root"), curvature="gauss-newton", smallest=0, **alone),
+        "one kind": refusal(sharded, gradient_averaging=False),
+        "DHO2, column": refusal(fsdp(narrow(), "root"), DHO2, layout="column"),
     }
+    for System, alone in (DHO2, {}), (MRDHO2, {"accelerators": 0}):
+        wrong = {
+            "retained": {"hvp": "retained", **alone},
+            "outputs": {"curvature": "gauss-newton", "smallest": 0, **alone},
+        }
+        for name, options in wrong.items():
+            found[f"{System.__name__}, {name}"] = refusal(fsdp(narrow(), "root"), System, **options)
+        replicas = fsdp(narrow(), "root", mesh=mesh_of(world_size, 1))
+        found[f"{System.__name__}, replicas"] = refusal(replicas, System, **alone)
+        found[f"{System.__name__}, partly"] = refusal(partly(), System, **alone)
+    return found
 
 
 def partly() -> Any:
@@ -217,13 +251,17 @@ def partly() -> Any:
     when="with accelerators",
     message="helpers and their workers hold whole models",
 )
+@pytest.mark.refused("HSDP", "DHO2", message="shard over a mesh of one dimension")
 @pytest.mark.refused("HSDP", "MRDHO2", message="shard over a mesh of one dimension")
 def test_other_shards_are_refused_on_every_rank(world: World) -> None:
     for found in world.run(refusals, 2):
         for who in "everybody", "one kind":
             assert "helpers and their workers hold whole models" in found[who]
             assert "use accelerators=0" in found[who]
-        assert re.search("MRDHO2: .*replicas.*one dimension", found["replicas"])
-        assert "MRDHO2: fully_shard has sharded 8 of 10 parameters" in found["partly"]
-        assert "use hvp='differences'" in found["retained"]
-        assert re.search("gauss-newton.*use curvature='hessian'", found["outputs"])
+        assert "use layout='row'" in found["DHO2, column"]
+        for name in "DHO2", "MRDHO2":
+            said = {why: found[f"{name}, {why}"] for why in ("partly", "retained")}
+            assert f"{name}: fully_shard has sharded 8 of 10 parameters" in said["partly"]
+            assert "use hvp='differences'" in said["retained"]
+            assert re.search("replicas.*one dimension", found[f"{name}, replicas"])
+            assert re.search("gauss-newton.*curvature='hessian'", found[f"{name}, outputs"])

@@ -169,7 +169,7 @@ def test_the_base_alone_warms_up_for_the_paper_too(world: World) -> None:
 
 def plain_worker(model: nn.Module, optimizer: Any, rank: int, *_: Any) -> Any:
     found = worker_part(model, optimizer, rank)
-    return found, optimizer._curvature.subspace is None, optimizer._curvature.epochs.helped
+    return found, optimizer._curvature.subspace is None, optimizer._curvature.helped
 
 
 def spoiled_accelerator(model: nn.Module, optimizer: Any, rank: int, epochs: Sequence[int]) -> int:
@@ -269,7 +269,7 @@ def kept_by_dcp(rank: int, world_size: int, path: Any, final_update: str) -> lis
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
             else:
                 dcp.save(state, checkpoint_id=path, no_dist=True)
-            epochs = optimizer._curvature.epochs
+            epochs = optimizer._curvature
             found.append([None if t is None else t.clone() for t in (epochs.start, epochs.total)])
     return found or None
 

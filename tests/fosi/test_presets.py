@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from second_order import DHO2
 
@@ -71,12 +70,6 @@ def test_a_frozen_body_is_seen(model: nn.Module, preset: str) -> None:
     assert settings_of(optimizer).startswith(f"settings: {preset}")
 
 
-def test_without_the_model_nothing_is_known_of_a_body() -> None:
-    model = body_and_head()
-    assert options_of(DHO2(model[-1].parameters(), lr=0.1))["largest"] == 10
-    assert options_of(DHO2(model[-1].parameters(), model=model, lr=0.1))["largest"] == 70
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -97,33 +90,3 @@ def test_what_is_given_goes_before_the_preset(
     optimizer = DHO2(body_and_head(), lr=0.1, **given)
     assert expected.items() <= options_of(optimizer).items()
     assert not any(f" {name}=" in settings_of(optimizer) for name in given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"preset": "finetuning"}, "preset='finetuning' is not one of .*'fine-tuning'"),
-        ({"preset": None}, "preset=None is not one of"),
-        ({"preset": "fine-tuning", "largest": -1}, "largest=-1 is below 0"),
-        ({"preset": "fine-tuning", "newton_scale": -0.5}, r"newton_scale=-0\.5 is outside"),
-    ],
-    ids=str,
-)
-def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DHO2(body_and_head(), lr=0.1, **given)
-
-
-def test_products_do_not_run_a_frozen_body() -> None:
-    """One forward pass of it serves all products of a refresh, and none has a way back into it."""
-    model, calls = body_and_head(), []
-    model[0].register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    model[2].register_forward_hook(lambda _, __, output: calls.append(output.requires_grad))
-    x, y = torch.ones(4, 20, dtype=torch.float64), torch.zeros(4, dtype=torch.long)
-    optimizer = DHO2(model, lr=0.05, curvature_closure=lambda: cross_entropy(model(x), y))
-    model[-1].weight.grad = torch.ones_like(model[-1].weight)
-    optimizer.step()
-    assert optimizer.curvature.products > 2
-    assert calls == [True, False]
-    thawed = body_and_head(0)  # the way is there where the body trains
-    assert thawed[:4](x).requires_grad

@@ -20,8 +20,7 @@ from pairs import take as take_step
 from ranks import agreed
 from torch import Tensor
 
-from second_order import SecondOrderWarning
-from second_order.budget import PRICES, RefreshBudget
+from second_order.budget import RefreshBudget
 from second_order.lanczos.vector_space import RowSpace
 
 if TYPE_CHECKING:
@@ -165,46 +164,6 @@ def test_a_warm_up_that_is_given_is_kept_and_paid_for_afterwards() -> None:
     assert late.asked == late.found, "no probe"
 
 
-def test_first_steps_and_outliers_do_not_count_nor_newton_steps() -> None:
-    run = Run(warmup_steps=30)
-    for step in range(31):
-        run.step = 64000.0 if step < 2 or step % 3 == 0 else 64.0
-        run.go(1)
-    assert run.budget.price == 0.25
-    run = Run(warmup_steps=0)
-    run.step = 6400.0
-    run.go(2)
-    run.step = 64.0
-    assert run.go(3).budget.price == 0.25  # all steps had Newton steps, which took 2,000
-
-
-# Accidents.
-
-
-def test_nothing_is_measured_while_all_is_frozen() -> None:
-    run = Run()
-    run.model.requires_grad_(False)
-    for _ in range(15):
-        run.optimizer.step()
-    assert run.optimizer._training.meter.watch is None
-    run.model.requires_grad_(True)
-    assert run.go(30).found == [28], "steps are earned, whoever trains"
-
-
-def test_other_parameters_have_another_price() -> None:
-    run = Run().go(30)
-    first = next(iter(run.model.parameters()))
-    first.requires_grad_(False)
-    run.product = 32.0
-    with pytest.warns(SecondOrderWarning, match="the eigenpairs are dropped"):
-        run.go(1)
-    assert not run.budget.prices
-    run.go(60)
-    assert run.asked[:3] == [10, 28, 40], "a probe after ten steps"
-    assert run.found[1] == math.ceil((3.5 + 1.25 + 0.5 * 11) / 0.125), "the second probe counts"
-    assert run.budget.price == pytest.approx((16 + 320) / 64 / 11)
-
-
 # Ranks.
 
 
@@ -267,16 +226,6 @@ def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
     assert torch.equal(weights, vector(whole.model))
     probed = Run().go(15).saved()
     assert Run().load(probed).go(15).asked == [28], "what the probe found is known"
-
-
-def test_of_a_version_that_measured_one_refresh_its_price_is_kept() -> None:
-    saved = train_and_save(0, 1, 30)
-    for entry in saved["optimizer"]["state"].values():
-        assert [entry["curvature"].pop(name) for name in PRICES] == [0.25, 0.0, 0.0]
-    run = Run().load(saved)
-    run.product = 160.0
-    assert run.go(45).found == [50, 72]
-    assert run.budget.price == 0.25
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from second_order.fosi.trust import (
     TrustRegion,
     judged,
     newton_terms,
-    stability_limit,
 )
 
 if TYPE_CHECKING:
@@ -46,17 +45,6 @@ def rolling(decay: float, gain: float, nesterov: bool, alpha: float, curvature: 
         if abs(w) > 1e12:
             return math.inf
     return abs(w)
-
-
-@pytest.mark.parametrize(
-    ("decay", "gain", "nesterov"),
-    [(0.0, 1.0, False), (0.9, 0.1, False), (0.9, 1.0, False), (0.5, 0.5, True), (0.9, 1.0, True)],
-)
-def test_the_limit_is_that_of_stability(decay: float, gain: float, nesterov: bool) -> None:
-    limit = stability_limit(decay, gain, nesterov)
-    for alpha in (0.1, 1.0):
-        assert rolling(decay, gain, nesterov, alpha, 0.98 * limit / alpha) < 1.0
-        assert rolling(decay, gain, nesterov, alpha, 1.02 * limit / alpha) > 1e3
 
 
 class Line:
@@ -81,15 +69,6 @@ class Line:
         return abs(w)
 
 
-@pytest.mark.parametrize("curvature", [0.01, 1.0, 1.4])
-def test_where_the_model_holds_steps_are_whole(curvature: float) -> None:
-    line = Line()
-    for step in range(30):
-        c = curvature * (1 - curvature) ** step
-        assert line.step(c) == (c, False)
-    assert line.trust.scale == 1.0
-
-
 @pytest.mark.parametrize("curvature", [1.8, 2.1, 5.0, 60.0])
 def test_steps_come_to_rest_whatever_the_curvature(curvature: float) -> None:
     assert Line().run(curvature) < 1e-6
@@ -111,14 +90,14 @@ def test_a_step_is_at_most_ten_times_as_long_as_usual() -> None:
 def test_a_step_that_explodes_is_undone_once(how: str) -> None:
     line = Line()
     line.step(1.0)
-    before = line.trust.scale
+    before = line.trust.numbers[1]
     if how == "not finite":
         assert line.step(math.nan, sound=NO, finite=NO)[1]
         assert not line.step(math.nan, sound=NO, finite=NO)[1]
     else:
         assert line.step(-1e6)[1]
         assert not line.step(1.0)[1]
-    assert line.trust.scale <= 0.11 * before
+    assert line.trust.numbers[1] <= 0.11 * before
     assert int(line.trust.undone) == 1
     assert all(map(math.isfinite, line.trust.numbers))
 
@@ -344,12 +323,9 @@ def test_a_checkpoint_from_before_there_was_a_region_loads() -> None:
     assert head["last_step"].shape == head["subspace_momentum"].shape
     broken = copy.deepcopy(state)
     broken["state"][0]["curvature"]["trust_region"][1] = 2.0
-    with pytest.raises(ValueError, match=r"trust_region.*a scale of 2,"):
+    with pytest.raises(ValueError, match=r"trust_region.*a scale of at most 1"):
         optimizer.load_state_dict(broken)
     del head["trust_region"], head["last_step"]
     optimizer.load_state_dict(state)
     assert optimizer.statistics()["trust_scale"] == 1.0
     assert all(bool(w.isfinite().all()) for w in go(model, optimizer, BATCHES[5:7]))
-
-
-# What it is for.

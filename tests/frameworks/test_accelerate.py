@@ -5,14 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from contract import each_kronecker, each_of_five
+from contract import each_of_five
 from stacks import BATCHES, CASE, assert_as_usual, loss_of, optimizer_of
 from torch.utils.data import DataLoader
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -57,42 +55,3 @@ def test_prepare_accumulate_and_clip(accelerate: Any, System: Any) -> None:
     model, optimizer, loader = accelerator.prepare(net, optimizer, loaded())
     train(accelerator, model, optimizer, loader, 0.1)
     assert_as_usual(net, System, accumulate=2, clip=0.1, options={"momentum": 0.9})
-
-
-@each_of_five
-def test_what_is_asked_of_accelerates_wrapper(accelerate: Any, System: Any) -> None:
-    """It passes on what torch's optimizers have; the rest is one attribute away."""
-    accelerator, net = accelerate(), CASE.model()
-    optimizer = optimizer_of(System, net)
-    model, wrapper, loader = accelerator.prepare(net, optimizer, loaded())
-    train(accelerator, model, wrapper, loader, None)
-    assert wrapper.optimizer is optimizer
-    assert System.__name__ in str(wrapper.optimizer.summary())
-    wrapper.param_groups = [{**group, "lr": 0.5} for group in wrapper.param_groups]
-    assert optimizer._base.param_groups is optimizer.param_groups is wrapper.param_groups
-    with pytest.raises(AttributeError):
-        wrapper.summary()
-
-
-@each_of_five
-def test_save_and_load(accelerate: Any, System: Any, tmp_path: Path) -> None:
-    options = {"base": torch.optim.Adam, "lr": 0.01}
-    accelerator, net = accelerate(), CASE.model()
-    parts = accelerator.prepare(net, optimizer_of(System, net, **options), loaded(BATCHES[:3]))
-    train(accelerator, *parts, None)
-    accelerator.save_state(str(tmp_path))
-    accelerator, net = accelerate(), CASE.model()
-    parts = accelerator.prepare(net, optimizer_of(System, net, **options), loaded(BATCHES[3:]))
-    accelerator.load_state(str(tmp_path))
-    train(accelerator, *parts, None)
-    assert_as_usual(net, System, options=options)
-
-
-@each_kronecker  # Accelerate has the model itself in autocast, and so a curvature closure's
-def test_bfloat16(accelerate: Any, System: Any) -> None:
-    accelerator, net = accelerate(mixed_precision="bf16"), CASE.model(torch.float32)
-    optimizer = optimizer_of(System, net)
-    model, optimizer, loader = accelerator.prepare(net, optimizer, loaded())
-    train(accelerator, model, optimizer, loader, None)
-    start = CASE.model(torch.float32)
-    assert_as_usual(net, System, start=start, autocast=torch.bfloat16, rtol=1e-6)

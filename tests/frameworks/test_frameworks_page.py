@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from models import ZOO
+from stacks import trainable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -115,10 +116,6 @@ def plain(model: nn.Module, make: Make, batches: Sequence[Any]) -> None:
         else:
             nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
         optimizer.step()
-
-
-def trainable(model: nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def assert_trains(names: dict[str, Any], block: str, makes: Sequence[Make], parts: int) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker, each_of_five, each_system
-from stacks import BATCHES, CASE, assert_as_usual, loss_of, optimizer_of
+from contract import each_of_five
+from stacks import BATCHES, assert_as_usual
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -49,55 +49,6 @@ def test_accumulation_clipping_and_a_schedule(lit: Any, System: Any) -> None:
 
 
 @each_of_five
-def test_bfloat16(lit: Any, System: Any) -> None:
-    module = lit.Lit(System, dtype=torch.float32)
-    seen = set()
-    module.net[0].register_forward_hook(lambda _, __, out: seen.add(out.dtype))
-    lit.fit(module, precision="bf16-mixed")
-    assert torch.bfloat16 in seen
-    start = CASE.model(torch.float32)
-    assert_as_usual(module.net, System, start=start, autocast=torch.bfloat16, rtol=1e-6)
-
-
-def half_precision(lit: Any, System: Any, **options: Any) -> Any:
-    """Fit with float16 and a scaler; what the optimizer is told of it is in `options`."""
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
-    told = dict.fromkeys(options, scaler)
-    module = lit.Lit(System, dtype=torch.float32, **told)
-    lit.fit(module, plugins=[plugin])
-    return module
-
-
-@each_system
-def test_float16_with_a_scaler(lit: Any, System: Any) -> None:
-    """The reference needs no scaler: a power of two rounds nothing."""
-    module = half_precision(lit, System, grad_scaler=True)
-    start = CASE.model(torch.float32)
-    assert_as_usual(module.net, System, start=start, autocast=torch.float16, rtol=1e-3)
-
-
-@each_kronecker
-def test_float16_with_a_scaler_untold(lit: Any, System: Any) -> None:
-    with pytest.raises(ValueError, match="is called by a GradScaler that it was not told of"):
-        half_precision(lit, System)
-
-
-@each_of_five
-def test_resume(lit: Any, System: Any, tmp_path: Any) -> None:
-    """From a checkpoint that loads with torch's safe defaults."""
-    options = {"base": torch.optim.Adam, "lr": 0.01}
-    first = lit.fit(lit.Lit(System, **options), BATCHES[:3])
-    first.save_checkpoint(tmp_path / "half.ckpt")
-    module = lit.Lit(System, **options)
-    resumed = {"ckpt_path": tmp_path / "half.ckpt", "weights_only": True, "max_epochs": 2}
-    lit.fit(module, BATCHES[3:], **resumed)
-    assert_as_usual(module.net, System, options=options)
-
-
-@each_of_five
 def test_what_is_asked_of_lightnings_wrapper(lit: Any, System: Any) -> None:
     """It imitates the optimizer's class and has nothing of its own: all goes to the optimizer."""
 
@@ -123,50 +74,3 @@ def test_what_is_asked_of_lightnings_wrapper(lit: Any, System: Any) -> None:
     module = Asking(System, manual=True, momentum=0.9)
     lit.fit(module)
     assert_as_usual(module.net, System, options={"momentum": 0.9})
-
-
-@each_of_five
-def test_two_optimizers_that_take_turns(lit: Any, System: Any) -> None:
-    """Each is toggled: the other's parameters are frozen meanwhile."""
-
-    def halves(net: Any) -> tuple[list[Any], list[Any]]:
-        return [*net[:1].parameters()], [*net[1:].parameters()]
-
-    class Turns(lit.Lit):
-        def configure_optimizers(self) -> Any:
-            return [optimizer_of(System, self.net, [{"params": part}]) for part in halves(self.net)]
-
-        def training_step(self, batch: Any, _: int) -> None:
-            for optimizer in self.optimizers():
-                with optimizer.toggle_model():
-                    optimizer.zero_grad()
-                    self.manual_backward(self.loss_of(batch))
-                    optimizer.step()
-
-    module = Turns(System, manual=True)
-    lit.fit(module)
-    twin = lit.Lit(System).net
-    optimizers = [optimizer_of(System, twin, [{"params": part}]) for part in halves(twin)]
-    for batch in BATCHES:
-        for part, optimizer in zip(halves(twin), optimizers, strict=True):
-            for p in twin.parameters():
-                p.requires_grad_(any(p is q for q in part))
-            optimizer.zero_grad()
-            loss_of(twin, batch).backward()
-            optimizer.step()
-    for p, q in zip(module.net.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-10, atol=0, check_stride=False)
-
-
-@each_of_five
-def test_lr_find_leaves_nothing_behind(lit: Any, System: Any, tmp_path: Any) -> None:
-    from lightning.pytorch.tuner import Tuner
-
-    module = lit.Lit(System)
-    made = lit.trainer(default_root_dir=tmp_path)
-    loader = torch.utils.data.DataLoader(BATCHES * 2, batch_size=None)
-    Tuner(made).lr_find(module, loader, num_training=10, min_lr=1e-4, max_lr=0.1)
-    lr = module.lr
-    assert 1e-4 < lr < 0.1
-    made.fit(module, torch.utils.data.DataLoader(BATCHES, batch_size=None))
-    assert_as_usual(module.net, System, options={"lr": lr})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from contract import EXACT, each_kronecker, each_of_five
 from stacks import assert_as_usual, optimizer_of, trainable
 
-from second_order import KAISA, parameter_groups
+from second_order import parameter_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,33 +66,6 @@ def test_an_optimizer_handed_over(hf: Any, System: Any, tmp_path: Path) -> None:
     _, seen = hf.fit(model, "BERT", tmp_path, optimizers=(optimizer, None), max_grad_norm=0.1)
     options = {"momentum": 0.9}
     assert_like_the_loop(hf, model, System, "BERT", seen, clip=0.1, options=options)
-
-
-@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
-def test_language_models(hf: Any, name: str, tmp_path: Path) -> None:
-    """Over AdamW, with accumulation: each loss is a sum over the tokens of all of a step's."""
-    model = hf.model_of(name)
-    options = {"base": torch.optim.AdamW, "weight_decay": 0.1}
-    optimizer = made(hf, KAISA, model, name, **options)
-    _, seen = hf.fit(
-        model,
-        name,
-        tmp_path,
-        optimizers=(optimizer, None),
-        gradient_accumulation_steps=2,
-        max_steps=2,
-    )
-    assert_like_the_loop(
-        hf,
-        model,
-        KAISA,
-        name,
-        seen,
-        accumulate=2,
-        options=options,
-        schedule=partial(linear, steps=2),
-        rtol=1e-5,
-    )
 
 
 @each_kronecker
@@ -176,35 +148,3 @@ def with_closure(hf: Any, System: Any) -> Any:
             return optimizer_of(System, inner, groups, hf.loss_of, hf.curved("Llama"), **keywords)
 
     return Made
-
-
-@each_of_five
-def test_resume(hf: Any, System: Any, tmp_path: Path) -> None:
-    options = {"base": torch.optim.Adam}
-    first, second = hf.model_of("BERT"), hf.model_of("BERT")
-    optimizer = made(hf, System, first, "BERT", **options)
-    saved = {"save_strategy": "steps", "save_steps": 2}
-    _, seen = hf.fit(first, "BERT", tmp_path, optimizers=(optimizer, None), **saved)
-    assert_like_the_loop(hf, first, System, "BERT", seen, options=options)
-    for p in second.parameters():
-        p.data.zero_()  # all comes from the checkpoint
-    optimizer = made(hf, System, second, "BERT", **options)
-    _, seen = hf.fit(
-        second,
-        "BERT",
-        tmp_path,
-        optimizers=(optimizer, None),
-        resume=str(tmp_path / "checkpoint-2"),
-    )
-    assert len(seen) == 2
-    for p, q in zip(first.parameters(), second.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
-
-
-@each_kronecker  # a closure is evaluated outside of the Trainer's autocast, or inside of it
-def test_bfloat16(hf: Any, System: Any, tmp_path: Path) -> None:
-    model = hf.model_of("BERT").float()
-    optimizer = made(hf, System, model, "BERT")
-    _, seen = hf.fit(model, "BERT", tmp_path, optimizers=(optimizer, None), bf16=True)
-    how = {"start": hf.model_of("BERT").float(), "autocast": torch.bfloat16}
-    assert_like_the_loop(hf, model, System, "BERT", seen, rtol=1e-5, **how)

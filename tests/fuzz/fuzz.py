@@ -46,10 +46,6 @@ def play(world: World, example: Example, timeout: float = TIMEOUT) -> Outcome:
     return judge(example, results)
 
 
-def drawn(seed: int, others: bool) -> Example:
-    return draw_example(Random(seed), others=others)
-
-
 def table(found: Sequence[dict[str, Any]]) -> str:
     """How many examples of each optimizer have come to which outcome, in Markdown."""
     shown = ("trains", "refused", "raises later", "by the base", "diverges", "findings")
@@ -78,7 +74,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the outcomes")
     parser.add_argument("--page", type=Path, help="the page to put the table into")
     parser.add_argument("--show", action="store_true", help="show the examples and the tracebacks")
-    parser.add_argument("--own", action="store_true", help="no layers of other packages")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     world, begun = World(), time.monotonic()
@@ -86,7 +81,7 @@ def main() -> int:
     counts: Counter[str] = Counter()
     try:
         for seed in range(arguments.first, arguments.first + arguments.examples):
-            example = drawn(seed, not arguments.own)
+            example = draw_example(Random(seed))
             if arguments.show:
                 print(example, flush=True)
             start = time.monotonic()

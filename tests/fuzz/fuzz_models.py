@@ -1,26 +1,27 @@
 """Random small models: which layers, in which order, with which options; plain data until built.
 
 `draw_model(random)` draws a `Spec`, which can be sent to other processes; `Net(spec)` is its
-module, `batch(spec, seed, n, dtype)` fits it, and `loss_of(spec)` is the loss of it.
+module, `batch(spec, seed, n, dtype)` fits it, and `losses(spec, outputs, targets)` are its terms.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from models import LoRALinear, TransposedLinear
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from random import Random
 
-CLASSES = 3
-WORDS = 7
+CLASSES, WORDS = 3, 7
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,6 @@ class Part:
 
     Attributes:
         kind: of the layer: a key of `LAYERS`.
-        args: of the layer.
         residual: whether the input is added to the output; the layer keeps the shape.
         twice: whether it is called twice.
         unused: steps at which the model goes without it; it keeps the shape.
@@ -53,7 +53,7 @@ class Spec:
         shape: of one example's input.
         parts: the layers before the head.
         width: of what reaches the head, in its last dimension, once it is pooled.
-        head: "linear", "tied" (to the first embedding) or "none".
+        head: "linear" or "tied" (to the first embedding).
         pooled: how what is left of positions or places goes: "mean", "flat" or "" (a loss for each
             position).
         loss: "classes" or "squares".
@@ -68,67 +68,15 @@ class Spec:
     loss: str
 
 
-# ------------------------------------------------------------------------------------- layers
+class Around(nn.Module):
+    """A layer, and how it is called."""
 
-
-class LoRA(nn.Module):
-    """A frozen Linear plus a trained one of low rank."""
-
-    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
+    def __init__(self, inner: nn.Module, call: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.frozen = nn.Linear(inputs, outputs).requires_grad_(False)
-        self.down = nn.Linear(inputs, rank, bias=False)
-        self.up = nn.Linear(rank, outputs, bias=False)
+        self.inner, self.call = inner, call
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.frozen(x) + self.up(self.down(x))
-
-
-class Transposed(nn.Module):
-    """A Linear whose weight is stored (in, out), as Conv1D of `transformers` has it."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(0.3 * torch.randn(inputs, outputs))
-        self.bias = nn.Parameter(torch.zeros(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-
-def third_party(inputs: int, outputs: int) -> nn.Module:
-    """`transformers`' own, where it is installed."""
-    try:
-        from transformers.pytorch_utils import Conv1D
-    except ImportError:
-        return Transposed(inputs, outputs)
-    return Conv1D(outputs, inputs)
-
-
-class Attention(nn.Module):
-    """Of a sequence to itself."""
-
-    def __init__(self, width: int, heads: int, kdim: int | None = None, bias: bool = True) -> None:
-        super().__init__()
-        self.keys = None if kdim is None else nn.Linear(width, kdim)
-        self.inner = nn.MultiheadAttention(
-            width, heads, batch_first=True, bias=bias, kdim=kdim, vdim=kdim
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        keys = x if self.keys is None else self.keys(x)
-        return self.inner(x, keys, keys, need_weights=False)[0]
-
-
-class Recurrent(nn.Module):
-    """The outputs of an LSTM or GRU, at all positions."""
-
-    def __init__(self, kind: str, inputs: int, hidden: int, **options: Any) -> None:
-        super().__init__()
-        self.inner = getattr(nn, kind)(inputs, hidden, batch_first=True, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)[0]
+        return self.call(self.inner, x)
 
 
 class Lone(nn.Module):
@@ -143,109 +91,73 @@ class Lone(nn.Module):
         return self.gain * (x @ self.matrix)
 
 
-class NeverCalled(nn.Module):
-    """Holds a layer that nobody calls."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.spare = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+def _attention(width: int, heads: int, **options: Any) -> nn.Module:
+    inner = nn.MultiheadAttention(width, heads, batch_first=True, **options)
+    return Around(inner, lambda layer, x: layer(x, x, x, need_weights=False)[0])
 
 
-class Recomputed(nn.Module):
-    """A Linear inside of a checkpoint."""
-
-    def __init__(self, width: int, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = nn.Linear(width, width), reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+def _recurrent(kind: str, width: int, **options: Any) -> nn.Module:
+    inner = getattr(nn, kind)(width, width, batch_first=True, **options)
+    return Around(inner, lambda layer, x: layer(x)[0])
 
 
-class Channels(nn.Module):
-    """A norm over channels that stand last."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.movedim(1, -1)).movedim(-1, 1)
+def _recomputed(width: int, reentrant: bool) -> nn.Module:
+    return Around(
+        nn.Linear(width, width), lambda layer, x: checkpoint(layer, x, use_reentrant=reentrant)
+    )
 
 
-def _normed(kind: str, inputs: int, outputs: int) -> nn.Module:
-    made = nn.Linear(inputs, outputs)
-    return getattr(nn.utils.parametrizations, kind)(made)
+def _encoder(width: int, heads: int, norm_first: bool) -> nn.Module:
+    return nn.TransformerEncoderLayer(
+        width, heads, 2 * width, dropout=0.0, batch_first=True, norm_first=norm_first
+    )
+
+
+def _channel_norm(width: int) -> nn.Module:
+    """Over channels that stand last."""
+    return Around(nn.LayerNorm(width), lambda norm, x: norm(x.movedim(1, -1)).movedim(-1, 1))
 
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
-    "Linear": nn.Linear,
-    "LoRA": LoRA,
-    "Transposed": Transposed,
-    "third_party": third_party,
-    "weight_norm": lambda inputs, outputs: _normed("weight_norm", inputs, outputs),
-    "Attention": Attention,
-    "Recurrent": Recurrent,
-    "Encoder": lambda width, heads, norm_first: nn.TransformerEncoderLayer(
-        width, heads, 2 * width, dropout=0.0, batch_first=True, norm_first=norm_first
-    ),
+    **{
+        kind: getattr(nn, kind)
+        for kind in ("Linear", "Embedding", "LayerNorm", "RMSNorm", "GroupNorm", "PReLU", "Tanh")
+    },
+    **{kind: getattr(nn, kind) for kind in ("GELU", "ReLU")},
+    **{f"BatchNorm{n}d": getattr(nn, f"BatchNorm{n}d") for n in (1, 2, 3)},
+    **{f"Conv{n}d": getattr(nn, f"Conv{n}d") for n in (1, 2, 3)},
+    **{f"ConvTranspose{n}d": getattr(nn, f"ConvTranspose{n}d") for n in (1, 2, 3)},
+    "LoRA": LoRALinear,
+    "Transposed": lambda d_in, d_out: TransposedLinear(d_in, d_out, bias=True),
+    "weight_norm": lambda d_in, d_out: weight_norm(nn.Linear(d_in, d_out)),
+    "Attention": _attention,
+    "Recurrent": _recurrent,
+    "Encoder": _encoder,
+    "Recomputed": _recomputed,
     "Lone": Lone,
-    "NeverCalled": NeverCalled,
-    "Recomputed": Recomputed,
-    "Embedding": nn.Embedding,
-    "LayerNorm": nn.LayerNorm,
-    "RMSNorm": nn.RMSNorm,
-    "GroupNorm": nn.GroupNorm,
-    "BatchNorm1d": nn.BatchNorm1d,
-    "BatchNorm2d": nn.BatchNorm2d,
-    "BatchNorm3d": nn.BatchNorm3d,
-    "InstanceNorm": lambda rank, channels: getattr(nn, f"InstanceNorm{rank}d")(
-        channels, affine=True
-    ),
-    "ChannelNorm": lambda width: Channels(nn.LayerNorm(width)),
-    "Conv": lambda rank, inputs, outputs, **more: getattr(nn, f"Conv{rank}d")(
-        inputs, outputs, **more
-    ),
-    "ConvTranspose": lambda rank, inputs, outputs, **more: getattr(nn, f"ConvTranspose{rank}d")(
-        inputs, outputs, **more
-    ),
-    "PReLU": nn.PReLU,
+    "NeverCalled": lambda width: Around(nn.Linear(width, width), lambda _, x: x),
+    "ChannelNorm": _channel_norm,
     "Dropout": lambda: nn.Dropout(0.1),
-    "Tanh": nn.Tanh,
-    "GELU": nn.GELU,
-    "ReLU": nn.ReLU,
     "ReLU in place": lambda: nn.ReLU(inplace=True),
 }
 
 
 class Net(nn.Module):
-    """The model of a `Spec`.
-
-    Attributes:
-        step: which step it is; parts are left out by it.
-    """
+    """The model of a `Spec`; `step` says which parts are left out."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         self.spec, self.step = spec, 0
         self.parts = nn.ModuleList(LAYERS[part.kind](**part.args) for part in spec.parts)
         outputs = {"classes": CLASSES, "squares": 2}[spec.loss]
+        self.head = nn.Linear(spec.width, WORDS if spec.head == "tied" else outputs)
         if spec.head == "tied":
-            self.head = nn.Linear(spec.width, WORDS)
             self.head.weight = self.parts[0].weight
-        elif spec.head == "linear":
-            self.head = nn.Linear(spec.width, outputs)
-        for part, module in zip(spec.parts, self.parts, strict=True):
-            if part.frozen == "always":
-                module.requires_grad_(False)
+        self.freeze("always")
 
-    def freeze(self) -> None:
-        """Freeze what is to be frozen later."""
+    def freeze(self, when: str) -> None:
         for part, module in zip(self.spec.parts, self.parts, strict=True):
-            if part.frozen == "later":
+            if part.frozen == when:
                 module.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -259,30 +171,17 @@ class Net(nn.Module):
             x = x.flatten(1)
         elif self.spec.pooled == "mean":
             x = x.mean(1) if self.spec.family == "tokens" else x.flatten(2).mean(2)
-        return x if self.spec.head == "none" else self.head(x)
+        return self.head(x)
 
 
-def loss_of(spec: Spec) -> Callable[[Tensor, Tensor], Tensor]:
-    """(outputs, targets) -> mean over terms."""
-    return _classes if spec.loss == "classes" else _squares
-
-
-def _classes(outputs: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-
-
-def _squares(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
-
-
-def examples_losses(spec: Spec, outputs: Tensor, targets: Tensor) -> Tensor:
-    """(N,): the loss of each example."""
+def losses(spec: Spec, outputs: Tensor, targets: Tensor) -> Tensor:
+    """(N,): the loss of each example, whose mean is that of the batch."""
     if spec.loss == "classes":
-        terms = functional.cross_entropy(
-            outputs.flatten(0, -2), targets.flatten(), reduction="none"
-        )
-        return terms.view(len(outputs), -1).mean(1)
-    return (outputs - targets).square().flatten(1).mean(1)
+        flat = outputs.flatten(0, -2), targets.flatten()
+        terms = functional.cross_entropy(*flat, reduction="none")
+    else:
+        terms = (outputs - targets).square()
+    return terms.reshape(len(outputs), -1).mean(1)
 
 
 def batch(spec: Spec, seed: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -302,127 +201,103 @@ def batch(spec: Spec, seed: int, n: int, dtype: torch.dtype) -> tuple[Tensor, Te
 # ------------------------------------------------------------------------------------- drawing
 
 
-def draw_model(random: Random, others: bool = False) -> Spec:
-    """A model; of at least one parameter that trains.
-
-    Args:
-        random: where chance comes from.
-        others: whether layers of other packages may be among its own.
-    """
-    family = random.choice(["rows", "rows", "images", "tokens", "tokens"])
-    return {"rows": _rows, "images": _images, "tokens": _tokens}[family](random, others)
-
-
-def _loss(random: Random) -> str:
-    return random.choice(["classes", "classes", "squares"])
+def draw_model(random: Random) -> Spec:
+    """A model; of at least one parameter that trains."""
+    family = random.choice([_rows, _rows, _images, _tokens, _tokens])
+    return family(random, random.choice(["classes", "classes", "squares"]))
 
 
 def _touched(random: Random, part: Part) -> Part:
-    """Some are called twice, left out at times, or frozen; `part` keeps the shape."""
+    """Some are called twice, left out at times, or have a residual; `part` keeps the shape."""
     chance = random.random()
-    values = dict(vars(part))
     if chance < 0.15:
-        values["twice"] = True
-    elif chance < 0.3:
-        values["unused"] = tuple(sorted(random.sample(range(10), 3)))
-    elif chance < 0.4:
-        values["residual"] = True
-    return Part(**values)
+        return replace(part, twice=True)
+    if chance < 0.3:
+        return replace(part, unused=tuple(sorted(random.sample(range(10), 3))))
+    return replace(part, residual=chance < 0.4)
 
 
 def _frozen(random: Random, parts: list[Part]) -> tuple[Part, ...]:
     """Now and then one is frozen, from the beginning or later; some activations are in place."""
     for i in range(1, len(parts)):
-        if parts[i].kind == "ReLU" and parts[i - 1].kind in ("Linear", "Conv", "ConvTranspose"):
+        if parts[i].kind == "ReLU" and parts[i - 1].kind.startswith(("Linear", "Conv")):
             parts[i] = Part("ReLU in place")
-    if parts and random.random() < 0.2:
+    if random.random() < 0.2:
         i = random.randrange(len(parts))
-        how = random.choice(["always", "later"])
-        parts[i] = Part(**{**vars(parts[i]), "frozen": how})
+        parts[i] = replace(parts[i], frozen=random.choice(["always", "later"]))
     return tuple(parts)
 
 
-def _to(random: Random, d: int, e: int, others: bool) -> Part:
+def _to(random: Random, d: int, e: int) -> Part:
     """A layer from width d to width e."""
-    kinds = ["Linear", "Linear", "Linear", "LoRA", "Transposed", "weight_norm"]
-    kind = random.choice([*kinds, "third_party"] if others else kinds)
+    kind = random.choice(["Linear", "Linear", "Linear", "LoRA", "Transposed", "weight_norm"])
     if kind == "Linear":
         sizes = {"in_features": d, "out_features": e}
         return Part(kind, {**sizes, "bias": random.random() < 0.7})
-    if kind == "LoRA":
-        return Part(kind, {"inputs": d, "outputs": e, "rank": random.randint(1, 2)})
-    return Part(kind, {"inputs": d, "outputs": e})
+    return Part(kind, {"d_in": d, "d_out": e})
 
 
-def _same(random: Random, d: int, flat: bool, others: bool) -> Part:
+def _same(random: Random, d: int, flat: bool) -> Part:
     """A layer that keeps the width."""
-    kinds = ["Linear", "LayerNorm", "RMSNorm", "Tanh", "GELU", "ReLU", "Lone", "NeverCalled"]
-    kinds += ["Recomputed", "PReLU", "Dropout"]
-    kinds += ["BatchNorm1d", "GroupNorm"] if flat else ["Attention", "Recurrent", "Encoder"] * 2
-    kind = random.choice(kinds)
+    coin = random.random() < 0.7
+    heads = random.choice([n for n in (1, 2, 3) if d % n == 0])
+    more = random.choice([{}, {"num_layers": 2}, {"bias": False}])
+    options: dict[str, dict[str, Any]] = {
+        **{kind: {} for kind in ("Tanh", "GELU", "ReLU", "PReLU", "Dropout")},
+        **{kind: {"width": d} for kind in ("Lone", "NeverCalled")},
+        "LayerNorm": {"normalized_shape": d, "elementwise_affine": coin},
+        "RMSNorm": {"normalized_shape": d, "elementwise_affine": coin},
+        "Linear": {},
+        "Recomputed": {"width": d, "reentrant": not coin},
+    }
+    if flat:
+        options["BatchNorm1d"] = {"num_features": d, "affine": coin}
+        options["GroupNorm"] = {"num_groups": random.choice([1, d]), "num_channels": d}
+    else:
+        options["Attention"] = {"width": d, "heads": heads, "bias": coin}
+        options["Encoder"] = {"width": d, "heads": heads, "norm_first": coin}
+        options["Recurrent"] = {"kind": random.choice(["LSTM", "GRU", "RNN"]), "width": d, **more}
+    mixing = ["Attention", "Encoder", "Recurrent"]
+    kind = random.choice([*options, *([] if flat else mixing)])
     if kind == "Linear":
-        return _touched(random, _to(random, d, d, others))
-    if kind in ("LayerNorm", "RMSNorm"):
-        affine = random.random() < 0.8
-        return Part(kind, {"normalized_shape": d, "elementwise_affine": affine})
-    if kind in ("Lone", "NeverCalled"):
-        return Part(kind, {"width": d})
-    if kind == "Recomputed":
-        return Part(kind, {"width": d, "reentrant": random.random() < 0.3})
-    if kind == "BatchNorm1d":
-        return Part(kind, {"num_features": d, "affine": random.random() < 0.8})
-    if kind == "GroupNorm":
-        return Part(kind, {"num_groups": random.choice([1, d]), "num_channels": d})
-    if kind == "Attention":
-        heads = random.choice([n for n in (1, 2, 3) if d % n == 0])
-        kdim = random.choice([None, None, 3])
-        args = {"width": d, "heads": heads, "kdim": kdim, "bias": random.random() < 0.7}
-        return _touched(random, Part(kind, args))
-    if kind == "Recurrent":
-        args = {"kind": random.choice(["LSTM", "GRU", "RNN"]), "inputs": d, "hidden": d}
-        args |= random.choice([{}, {"num_layers": 2}, {"bias": False}])
-        return _touched(random, Part(kind, args))
-    if kind == "Encoder":
-        heads = random.choice([n for n in (1, 2, 3) if d % n == 0])
-        return Part(kind, {"width": d, "heads": heads, "norm_first": random.random() < 0.5})
-    return Part(kind)
+        return _touched(random, _to(random, d, d))
+    part = Part(kind, options[kind])
+    return _touched(random, part) if kind in ("Attention", "Recurrent") else part
 
 
-def _stack(random: Random, d: int, flat: bool, others: bool) -> tuple[list[Part], int]:
+def _stack(random: Random, d: int, flat: bool) -> tuple[list[Part], int]:
     """Up to four layers on (..., d), and the width at their end."""
     parts = []
     for _ in range(random.randint(1, 4)):
         if random.random() < 0.4:
             e = random.randint(2, 6)
-            parts += [_to(random, d, e, others), Part("Tanh")]
+            parts += [_to(random, d, e), Part("Tanh")]
             d = e
         else:
-            parts.append(_same(random, d, flat, others))
+            parts.append(_same(random, d, flat))
     return parts, d
 
 
-def _rows(random: Random, others: bool) -> Spec:
+def _rows(random: Random, loss: str) -> Spec:
     d = random.randint(2, 6)
-    parts, width = _stack(random, d, True, others)
-    return Spec("rows", (d,), _frozen(random, parts), width, "linear", "", _loss(random))
+    parts, width = _stack(random, d, True)
+    return Spec("rows", (d,), _frozen(random, parts), width, "linear", "", loss)
 
 
-def _tokens(random: Random, others: bool) -> Spec:
+def _tokens(random: Random, loss: str) -> Spec:
     d = random.choice([2, 4, 6])
     options = random.choice([{}, {}, {"padding_idx": 0}, {"scale_grad_by_freq": True}])
     first = Part("Embedding", {"num_embeddings": WORDS, "embedding_dim": d, **options})
-    parts, width = _stack(random, d, False, others)
+    parts, width = _stack(random, d, False)
     tied = width == d and random.random() < 0.4
     pooled = "" if tied else random.choice(["", "mean"])
-    loss = "classes" if tied else _loss(random)
-    head = "tied" if tied else "linear"
+    head, loss = ("tied", "classes") if tied else ("linear", loss)
     rest = _frozen(random, parts)
     return Spec("tokens", (random.randint(1, 4),), (first, *rest), width, head, pooled, loss)
 
 
-def _images(random: Random, others: bool) -> Spec:
-    rank = random.choice([1, 2, 2, 3])
-    channels = random.choice([1, 2, 4])
+def _images(random: Random, loss: str) -> Spec:
+    rank, channels = random.choice([1, 2, 2, 3]), random.choice([1, 2, 4])
     shape = (channels, *(random.randint(3, 8 - 2 * rank + 1) for _ in range(rank)))
     parts: list[Part] = []
     places = list(shape[1:])
@@ -432,36 +307,34 @@ def _images(random: Random, others: bool) -> Spec:
             part, channels, places = _conv(random, rank, channels, places)
             parts.append(part)
         elif chance < 0.8:
-            kind = random.choice([f"BatchNorm{rank}d", "GroupNorm", "InstanceNorm", "ChannelNorm"])
-            if kind == "InstanceNorm" and math.prod(places) < 2:
-                kind = "ChannelNorm"
-            args = {
+            norms: dict[str, dict[str, Any]] = {
                 "GroupNorm": {"num_groups": 1, "num_channels": channels},
-                "InstanceNorm": {"rank": rank, "channels": channels},
                 "ChannelNorm": {"width": channels},
-            }.get(kind, {"num_features": channels})
-            parts.append(Part(kind, args))
+                f"BatchNorm{rank}d": {"num_features": channels},
+            }
+            kind = random.choice(list(norms))
+            parts.append(Part(kind, norms[kind]))
         else:
             parts.append(Part(random.choice(["Tanh", "GELU", "ReLU"])))
     pooled = random.choice(["flat", "mean"])
     width = channels * math.prod(places) if pooled == "flat" else channels
-    return Spec("images", shape, _frozen(random, parts), width, "linear", pooled, _loss(random))
+    return Spec("images", shape, _frozen(random, parts), width, "linear", pooled, loss)
 
 
 def _conv(
     random: Random, rank: int, channels: int, places: list[int]
 ) -> tuple[Part, int, list[int]]:
-    """A convolution, or its transpose, with what goes in and comes out."""
+    """A convolution, or its transpose, with the channels and places that come out."""
     groups = random.choice([g for g in (1, 1, 2, 4) if channels % g == 0])
     outputs = groups * random.randint(1, 2)
-    sizes = [(random.randint(1, min(3, n)), random.randint(1, 2)) for n in places]
-    kernel, stride = tuple(k for k, _ in sizes), tuple(s for _, s in sizes)
-    args: dict[str, Any] = {"rank": rank, "inputs": channels, "outputs": outputs}
+    kernel = tuple(random.randint(1, min(3, n)) for n in places)
+    stride = tuple(random.randint(1, 2) for _ in places)
+    args: dict[str, Any] = {"in_channels": channels, "out_channels": outputs}
     args |= {"kernel_size": kernel, "stride": stride, "groups": groups}
     args["bias"] = random.random() < 0.7
     if random.random() < 0.25:
         found = [(n - 1) * s + k for n, k, s in zip(places, kernel, stride, strict=True)]
-        return Part("ConvTranspose", args), outputs, found
+        return Part(f"ConvTranspose{rank}d", args), outputs, found
     padding = tuple(random.randint(0, k // 2) for k in kernel)
     dilation = tuple(
         2 if n + 2 * p >= 2 * (k - 1) + 1 and random.random() < 0.3 else 1
@@ -473,4 +346,4 @@ def _conv(
         (n + 2 * p - d * (k - 1) - 1) // s + 1
         for n, k, s, p, d in zip(places, kernel, stride, padding, dilation, strict=True)
     ]
-    return Part("Conv", args), outputs, found
+    return Part(f"Conv{rank}d", args), outputs, found

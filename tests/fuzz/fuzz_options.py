@@ -115,64 +115,45 @@ def choices(system: type[Any], name: str) -> tuple[str, ...]:
     return ()
 
 
+def leaves(hint: Any) -> list[Any]:
+    """What a union is made of."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return [leaf for inner in typing.get_args(hint) for leaf in leaves(inner)]
+    return [hint]
+
+
+def values(system: type[Any], name: str, hint: Any, default: Any) -> tuple[Any, ...]:
+    """Some of a type; none of a type of which nothing is known."""
+    number = default if isinstance(default, (int, float)) else 1.0
+    kind = typing.get_origin(hint) or hint
+    if kind is Literal:
+        return typing.get_args(hint)
+    if kind is str:
+        return choices(system, name)
+    return {
+        bool: (False, True),
+        int: (0, 1, 2, 3, default if isinstance(default, int) else 5),
+        float: (0.1 * number, 0.5 * number, number, 2.0 * number),
+        torch.dtype: (torch.float32, torch.float64, torch.bfloat16),
+        type(None): (None,),
+        CallableType: (Falls(number),),
+        type: (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop),
+        SequenceType: ((),),
+        MappingType: ({},),
+    }.get(kind, ())
+
+
 def draw_value(random: Random, system: type[Any], name: str, hint: Any, default: Any) -> Any:
     """A value that an option may have; LookupError if nothing is known of its type."""
     if name in RANGES:
         value = random.choice(RANGES[name])
-        callable_too = CallableType in _origins(hint) and isinstance(value, (int, float))
+        kinds = [typing.get_origin(leaf) for leaf in leaves(hint)]
+        callable_too = CallableType in kinds and isinstance(value, (int, float))
         return Falls(value) if callable_too and random.random() < 0.2 else value
-    if hint in (bool,):
-        return random.random() < 0.5
-    if hint is int:
-        return random.choice((0, 1, 2, 3, default if isinstance(default, int) else 5))
-    if hint is float:
-        whole = default if isinstance(default, (int, float)) else 1.0
-        return random.choice((0.1, 0.5, 1.0, 2.0)) * whole
-    if hint is str:
-        return random.choice(_found(choices(system, name), name))
-    if hint is torch.dtype:
-        return random.choice((torch.float32, torch.float64, torch.bfloat16))
-    if hint is type(None):
-        return None
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Literal:
-        return random.choice(inner)
-    if origin in (Union, types.UnionType):
-        known = [h for h in inner if _is_known(h, system, name)]
-        chosen = random.choice(_found(tuple(known), name))
-        return draw_value(random, system, name, chosen, default)
-    if origin is CallableType:
-        number = default if isinstance(default, (int, float)) else 1.0
-        return Falls(number)
-    if origin is type:
-        return random.choice([torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-    if origin is SequenceType:
-        return ()
-    if origin is MappingType:
-        return {}
-    raise LookupError(f"{name}: {hint} has no values here; give it some in RANGES")
-
-
-def _found(values: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    if not values:
-        raise LookupError(f"{name} has no values here; give it some in RANGES")
-    return values
-
-
-def _is_known(hint: Any, system: type[Any], name: str) -> bool:
-    known = (bool, int, float, torch.dtype, type(None))
-    origins = (Literal, CallableType, type, SequenceType, MappingType, Union, types.UnionType)
-    if hint is str:
-        return bool(choices(system, name))
-    return hint in known or typing.get_origin(hint) in origins
-
-
-def _origins(hint: Any) -> set[Any]:
-    """What a union is made of."""
-    origin = typing.get_origin(hint)
-    if origin in (Union, types.UnionType):
-        return set().union(*(_origins(h) for h in typing.get_args(hint)))
-    return {origin or hint}
+    known = [found for leaf in leaves(hint) if (found := values(system, name, leaf, default))]
+    if not known:
+        raise LookupError(f"{name}: {hint} has no values here; give it some in RANGES")
+    return random.choice(random.choice(known))
 
 
 def draw_options(random: Random, system: type[Any]) -> dict[str, Any]:
@@ -198,8 +179,6 @@ def agreeable(options: dict[str, Any]) -> dict[str, Any]:
     found = dict(options)
     if found.get("relative_damping") is False and found.get("damping", "auto") == "auto":
         found["damping"] = 0.1
-    if found.get("eigen_refresh") == "warm":
-        found["solver"] = "eigen"
     if found.get("rest") is None:
         found.pop("rest_layers", None)
     if found.get("async_inverse") is False:

@@ -13,7 +13,6 @@ its processes does; `judge(example, results)` says what has become of it:
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import io
 import math
@@ -25,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from contract import hook_count
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fuzz_models import Net, Spec, batch, draw_model, examples_losses, loss_of
+from fuzz_models import Net, Spec, batch, draw_model, losses
 from fuzz_options import SYSTEMS, draw_options
 from second_order import SecondOrderError
 from second_order.lanczos import Outputs
@@ -39,7 +39,19 @@ if TYPE_CHECKING:
 
 STEPS = 10
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+RARE = {  # how often a script does something; the rest of it as often as `OFTEN`
+    "closure": 0.2,
+    "DDP": 0.15,
+    "autocast": 0.1,
+    "scaler": 0.08,
+    "schedule": 0.15,
+    "clip": 0.15,
+    "evaluation between steps": 0.15,
+    "gradients are kept": 0.15,
+}
+OFTEN = 0.06
 HABITS = (
+    *RARE,
     "batches of many sizes",
     "one example at a time",
     "a graph for second derivatives",
@@ -54,8 +66,6 @@ HABITS = (
     "gradients set to zero by hand",
     "gradients of parameters dropped",
     "named parameters",
-    "anomalies are looked for",
-    "inference beside",
 )
 BOLD = 1e3  # growth of parameters by which a training that ends infinite has diverged before
 
@@ -65,22 +75,9 @@ class Example:
     """A training.
 
     Attributes:
-        system: name of the optimizer.
-        ranks: processes, helpers included.
-        helpers: how many of them help.
-        spec: of the model.
-        dtype: of the parameters.
-        options: of the optimizer.
+        ranks: processes, `helpers` included.
         examples: in a micro-batch.
         micro: micro-batches to a step.
-        closure: whether `step` gets a closure.
-        wrapped: whether DistributedDataParallel averages gradients.
-        autocast: whether passes run in bfloat16.
-        scaled: whether a GradScaler scales the loss.
-        scheduled: whether the learning rate falls.
-        clipped: whether gradients are clipped.
-        looks: whether the model is evaluated between steps.
-        kept: whether `zero_grad` keeps the gradients' tensors.
         split: parameters are given in two groups, the second of which comes at this step.
         saved: the step at which a checkpoint is made; -1 for none.
         how: what becomes of it: "load" or "new".
@@ -96,19 +93,11 @@ class Example:
     options: dict[str, Any]
     examples: int = 4
     micro: int = 1
-    closure: bool = False
-    wrapped: bool = False
-    autocast: bool = False
-    scaled: bool = False
-    scheduled: bool = False
-    clipped: bool = False
-    looks: bool = False
-    kept: bool = False
     split: int = -1
     saved: int = -1
     how: str = "load"
     idle: int = -1
-    habits: tuple[str, ...] = ()
+    habits: frozenset[str] = frozenset()
 
     @property
     def workers(self) -> int:
@@ -120,26 +109,17 @@ class Example:
         return self.system in ("DHO2", "MRDHO2")
 
 
-def draw_example(random: Random, most_ranks: int = 3, others: bool = False) -> Example:
-    """A training.
-
-    Args:
-        random: where chance comes from.
-        most_ranks: processes at most.
-        others: whether layers of other packages may be in the model.
-    """
+def draw_example(random: Random, most_ranks: int = 3) -> Example:
+    """A training."""
     system = random.choice(sorted(SYSTEMS))
     ranks = random.choice([n for n in (1, 1, 1, 2, 2, 3) if n <= most_ranks])
-    spec = draw_model(random, others)
+    spec = draw_model(random)
     options = draw_options(random, SYSTEMS[system])
     helpers = 0
     if ranks > 1 and system == "MRDHO2":
-        helpers = random.choice((0, 1, 1, 1))
-        options["accelerators"] = helpers
+        helpers = options["accelerators"] = random.choice((0, 1, 1, 1))
     elif ranks > 1 and system == "DistKFAC":
-        helpers = random.choice((0, 0, 1))
-        options["stats_workers"] = helpers
-    rare = lambda share=0.15: random.random() < share  # noqa: E731
+        helpers = options["stats_workers"] = random.choice((0, 0, 1))
     example = Example(
         system=system,
         ranks=ranks,
@@ -149,42 +129,33 @@ def draw_example(random: Random, most_ranks: int = 3, others: bool = False) -> E
         options=options,
         examples=random.choice([2, 4, 7]),
         micro=random.choice([1, 1, 1, 2, 3]),
-        closure=rare(0.2),
-        wrapped=rare() and ranks > 1 and not helpers,
-        autocast=rare(0.1),
-        scaled=rare(0.08),
-        scheduled=rare(),
-        clipped=rare(),
-        looks=rare(),
-        kept=rare(),
-        split=random.choice([0, 3]) if rare(0.1) else -1,
-        saved=random.randrange(1, STEPS) if rare(0.35) else -1,
+        split=random.choice([0, 3]) if random.random() < 0.1 else -1,
+        saved=random.randrange(1, STEPS) if random.random() < 0.35 else -1,
         how=random.choice(["load", "new"]),
-        idle=random.randrange(STEPS) if rare(0.08) else -1,
-        habits=tuple(random.sample(HABITS, random.choice([0, 0, 1, 1, 2]))),
+        idle=random.randrange(STEPS) if random.random() < 0.08 else -1,
+        habits=frozenset(h for h in HABITS if random.random() < RARE.get(h, OFTEN)),
     )
     return possible(example)
 
 
 def possible(example: Example) -> Example:
     """Without what torch itself does not do together."""
-    if example.wrapped:
-        fixed = tuple(replace(p, unused=(), frozen="") for p in example.spec.parts)
-        plain = not any(part.kind == "Recomputed" for part in fixed)
-        plain = plain and "a graph for second derivatives" not in example.habits
-        example = replace(example, spec=replace(example.spec, parts=fixed), wrapped=plain, split=-1)
-    if example.helpers or example.wrapped:
-        example = replace(example, how="load")
+    habits, spec, split, how = set(example.habits), example.spec, example.split, example.how
+    if example.ranks == 1 or example.helpers:
+        habits.discard("DDP")
+    if "DDP" in habits:
+        fixed = tuple(replace(p, unused=(), frozen="") for p in spec.parts)
+        spec, split = replace(spec, parts=fixed), -1
+        if any(part.kind == "Recomputed" for part in fixed):
+            habits.discard("DDP")
+        habits.discard("a graph for second derivatives")
+    if "scaler" in habits:
+        habits.discard("scaler" if example.dtype == "bfloat16" else "closure")
+    if example.helpers or "DDP" in habits:
+        how = "load"
     if example.helpers:  # they have all parameters from the beginning
-        example = replace(example, split=-1 if example.split > 0 else example.split)
-    if example.scaled:
-        example = replace(example, closure=False)
-        if example.dtype == "bfloat16":
-            example = replace(example, scaled=False)
-    return example
-
-
-# -------------------------------------------------------------------------------- one process
+        split = min(split, 0)
+    return replace(example, habits=frozenset(habits), spec=spec, split=split, how=how)
 
 
 class Told(Exception):  # noqa: N818 - carries a report
@@ -210,12 +181,8 @@ class Training:
         torch.manual_seed(0)
         self.model = Net(example.spec).to(self.dtype)
         self.outer: nn.Module = self.model
-        self.loss = loss_of(example.spec)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if example.scaled else None
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if self.does("scaler") else None
         self.optimizer: Any = None
-        self.helps = False
-
-    # ------------------------------------------------------------------------------- pieces
 
     def batch(self, step: int, micro: int = 0, rank: int | None = None) -> tuple[Tensor, Tensor]:
         rank = self.rank if rank is None else rank
@@ -236,22 +203,17 @@ class Training:
 
     def loss_at(self, step: int, micro: int, rank: int | None = None) -> Tensor:
         x, y = self.batch(step, micro, rank)
-        with self.casting():
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.does("autocast")):
             loss = self.loss(self.outer(x), y) / self.example.micro
             if self.does("two losses"):
                 loss = 0.5 * loss + 0.5 * self.loss(self.outer(x), y) / self.example.micro
         if self.does("a look between forward and backward"):
             with torch.no_grad():
                 self.model(x)
-        if self.does("inference beside"):
-            with torch.inference_mode():
-                self.model(x)
         return loss
 
-    def casting(self) -> contextlib.AbstractContextManager[Any]:
-        if self.example.autocast:
-            return torch.autocast("cpu", torch.bfloat16)
-        return contextlib.nullcontext()
+    def loss(self, outputs: Tensor, y: Tensor) -> Tensor:
+        return losses(self.example.spec, outputs, y).mean()
 
     def curvature(self, given: tuple[Tensor, Tensor] | None = None) -> Any:
         """What the curvature closure returns, which depends on whose curvature is asked for."""
@@ -260,7 +222,7 @@ class Training:
         if kind == "gauss-newton":
             return Outputs(outputs, lambda z: self.loss(z, y))
         if kind == "empirical-fisher":
-            return Outputs(outputs, lambda z: examples_losses(self.example.spec, z, y))
+            return Outputs(outputs, lambda z: losses(self.example.spec, z, y))
         return self.loss(outputs, y)
 
     def helpers_loss(self, given: tuple[Tensor, Tensor]) -> Tensor:
@@ -288,15 +250,13 @@ class Training:
             params, options["model"] = self.outer.named_parameters(), self.outer
         return SYSTEMS[example.system](params, **options)
 
-    # -------------------------------------------------------------------------------- whole
-
     def construct(self) -> None:
         """Make the optimizer; an error leaves everything as it was."""
-        if self.example.wrapped:
+        if self.does("DDP"):
             self.outer = DistributedDataParallel(self.model, find_unused_parameters=True)
         self.stage = "construction"
         before = [t.detach().clone() for t in self.model.state_dict().values()]
-        hooks = _hooks(self.model)
+        hooks = hook_count(self.model)
         try:
             self.optimizer = self.make()
         except Exception as error:
@@ -306,7 +266,7 @@ class Training:
                 same = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
                 if not same:
                     raise Changed(f"refused, and parameters have changed: {error}") from error
-            if _hooks(self.model) != hooks:
+            if hook_count(self.model) != hooks:
                 raise Changed(f"refused, and hooks are left: {error}") from error
             raise
 
@@ -314,15 +274,15 @@ class Training:
         example = self.example
         self.model.step = step
         if step == STEPS // 2:
-            self.model.freeze()
+            self.model.freeze("later")
         if step == example.split and step > 0:
             self.optimizer.add_param_group(self.groups()[1])
-        if example.looks:
+        if self.does("evaluation between steps"):
             self.look(step)
         self.change(step)
 
         def passes() -> Tensor:
-            self.optimizer.zero_grad(set_to_none=not example.kept)
+            self.optimizer.zero_grad(set_to_none=not self.does("gradients are kept"))
             total = torch.zeros(())
             for micro in range(example.micro):
                 loss = self.loss_at(step, micro)
@@ -332,7 +292,7 @@ class Training:
                     scaled.backward(create_graph=self.does("a graph for second derivatives"))
             self.average()
             self.spoil(step)
-            if example.clipped and self.scaler is None:
+            if self.does("clip") and self.scaler is None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             return total
 
@@ -341,7 +301,7 @@ class Training:
             if any(p.grad is not None for p in self.model.parameters()):
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
-        elif example.closure:
+        elif self.does("closure"):
             self.optimizer.step(passes)
         else:
             passes()
@@ -354,7 +314,7 @@ class Training:
                 group["lr"] = 0.0 if step % 3 == 1 else 0.01
         if step != STEPS // 2:
             return
-        if self.does("another dtype later") and not self.example.wrapped:
+        if self.does("another dtype later") and not self.does("DDP"):
             self.dtype = torch.float32 if self.dtype == torch.float64 else torch.float64
             self.model.to(self.dtype)
         if self.does("unfrozen later"):
@@ -377,7 +337,7 @@ class Training:
         """By hand, where the optimizer is told not to."""
         if self.example.options.get("gradient_averaging") is not False or self.example.workers < 2:
             return
-        if self.example.wrapped:
+        if self.does("DDP"):
             return
         group = self.optimizer.worker_group if self.example.helpers else None
         for p in self.model.parameters():
@@ -394,8 +354,7 @@ class Training:
         self.optimizer.statistics()
 
     def checkpoint(self, step: int) -> None:
-        if hasattr(self.optimizer, "consolidate"):
-            self.optimizer.consolidate(to=None)
+        self.optimizer.consolidate(to=None)
         file, states = io.BytesIO(), {"model": self.model, "optimizer": self.optimizer}
         torch.save({name: each.state_dict() for name, each in states.items()}, file)
         file.seek(0)
@@ -425,29 +384,23 @@ class Training:
                 self.checkpoint(step)
                 scheduler = None
                 self.stage = f"step {step}"
-            if example.scheduled and scheduler is None:
+            if self.does("schedule") and scheduler is None:
                 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, STEPS)
             torch.manual_seed(step)  # dropout
-            with torch.autograd.set_detect_anomaly(self.does("anomalies are looked for")):
-                self.step(step)
+            self.step(step)
             if scheduler is not None:
                 scheduler.step()
-            self.measure()
+            self.largest.append(max(float(p.detach().abs().max()) for p in self.model.parameters()))
         self.stage = "end"
         str(self.optimizer.summary())
         self.optimizer.statistics()
-
-    def measure(self) -> None:
-        worst = max(float(p.detach().abs().max()) for p in self.model.parameters() if p.numel())
-        self.largest.append(worst)
 
     def go(self) -> None:
         self.construct()
         if self.does("evaluation mode"):
             self.outer.eval()
         optimizer = self.optimizer
-        self.helps = getattr(optimizer, "role", "worker") != "worker"
-        if self.helps:
+        if getattr(optimizer, "role", "worker") != "worker":
             self.stage = "serving"
             batches = [self.batch(i) for i in range(4)]
             loss = self.curvature if self.example.curved else self.helpers_loss
@@ -463,20 +416,7 @@ class Training:
 
     def report(self) -> dict[str, Any]:
         values = [p.detach().double().reshape(-1) for p in self.model.parameters()]
-        return {
-            "status": "done",
-            "parameters": torch.cat(values),
-            "largest": self.largest,
-            "helps": self.helps,
-        }
-
-
-def _hooks(model: nn.Module) -> int:
-    found = 0
-    for module in model.modules():
-        for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
-            found += len(getattr(module, name))
-    return found
+        return {"status": "done", "parameters": torch.cat(values), "largest": self.largest}
 
 
 def described(error: BaseException, stage: str) -> dict[str, Any]:
@@ -508,14 +448,9 @@ def train(rank: int, size: int, example: Example) -> dict[str, Any]:
     raise told
 
 
-# ------------------------------------------------------------------------------ the base alone
-
-
 def base_alone(example: Example) -> dict[str, Any]:
     """The same training under the base, in this process, with gradients averaged over ranks."""
-    spec = replace(example.spec)
-    alone = replace(example, spec=spec)
-    training = Training(alone, 0, 1)
+    training = Training(example, 0, 1)
     own = set(inspect.signature(SYSTEMS[example.system]).parameters)
     keywords = {k: v for k, v in example.options.items() if k not in own or k == "lr"}
     base = example.options.get("base", torch.optim.SGD)
@@ -530,7 +465,7 @@ def base_alone(example: Example) -> dict[str, Any]:
                 training.stage = f"step {step}"
                 training.model.step = step
                 if step == STEPS // 2:
-                    training.model.freeze()
+                    training.model.freeze("later")
                 training.optimizer.zero_grad()
                 training.change(step)
                 if step != example.idle:
@@ -544,18 +479,9 @@ def base_alone(example: Example) -> dict[str, Any]:
     return training.report()
 
 
-# ---------------------------------------------------------------------------------- judgement
-
-
 @dataclass(frozen=True)
 class Outcome:
-    """What has become of an example.
-
-    Attributes:
-        name: "trains", "refused", "raises", "by base", "diverges" or "finding".
-        detail: which error, or what is wrong.
-        whole: all of it, with the traceback.
-    """
+    """What has become of an example: which error, or what is wrong, and the whole traceback."""
 
     name: str
     detail: str = ""

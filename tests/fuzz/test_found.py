@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import KRONECKER, make, take
+from contract import each_system, make, take
 from reference import cross_entropy
 from torch import Tensor, nn
 
@@ -18,7 +18,6 @@ from second_order import DHO2
 if TYPE_CHECKING:
     from pool import World
 
-each_kronecker_and_pairs = pytest.mark.parametrize("System", [*KRONECKER, DHO2])
 LINEAR = Part("Linear", {"in_features": 3, "out_features": 2, "bias": True})
 MODEL = Spec("rows", (3,), (LINEAR, Part("Tanh")), 2, "linear", "", "classes")
 PAIRS = {"lr": 0.05, "largest": 2, "curvature_interval": 3, "warmup_steps": 1}
@@ -27,14 +26,14 @@ PAIRS = {"lr": 0.05, "largest": 2, "curvature_interval": 3, "warmup_steps": 1}
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_model_that_is_cast_goes_on_in_rows(world: World, dtype: str) -> None:
     """As it does where every process steps whole parameters."""
-    example = Example("DHO2", 2, 0, MODEL, dtype, PAIRS, habits=("another dtype later",))
+    example = Example("DHO2", 2, 0, MODEL, dtype, PAIRS, habits=frozenset({"another dtype later"}))
     columns = replace(example, options={**PAIRS, "layout": "column"})
     rows, whole = world.run(train, 2, example), world.run(train, 2, columns)
     assert judge(example, rows).name == "trains"
     torch.testing.assert_close(rows[0]["parameters"], whole[0]["parameters"], rtol=1e-5, atol=1e-6)
 
 
-@each_kronecker_and_pairs
+@each_system
 def test_closing_leaves_a_state_that_was_asked_for_as_it_is(System: Any) -> None:
     """A checkpoint is written after the `with` block, perhaps."""
     model = nn.Linear(3, 2)

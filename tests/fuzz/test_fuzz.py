@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from stored import ROOT, stored
 
 from fuzz import OUTCOMES, play, table
-from fuzz_models import Net, Part, Spec, batch, draw_model, loss_of
+from fuzz_models import Net, Part, Spec, batch, draw_model, losses
 from fuzz_options import RANGES, SYSTEMS, choices, draw_value, hints, signature
 from fuzz_training import Example, Told, base_alone, draw_example, judge, train
 
@@ -54,7 +54,7 @@ def test_random_models_can_be_trained() -> None:
         spec = draw_model(Random(seed))
         model = Net(spec).double()
         x, y = batch(spec, seed, 3, torch.float64)
-        loss_of(spec)(model(x), y).backward()
+        losses(spec, model(x), y).mean().backward()
         assert any(p.grad is not None for p in model.parameters())
         kinds |= {part.kind for part in spec.parts}
     assert len(kinds) > 20
@@ -89,7 +89,7 @@ def test_the_page_has_the_stored_run() -> None:
 
 def done(*parameters: float, **more: Any) -> dict[str, Any]:
     values = torch.tensor(parameters)
-    return {"status": "done", "parameters": values, "largest": [1.0], "helps": False, **more}
+    return {"status": "done", "parameters": values, "largest": [1.0], **more}
 
 
 def raised(**more: Any) -> Told:

@@ -7,47 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import each_kronecker
+from contract import each_kronecker, make, take
+from hypothesis import given
+from hypothesis import strategies as st
+from models import ZOO
 from torch import Tensor, nn
 from torch.optim import (
     SGD,
     Adadelta,
     Adafactor,
-    Adagrad,
     Adam,
-    Adamax,
     AdamW,
     Muon,
-    NAdam,
-    RAdam,
     RMSprop,
-    Rprop,
 )
 
 import second_order
 from second_order import KAISA, DistKFAC, PerStep
 from second_order.kfac.precondition import bound_for
+from second_order.kfac.schedule import past_at
 from second_order.options import is_adaptive
 
 if TYPE_CHECKING:
     from pool import World
 
     from second_order import SecondOrderOptimizer
-
-
-@pytest.mark.parametrize(
-    ("base", "expected"),
-    [
-        *((base, True) for base in (Adam, AdamW, NAdam, RAdam, Adamax, RMSprop, Adagrad)),
-        *((base, True) for base in (Adadelta, Adafactor, Muon, Rprop)),
-        *((base, False) for base in (SGD, torch.optim.ASGD)),
-    ],
-)
-def test_what_is_not_made_from_sgd_scales_its_steps_itself(
-    base: type[torch.optim.Optimizer], expected: bool
-) -> None:
-    assert is_adaptive(base) is expected
-    assert is_adaptive(type("Mine", (base,), {})) is expected
 
 
 def options_of(optimizer: SecondOrderOptimizer) -> Any:
@@ -57,6 +41,10 @@ def options_of(optimizer: SecondOrderOptimizer) -> Any:
 @each_kronecker
 def test_defaults_follow_the_base(System: type[KAISA]) -> None:
     model = nn.Linear(3, 2)
+    for base in (Adadelta, Adafactor, Muon, RMSprop):
+        assert is_adaptive(base)
+        assert is_adaptive(type("Mine", (base,), {}))
+    assert not is_adaptive(torch.optim.ASGD)
     plain, adaptive = (options_of(System(model, lr=0.1, base=base)) for base in (SGD, AdamW))
     assert (plain.damping, plain.kl_clip, plain.factor_decay) == (0.5, "auto", PerStep(0.995))
     assert (adaptive.damping, adaptive.kl_clip) == (0.1, None)
@@ -202,7 +190,7 @@ def test_a_short_batch_is_one_of_many() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[:examples]), y[:examples]).backward()
         optimizer.step()
-    found = float(optimizer.state[model[0].weight]["curvature"]["examples"])
+    found = float(optimizer.state_dict()["state"][0]["curvature"]["examples"])
     assert found == pytest.approx(
         (64 + 64 * 0.995 + 64 * 0.995**2 + 64 * 0.995**3 - 63) / (1 + 0.995 + 0.995**2 + 0.995**3)
     )
@@ -239,8 +227,8 @@ def test_the_number_of_examples_is_in_checkpoints(System: type[KAISA]) -> None:
 
 
 def test_factors_remember_steps_whatever_the_interval() -> None:
-    assert PerStep(0.95).after(1, 0) == 0.95
-    assert PerStep(0.95).after(10, 10) == pytest.approx(0.95**10)
+    assert past_at(PerStep(0.95), 1, 0) == 0.95
+    assert past_at(PerStep(0.95), 10, 10) == pytest.approx(0.95**10)
     model, x, y = model_and_batch(20)
     weights = []
     for every in (1, 5):
@@ -252,36 +240,74 @@ def test_factors_remember_steps_whatever_the_interval() -> None:
             optimizer.zero_grad()
             nn.functional.cross_entropy(of(x), y).backward()
             optimizer.step()
-        weights.append(float(optimizer.state[of[0].weight]["curvature"]["average_weight"]))
+        weights.append(float(optimizer.state_dict()["state"][0]["curvature"]["average_weight"]))
     assert weights[0] == pytest.approx(sum(0.995**k for k in range(6)))
     assert weights[1] == pytest.approx(1 + 0.995**5)
 
 
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"decay": 1.0}, "factor_decay"),
-        ({"decay": -0.1}, "factor_decay"),
-        ({"decay": 0.9, "share": 0.0}, "share"),
-        ({"decay": 0.9, "share": 1.5}, "share"),
-    ],
-)
-def test_a_memory_in_steps_has_bounds(fields: dict[str, float], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize("fields", [{"decay": 1.0}, {"decay": 0.9, "share": 1.5}])
+def test_a_memory_in_steps_has_bounds(fields: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=list(fields)[-1]):
         PerStep(**fields)
 
 
 def test_a_young_training_remembers_a_share_of_its_steps() -> None:
     memory = PerStep(0.978, share=1 / 3)
-    assert memory.after(1, 0) == memory.after(1, 6) == 0.5
-    assert memory.after(1, 30) == pytest.approx(0.9)
-    assert memory.after(5, 30) == pytest.approx(0.9**5)
-    assert memory.after(10, 10_000) == pytest.approx(0.978**10)
+    assert past_at(memory, 1, 0) == past_at(memory, 1, 6) == 0.5
+    assert past_at(memory, 1, 30) == pytest.approx(0.9)
+    assert past_at(memory, 5, 30) == pytest.approx(0.9**5)
+    assert past_at(memory, 10, 10_000) == pytest.approx(0.978**10)
     model, x, y = model_and_batch(20)
     optimizer = KAISA(model, lr=1e-3, base=AdamW, inv_update_steps=1)
     for _ in range(4):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         optimizer.step()
-    weight = float(optimizer.state[model[0].weight]["curvature"]["average_weight"])
+    weight = float(optimizer.state_dict()["state"][0]["curvature"]["average_weight"])
     assert weight == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+
+
+NAMES = "mlp", "conv", "embedding", "norms", "transformer"
+
+
+def preconditioned(System: Any, name: str, scale: str, **options: Any) -> Any:
+    """An optimizer whose last step has left preconditioned gradients, and its model."""
+    case = ZOO[name]
+    model = case.model()
+    approx = {"kfac_approx": case.shared} if case.shared else {}
+    chosen = {"preconditioner_scale": scale, "exact_blocks": True, **approx, **options}
+    optimizer = make(System, model, lr=0.0, **chosen)
+    for batch in case.batches(2, n=8):
+        take(model, optimizer, batch, case.loss)
+    return optimizer
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    solver=st.sampled_from(["eigen", "inverse"]),
+    relative=st.booleans(),
+    damping=st.floats(0.01, 10.0),
+)
+@each_kronecker
+def test_the_gradients_scale_is_newtons_times_the_mean_damped_curvature(
+    System: type[SecondOrderOptimizer], name: str, solver: str, relative: bool, damping: float
+) -> None:
+    options = {"solver": solver, "relative_damping": relative, "damping": damping}
+    newton, scaled = (preconditioned(System, name, s, **options) for s in ("newton", "gradient"))
+    blocks: Any = [each._curvature.layers.active for each in (newton, scaled)]
+    assert blocks[0]
+    for plain, other in zip(*blocks, strict=True):
+        mean = plain.ensure_factors().mean_curvature()
+        assert mean > 0
+        times_mean = mean + damping * (mean if relative else 1.0)
+        for p, q in zip(plain.params, other.params, strict=True):
+            torch.testing.assert_close(q.grad, p.grad * times_mean, rtol=1e-9, atol=1e-14)
+
+
+@each_kronecker
+def test_auto_follows_the_base(System: type[SecondOrderOptimizer]) -> None:
+    for base, expected in ((SGD, "newton"), (Adam, "gradient"), (AdamW, "gradient")):
+        optimizer: Any = System(ZOO["mlp"].model(), base=base, lr=0.1)
+        assert optimizer._curvature._options.preconditioner_scale == expected
+    optimizer = System(ZOO["mlp"].model(), base=RMSprop, lr=0.1, preconditioner_scale="newton")
+    assert optimizer._curvature._options.preconditioner_scale == "newton"

@@ -1,7 +1,4 @@
-"""DistKFAC on many processes, whose threads take their time, each its own.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""DistKFAC on many processes, whose threads take their time, each its own."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ from threaded import (
     threads_of,
 )
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from workers import owned_by, refusal, shards
+from workers import owned_by, shards
 
 from second_order import KAISA, DecompositionError
 from second_order.kfac.plan import distkfac_plan
@@ -41,9 +37,6 @@ if TYPE_CHECKING:
     from pool import World
 
 NEVER = 10**9
-
-
-# When inverses come: invariant 23.
 
 
 def synchronous(
@@ -101,17 +94,6 @@ def kept(rank: int, world_size: int, options: dict[str, Any]) -> tuple[int, int]
         return sum(storage.nbytes() for storage in storages.values()), told
 
 
-@pytest.mark.parametrize("scale", ["newton", "gradient"])
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
-def test_a_rank_keeps_no_message_beside_its_inverses(world: World, solver: str, scale: str) -> None:
-    """What has come along with decompositions, as γ, is no view of them."""
-    options = {"solver": solver, "max_staleness": 0, "preconditioner_scale": scale}
-    for symmetric in True, False:
-        for alive, told in world.run(kept, 2, {**options, "symmetry_aware": symmetric}):
-            assert told > 0
-            assert alive <= 1.05 * told, "eigenvalues beside their products, and γ"
-
-
 def scheduled(
     rank: int, world_size: int, choices: Sequence[dict[str, Any]]
 ) -> list[tuple[list[Tensor], list[dict[str, int]], list[dict[str, int]]]]:
@@ -160,17 +142,6 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
             assert_same_trajectory(found, expected)
 
 
-def ddp(rank: int, world_size: int) -> list[Tensor]:
-    model = CASE.model()
-    wrapped = DistributedDataParallel(model)
-    with distkfac(wrapped, max_staleness=2, deterministic=True) as optimizer:
-        return go(wrapped, optimizer, CASE, shards(BATCHES, rank, world_size))
-
-
-def test_under_ddp(world: World) -> None:
-    assert_same_trajectory(agreed(world.run(ddp, 2)), delayed(2))
-
-
 def owners(rank: int, world_size: int) -> list[int]:
     model = nn.ModuleList([nn.Linear(9, 10), *(nn.Linear(4, 5) for _ in range(4))])
     plan = distkfac(model)._curvature.plan
@@ -192,7 +163,11 @@ def heads(rank: int, world_size: int) -> list[tuple[float, Tensor, tuple[bool, b
         curvature.layers.forget_plan()  # plan anew: each factor goes to its owner
         go(model, optimizer, CASE, shards(BATCHES[:2], rank, world_size))
         known = [block.factors for block in optimizer._curvature.layers.blocks]
-    return [(float(f.weight), f.means, (f.a is not None, f.g is not None)) for f in known]  # type: ignore[union-attr]
+    return [
+        (float(f.weight), f.means, tuple(x is not None for x in f.stored.values()))
+        for f in known
+        if f is not None
+    ]
 
 
 def test_all_workers_know_the_weights_and_traces_of_all_layers(world: World) -> None:
@@ -204,9 +179,6 @@ def test_all_workers_know_the_weights_and_traces_of_all_layers(world: World) -> 
         for (weight, means, _), (its_weight, its_means, _) in zip(result, alone, strict=True):
             assert weight == its_weight
             torch.testing.assert_close(means, its_means)
-
-
-# What goes wrong on a thread.
 
 
 def raising(kind: type[BaseException], solve: Callable[[], Any]) -> Any:
@@ -275,26 +247,3 @@ def test_an_exception_on_a_thread_reaches_all_callers(
             else:
                 assert cause == "NoneType"
                 assert message.startswith("a thread of another process that solves for")
-
-
-# Roles that cannot be.
-
-
-def refused(rank: int, world_size: int) -> dict[str, str]:
-    attempts: dict[str, Any] = {
-        "all": lambda: distkfac(CASE.model(), stats_workers=world_size),
-        "DDP": lambda: distkfac(DistributedDataParallel(CASE.model()), stats_workers=1),
-        "apart": lambda: distkfac(CASE.model(), max_staleness=rank),
-        "deterministic": lambda: distkfac(CASE.model(), max_staleness=2, deterministic=rank == 1),
-    }
-    return {name: refusal(attempt) for name, attempt in attempts.items()}
-
-
-def test_roles_and_options_that_do_not_go_together_are_refused_everywhere(world: World) -> None:
-    for found in world.run(refused, 2, timeout=LONG):
-        assert "stats_workers=2 with 2 processes leaves none to train" in found["all"]
-        assert (
-            "DistributedDataParallel(model, process_group=optimizer.worker_group)" in found["DDP"]
-        )
-        assert found["apart"].startswith("RankMismatchError")
-        assert found["deterministic"].startswith("RankMismatchError")

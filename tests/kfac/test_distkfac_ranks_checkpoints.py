@@ -1,28 +1,17 @@
-"""Checkpoints and copies of DistKFAC on many processes, beside stats workers too.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Checkpoints and copies of DistKFAC on many processes, beside stats workers too."""
 
 from __future__ import annotations
 
 import io
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from accelerated import noted
 from ranks import agreed, assert_same_trajectory, go, vector
 from threaded import BATCHES, CASE, LAYERS, LONG, Gate, distkfac, solving
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from workers import (
     SYNCHRONOUS,
     factors_here,
@@ -111,7 +100,7 @@ def test_in_mid_flight(world: World, how: str) -> None:
         assert ages == expected
 
 
-def saves_worker(model: nn.Module, optimizer: Any, path: str) -> Any:
+def saves_worker(model: nn.Module, optimizer: Any) -> Any:
     with optimizer:
         until_fed(model, optimizer)
         train_on(model, optimizer, BATCHES[:4])
@@ -121,12 +110,6 @@ def saves_worker(model: nn.Module, optimizer: Any, path: str) -> Any:
         except SecondOrderError as error:
             refused = str(error)
         buffer, found = io.BytesIO(), vector(model)
-        if path:
-            state = {
-                "model": get_model_state_dict(model),
-                "optimizer": get_optimizer_state_dict(model, optimizer),
-            }
-            dcp.save(state, checkpoint_id=path, process_group=optimizer.worker_group)
         optimizer.consolidate(to=0)
         if dist.get_rank() == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -137,51 +120,30 @@ def saves_worker(model: nn.Module, optimizer: Any, path: str) -> Any:
     return buffer.getvalue(), refused, parts, found
 
 
-def saves_stats(model: nn.Module, optimizer: Any, path: str) -> int:
+def saves_stats(model: nn.Module, optimizer: Any, data: bytes = b"") -> int:
     with optimizer:
         return optimizer.serve(BATCHES, lambda batch: loss_of(model, batch))
 
 
-def loads_worker(model: nn.Module, optimizer: Any, data: bytes, path: str) -> Any:
+def loads_worker(model: nn.Module, optimizer: Any, data: bytes) -> Any:
     with optimizer:
-        if path:
-            state = {
-                "model": get_model_state_dict(model),
-                "optimizer": get_optimizer_state_dict(model, optimizer),
-            }
-            dcp.load(state, checkpoint_id=path, process_group=optimizer.worker_group)
-            set_model_state_dict(model, state["model"])
-            set_optimizer_state_dict(model, optimizer, state["optimizer"])
-        else:
-            state = torch.load(io.BytesIO(data))
-            model.load_state_dict(state["model"])
-            optimizer.load_state_dict(state["optimizer"])
+        state = torch.load(io.BytesIO(data))
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
         parts, found = factors_here(optimizer), vector(model)
         trajectory = train_on(model, optimizer, BATCHES[4:])
     return parts, found, trajectory
 
 
-def loads_stats(model: nn.Module, optimizer: Any, data: bytes, path: str) -> int:
-    return saves_stats(model, optimizer, path)
-
-
-@pytest.mark.parametrize("distributed", [False, True], ids=["torch.save", "dcp"])
 @pytest.mark.parametrize(
     ("before", "after"), [((3, 1), (4, 2)), ((4, 1), (3, 1)), ((4, 2), (2, 1))]
 )
 def test_a_checkpoint_with_stats_workers(
-    world: World,
-    tmp_path: Path,
-    before: tuple[int, int],
-    after: tuple[int, int],
-    distributed: bool,
+    world: World, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     """Owners' factors need consolidate(), are refused without, and arrive where they belong."""
-    path = str(tmp_path / "dcp") if distributed else ""
     options = {"stats_workers": before[1]}
-    results = world.run(
-        play, before[0], (saves_worker, saves_stats), options, path, timeout=2 * LONG
-    )
+    results = world.run(play, before[0], (saves_worker, saves_stats), options, timeout=2 * LONG)
     assert quiet(results)
     workers, _ = roles_of(results)
     whole: dict[str, Any] = {}
@@ -190,10 +152,8 @@ def test_a_checkpoint_with_stats_workers(
         assert "call optimizer.consolidate(to=0) on every process first" in refused
         whole |= parts
     assert sorted(whole) == list(LAYERS)
-    options = {"stats_workers": after[1]}
-    results = world.run(
-        play, after[0], (loads_worker, loads_stats), options, workers[0][0], path, timeout=2 * LONG
-    )
+    options, scene = {"stats_workers": after[1]}, (loads_worker, saves_stats)
+    results = world.run(play, after[0], scene, options, workers[0][0], timeout=2 * LONG)
     assert quiet(results)
     loaded, _ = roles_of(results)
     agreed([trajectory for _, _, trajectory in loaded])

@@ -1,7 +1,4 @@
-"""DPKFAC: owners that know their own batches alone, and processes that stay together all the same.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""DPKFAC: owners that know their own batches alone, and processes that stay together."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ import torch
 from contract import factors, take
 from models import ZOO
 from owned import by_choice, dpkfac, train_apart
+from placed import DPKFAC_OWNER, letters, loaded_dcp, save_dcp
 from ranks import OPTIONS, agreed, assert_same_trajectory, go, shard, train, vector
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
@@ -21,6 +19,7 @@ from second_order.kfac.plan import dims_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from models import Case
     from pool import World
@@ -30,23 +29,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 MLP, CONV = ZOO["mlp"], ZOO["conv_grouped"]
 BATCHES = MLP.batches(7, n=12)
 ALL_REDUCE = {"gradient_exchange": "all_reduce"}
-ALONE = {"assignment", "gradient_exchange"}  # options that say where, not what
 BASES: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.01},
     "Adam": {"base": torch.optim.Adam, "lr": 0.01},
 }
-
-
-def alone(case: Case, batches: Sequence[Batch], options: dict[str, Any]) -> list[Tensor]:
-    """KAISA's trajectory on one process."""
-    shared = {name: value for name, value in options.items() if name not in ALONE}
-    return train(0, 1, case, batches, shared)
-
-
-# With the same batch everywhere: KAISA.
-
-
-# With a batch of its own on each rank.
 
 
 def own_factors(
@@ -60,8 +46,8 @@ def own_factors(
     trajectory = start + go(model, optimizer, case, shards)
     for block in optimizer._curvature.layers.blocks:
         assert block.factors is not None
-        assert (block.factors.a is None) == (block.factors.g is None)
-        if block.factors.a is None:
+        assert (block.factors.stored["A"] is None) == (block.factors.stored["G"] is None)
+        if block.factors.stored["A"] is None:
             block.factors = None
     return trajectory, factors(optimizer)
 
@@ -121,7 +107,7 @@ def test_both_exchanges_give_one_trajectory(world: World, world_size: int, base:
     balanced, round_robin, reduced, reduced_round_robin = by_choice(results)
     assert_same_trajectory(balanced, reduced, rtol=1e-9)
     assert_same_trajectory(round_robin, reduced_round_robin, rtol=1e-9)
-    expected = alone(MLP, BATCHES, choices[0])[-1]
+    expected = train(0, 1, MLP, BATCHES, {**BASES[base], "inv_update_steps": 2})[-1]
     assert not torch.allclose(balanced[-1], expected, rtol=1e-4)
 
 
@@ -162,4 +148,35 @@ def test_all_layers_of_all_owners_are_clipped_by_one_coefficient(
     assert coefficient < 0.5, "the clip is at work"
 
 
-# Usage.
+def load_then(
+    rank: int, world_size: int, path: str, options: dict[str, Any], then: str
+) -> tuple[list[Tensor], int]:
+    """`then`: what is done before the next step. With the number of factors that were collected."""
+    model, optimizer = loaded_dcp(world_size, DPKFAC_OWNER, path, False, options)
+    collected = 0
+    if then == "consolidate":
+        optimizer.consolidate(to=0)
+        if rank == 0:
+            collected = letters({"optimizer": optimizer.state_dict()}).total()
+    else:
+        for name in ("0", "4"):
+            model.get_submodule(name).requires_grad_(False)
+    return go(model, optimizer, MLP, BATCHES[3:]), collected
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("then", ["consolidate", "freeze"])
+def test_after_a_distributed_load_the_ranks_move_and_collect_together(
+    world: World, tmp_path: Path, then: str
+) -> None:
+    """Before new statistics, when each has heard of its own layers alone."""
+    options = {"inv_update_steps": 4, "factor_update_steps": 4}
+    path = str(tmp_path)
+    world.run(save_dcp, 2, DPKFAC_OWNER, path, False, options)
+    one, _ = world.run(load_then, 1, path, options, then)[0]
+    for after in (2, 3):
+        results = world.run(load_then, after, path, options, then, timeout=20)
+        found = agreed([trajectory for trajectory, _ in results])
+        assert_same_trajectory(found, one, hint=f"on {after}")
+        if then == "consolidate":
+            assert results[0][1] == 6

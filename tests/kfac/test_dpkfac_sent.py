@@ -1,32 +1,20 @@
-"""DPKFAC: what is sent, by step and by the hook, and what each rank has.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""DPKFAC: what is sent, by step and by the hook, and what each rank has."""
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import pytest
 import torch
-from contract import hook_count, take
 from models import ZOO
 from owned import by_choice, dpkfac, train_apart
-from placed import SINGLE, network
-from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, shard, vector
+from ranks import agreed, assert_same_trajectory, counted, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DPKFAC, KAISA
-from second_order.distributed import buckets
-
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -37,9 +25,6 @@ BASES: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9, "weight_decay": 0.01},
     "Adam": {"base": torch.optim.Adam, "lr": 0.01},
 }
-
-
-# DistributedDataParallel with the owner hook.
 
 
 def train_hooked(
@@ -80,23 +65,6 @@ def test_the_owner_hook_sends_gradients_as_step_would(world: World, world_size: 
                 assert (counts["all_to_all_single"] > 2) == (many and world_size > 1)
                 if not many:
                     assert counts.total() == (4 if world_size > 1 else 0), "with a refresh"
-
-
-def train_by_shares(
-    rank: int, world_size: int, small_bytes: int
-) -> tuple[list[Tensor], Counter[str]]:
-    with patch.object(buckets, "SMALL_BYTES", small_bytes):
-        found = train_hooked(rank, world_size, {"bucket_cap_mb": 0.0001}, BASES["SGD"])
-    return found[0], found[2]
-
-
-def test_the_owner_hook_sends_one_message_a_bucket(world: World) -> None:
-    """An all-reduce in the place of shares, which take two."""
-    directly = world.run(train_by_shares, 3, 2**40)
-    by_sums = world.run(train_by_shares, 3, 0)
-    for (expected, before), (found, after) in zip(directly, by_sums, strict=True):
-        assert_same_trajectory(found, expected)
-        assert after["all_reduce"] > before["all_reduce"]
 
 
 def frozen_for_a_step(rank: int, world_size: int, hooked: bool) -> list[Tensor]:
@@ -154,59 +122,6 @@ def test_the_owner_hook_is_refused_where_it_would_do_harm(world: World) -> None:
             assert message.startswith(start)
 
 
-# What is sent.
-
-
-def sent(
-    rank: int, world_size: int, System: Any, options: dict[str, Any]
-) -> list[tuple[Counter[str], Counter[str]]]:
-    """For each of five steps: elements that leave this rank, by collective; and their number.
-
-    An all-reduce sends 2 (P - 1) / P of its buffer, which is counted P times over here.
-    """
-    model = network(WIDE).float()
-    optimizer = System(model, **{**OPTIONS, **SINGLE, **options})
-    found = []
-    x = torch.randn(4, WIDE[0], generator=torch.Generator().manual_seed(rank))
-    for _ in range(5):
-        with elements_sent(rank, world_size) as elements, counted() as counts:
-            take(model, optimizer, (x, torch.zeros(4, dtype=torch.int64)))
-        found.append((elements, +counts))
-    return found
-
-
-def volume(results: Sequence[Sequence[tuple[Counter[str], Counter[str]]]], step: int) -> float:
-    """Elements that all ranks send."""
-    each = [elements for elements, _ in (rank[step] for rank in results)]
-    return sum(e["all_reduce"] / len(each) + e["all_to_all_single"] for e in each)
-
-
-WIDE = [128, 256, 256, 10]
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("exchange", "cost"), [("owner", 1.0), ("all_reduce", 1.5)])
-def test_no_factor_is_sent_and_gradients_cost_what_they_must(
-    world: World, world_size: int, exchange: str, cost: float
-) -> None:
-    """A step with statistics sends what one without does; a refresh, a number for each layer."""
-    count = sum(p.numel() for p in network(WIDE).parameters())
-    assert count >= 100_000
-    averaging = 2 * (world_size - 1) * count
-    intervals = {"factor_update_steps": 2, "inv_update_steps": 4}
-    options = {"gradient_exchange": exchange, **intervals}
-    results = world.run(sent, world_size, DPKFAC, options)
-    refresh, neither, statistics = (volume(results, step) for step in (4, 1, 2))
-    assert statistics == neither == volume(results, 3)
-    assert refresh == neither + 2 * (world_size - 1) * 3
-    for each in (refresh, neither):
-        assert cost * averaging <= each <= (cost + 0.02) * averaging
-    for _, counts in itertools.chain(*results):
-        assert set(counts) <= {"all_reduce", "all_to_all_single"}, "nothing uncounted is sent"
-    control = world.run(sent, world_size, KAISA, intervals)
-    assert volume(control, 2) > 1.5 * volume(control, 1), "factors would be seen"
-
-
 def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
     """One large layer for rank 0, two small ones for rank 1, and a norm that is nobody's."""
     norm = nn.LayerNorm(30, bias=False)
@@ -220,52 +135,3 @@ def owners_beside_a_norm(rank: int, world_size: int) -> list[int]:
 
 def test_parameters_of_no_layer_go_where_the_least_is_to_be_sent(world: World) -> None:
     assert world.run(owners_beside_a_norm, 2) == [[0, 1, 1, 1]] * 2
-
-
-# What each rank has and says.
-
-
-def possessions(
-    rank: int, world_size: int, options: dict[str, Any]
-) -> tuple[dict[str, tuple[str, int, int]], dict[str, int], int]:
-    """Of each layer: the line of the summary, the hooks, and, held by inverses, the bytes."""
-    model = network([40, 20, 3, 3, 3])
-    optimizer = dpkfac(model, **options)
-    batch = torch.randn(4, 40, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
-    for _ in range(2):
-        take(model, optimizer, batch)
-    rows = {
-        row.name: (row.computed_by, row.factor_bytes, row.inverse_bytes)
-        for row in optimizer.summary().rows
-    }
-    hooks = {name: hook_count(model.get_submodule(name)) for name in rows}
-    storages = {
-        part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
-        for block in optimizer._curvature.layers.blocks
-        if block.inverse is not None
-        for part in block.inverse.tensors
-    }
-    return rows, hooks, sum(storages.values())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("assignment", ["balanced", "round_robin"])
-def test_only_an_owner_has_a_layers_factors_inverse_and_hooks(
-    world: World, world_size: int, assignment: str
-) -> None:
-    """And every rank's summary says who it is."""
-    everything, _, _ = possessions(0, 1, {})
-    results = world.run(possessions, world_size, {"assignment": assignment})
-    for index, (name, (_, factor_bytes, inverse_bytes)) in enumerate(everything.items()):
-        (owner,) = {rows[name][0] for rows, _, _ in results}
-        if assignment == "round_robin":
-            assert owner == f"owner {index % world_size}"
-        for rank, (rows, hooks, _) in enumerate(results):
-            mine = owner == f"owner {rank}"
-            assert rows[name][1:] == ((factor_bytes, inverse_bytes) if mine else (0, 0))
-            assert hooks[name] == int(mine)
-    for rows, _, held in results:
-        assert held <= 1.1 * sum(inverse for _, _, inverse in rows.values())
-    names = {rows["0"][0] for rows, _, _ in results}
-    assert len({owner for rows, _, _ in results for owner, _, _ in rows.values()}) == world_size
-    assert len(names) == 1

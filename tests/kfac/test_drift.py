@@ -1,7 +1,4 @@
-"""Layers are refreshed as they drift: what is measured, what follows, and what bounds it.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Layers are refreshed as they drift: what is measured, what follows, and what bounds it."""
 
 from __future__ import annotations
 
@@ -17,13 +14,13 @@ from contract import KRONECKER, each_kronecker, make, take
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
-from ranks import replaced, shard
+from ranks import shard
 from reference import block as dense_block
 from reference import to_matrix
 from threaded import Gate, solving
 from torch import Tensor, nn
 
-from second_order import KAISA, DistKFAC, SecondOrderWarning
+from second_order import DistKFAC, SecondOrderWarning
 from second_order.kfac.schedule import (
     LONGEST,
     SMALL,
@@ -32,7 +29,6 @@ from second_order.kfac.schedule import (
     Drift,
     least_intervals,
 )
-from second_order.kfac.solve import Solves
 
 if TYPE_CHECKING:
     from pool import World
@@ -43,9 +39,6 @@ LAYERS = "0", "2", "4"
 BATCHES = MLP.batches(10, n=12)
 BY_DRIFT: dict[str, Any] = {"factor_update_steps": None, "inv_update_steps": None}
 SYSTEMS = {System.__name__: System for System in KRONECKER}
-
-
-# The rule.
 
 
 @pytest.mark.parametrize(
@@ -120,18 +113,6 @@ def test_layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants(
     assert not due or step % tick == 0
 
 
-def test_a_layer_without_an_inverse_is_due_whenever_any_could_be() -> None:
-    drift, layers = drift_of([4, 4, 4, 32])
-    layers[3].solved = False
-    assert drift.due(layers, 3) == []
-    assert drift.due(layers, 4) == layers
-    alone, (layer,) = drift_of([32])
-    layer.solved = False
-    assert alone.due([layer], 5) == [layer]
-
-
-# What is measured.
-
 Told = dict[str, tuple[float, float]]
 
 
@@ -204,9 +185,6 @@ def test_cosine_and_length_are_those_of_dense_preconditioning(
         assert numbers["drift/length"] == sorted(length for _, length in told.values())[1]
 
 
-# What follows.
-
-
 def trained(
     rank: int, world_size: int, system: str, steps: int, changed_at: int, options: Any = None
 ) -> tuple[list[list[int]], list[list[str]], Any]:
@@ -261,9 +239,6 @@ def test_a_resumed_run_has_the_intervals(System: Any) -> None:
         assert [curvature.drift.interval(b) for b in curvature.layers.blocks] == intervals[-1]
 
 
-# Numbers, budgets, quiet steps, threads.
-
-
 @each_kronecker
 def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
     model, found = MLP.model(), []
@@ -275,28 +250,6 @@ def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
         assert optimizer.statistics()["factor_update_steps"] == 10
     assert found == [0, 10, 20]
     assert optimizer._curvature.drift is None
-
-
-def test_a_quiet_step_solves_nothing_and_takes_no_statistics() -> None:
-    model, calls = MLP.model(), []
-    optimizer = make(KAISA, model, lr=1e-3, **BY_DRIFT)
-    submit = Solves.submit
-
-    def counting(solves: Any, blocks: Any) -> None:
-        calls.append(len(blocks))
-        submit(solves, blocks)
-
-    quiet = 0
-    with replaced(Solves, {"submit": counting}):
-        for _ in range(60):
-            calls.clear()
-            due = optimizer._curvature._cadence.due()
-            listening = optimizer._curvature.layers.capture.enabled
-            take(model, optimizer, BATCHES[0])
-            assert sum(calls) == len(due)
-            assert listening == bool(due)
-            quiet += not due
-    assert quiet > 30
 
 
 def test_a_budget_that_forbids_what_drift_wants_is_told_of_once() -> None:
@@ -315,33 +268,6 @@ def test_a_budget_that_forbids_what_drift_wants_is_told_of_once() -> None:
     assert "overhead=0.04 leaves a refresh every 16 steps" in told[0]
     assert "want one oftener" in told[0]
     assert "intervals by budget, overhead 0.04: inverses every 15" in str(run.optimizer.summary())
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_work_is_that_of_one_ranks_passes(world: World, world_size: int) -> None:
-    """By whichever system, and however many ranks watch a layer."""
-    rows = 12 // world_size
-    expected = (
-        6
-        * rows
-        * sum(
-            layer.out_features * (layer.in_features + 1)
-            for layer in MLP.model().modules()
-            if isinstance(layer, nn.Linear)
-        )
-    )
-    for system in SYSTEMS:
-        for found in world.run(worked, world_size, system):
-            assert found == expected
-
-
-def worked(rank: int, world_size: int, system: str) -> float:
-    model, heard = MLP.model(), []
-    optimizer = make(SYSTEMS[system], model, **BY_DRIFT)
-    drift = optimizer._curvature.drift
-    with replaced(drift, {"hear": lambda _, __, work, ___: heard.append(work)}):
-        take(model, optimizer, shard(BATCHES[0], rank, world_size))
-    return float(heard[0])
 
 
 def test_solves_on_threads_are_waited_for_by_the_step_before_the_next() -> None:

@@ -1,22 +1,24 @@
-"""Factors that one process keeps: a share of the memory, sent to nobody else.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Factors that one process keeps: a share of the memory, sent to nobody else."""
 
 from __future__ import annotations
 
+import copy
+import io
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from contract import take
 from models import ZOO
-from placed import network
-from ranks import kaisa, replaced
+from placed import letters, network, written
+from ranks import agreed, assert_same_trajectory, follow, kaisa
 from reference import cross_entropy, empirical_factors
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+from second_order import SecondOrderError, SecondOrderWarning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,15 +32,12 @@ REDUCE = {"factor_exchange": "reduce"}
 SPREAD = {**REDUCE, "grad_worker_fraction": 0.5, "colocate_factors": False}
 
 
-# The same trajectory.
-
-
 def factors_of_shards(
-    rank: int, world_size: int, batch: Batch, counts: Sequence[int]
+    rank: int, world_size: int, batch: Batch, counts: Sequence[int], options: dict[str, Any]
 ) -> list[dict[str, Tensor]]:
     x, y = (part.split(list(counts))[rank] for part in batch)
     model = MLP.model()
-    optimizer = kaisa(model, **SPREAD, symmetry_aware=False)
+    optimizer = kaisa(model, **options, symmetry_aware=False)
     optimizer.zero_grad()
     if counts[rank]:
         cross_entropy(model(x), y).backward()
@@ -48,20 +47,20 @@ def factors_of_shards(
     return [state[index]["curvature"] for index in (0, 2, 4)]
 
 
+@pytest.mark.parametrize("options", [{"grad_worker_fraction": 0.5}, SPREAD], ids=["all", "spread"])
 @pytest.mark.parametrize("counts", [[1, 2, 6, 3], [4, 0, 5, 3], [0, 0, 12, 0]], ids=str)
-def test_shards_are_weighted_by_their_examples(world: World, counts: list[int]) -> None:
+def test_shards_are_weighted_by_their_examples(
+    world: World, counts: list[int], options: dict[str, Any]
+) -> None:
     """A rank without examples may keep a factor of the others'."""
     batch = MLP.batch(12)
-    for found in world.run(factors_of_shards, 4, batch, counts):
+    for found in world.run(factors_of_shards, 4, batch, counts, options):
         for layer, part in zip(("0", "2", "4"), found, strict=True):
             whole = empirical_factors(MLP.model(), *batch, cross_entropy, layer)
             for letter, full in zip("AG", whole, strict=True):
                 torch.testing.assert_close(part[letter], full, rtol=1e-10, atol=1e-12)
             means = [full.diagonal(dim1=-2, dim2=-1).mean(-1) for full in whole]
             torch.testing.assert_close(part["mean_eigenvalues"], torch.stack(means))
-
-
-# Who keeps what, and what is sent.
 
 
 def kept(
@@ -76,7 +75,7 @@ def kept(
     held = []
     for block, layer in optimizer._curvature.plan.items():
         assert block.factors is not None
-        held.append((block.factors.a is not None, block.factors.g is not None))
+        held.append((block.factors.stored["A"] is not None, block.factors.stored["G"] is not None))
         if options.get("factor_exchange") == "reduce":
             assert held[-1] == tuple(solver == rank for solver in layer.solvers)
     everywhere = [
@@ -106,39 +105,183 @@ def test_each_factor_is_on_one_rank_and_its_trace_on_all(
     assert all(factors == kept(0, 1, widths, {})[2] for _, _, factors, _ in every)
 
 
-def sent(rank: int, world_size: int, exchange: str) -> tuple[Counter[str], int, int]:
-    """Elements by collective in a step that takes statistics alone; those of factors and heads."""
-    model = network([9, 8, 7, 3]).float()
-    single = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
-    optimizer = kaisa(model, inv_update_steps=10, factor_exchange=exchange, **single)
-    elements: Counter[str] = Counter()
-    all_reduce, all_to_all = dist.all_reduce, dist.all_to_all_single
-
-    def reducing(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        elements["all_reduce"] += tensor.numel()
-        return all_reduce(tensor, *args, **kwargs)
-
-    def sending(output: Tensor, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        elements["all_to_all_single"] += tensor.numel()
-        return all_to_all(output, tensor, *args, **kwargs)
-
-    batch = torch.randn(4, 9), torch.zeros(4, dtype=torch.int64)
-    take(model, optimizer, batch)
-    with replaced(dist, {"all_reduce": reducing, "all_to_all_single": sending}):
-        take(model, optimizer, batch)
-    sizes = [(10, 8), (9, 7), (8, 3)]
-    return elements, sum(n * (n + 1) // 2 for pair in sizes for n in pair), 3 * len(sizes)
+BATCHES = MLP.batches(7, n=12)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_factor_is_sent_to_its_keeper_and_to_nobody_else(world: World, world_size: int) -> None:
-    """Each once, where an all-reduce sends each twice; and a few numbers a layer to every rank."""
-    both = world.run(sent, world_size, "all_reduce")
-    one = world.run(sent, world_size, "reduce")
-    for (everything, _, _), (elements, factors, heads) in zip(both, one, strict=True):
-        assert elements["all_to_all_single"] == factors + world_size * heads
-        assert everything["all_reduce"] == elements["all_reduce"] + factors + heads
-        assert everything["all_to_all_single"] == 0
+def consolidated(
+    rank: int, world_size: int, to: int | None, options: dict[str, Any], steps: int = 3
+) -> dict[str, Any]:
+    model = MLP.model()
+    optimizer = kaisa(model, **options)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[:steps])
+    optimizer.consolidate(to=to)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
-# A part of the ranks; a rank that fails.
+@pytest.mark.parametrize("to", [0, 2, None])
+def test_whoever_saves_has_all_factors(world: World, to: int | None) -> None:
+    """The same ones that one process would have."""
+    whole = consolidated(0, 1, None, {})
+    results = world.run(consolidated, 3, to, SPREAD | {"grad_worker_fraction": 1 / 3})
+    for rank, saved in enumerate(results):
+        if to in (rank, None):
+            assert letters(saved) == {"A": 3, "G": 3}
+            for index, entry in whole["optimizer"]["state"].items():
+                part = saved["optimizer"]["state"][index]["curvature"]
+                assert part.keys() == entry["curvature"].keys()
+                for key, value in entry["curvature"].items():
+                    if isinstance(value, Tensor):
+                        torch.testing.assert_close(part[key], value, rtol=1e-9, atol=1e-12)
+        else:
+            assert letters(saved).total() < 6
+    if to is not None:
+        assert sum(letters(saved).total() for saved in results) < 12
+
+
+def after_consolidation(rank: int, world_size: int) -> list[tuple[int, bool]]:
+    """Bytes in state besides those kept; and whether a state may be asked for."""
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    found = []
+    for batch in BATCHES[:2]:
+        follow(rank, world_size, model, optimizer, MLP, [batch])
+        for how in ("collected", "stepped"):
+            if how == "collected":
+                optimizer.consolidate(to=None)
+                saved = optimizer.state_dict()["state"].values()
+                allowed = True
+            else:
+                follow(rank, world_size, model, optimizer, MLP, [batch])
+                with pytest.raises(SecondOrderError, match="consolidate"):
+                    optimizer.state_dict()
+                saved, allowed = optimizer.state.values(), False
+            curvature = [parts["curvature"] for parts in saved]
+            kept_here = {
+                id(b.stored(which)) for b in optimizer._curvature.layers.blocks for which in "AG"
+            }
+            copies = [
+                part[which]
+                for part in curvature
+                for which in "AG"
+                if which in part and id(part[which]) not in kept_here
+            ]
+            found.append((sum(t.nbytes for t in copies), allowed))
+    return found
+
+
+def test_collected_factors_go_with_the_next_step(world: World) -> None:
+    for found in world.run(after_consolidation, 2):
+        collected, stepped = found[0::2], found[1::2]
+        assert all(size > 0 and allowed for size, allowed in collected)
+        assert all(size == 0 and not allowed for size, allowed in stepped)
+
+
+def full_state(rank: int, world_size: int, to: Any) -> Counter[str]:
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    follow(rank, world_size, model, optimizer, MLP, BATCHES[:1])
+    if to != "nobody":
+        optimizer.consolidate(to=to)
+    how = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_optimizer_state_dict(model, optimizer, options=how)
+    return letters({"optimizer": {"state": state.get("state", {})}})
+
+
+def test_a_full_state_needs_consolidation(world: World) -> None:
+    """What rank 0 alone writes is no part of a checkpoint, but all of it."""
+    for error in world.run(full_state, 2, "nobody", expect_errors=True):
+        assert isinstance(error, SecondOrderError)
+        assert "consolidate(to=0)" in str(error)
+    for to in (0, None):
+        first, second = world.run(full_state, 2, to)
+        assert first == {"A": 3, "G": 3}
+        assert not second  # torch gives it to rank 0 alone
+
+
+def without(saved: dict[str, Any], *lost: tuple[int, str]) -> dict[str, Any]:
+    """A checkpoint without some factors: (index of the weight, "A" or "G")."""
+    saved = copy.deepcopy(saved)
+    for index, letter in lost:
+        del saved["optimizer"]["state"][index]["curvature"][letter]
+    return saved
+
+
+def resume_damaged(
+    rank: int, world_size: int, data: bytes, options: dict[str, Any]
+) -> tuple[list[Tensor], list[list[str]], list[str]]:
+    """Parameters, and the layers without an inverse, after each step; warnings."""
+    saved = torch.load(io.BytesIO(data))
+    model = MLP.model(seed=5)
+    optimizer = kaisa(model, **options)
+    trajectory, unsolved = [], []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        for batch in BATCHES[3:]:
+            trajectory += follow(rank, world_size, model, optimizer, MLP, [batch])
+            unsolved.append(
+                [block.name for block in optimizer._curvature.layers.blocks if not block.solved]
+            )
+    messages = [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+    return trajectory, unsolved, messages
+
+
+@pytest.mark.parametrize("lost", [[(2, "A")], [(2, "G")], [(2, "A"), (2, "G"), (4, "A")]], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_layer_whose_factor_is_lost_starts_anew(
+    world: World, world_size: int, lost: list[tuple[int, str]]
+) -> None:
+    """With a warning on every rank, and one step on its plain gradient; the others do not mind."""
+    whole = world.run(consolidated, 2, 0, REDUCE)[0]
+    data = written(without(whole, *lost))
+    names = sorted({str(index) for index, _ in lost})
+    options = {"kl_clip": None, "grad_worker_fraction": 1 / world_size, **REDUCE}
+    results = world.run(resume_damaged, world_size, data, options)
+    found = agreed([trajectory for trajectory, _, _ in results])
+    expected = expected_after_loss(written(whole), names)
+    assert_same_trajectory(found, expected)
+    for _, unsolved, messages in results:
+        assert unsolved == [names, [], [], []]
+        assert len(messages) == len(names)
+        for name, message in zip(names, messages, strict=True):
+            assert f"a factor of layer {name!r} is lost" in message
+            assert "without consolidate()" in message
+
+
+def expected_after_loss(data: bytes, names: Sequence[str]) -> list[Tensor]:
+    """By one process: SGD for those layers at first, then without their past."""
+    saved = torch.load(io.BytesIO(data))
+    model = MLP.model(seed=5)
+    optimizer = kaisa(model, kl_clip=None, skip_layers=names)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    first = follow(0, 1, model, optimizer, MLP, BATCHES[3:4])
+    state = copy.deepcopy(optimizer.state_dict())  # close() clears what it shares
+    for index in map(int, names):
+        state["state"][index]["curvature"] = {"steps": 4}
+    optimizer.close()
+    optimizer = kaisa(model, kl_clip=None)
+    optimizer.load_state_dict(state)
+    return first + follow(0, 1, model, optimizer, MLP, BATCHES[4:])
+
+
+def saved_at_once(rank: int, world_size: int, data: bytes) -> dict[str, Any]:
+    model = MLP.model()
+    optimizer = kaisa(model, **REDUCE)
+    optimizer.load_state_dict(torch.load(io.BytesIO(data))["optimizer"])
+    optimizer.consolidate(to=None)
+    return {"optimizer": optimizer.state_dict()}
+
+
+def test_a_lost_factor_is_missing_from_the_next_checkpoint_as_well(world: World) -> None:
+    """And not a matrix of zeros there."""
+    whole = world.run(consolidated, 2, 0, REDUCE)[0]
+    data = written(without(whole, (0, "G"), (2, "A")))
+    for saved in world.run(saved_at_once, 2, data):
+        state = saved["optimizer"]["state"]
+        found = {(i, w) for i in (0, 2, 4) for w in "AG" if w in state[i]["curvature"]}
+        assert found == {(0, "A"), (2, "G"), (4, "A"), (4, "G")}
+        for index, which in found:
+            expected = whole["optimizer"]["state"][index]["curvature"][which]
+            assert torch.equal(state[index]["curvature"][which], expected)

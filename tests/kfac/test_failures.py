@@ -1,7 +1,4 @@
-"""What fails on one rank is survived, or reported, by all of them together.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""What fails on one rank is survived, or reported, by all of them together."""
 
 from __future__ import annotations
 
@@ -13,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import factors, take
+from contract import each_kronecker, factors, make, take
 from models import ZOO
 from ranks import agreed, kaisa, replaced, shard, vector
 from reference import cross_entropy, empirical_factors, weighted_mean
 from torch import Tensor, nn
 
-from second_order import DecompositionError, SecondOrderWarning
+from second_order import DecompositionError, DistKFAC, SecondOrderWarning
+from second_order.kronecker.solvers import SOLVERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from pool import World
+
 
 MLP = ZOO["mlp"]
 LAYERS = ("0", "2", "4")
@@ -73,9 +72,6 @@ def same_inverses(a: dict[str, list[Tensor]], b: dict[str, list[Tensor]]) -> set
     """Names of the layers whose inverses are equal bit for bit."""
     assert a.keys() == b.keys()
     return {n for n in a if all(torch.equal(p, q) for p, q in zip(a[n], b[n], strict=True))}
-
-
-# One rank fails once: the old inverse.
 
 
 def fail_once(
@@ -164,12 +160,6 @@ def test_one_factor_that_fails_is_told(
         assert f"layer {layer!r} could not be decomposed at step 2" in line
 
 
-# The first decomposition fails: the base gradient.
-
-
-# It goes on failing: an error, everywhere.
-
-
 def fail_for_ever(
     rank: int, world_size: int, where: int, limit: int, options: dict[str, Any]
 ) -> tuple[int, str, list[Tensor], int]:
@@ -226,24 +216,17 @@ def test_failures_that_are_not_in_a_row_are_no_error(world: World) -> None:
     agreed(world.run(fail_now_and_then, 2))
 
 
-# No damping.
-
-
-# Statistics that are not finite.
-
-
 def spoiled(
     rank: int,
     world_size: int,
     where: set[int],
     layer: str,
     bad: float,
-    mend: bool,
     options: dict[str, Any],
 ) -> list[tuple[Any, int, Tensor]]:
     """Two steps; in the second the gradient of a layer's output has a bad value on some ranks.
 
-    It spoils the statistics of that layer and of those before it. `mend` puts the gradients right.
+    It spoils the statistics of that layer and of those before it. The gradients are put right.
     """
     model = MLP.model()
     bad_now = False
@@ -270,9 +253,7 @@ def spoiled(
             bad_now = True
             cross_entropy(model(x), y).backward()
             for p, gradient in zip(model.parameters(), clean, strict=True):
-                assert p.grad is not None
-                if mend:
-                    p.grad.copy_(gradient)
+                p.grad.copy_(gradient)
         optimizer.step()
         records.append((factors(optimizer), optimizer.summary().dropped, vector(model)))
     return records
@@ -285,7 +266,7 @@ def test_what_is_not_finite_on_one_rank_is_dropped_there_and_the_others_count(
     world: World, where: set[int], layer: str, affected: str, bad: float
 ) -> None:
     options = {"grad_worker_fraction": 0.5, "factor_decay": 0.5}
-    results = world.run(spoiled, 4, where, layer, bad, True, options)
+    results = world.run(spoiled, 4, where, layer, bad, options)
     agreed([[parameters for _, _, parameters in rank] for rank in results])
     assert [rank[1][1] for rank in results] == [len(affected) * (r in where) for r in range(4)]
 
@@ -305,8 +286,31 @@ def test_what_is_not_finite_on_one_rank_is_dropped_there_and_the_others_count(
 
 
 def test_what_is_not_finite_anywhere_leaves_the_averages_as_they_were(world: World) -> None:
-    results = world.run(spoiled, 2, {0, 1}, "4", math.nan, True, {})
+    results = world.run(spoiled, 2, {0, 1}, "4", math.nan, {})
     for (before, dropped_before, _), (after, dropped, _) in results:
         assert (dropped_before, dropped) == (0, 3)
         for name in LAYERS:
             assert all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True))
+
+
+EACH_SECOND = {"inv_update_steps": 2, "factor_update_steps": 1}
+
+
+def broken(*args: Any) -> Any:
+    raise torch.OutOfMemoryError("no memory")
+
+
+@each_kronecker
+def test_a_step_that_runs_out_of_memory_strands_no_layer(System: Any) -> None:
+    """What was being put to use is solved again at the next step."""
+    model = MLP.model()
+    options = {"max_staleness": 0} if System is DistKFAC else {}
+    optimizer = make(System, model, **EACH_SECOND, **options)
+    take(model, optimizer, BATCHES[0])
+    kind = type(SOLVERS[optimizer._curvature._options.solver])
+    optimizer.load_state_dict(optimizer.state_dict())  # a refresh is due out of turn
+    with replaced(kind, {"combine": broken}), pytest.raises(torch.OutOfMemoryError):
+        take(model, optimizer, BATCHES[1])
+    take(model, optimizer, BATCHES[2])
+    assert all(block.solved for block in optimizer._curvature.layers.blocks)
+    assert not optimizer._curvature.solves.under_way

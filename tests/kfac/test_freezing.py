@@ -1,7 +1,4 @@
-"""Layers frozen between backward and step: the ranks stay together, bit for bit.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Layers frozen between backward and step: the ranks stay together, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ from models import ZOO
 from ranks import agreed, assert_same_trajectory, shard, vector
 from reference import cross_entropy
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 
@@ -99,27 +95,3 @@ def test_gradients_that_nobody_averaged_are_not_stepped_and_that_is_told(
         assert len(said) == 1
         assert "gradients that the processes have not averaged" in said[0]
         assert "'0.weight', '0.bias'; call zero_grad() after freezing" in said[0]
-
-
-def frozen_under_the_hook(rank: int, world_size: int) -> list[Tensor]:
-    """DPKFAC's hook has taken the mean to one rank when the layer is frozen."""
-    model, found = MLP.model(), []
-    optimizer: Any = None
-    wrapped = DistributedDataParallel(model)
-    optimizer = make(DPKFAC, wrapped)
-    optimizer.register_owner_hook(wrapped)
-    for step, batch in enumerate(BATCHES):
-        x, y = shard(batch, rank, world_size)
-        optimizer.zero_grad()
-        cross_entropy(wrapped(x), y).backward()
-        if step == FREEZE:
-            model[0].requires_grad_(False)
-        optimizer.step()
-        found.append(vector(model))
-        if step == FREEZE:
-            break  # DistributedDataParallel does not follow
-    return found
-
-
-def test_a_layer_frozen_after_the_owner_hook_has_run(world: World) -> None:
-    agreed(world.run(frozen_under_the_hook, 2))

@@ -1,14 +1,13 @@
-"""FSDP2: parameters in rows on several ranks, preconditioned by their layers' workers.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""FSDP2: parameters in rows on several ranks, preconditioned by their layers' workers."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from contract import make, take
 from ranks import OPTIONS, agreed, assert_same_trajectory, counted, elements_sent, replaced
 from reference import half_squared_error
 from shards import (
@@ -20,15 +19,16 @@ from shards import (
     by_choice,
     fsdp,
     go_on,
-    mesh_of,
     narrow,
     shares,
     train_sharded,
     whole,
 )
-from torch.distributed.fsdp import fully_shard
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Muon
 
 from second_order import DPKFAC, KAISA, DistKFAC
 from second_order.kfac import sharded_gradients
@@ -112,9 +112,6 @@ def test_micro_batches_count_whether_averaged_each_or_at_the_end(
         assert_same_trajectory(found, expected, rtol=TIGHT, hint=how)
 
 
-# What is sent and kept.
-
-
 def traffic(
     rank: int, world_size: int, System: Any, bucket_bytes: int
 ) -> tuple[Counter[str], int, list[Tensor]]:
@@ -187,9 +184,6 @@ def test_ranks_keep_their_rows_and_the_factors_of_their_layers(world: World) -> 
     assert inverses == whole_model[3], "each on the one rank that uses it"
 
 
-# Precision, and other stacks.
-
-
 def partly_sharded(rank: int, world_size: int, sharded: bool) -> list[Tensor]:
     """FSDP2 ignores two layers, whose gradients the optimizer averages."""
     model = narrow()
@@ -225,14 +219,121 @@ def test_layers_freeze_and_thaw_under_fsdp(world: World) -> None:
     assert_same_trajectory(agreed(world.run(frozen_in_between, 2, True)), expected, rtol=TIGHT)
 
 
-def summaries(rank: int, world_size: int) -> list[str]:
-    model = fsdp(narrow(), "layers", mesh=mesh_of(world_size, 1)["replicate"])
-    optimizer = KAISA(model, **OPTIONS)
-    go_on(model, optimizer, shares(rank, world_size, 1))
-    return [f"{row.kind} {row.computed_by}" for row in optimizer.summary().rows]
+WAYS: dict[str, dict[str, Any]] = {
+    "kept": {"reshard_after_forward": False},
+    "in twos": {"reshard_after_forward": 2},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
 
 
-def test_the_summary_names_the_worker_of_each_layer(world: World) -> None:
-    (lines, _) = world.run(summaries, 2)
-    assert lines[0].startswith("Conv2d solve and precondition ")
-    assert len({line.split()[-1] for line in lines[:4]}) == 2, "work is divided"
+def train(rank: int, world_size: int, way: str, twice: bool, **options: Any) -> list[Tensor]:
+    """By DistributedDataParallel if the way is "ddp"."""
+    model: Any = narrow()
+    if twice:
+        model.middle = nn.Sequential(model.middle[0], nn.Tanh(), model.middle[2])
+        model.norm = nn.Sequential(model.norm, square := nn.Linear(8, 8).double(), square)
+        torch.nn.init.eye_(square.weight)
+        torch.nn.init.zeros_(square.bias)
+    if way == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        fsdp(model, "layers", **WAYS.get(way, {}))
+    with KAISA(model, **{**OPTIONS, **MOMENTUM, **options}) as optimizer:
+        return go_on(model, optimizer, shares(rank, world_size))
+
+
+@pytest.mark.parametrize("way", [*WAYS, "a layer used twice"])
+def test_trajectories_are_those_of_ddp(world: World, way: str) -> None:
+    """And not those of the base alone."""
+    twice = way == "a layer used twice"
+    expected = agreed(world.run(train, 2, "ddp", twice))
+    base = agreed(world.run(train, 2, "ddp", twice, skip_layers=["*"]))
+    found = agreed(world.run(train, 2, way, twice))
+    assert_same_trajectory(found, expected, rtol=1e-10)
+    assert float((base[-1] - expected[-1]).abs().max()) > 1e-3
+
+
+def over_muon(rank: int, world_size: int, sharded: bool, System: Any) -> tuple[Tensor, Tensor]:
+    """What Muon is given at a step, and where it goes; without a system, by Muon alone."""
+    torch.manual_seed(0)
+    layers = nn.Linear(6, 7, bias=False), nn.Tanh(), nn.Linear(7, 4, bias=False)
+    model: Any = nn.Sequential(*layers).double()
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+    trained = fully_shard(model) if sharded else DistributedDataParallel(model)
+    if System is None:
+        optimizer = Muon(trained.parameters(), lr=0.05)
+    else:
+        options = {"inv_update_steps": 1, "damping": 0.1, "relative_damping": False}
+        optimizer = System(trained, lr=0.05, base=Muon, **options)
+    half_squared_error(trained(x[rank::world_size]), y[rank::world_size]).backward()
+    optimizer.step()
+    gradients = [p.grad for p in model.parameters()]
+    whole_ones = [getattr(g, "full_tensor", lambda g=g: g)().flatten() for g in gradients]
+    return torch.cat(whole_ones), whole(model)
+
+
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+def test_muon_is_given_the_same_on_shards(world: World, System: Any) -> None:
+    """It orthogonalises in bfloat16, and rounds shards' products otherwise, alone too."""
+    options: dict[Any, Any] = {"async_inverse": False} if System is DistKFAC else {}
+    made = partial(System, **options)
+    found, expected = (world.run(over_muon, 2, sharded, made)[0] for sharded in (True, False))
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-8, atol=1e-12)
+    torch.testing.assert_close(found[1], expected[1], rtol=0.0, atol=5e-3)
+    alone, by_whole = (world.run(over_muon, 2, sharded, None)[0] for sharded in (True, False))
+    assert torch.equal(alone[0], by_whole[0])
+    assert float((alone[1] - by_whole[1]).abs().max()) > 1e-5, "Muon's own rounding"
+    assert float((found[0] - alone[0]).abs().max()) > 1e-3, "preconditioned"
+
+
+def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[str, Any]:
+    """Products with the curvature, and numbers to log."""
+    model = narrow()
+    if sharded:
+        fsdp(model)
+        assert any(isinstance(p, DTensor) for p in model.parameters())
+    options = {"async_inverse": False} if System is DistKFAC else {}
+    optimizer = System(model, **OPTIONS, **options)
+    go_on(model, optimizer, shares(rank, world_size))
+    curvature = optimizer.curvature()
+    generator = torch.Generator().manual_seed(3)
+    covered = {n: size for layer in curvature.values() for n, size in layer.shapes.items()}
+    v = {n: torch.randn(size, generator=generator).double() for n, size in covered.items()}
+    found = optimizer.statistics()
+    numbers = {n: found[n] for n in ("clip", "trace_A/max", "trace_G/min", "layers/solved")}
+    accounts = {n for n, value in found.items() if n.startswith("bytes/") and value > 0}
+    return {"solved": curvature.solve(v, damping=0.1), "numbers": numbers, "accounts": accounts}
+
+
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+def test_sharded_models_have_the_curvature_of_whole_ones(world: World, System: Any) -> None:
+    sharded = world.run(of_shards, 2, System, True)
+    plain = world.run(of_shards, 2, System, False)
+    for result, expected in zip(sharded, plain, strict=True):
+        assert "conv.weight" in result["solved"]
+        assert result["solved"].keys() == expected["solved"].keys()
+        for name, x in result["solved"].items():
+            torch.testing.assert_close(x, expected["solved"][name], rtol=1e-9, atol=1e-12)
+        assert result["numbers"] == pytest.approx(expected["numbers"], rel=1e-9, nan_ok=True)
+        assert result["accounts"] == sharded[0]["accounts"]
+
+
+class Strange(nn.Module):
+    """A matrix that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.matrix @ self.matrix)
+
+
+def test_factors_of_gradients_are_no_fisher_information() -> None:
+    model = nn.Sequential(Strange(), nn.Linear(4, 3)).double()
+    optimizer = make(KAISA, model, other_matrices="gradient")
+    take(model, optimizer, (torch.randn(12, 4).double(), torch.randint(3, (12,))))
+    assert optimizer.statistics()["layers"] == 2
+    curvature = optimizer.curvature()
+    assert list(curvature) == ["1"]
+    assert "make no Fisher information" in curvature.uncovered["0.matrix"]

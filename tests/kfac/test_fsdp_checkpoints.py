@@ -1,7 +1,4 @@
-"""Sharded models and torch.distributed.checkpoint: by name, on any number of processes, and DDP.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Sharded models and torch.distributed.checkpoint: by name, on any number of processes, and DDP."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from placed import sharded
 from ranks import OPTIONS, agreed, assert_same_trajectory
 from shards import ADAM, AT_ONCE, MOMENTUM, fsdp, go_on, narrow, shares
 from torch.distributed.checkpoint.state_dict import (
@@ -54,10 +52,7 @@ def saved(rank: int, world_size: int, folder: str, case: str, how: str) -> list[
     data = shares(rank, world_size, 4)
     with optimizer:
         go_on(model, optimizer, data[:2])
-        state = {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
+        state = sharded(model, optimizer, StateDictOptions())
         dcp.save(state, checkpoint_id=folder)
         return go_on(model, optimizer, data[2:])
 
@@ -66,10 +61,7 @@ def resumed(rank: int, world_size: int, folder: str, case: str, how: str) -> lis
     """The two steps that follow a checkpoint."""
     model, optimizer = made(case, how)
     with optimizer:
-        state = {
-            "model": get_model_state_dict(model),
-            "optimizer": get_optimizer_state_dict(model, optimizer),
-        }
+        state = sharded(model, optimizer, StateDictOptions())
         dcp.load(state, checkpoint_id=folder)
         set_model_state_dict(model, state["model"])
         set_optimizer_state_dict(model, optimizer, state["optimizer"])
@@ -142,9 +134,9 @@ def by_one_rank(rank: int, world_size: int) -> list[list[Tensor]]:
             for group in state["param_groups"]
         ],
     }
-    sharded, fourth = made("reduce", "fsdp")
-    set_model_state_dict(sharded, {**weights}, options=options)
-    for target, its in ((plain, third), (sharded, fourth)):
+    third_model, fourth = made("reduce", "fsdp")
+    set_model_state_dict(third_model, {**weights}, options=options)
+    for target, its in ((plain, third), (third_model, fourth)):
         its.load_state_dict(copy.deepcopy(by_number))
         trajectories.append(go_on(target, its, data[2:]))
     return trajectories

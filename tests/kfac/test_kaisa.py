@@ -1,32 +1,32 @@
-"""KAISA: what is compared with, dtypes, unequal shards, and when inverses come.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""KAISA: what is compared with, dtypes, unequal shards, and when inverses come."""
 
 from __future__ import annotations
 
 import copy
+import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from contract import factors, take
 from models import ZOO
+from placed import KAISA_ALL_REDUCE, Forked, collectives_of_steps, falling, network
 from ranks import (
-    OPTIONS,
     agreed,
     assert_same_trajectory,
-    by_reference,
     kaisa,
-    replaced,
     shard,
     train,
     vector,
 )
-from reference import ReferenceKFAC, cross_entropy, empirical_factors, weighted_mean
+from reference import cross_entropy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from second_order.kfac import solve as solves
+from second_order import RankMismatchError, SecondOrderWarning
+from second_order.distributed.assignment import AssignmentCost, Grid, LayerDims, assign_layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,17 +38,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(4, n=12)
 HALVES = {"grad_worker_fraction": 0.5}
-
-
-# The same trajectory: invariant 21.
-
-
-def test_one_process_is_the_reference() -> None:
-    """What the tests below compare with is K-FAC itself, every solve dense."""
-    reference = ReferenceKFAC(MLP.model(), lr=0.05, damping=0.1, kl_clip=OPTIONS["kl_clip"])
-    expected = reference.trajectory(BATCHES)
-    assert_same_trajectory(train(0, 1, MLP, BATCHES), expected)
-    assert_same_trajectory(by_reference(MLP, BATCHES, {}), expected)
 
 
 class Cast(nn.Module):
@@ -100,83 +89,6 @@ def test_micro_batches_on_many_processes_are_one_batch(world: World) -> None:
     assert_same_trajectory(agreed(parallel), train(0, 1, MLP, BATCHES))
 
 
-def widest_dtypes(rank: int, world_size: int, dtype: torch.dtype) -> list[set[torch.dtype]]:
-    model = MLP.model(torch.float32)
-    optimizer = kaisa(model, factor_dtype=dtype, inv_dtype=dtype, **HALVES)
-    take(model, optimizer, shard(MLP.batch(8, torch.float32), rank, world_size))
-    kept = [
-        {part.dtype for part in block.inverse.tensors}
-        for block in optimizer._curvature.layers.blocks
-        if block.inverse is not None
-    ]
-    state = optimizer.state_dict()["state"]
-    kept += [{part["curvature"]["A"].dtype} for part in state.values() if "A" in part["curvature"]]
-    return kept
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_factors_and_inverses_are_kept_in_the_dtype_asked_for(
-    world: World, dtype: torch.dtype
-) -> None:
-    for kept in world.run(widest_dtypes, 2, dtype):
-        assert len(kept) > 3
-        assert set.union(*kept) == {dtype}
-
-
-# Unequal shards: invariant 10.
-
-
-def factors_of_shards(
-    rank: int, world_size: int, batch: Batch, counts: Sequence[int]
-) -> tuple[Any, Tensor]:
-    x, y = (part.split(list(counts))[rank] for part in batch)
-    model = MLP.model()
-    optimizer = kaisa(model, **HALVES)
-    take(model, optimizer, (x, y))
-    return factors(optimizer), vector(model)
-
-
-def test_unequal_shards_are_weighted_by_their_examples(world: World) -> None:
-    counts = [1, 2, 6, 3]
-    batch = MLP.batch(sum(counts))
-    results = world.run(factors_of_shards, 4, batch, counts)
-    assert all(torch.equal(parameters, results[0][1]) for _, parameters in results)
-    shards = list(zip(*(part.split(counts) for part in batch), strict=True))
-    for layer in ("0", "2", "4"):
-        whole = empirical_factors(MLP.model(), *batch, cross_entropy, layer)
-        each = [empirical_factors(MLP.model(), x, y, cross_entropy, layer) for x, y in shards]
-        for i, full in enumerate(whole):
-            torch.testing.assert_close(weighted_mean([f[i] for f in each], counts), full)
-            for averages, _ in results:
-                torch.testing.assert_close(averages[layer][i], full, rtol=1e-10, atol=1e-12)
-            plain = torch.stack([f[i] for f in each]).mean(0)
-            assert (plain - full).norm() > 0.03 * full.norm(), "the weights make no difference"
-
-
-# When inverses come, and what for.
-
-
-def test_alone_a_refresh_takes_a_few_layers_at_a_time() -> None:
-    """An old inverse can go before the next layers' new ones come."""
-    found = []
-    for most in (1, 1800, 2**20):
-        model, parts = MLP.model(), []
-        optimizer = kaisa(model)
-        decompose = optimizer._curvature.solves.solver.decompose
-
-        def noted(problems: Any, *args: Any, parts: Any = parts, go_on: Any = decompose) -> Any:
-            parts.append(len(problems) // 2)
-            return go_on(problems, *args)
-
-        with (
-            replaced(solves, {"PART_BYTES": most}),
-            replaced(optimizer._curvature.solves.solver, {"decompose": noted}),
-        ):
-            take(model, optimizer, BATCHES[0])
-        found.append(parts)
-    assert found == [[1, 1, 1], [2, 1], [3]]
-
-
 def test_a_frozen_layer_holds_no_inverse() -> None:
     model = MLP.model()
     optimizer = kaisa(model)
@@ -208,3 +120,238 @@ def test_a_layer_without_an_inverse_gets_one_at_the_next_step(how: str) -> None:
     take(model, optimizer, (x, y))
     for p, gradient in zip(model.parameters(), plain, strict=True):
         assert not torch.allclose(p.grad, gradient, rtol=1e-3)
+
+
+def labels_by_rank(rank: int, world_size: int) -> Any:
+    """The same example on every rank; only the drawn labels differ."""
+    model = MLP.model()
+    optimizer = kaisa(model, fisher="sampled")
+    staged = []
+    for _ in range(6):
+        model(MLP.batch(1)[0]).sum().backward()
+        block = optimizer._curvature.layers.blocks[-1]
+        staged.append(block.staged.sums().factors["G"].clone())
+        block.staged.clear()
+    return torch.stack(staged)
+
+
+def test_ranks_draw_labels_of_their_own(world: World) -> None:
+    first, second = world.run(labels_by_rank, 2)
+    assert not torch.equal(first, second)
+
+
+def test_a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors() -> None:
+    """As those of the first version are; a relative damping is made of them."""
+    model = MLP.model()
+    donor = kaisa(model, relative_damping=True)
+    take(model, donor, MLP.batch(6))
+    saved = copy.deepcopy(donor.state_dict())
+    for entry in saved["state"].values():
+        entry["curvature"].pop("mean_eigenvalues", None)
+    loaded = kaisa(model, relative_damping=True)
+    loaded.load_state_dict(saved)
+    for mine, its in zip(
+        loaded._curvature.layers.blocks, donor._curvature.layers.blocks, strict=True
+    ):
+        torch.testing.assert_close(mine.factors.means, its.factors.means)
+
+
+def train_forked(
+    rank: int, world_size: int, uses: Sequence[set[int]], wrap: bool, options: dict[str, Any]
+) -> list[tuple[Tensor, Tensor | None, Any]]:
+    """`uses`: for each step, the ranks that take the branch."""
+    torch.manual_seed(0)
+    model = Forked().double()
+    called = DistributedDataParallel(model, find_unused_parameters=True) if wrap else model
+    optimizer = kaisa(called, weight_decay=0.1, **options)
+    records = []
+    for batch, users in zip(BATCHES, uses, strict=False):
+        x, y = shard(batch, rank, world_size)
+        optimizer.zero_grad()
+        cross_entropy(called(x, rank in users), y).backward()
+        optimizer.step()
+        grad = model.branch.weight.grad
+        records.append(
+            (vector(model), None if grad is None else grad.clone(), factors(optimizer)["branch"])
+        )
+    return records
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("wrap", [False, True], ids=["plain", "DDP"])
+def test_a_layer_that_some_ranks_skip(world: World, workers: int, wrap: bool) -> None:
+    """It takes part with what the others saw; skipped by all, it has no gradient and stays."""
+    uses: list[set[int]] = [set(), {0, 1, 2, 3}, {1, 2}, set()]
+    options = {"grad_worker_fraction": workers / 4}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecondOrderWarning)
+        results = world.run(train_forked, 4, uses, wrap, options)
+    for step in range(4):
+        agreed([[rank[step][0]] for rank in results])
+    for rank in results:
+        gradients = [gradient for _, gradient, _ in rank]
+        assert [g is None for g in gradients[:3]] == [True, False, False]
+        averages = [average for _, _, average in rank]
+        assert torch.equal(averages[0][0], torch.zeros_like(averages[0][0]))
+        assert torch.equal(averages[3][0], averages[2][0]), "nobody saw it in the last step"
+        if not wrap:  # DDP leaves what zero_grad left, or a zero
+            branch = slice(36, 36 + 42)  # the trunk has 5 x 6 + 6
+            assert gradients[3] is None
+            assert torch.equal(rank[2][0][branch], rank[3][0][branch])
+
+
+class Dead(Forked):
+    """Whose branch is off for every input."""
+
+    def forward(self, x: Tensor, branch: bool) -> Tensor:
+        x = torch.tanh(self.trunk(x))
+        return self.head(x + torch.relu(self.branch(x) - 1e3) if branch else x)
+
+
+def train_dead(rank: int, world_size: int, user: int, colocate: bool) -> tuple[Any, list[str]]:
+    """One rank alone calls the branch."""
+    torch.manual_seed(0)
+    model = Dead().double()
+    optimizer = kaisa(model, colocate_factors=colocate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in BATCHES[:2]:
+            x, y = shard(batch, rank, world_size)
+            optimizer.zero_grad()
+            cross_entropy(model(x, rank == user), y).backward()
+            optimizer.step()
+    plan = {b.name: each.solvers for b, each in optimizer._curvature.plan.items()}
+    return plan["branch"], [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("colocate", [True, False])
+@pytest.mark.parametrize("user", [0, 1])
+def test_a_dead_layer_that_one_rank_alone_calls_is_not_called_unused(
+    world: World, user: int, colocate: bool
+) -> None:
+    """One rank decomposes its factors, or each of two does one, and one of them sees it called."""
+    for solvers, warned in world.run(train_dead, 2, user, colocate):
+        assert len(set(solvers)) == (1 if colocate else 2)
+        assert warned == []
+
+
+def frozen(model: nn.Module) -> None:
+    model.get_parameter("2.weight").requires_grad_(False)
+
+
+def cast(model: nn.Module) -> None:
+    model.get_submodule("4").float()
+
+
+def normed(model: Any) -> None:
+    model[1] = nn.BatchNorm1d(4, affine=False)  # the same parameters, other buffers
+
+
+# What rank 1 has instead, and what is said of it.
+DIFFERENCES: dict[str, tuple[dict[str, Any], str]] = {
+    "width": (
+        {"widths": [5, 4, 6, 3]},
+        r"0 has \[2\.weight: \(5, 4\).*1 has \[2\.weight: \(6, 4\)",
+    ),
+    "depth": (
+        {"widths": [5, 4, 5, 4, 3]},
+        r"0 has \[4\.weight: \(3, 5\).*1 has \[4\.weight: \(4, 5",
+    ),
+    "dtype": ({"change": cast}, r"0 has \[4\.weight.*float64.*1 has \[4\.weight.*float32"),
+    "frozen": ({"change": frozen}, r"0 has \[2\.weight.*=True\].*1 has \[2\.weight.*=False\]"),
+    "norm": ({"change": normed}, r"rank 0 has .*rank 1 has"),
+    "damping": ({"damping": falling}, r"'damping': 0\.1.*rank 1 has"),
+    "exchange": ({"factor_exchange": "reduce"}, r"'all_reduce'.*factor_exchange='reduce'"),
+    "base": ({"base": torch.optim.Adam}, r"0 has \[.*(SGD|momentum).*1 has \[.*(Adam|betas)"),
+    "rest": ({"base": torch.optim.Muon, "rest": torch.optim.AdamW}, r"rank 1 has"),
+    "averaging": ({"gradient_averaging": False}, r"rank 1 has"),
+    "lr": ({"lr": 0.1}, r"rank 0 has .*0\.05.*rank 1 has .*0\.1"),
+}
+
+
+def build(rank: int, world_size: int, variant: str) -> None:
+    """Rank 1 builds something else."""
+    options = dict(DIFFERENCES[variant][0]) if rank == 1 else {}
+    model = network(options.pop("widths", [5, 4, 5, 3]))
+    options.pop("change", lambda _: None)(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SecondOrderWarning)
+        optimizer = kaisa(model, **options)
+    # A difference that passes unnoticed must show as one, not as a hang of the test.
+    dist.barrier()
+    raise AssertionError(f"rank {rank} built {optimizer}")
+
+
+@pytest.mark.parametrize("variant", DIFFERENCES)
+def test_ranks_that_differ_are_told_at_construction(world: World, variant: str) -> None:
+    """Every rank, naming the first difference, and no rank waits for another."""
+    errors = world.run(build, 3, variant, expect_errors=True, timeout=20)
+    for error in errors:
+        assert isinstance(error, RankMismatchError), error
+        assert re.search(DIFFERENCES[variant][1], str(error)), error
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])
+def test_a_handful_of_collectives_however_many_layers(
+    world: World, workers: int, solver: str, exchange: str
+) -> None:
+    """A word; gradients; statistics; which solves failed, and the solves; to receivers."""
+    shares = {"grad_worker_fraction": workers / 4}
+    options = {"solver": solver, "factor_exchange": exchange, **shares}
+    few, many = (
+        world.run(collectives_of_steps, 4, KAISA_ALL_REDUCE, layers, torch.float32, options)
+        for layers in (3, 8)
+    )
+    assert few == many == [few[0]] * 4
+    row, column = int(workers > 1), int(workers < 4)
+    refresh, statistics, neither = few[0]
+    assert neither == 2 + column
+    assert statistics == 3 + column
+    assert refresh == 4 + row + column
+    assert refresh <= 6
+
+
+def kept(rank: int, world_size: int, workers: int) -> tuple[int, int, list[str]]:
+    """Bytes of factors and of inverses, and who computes what."""
+    model = network([5, 40, 3, 3, 3, 3])
+    optimizer = kaisa(model, grad_worker_fraction=workers / world_size)
+    take(model, optimizer, shard(BATCHES[0], rank, world_size))
+    summary = optimizer.summary()
+    return summary.factor_bytes, summary.inverse_bytes, [row.computed_by for row in summary.rows]
+
+
+def test_a_smaller_fraction_keeps_fewer_inverses(world: World) -> None:
+    """Every layer's inverse is on fP ranks, and nothing else of it anywhere."""
+    alone = kept(0, 1, 1)
+    for workers in (1, 2, 4):
+        results = world.run(kept, 4, workers)
+        assert sum(inverse for _, inverse, _ in results) == workers * alone[1]
+        assert all(factor == alone[0] for factor, _, _ in results)
+        assert all(lines == results[0][2] for _, _, lines in results)
+
+
+def placed_as(rank: int, world_size: int, choices: Sequence[dict[str, Any]]) -> list[Any]:
+    models = [
+        nn.ModuleList([nn.Linear(9, 10), *(nn.Linear(4, 5) for _ in range(8))]) for _ in choices
+    ]
+    optimizers = [kaisa(model, **each) for model, each in zip(models, choices, strict=True)]
+    return [[layer.solvers for layer in each._curvature.plan.values()] for each in optimizers]
+
+
+def test_layers_are_placed_as_asked_for(world: World) -> None:
+    dims = [LayerDims(1, 10, 10), *[LayerDims(1, 5, 5)] * 8]
+    pairs: list[tuple[AssignmentCost, bool]] = [
+        (cost, both) for cost in ("compute", "memory") for both in (True, False)
+    ]
+    choices = [{"assignment": cost, "colocate_factors": both} for cost, both in pairs]
+    expected = [
+        [
+            (each.a_solver, each.g_solver)
+            for each in assign_layers(dims, Grid(1, 2), cost=cost, colocate_factors=both)
+        ]
+        for cost, both in pairs
+    ]
+    assert len(set(map(str, expected))) == 3, "apart, both costs come to the same"
+    assert world.run(placed_as, 2, choices) == [expected] * 2

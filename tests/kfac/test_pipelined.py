@@ -1,12 +1,7 @@
-"""Statistics that leave while the backward pass runs: the training of "all_reduce", step by step.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks. Each layer is a bucket, so that
-small models have several.
-"""
+"""Statistics that leave while the backward pass runs: the training of "all_reduce"."""
 
 from __future__ import annotations
 
-import copy
 import time
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import ZOO
-from ranks import agreed, assert_same_trajectory, kaisa, replaced, shard, vector
+from ranks import agreed, kaisa, replaced, shard, vector
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +29,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6, n=12)
-SPACED = {"factor_update_steps": 2, "inv_update_steps": 2, "solver": "inverse"}
 Log = list[tuple[str, int]]
 
 
@@ -60,10 +54,6 @@ def plain(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-def spaced(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    return plain(rank, ranks, {**SPACED, "grad_worker_fraction": 1 / ranks, **options})
-
-
 def accumulated(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     """As many micro-batches as the step likes."""
     model = MLP.model()
@@ -71,23 +61,6 @@ def accumulated(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     found = []
     for batch, parts in zip(BATCHES, (2, 2, 1, 3, 2, 2), strict=True):
         run(model, optimizer, shard(batch, rank, ranks), parts)
-        found.append(vector(model))
-    return found
-
-
-def partly(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    """A branch that one micro-batch takes, of two in every other step: as many pairs in each."""
-    model = Branches().double()
-    optimizer = kaisa(model, **options)
-    found = []
-    for step, batch in enumerate(BATCHES):
-        x, y = shard(batch, rank, ranks)
-        optimizer.zero_grad()
-        parts = 2 - step % 2
-        for i, (one, other) in enumerate(zip(x.chunk(parts), y.chunk(parts), strict=True)):
-            model.order = () if i else (0,)
-            (cross_entropy(model(one[:, :5]), other) / parts).backward()
-        optimizer.step()
         found.append(vector(model))
     return found
 
@@ -202,58 +175,6 @@ def in_ddp(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-def by_closure(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    model = MLP.model()
-    optimizer = kaisa(model, **options, fisher="sampled")
-    found = []
-    for batch in BATCHES[:4]:
-        x, y = shard(batch, rank, ranks)
-
-        def closure(x: Tensor = x, y: Tensor = y) -> Tensor:
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
-        found.append(vector(model))
-    return found
-
-
-def resumed(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    """A checkpoint is loaded between a pass and its step."""
-    model = MLP.model()
-    optimizer = kaisa(model, **options)
-    found = []
-    for step, batch in enumerate(BATCHES):
-        x, y = shard(batch, rank, ranks)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        if step == 2:
-            optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.step()
-        found.append(vector(model))
-    return found
-
-
-def rewound(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
-    """A checkpoint that is loaded after a pass makes its statistics undue."""
-    model = MLP.model()
-    optimizer = kaisa(model, **SPACED, **options)
-    odd, found = {}, []
-    for step, batch in enumerate(BATCHES):
-        x, y = shard(batch, rank, ranks)
-        optimizer.zero_grad()
-        cross_entropy(model(x), y).backward()
-        if step == 4:
-            optimizer.load_state_dict(odd)
-        optimizer.step()
-        if step == 0:
-            odd = copy.deepcopy(optimizer.state_dict())
-        found.append(vector(model))
-    return found
-
-
 def parted(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
     """One rank alone freezes a layer after a pass, hears of it, and goes on with the others."""
     model = MLP.model()
@@ -292,8 +213,8 @@ def interleaved(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
 SCENES: dict[str, Callable[[int, int, dict[str, Any]], list[Tensor]]] = {
     each.__name__: each
     for each in (
-        *(plain, spaced, accumulated, partly, frozen, ordered, thrown_away),
-        *(in_ddp, by_closure, resumed, rewound, parted, interleaved),
+        *(plain, accumulated, frozen, ordered, thrown_away),
+        *(in_ddp, parted, interleaved),
     )
 }
 
@@ -348,31 +269,6 @@ def test_sums_of_narrow_factors_are_rounded_before_they_leave(world: World) -> N
     assert all(torch.equal(a, b) for x, y, _ in results for a, b in zip(x, y, strict=True))
 
 
-def alternating(rank: int, ranks: int) -> list[int]:
-    """How many numbers travel for steps that take a branch twice and once in turn."""
-    model = Branches().double()
-    found = []
-    with replaced(pipeline, {"FUSED_BYTES": 1}):
-        optimizer = kaisa(model, factor_exchange="pipelined")
-        for step, batch in enumerate(BATCHES):
-            log: Log = []
-            model.order = (0,) if step % 2 else (0, 0)
-            x, y = shard(batch, rank, ranks)
-            with logged(log):
-                run(model, optimizer, (x[:, :5], y))
-            found.append(sum(numel for _, numel in log))
-    return found
-
-
-def test_steps_of_other_numbers_of_pairs_in_turn_send_no_layer_twice(world: World) -> None:
-    """What was complete in one of the last two steps is what is waited for."""
-    for found in world.run(alternating, 2):
-        assert len(set(found[2:])) == 1
-
-
-# What goes wrong.
-
-
 def left_alone(rank: int, ranks: int) -> tuple[str, float]:
     """An exception ends a pass of rank 1, which does not come to the step."""
     group = dist.new_group(timeout=timedelta(seconds=1))
@@ -399,32 +295,3 @@ def test_a_rank_that_does_not_come_to_the_step_is_told_of_in_time(world: World) 
     (said, seconds), _ = world.run(left_alone, 2)
     assert "rank 0 is about to take a step" in said
     assert seconds < 10
-
-
-def closed(rank: int, ranks: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
-    """Optimizers are closed after passes that have reached other layers on each rank."""
-    groups = []
-    with replaced(pipeline, {"FUSED_BYTES": 1}):
-        for ends in (True, False, False):
-            model = MLP.model()
-            optimizer = kaisa(model, factor_exchange="pipelined")
-            x, y = shard(BATCHES[0], rank, ranks)
-            for _ in range(2):
-                run(model, optimizer, (x, y))
-            if ends and rank == 1:
-                with pytest.raises(ArithmeticError):
-                    cross_entropy(broken(model, x), y).backward()
-            elif ends:
-                cross_entropy(model(x), y).backward()
-            optimizer.close()
-            run(model, optimizer, (x, y))
-            groups.append(len(dist.distributed_c10d._world.pg_names))
-        return plain(rank, ranks, {}), plain(rank, ranks, {"factor_exchange": "pipelined"}), groups
-
-
-def test_closed_optimizers_leave_nothing_to_those_that_come(world: World) -> None:
-    """And a group that is at rest is lent again, while one that is not is left alone."""
-    for expected, found, groups in world.run(closed, 2):
-        assert_same_trajectory(found, expected)
-        assert groups[1] == groups[0] + 1
-        assert groups[2] == groups[1]

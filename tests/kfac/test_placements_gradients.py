@@ -1,7 +1,7 @@
 """Wherever work is placed: gradients that others average, and layers and ranks that have none.
 
 For KAISA, its `reduce` exchange and DPKFAC alike; DPKFAC's ranks have the same batch each,
-or shards where they are told. Functions that take (rank, world_size, ...) run on the pool's ranks.
+or shards where they are told.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from contract import take
 from models import ZOO
 from placed import DPKFAC_ALL_REDUCE, DPKFAC_OWNER, PLACEMENTS, Placement, told
-from ranks import agreed, assert_same_trajectory, go, shard, train, vector
+from ranks import agreed, assert_same_trajectory, shard, train, vector
 from reference import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from woven import woven
@@ -22,8 +22,6 @@ from woven import woven
 from second_order import DPKFAC, KAISA
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pool import World
     from torch import Tensor
 
@@ -34,79 +32,41 @@ MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 each_placement = pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 
 
-# Averaged by whom. All have shards here.
-
-
 def train_shards(
-    rank: int, world_size: int, placement: Placement, options: dict[str, Any]
+    rank: int, world_size: int, placement: Placement, how: dict[str, Any], options: dict[str, Any]
 ) -> list[Tensor]:
+    """Of a model in DistributedDataParallel where it is told how."""
     model = MLP.model()
-    shards = [shard(batch, rank, world_size) for batch in BATCHES]
-    return go(model, placement.make(model, **options), MLP, shards)
-
-
-_EXPECTED: dict[tuple[Any, ...], Sequence[Tensor]] = {}
-
-
-def expected_of_shards(
-    world: World, world_size: int, placement: Placement, options: dict[str, Any]
-) -> Sequence[Tensor]:
-    """That of one process; of DPKFAC, which does not know all shards, its own. Computed once."""
-    key = (world_size, placement.name, *sorted(options.items()))
-    if key not in _EXPECTED:
-        found = agreed(world.run(train_shards, world_size, placement, options))
-        if placement.System is KAISA:
-            assert_same_trajectory(found, train(0, 1, MLP, BATCHES, options))
-        _EXPECTED[key] = found
-    return _EXPECTED[key]
-
-
-def train_wrapped(
-    rank: int,
-    world_size: int,
-    placement: Placement,
-    as_view: bool,
-    given: str,
-    options: dict[str, Any],
-) -> tuple[list[Tensor], bool]:
-    model = MLP.model()
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=as_view)
-    if given == "the model":
-        optimizer = placement.make(wrapped, **options)
-    else:
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=how["view"]) if how else model
+    if how.get("params"):
         optimizer = placement.make(wrapped.parameters(), model=wrapped, **options)
+    else:
+        optimizer = placement.make(wrapped, **options)
     trajectory = []
     for batch in BATCHES:
         take(wrapped, optimizer, shard(batch, rank, world_size))
         trajectory.append(vector(model))
-    names = {row.name for row in optimizer.summary().rows}
-    return trajectory, names == {"0", "2", "4"}
+    assert {row.name for row in optimizer.summary().rows} == {"0", "2", "4"}
+    return trajectory
 
 
 @each_placement
 @pytest.mark.parametrize(
-    ("as_view", "given", "world_size"),
-    woven((True, False), ("the model", "the parameters"), (2, 3), part=2),
+    ("view", "params", "world_size"), woven((True, False), (True, False), (2, 3), part=2)
 )
-@pytest.mark.parametrize("averaging", ["auto", True, False])
 def test_ddp_is_looked_through_and_changes_nothing(
-    world: World,
-    as_view: bool,
-    given: str,
-    world_size: int,
-    averaging: Any,
-    placement: Placement,
+    world: World, view: bool, params: bool, world_size: int, placement: Placement
 ) -> None:
     """An average of equal gradients is that gradient, so that True does no harm."""
-    shares = placement.fewest(world_size)
-    expected = expected_of_shards(world, world_size, placement, {**MOMENTUM, **shares})
-    options = {**MOMENTUM, **shares, "gradient_averaging": averaging}
-    results = world.run(train_wrapped, world_size, placement, as_view, given, options)
-    assert all(named for _, named in results)
-    assert_same_trajectory(agreed([trajectory for trajectory, _ in results]), expected)
-
-
-# Ranks and layers that have none.
+    options = {**MOMENTUM, **placement.fewest(world_size)}
+    expected = agreed(world.run(train_shards, world_size, placement, {}, options))
+    if placement.System is KAISA:
+        assert_same_trajectory(expected, train(0, 1, MLP, BATCHES, options))
+    how = {"view": view, "params": params}
+    for averaging in ("auto", True, False):
+        given = {**options, "gradient_averaging": averaging}
+        found = agreed(world.run(train_shards, world_size, placement, how, given))
+        assert_same_trajectory(found, expected, hint=averaging)
 
 
 def train_idle(

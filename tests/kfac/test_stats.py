@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from accelerated import noted
-from threaded import BATCHES, CASE, LAYERS, distkfac
+from threaded import BATCHES, CASE, distkfac
 from torch import Tensor, nn
 
 from second_order.kfac.options import FORGETFUL
-from second_order.kfac.stats_workers import ENOUGH_MESSAGES, Helper, StatsWorker, StatsWorkers
+from second_order.kfac.stats_workers import Helper, StatsWorker, StatsWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,7 +73,6 @@ def helped(optimizer: Any) -> Post:
     post: Any = Post()
     helpers = StatsWorkers(1, 1.0)
     helpers.active = [Helper("stats worker 1", post)]
-    helpers.shapes = [t.shape for t in optimizer._training.whole_model()]
     optimizer._curvature.helpers = helpers
     return post
 
@@ -93,7 +92,7 @@ def helping(optimizer: Any) -> Post:
 def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: str) -> Any:
     """What a stats worker sends of a pass, and its factors by layer."""
     post = helping(optimizer)
-    optimizer._curvature.layers.capture.enabled = True
+    optimizer._curvature.layers.capture.gate.open = True
     if how == "serve":
         tensors = list(model.parameters())
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
@@ -113,59 +112,31 @@ def loss_on(model: nn.Module) -> Tensor:
     return CASE.loss(model(BATCHES[0][0]), BATCHES[0][1])
 
 
-@pytest.mark.parametrize("how", ["serve", "step"])
-def test_a_message_is_what_own_passes_would_have_given(how: str) -> None:
-    model = CASE.model()
-    plain = distkfac(model)
-    loss_on(model).backward()
-    plain.step()
-    expected = {b.name: b.factors.matrices(torch.float64) for b in plain._curvature.layers.blocks}
-    other = CASE.model()
-    sent = message(other, distkfac(other), lambda: loss_on(other), how)
-    model = CASE.model()
-    worker = distkfac(model)
-    helped(worker).came[TO_WORKER.format(0)] = sent
-    worker._curvature.prepare()
-    worker._curvature._take_statistics(False)
-    for block in worker._curvature.layers.blocks:
-        for ours, theirs in zip(
-            block.factors.matrices(torch.float64), expected[block.name], strict=True
-        ):
-            torch.testing.assert_close(ours, theirs)
-
-
-def test_micro_batches_of_a_stats_worker_are_counted() -> None:
-    """Its own loop, too, may divide the losses of several passes by their number."""
-    x, y = BATCHES[0]
-    sent = []
-    for passes, steps in ((1, 1), (3, 3), (3, "auto")):
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((4, 4, 4), {"accumulation_steps": 3}),
+        ((4, 4, 4), {"accumulation_steps": "auto"}),
+        ((2, 10), {"loss_reduction": "step_mean"}),
+        ((12,), {"loss_reduction": "step_mean"}),
+    ],
+)
+def test_micro_batches_of_a_stats_worker_are_counted(
+    sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    """Its own loop, too, may divide the losses of several passes by their number or terms."""
+    (x, y), sent = BATCHES[0], []
+    for parts, chosen in (((12,), {}), (sizes, options)):
         model = CASE.model()
-        optimizer = distkfac(model, accumulation_steps=steps)
+        optimizer = distkfac(model, **chosen)
         post = helping(optimizer)
-        optimizer._curvature.layers.capture.enabled = True
+        optimizer._curvature.layers.capture.gate.open = True
         with noted():
-            for one in zip(x.chunk(passes), y.chunk(passes), strict=True):
-                (CASE.loss(model(one[0]), one[1]) / passes).backward()
+            for part in zip(x.split(parts), y.split(parts), strict=True):
+                (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
             optimizer.step()
         sent.append(post.sent[TO_WORKER.format(0)][0])
-    for other in sent[1:]:
-        torch.testing.assert_close(other, sent[0])
-
-
-def test_a_stats_workers_losses_are_divided_by_the_terms_of_its_own_step() -> None:
-    x, y = BATCHES[0]
-    sent = []
-    for reduction, sizes in (("mean", (12,)), ("step_mean", (2, 10)), ("step_mean", (12,))):
-        model = CASE.model()
-        optimizer = distkfac(model, loss_reduction=reduction)
-        post = helping(optimizer)
-        optimizer._curvature.layers.capture.enabled = True
-        for part in zip(x.split(sizes), y.split(sizes), strict=True):
-            (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
-        optimizer.step()
-        sent.append(post.sent[TO_WORKER.format(0)][0])
-    for other in sent[1:]:
-        torch.testing.assert_close(other, sent[0])
+    torch.testing.assert_close(sent[1], sent[0])
 
 
 def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
@@ -176,56 +147,18 @@ def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
     return model, worker, helped(worker), sent
 
 
-def spoiled(sent: Any) -> Any:
-    tensors, note = sent
-    return [t * math.nan for t in tensors], note
-
-
 def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
     _, worker, post, sent = beside_a_stats_worker()
-
-    def hear(content: Any, number: int) -> bool:
+    helpers, own = worker._curvature.helpers, []
+    spoiled = [t * math.nan for t in sent[0]], sent[1]
+    for number, content in enumerate((sent, spoiled, sent)):
         post.came[TO_WORKER.format(number)] = content
-        for _ in worker._curvature.helpers.statistics(
-            {b.name: b for b in worker._curvature.layers.blocks}
-        ):
-            pass
-        worker._curvature.helpers.hear(worker._curvature.helpers.news(), worker._training)
-        return worker._curvature.helpers.own_passes
-
-    assert worker._curvature.helpers.own_passes
-    assert not hear(sent, 0)
-    told = [hear(spoiled(sent), 1 + i) for i in range(ENOUGH_MESSAGES)]
-    assert told == [False] * (ENOUGH_MESSAGES - 1) + [True]
-    assert worker._curvature.helpers.nonfinite == ENOUGH_MESSAGES * len(LAYERS)
-    assert not hear(sent, 1 + ENOUGH_MESSAGES)
-    worker._curvature.helpers.known.add("new")  # as of a group that was added
-    helpers = worker._curvature.helpers
-    helpers.begin_anew()
-    assert helpers.own_passes
-    list(helpers.statistics({"new": worker._curvature.layers.blocks[0]}))
-    helpers.hear(helpers.news(), worker._training)
-    assert helpers.own_passes
-
-
-def test_a_message_with_one_number_that_is_not_finite_is_dropped() -> None:
-    """Its layer alone; the others of the message count."""
-    _, worker, post, (tensors, note) = beside_a_stats_worker()
-    heads, numbers = tensors
-    numbers[0] = math.inf  # of the first layer's A
-    post.came[TO_WORKER.format(0)] = [heads, numbers], note
-    with noted() as warned:
-        worker._curvature.prepare()
-        worker._curvature._take_statistics(False)
-    assert len(warned) == 1
-    weights = [
-        float(block.factors.weight) for block in worker._curvature.layers.blocks if block.factors
-    ]
-    assert sum(weights) == len(LAYERS) - 1
-    assert (
-        worker._curvature.layers.blocks[0].factors is None
-        or worker._curvature.layers.blocks[0].factors.weight == 0
-    )
+        mine = {block.name: block for block in worker._curvature.layers.blocks}
+        with noted():
+            list(helpers.statistics(mine, worker._training))
+        helpers.hear(helpers.news(), worker._training)
+        own.append(helpers.own_passes)
+    assert own == [False, True, False]
 
 
 @pytest.mark.filterwarnings("ignore:no layer gave statistics")
@@ -313,7 +246,7 @@ def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
         model[2].requires_grad_(i != 1)  # frozen for one step
         worker.zero_grad()
         loss_on(model).backward()
-        captured.append(not worker._curvature.layers.nothing_captured)
+        captured.append(any(not b.staged.empty for b in worker._curvature.layers.blocks))
         hear(worker, post, i, sent, edition)
         assert worker._curvature.helpers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]

@@ -1,14 +1,10 @@
-"""The length of steps follows what they do to the loss; γ has a floor, and the clip follows lr.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""The length of steps follows what they do to the loss; γ has a floor, and the clip follows lr."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -34,9 +30,6 @@ BATCHES = MLP.batches(10, n=12)
 FOLLOWS: dict[str, Any] = {"kl_clip": "auto", "momentum": 0.9}  # refreshed at every step
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01, "kl_clip": "auto"}
 SYSTEMS = {System.__name__: System for System in KRONECKER}
-
-
-# The rule.
 
 
 def followed(told: list[tuple[float, int]], lengths: Lengths) -> list[float]:
@@ -114,9 +107,6 @@ def test_over_an_adaptive_base_steps_are_longer_while_the_rate_moves(
             length.load({torch.zeros(()): SavedPart(0, "curvature", "weight", saved)})
             assert length.saved() == saved
     assert longer == list(expected)
-
-
-# What is measured, and what is scaled.
 
 
 def gradients_of(model: nn.Module, batch: Batch) -> list[Tensor]:
@@ -201,34 +191,6 @@ def test_a_number_or_none_leaves_steps_as_they_are() -> None:
         assert not optimizer._curvature.step_length._step
 
 
-def test_quiet_steps_keep_no_copies() -> None:
-    """While τ is 1 nothing is done between refreshes but at the step before one."""
-    model = MLP.model()
-    optimizer = make(KAISA, model, **{**FOLLOWS, "inv_update_steps": 5, "lr": 1e-4})
-    kept = []
-    for step in range(12):
-        take(model, optimizer, BATCHES[0])
-        kept += [step] * bool(optimizer._curvature.step_length._step)
-        assert optimizer.statistics()["step_length"] == 1.0
-    assert kept == [4, 9]
-
-
-# Trainings whose steps are too long.
-
-
-@cache
-def friedman() -> Batch:
-    datasets = pytest.importorskip("sklearn.datasets")
-    x, y = (
-        torch.as_tensor(each, dtype=torch.float32).view(2048, -1)
-        for each in datasets.make_friedman1(2048, 10, noise=0.5, random_state=3)
-    )
-    return (x - x.mean(0)) / x.std(0), (y - y.mean()) / y.std()
-
-
-# Checkpoints.
-
-
 @each_kronecker
 def test_a_resumed_run_has_the_length(System: Any) -> None:
     model = MLP.model()
@@ -246,21 +208,6 @@ def test_a_resumed_run_has_the_length(System: Any) -> None:
     assert resumed._curvature.solves.mean_curvature == optimizer._curvature.solves.mean_curvature
     take(model, resumed, BATCHES[5])
     assert resumed._curvature.step_length.saved() == before, "the step before is not known"
-
-
-@pytest.mark.parametrize("name", ["step_length", "step_size", "mean_curvature"])
-def test_saved_numbers_that_cannot_be_are_refused(name: str) -> None:
-    model = MLP.model()
-    optimizer = make(KAISA, model, **FOLLOWS)
-    take(model, optimizer, BATCHES[0])
-    for value in (-1.0, "much", float("nan")):
-        saved = copy.deepcopy(optimizer.state_dict())
-        saved["state"][0]["curvature"][name] = value
-        with pytest.raises(ValueError, match=name):
-            make(KAISA, model, **FOLLOWS).load_state_dict(saved)
-
-
-# γ's floor, and the clip at a low rate.
 
 
 def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict[str, float]]:

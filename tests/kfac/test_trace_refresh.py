@@ -1,12 +1,8 @@
-"""Layers are solved where the trace of their curvature has moved, and nowhere else (THOR).
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Layers are solved where the trace of their curvature has moved, and nowhere else (THOR)."""
 
 from __future__ import annotations
 
-import io
-import math
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,14 +10,11 @@ import torch
 from budgeted import MEASURED, Run
 from contract import each_kronecker, factors, make, take
 from models import ZOO
-from ranks import agreed, assert_same_trajectory, counted, replaced, shard, vector
+from ranks import agreed, assert_same_trajectory, counted, shard, vector
 from reference import block as dense_block
 from torch import nn
 
 from second_order import DPKFAC, KAISA, DistKFAC
-from second_order.kfac import trace_rule
-from second_order.kfac.solve import Verdict
-from second_order.kfac.trace_rule import Mark, TraceRefresh, judge
 
 if TYPE_CHECKING:
     from pool import World
@@ -56,42 +49,6 @@ def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[
         take(model, optimizer, batch, MLP.loss)
         solved.append(solved_now(optimizer, before))
     return solved
-
-
-# The rule.
-
-
-def test_a_layer_whose_inverse_is_gone_is_watched_anew() -> None:
-    """Of a settled layer too: nothing keeps its inverse."""
-    layer: Any = nn.Linear(2, 2)
-    for verdict, settled in (
-        *((Verdict.SPARED, True), (Verdict.FAILED, True)),  # the inverse stays
-        *((Verdict.OPEN, False), (Verdict.SILENT, False), (Verdict.LOST, False)),
-    ):
-        rule = TraceRefresh((0.1, 0.01))
-        rule.installed(layer, Verdict.SETTLED)
-        rule.installed(layer, verdict)
-        assert (layer in rule.settled) == settled
-
-
-@pytest.mark.parametrize(
-    ("trace", "damping", "settled", "expected"),
-    [
-        (1.2, 0.5, False, None),
-        (0.8, 0.5, False, None),
-        (1.05, 0.5, False, Verdict.SPARED),
-        (1.001, 0.5, False, Verdict.SETTLED),
-        (1.0, 0.6, False, None),  # the option's γ moved by a fifth
-        (1.2, 0.5, True, Verdict.SETTLED),  # looked at no more
-        (1.0, 0.4, True, None),
-        (math.nan, 0.5, False, None),  # to fail, and to be told
-    ],
-)
-def test_verdicts_by_hand(
-    trace: float, damping: float, settled: bool, expected: Verdict | None
-) -> None:
-    now, before = Mark(trace, damping), Mark(1.0, 0.5)
-    assert judge(now, before, (0.1, 0.01), settled) is expected
 
 
 @each_kronecker
@@ -133,9 +90,6 @@ def test_every_layer_is_solved_while_costs_are_measured() -> None:
     assert len(traces(optimizer).settled) == LAYERS
 
 
-# What settles, and what wakes it.
-
-
 def larger(batch: Batch) -> Batch:
     x, y = batch
     return 10 * x, y
@@ -158,37 +112,6 @@ def test_a_schedule_of_the_damping_asks_for_a_solve(lower: float) -> None:
     assert [len(names) for names in solved] == [LAYERS, 0, 0, 0, 0, LAYERS, 0]
     assert len(traces(optimizer).settled) == (LAYERS if lower else 0)
 
-
-# What fails.
-
-
-def test_a_layer_that_failed_is_solved_at_the_next_refresh() -> None:
-    """Though its trace has not moved; its last inverse serves meanwhile."""
-    native = torch.linalg.eigh
-
-    def broken(matrix: torch.Tensor) -> Any:
-        return tuple(torch.full_like(part, math.nan) for part in native(matrix))
-
-    model, change = MLP.model(), {"damping": 0.1}
-    optimizer = make(
-        KAISA,
-        model,
-        damping=lambda step: change["damping"],
-        refresh="trace",
-        trace_bounds=(0.5, 0.4),
-    )
-    trained(optimizer, model, BATCHES[:1])
-    change["damping"] = 0.2
-    with replaced(torch.linalg, {"eigh": broken}):
-        assert trained(optimizer, model, BATCHES[1:2]) == [set()]
-    blocks = optimizer._curvature.layers.blocks
-    assert all(block.solved and block.state.failures == 1 for block in blocks)
-    change["damping"] = 0.1  # as it was when the inverses that serve were made
-    assert [len(names) for names in trained(optimizer, model, BATCHES[2:4])] == [LAYERS, 0]
-    assert not any(block.state.failures for block in blocks)
-
-
-# Ranks.
 
 SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
     "KAISA": (KAISA, {"grad_worker_fraction": 0.5, "colocate_factors": False}),
@@ -232,119 +155,25 @@ def test_ranks_agree_on_what_is_solved_and_send_no_more(world: World, name: str)
         assert alone[1] == results[0][1]
 
 
-def of_two_minds(rank: int, world_size: int) -> Any:
-    """Rank 1 would spare every layer, and rank 0 none."""
-    model = MLP.model()
-    optimizer = make(KAISA, model, colocate_factors=False, refresh="trace", trace_bounds=(0.0, 0.0))
-    mind = Verdict.SPARED if rank == 1 else None
-    take(model, optimizer, shard(BATCHES[0], rank, world_size), MLP.loss)
-    with replaced(trace_rule, {"judge": lambda *_: mind}):
-        for batch in BATCHES[1:4]:
-            take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
-    solvers = [layer.solvers for layer in optimizer._curvature.plan.values()]
-    return vector(model), traces(optimizer).spared, solvers
-
-
-def test_solvers_of_one_layer_that_differ_spare_it_alike(world: World) -> None:
-    first, second = world.run(of_two_minds, 2)
-    assert torch.equal(first[0], second[0])
-    judged_by_one = sum(1 in solvers for solvers in first[2])
-    assert any(set(solvers) == {0, 1} for solvers in first[2])
-    assert first[1] == second[1] == 3 * judged_by_one
-
-
-# Checkpoints, copies, and changes of the model.
-
-
-def saved_state(optimizer: Any, model: nn.Module) -> Any:
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    return torch.load(file)
-
-
 SETTLING: dict[str, Any] = {"refresh": "trace", "trace_bounds": (0.6, 0.1)}
 
 
-def saved_after(rank: int, world_size: int, name: str) -> Any:
-    System, own = SYSTEMS[name]
+def settled(optimizer: Any) -> set[str]:
+    return {block.name for block in traces(optimizer).settled}
+
+
+@each_kronecker
+def test_what_has_settled_is_in_checkpoints(System: Any) -> None:
+    """All are solved once, as there are no inverses in them."""
     model = MLP.model()
-    optimizer = make(System, model, **own, **SETTLING)
-    for batch in BATCHES[:3]:
-        take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
-    optimizer.consolidate(to=None)
-    return saved_state(optimizer, model), sorted(b.name for b in traces(optimizer).settled)
-
-
-def resumed(rank: int, world_size: int, name: str, saved: Any, options: dict[str, Any]) -> Any:
-    System, own = SYSTEMS[name]
-    model = MLP.model()
-    optimizer = make(System, model, **{**own, **SETTLING, **options})
-    model.load_state_dict(saved["model"])
-    optimizer.load_state_dict(saved["optimizer"])
-    settled = sorted(block.name for block in traces(optimizer).settled)
-    counts = []
-    for batch in BATCHES[3:5]:
-        before = traces(optimizer).spared
-        take(model, optimizer, shard(larger(batch), rank, world_size), MLP.loss)
-        counts.append(traces(optimizer).spared - before)
-    return settled, counts, vector(model)
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3)])
-@pytest.mark.parametrize("name", ["KAISA-reduce", "DPKFAC"])
-def test_what_has_settled_is_in_checkpoints(
-    world: World, name: str, before: int, after: int
-) -> None:
-    """Of other numbers of ranks, too. All are solved once, as there are no inverses in them."""
-    saved, settled = world.run(saved_after, before, name)[0]
-    assert settled
-    results = world.run(resumed, after, name, saved, {})
-    for found, counts, end in results:
-        assert found == settled
-        assert counts[0] == 0
-        assert counts[1] >= len(settled)
-        assert torch.equal(end, results[0][2])
-
-
-@pytest.mark.parametrize("change", ["freeze", "thaw", "group"])
-def test_a_model_that_changes_is_solved_anew_and_watched_again(change: str) -> None:
-    model = MLP.model()
-    first = list(model[0].parameters())
-    rest = [p for name, p in model.named_parameters() if not name.startswith("0.")]
-    late = change == "group"
-    optimizer = make(
-        KAISA, rest if late else model, **({"model": model} if late else {}), **SETTLING
-    )
-    if change == "thaw":
-        model[0].requires_grad_(False)
+    optimizer = make(System, model, **SETTLING)
     trained(optimizer, model, BATCHES[:3])
-    names = {"2", "4"} if change in ("thaw", "group") else {"0", "2", "4"}
-    assert {block.name for block in traces(optimizer).settled} <= names
-    assert traces(optimizer).settled
-    if late:
-        optimizer.add_param_group({"params": first})
-    else:
-        model[0].requires_grad_(change == "thaw")
-    now = {"2", "4"} if change == "freeze" else {"0", "2", "4"}
-    watched: list[set[str]] = []
-    land = TraceRefresh.installed
-
-    def landing(self: TraceRefresh, block: Any, *args: Any) -> None:
-        watched[-1] |= {each.name for each in self.settled}
-        land(self, block, *args)
-
-    with replaced(TraceRefresh, {"installed": landing}):
-        solved = []
-        for batch in BATCHES[3:5]:
-            watched.append(set())
-            solved += trained(optimizer, model, [batch])
-    assert not watched[0]  # nothing is settled at the refresh that follows a change
-    assert solved[0] >= {"2", "4"}
-    assert solved[0] | solved[1] >= now
-
-
-# What is told.
+    resumed = make(System, model, **SETTLING)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert settled(resumed) == settled(optimizer) != set()
+    first, second = trained(resumed, model, [larger(batch) for batch in BATCHES[3:5]])
+    assert len(first) == LAYERS
+    assert not second & settled(optimizer)
 
 
 @each_kronecker

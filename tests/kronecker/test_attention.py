@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import reference as ref
 import torch
-from contract import each_kronecker, factors, make, take
+from contract import assert_same_factors, each_kronecker, factors, make, take
 from models import CLASSES, Pool
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -18,9 +16,6 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 F64, WIDTH = torch.float64, 4
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -233,72 +228,17 @@ def test_a_checkpointed_attention_has_the_factors_of_a_plain_one(
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-14)
 
 
-@each_kronecker
-@pytest.mark.parametrize("frozen", ["in_proj_weight", "out_proj.weight", "in_proj_bias"])
-def test_frozen_parts_stay_and_the_rest_is_preconditioned(System: Any, frozen: str) -> None:
-    packed, _ = pair("all")
-    attention = packed.attention
-    part = attention.get_parameter(frozen)
-    part.requires_grad_(False)
-    before = part.detach().clone()
-    optimizer = make(System, list(packed.parameters()), model=packed)
-    for seed in range(2):
-        take(packed, optimizer, batch_of(packed, seed=seed))
-    assert torch.equal(part, before)
-    rows = {row.name: row.status for row in optimizer.summary().rows}
-    assert rows["attention"] == ("frozen" if frozen == "in_proj_weight" else "preconditioned")
-    assert rows["attention.out_proj"] == (
-        "frozen" if frozen == "out_proj.weight" else "preconditioned"
-    )
-    if frozen == "in_proj_bias":
-        assert factors(optimizer)["attention"][0].shape == (3, WIDTH, WIDTH)
-
-
-def test_forwards_without_a_backward_leave_nothing() -> None:
-    """Neither statistics nor, kept by a hook, the graph."""
-    packed, _ = pair("keys and values")
-    optimizer = make(KAISA, packed)
-    x = torch.randn(2, 5, 3, dtype=F64)
-    inside: list[weakref.ref[Tensor]] = []
-    packed.first.register_forward_hook(lambda *args: inside.append(weakref.ref(args[2])))
-    for run in (packed, packed.eval()):
-        run(x)
-    with torch.no_grad():
-        packed(x)
-    gc.collect()
-    assert [ref() for ref in inside] == [None] * 3
-    assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
-
-
-ENCODER: dict[str, Callable[[], nn.Module]] = {
-    "encoder": partial(nn.TransformerEncoderLayer, 8, 2, 16, 0.0, batch_first=True),
-    "decoder": partial(nn.TransformerDecoderLayer, 8, 2, 16, 0.0, batch_first=True),
-}
-
-
-class Layer(nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.layer, self.head = kind, ENCODER[kind](), nn.Linear(8, CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(*([x] if self.kind == "encoder" else [x, x.flip(1)])))
-
-
-@each_kronecker
-@pytest.mark.parametrize("kind", ENCODER)
-def test_torchs_transformer_layers_have_blocks_everywhere(System: Any, kind: str) -> None:
-    torch.manual_seed(0)
-    model = Layer(kind).double()
-    optimizer = make(System, model, exact_blocks=True, lr=0.2, kl_clip=1e-2)
-    x, y = torch.randn(6, 3, 8, dtype=F64), torch.randint(CLASSES, (6, 3))
-    losses = [float(take(model, optimizer, (x, y))) for _ in range(15)]
-    assert losses[-1] < 0.7 * losses[0]
-    assert optimizer.summary().preconditioned_share == 1.0
-    model.eval()
-    with torch.no_grad():
-        model(x)  # the fast path, or not: nothing is to be captured
-    assert all(block.staged.empty for block in optimizer._curvature.layers.blocks)
+def test_an_attention_kept_out_of_a_graph_has_the_factors_of_a_plain_one() -> None:
+    found = []
+    for backend in (None, "aot_eager"):
+        model, _ = pair("keys and values")
+        optimizer, run = make(KAISA, model), model
+        if backend is not None:
+            model.attention.forward = torch.compiler.disable(model.attention.forward)
+            run = torch.compile(model, backend=backend)
+        take(run, optimizer, batch_of(model))
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
 
 
 def test_a_subclass_with_another_forward_and_unlike_widths_are_told() -> None:

@@ -1,6 +1,6 @@
-"""Three Kronecker factors: doubly factored Linears, their damping and solves. Cheap convolutions.
+"""Three Kronecker factors: doubly factored Linears and their solves.
 
-Invariants 8, and 15, 16 and 18 for three factors. A block multiplies a gradient (out, channels,
+Invariants 15 and 18 for three factors. A block multiplies a gradient (out, channels,
 locations), row after row: it is kron(G, A, L).
 """
 
@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from second_order import DistKFAC
 from second_order.kronecker import solvers
 from second_order.kronecker.decompositions import Problem
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock, rank_one
+from second_order.kronecker.exact import DoublyFactoredBlock, rank_one
+from second_order.kronecker.layers import Form
 from second_order.kronecker.solvers import SOLVERS
 
 F32, F64 = torch.float32, torch.float64
@@ -85,21 +86,6 @@ def best_error(x: Tensor) -> Tensor:
     return torch.stack([values[:, 1:].square().sum(1).sqrt(), values[:, 0]])
 
 
-@few
-@given(n=SIZES, channels=st.integers(1, 7), locations=st.integers(1, 7), seed=SEEDS)
-def test_18_rank_one_is_the_first_singular_triple(
-    n: int, channels: int, locations: int, seed: int
-) -> None:
-    x = torch.randn(n, channels, locations, dtype=F64)
-    psi, kappa = rank_one(x)
-    u, s, v = torch.linalg.svd(x)
-    close(psi[:, :, None] * kappa[:, None], u[:, :, :1] * s[:, :1, None] * v[:, :1], rtol=1e-6)
-    rest, sigma = best_error(x)
-    close((x - psi[:, :, None] * kappa[:, None]).norm(dim=(1, 2)), rest, rtol=1e-8)
-    for part in (psi, kappa):  # √σ on each side
-        close(part.norm(dim=1), sigma.sqrt())
-
-
 @pytest.mark.parametrize("scale", [1e-36, 1e-22, 1e22, 1e36])
 @pytest.mark.parametrize("shape", [(3, 6), (6, 3)], ids=str)
 def test_18_rank_one_in_float32_far_from_one(shape: tuple[int, int], scale: float) -> None:
@@ -132,7 +118,7 @@ def test_18_exact_for_one_example_of_rank_one(channels: int, locations: int, see
     total = torch.zeros_like(empirical)
     for label in range(CLASSES):
         ((_, d),) = ref.captured(model, x, lambda out, i=label: (out * v[i]).sum(), "1")["1"]
-        pair = block.statistics(model[1], x.flatten(1), d, "expand", F64)
+        pair = block.statistics(model[1], x.flatten(1), d, Form(False, "expand", False))
         A, G, L = (part[0] for part in pair.factors.values())
         total += ref.kron(G, A, L)
     exact = weight_fisher(ref.exact_fisher(model, x, "categorical", "1"), width)
@@ -161,7 +147,7 @@ def test_an_input_that_is_not_finite_is_told_by_a_whatever_its_gradient() -> Non
     _, block = doubly_factored(network(2, 3), 2, 3, lr=0.0)
     x, d = torch.randn(4, 6, dtype=F64), torch.randn(4, block.shape.out_dim, dtype=F64)
     x[1, 1] = math.nan
-    pair = block.statistics(block.modules[0], x, d, "expand", F64)
+    pair = block.statistics(block.modules[0], x, d, Form(False, "expand", False))
     assert not pair.factors["A"].isfinite().all()
 
 
@@ -178,7 +164,7 @@ def dense(solver: str, A: Tensor, L: Tensor, G: Tensor, gradient: Tensor, dampin
 def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float, packed: bool) -> Any:
     means = torch.stack([f.diagonal().mean()[None] for f in (A, G, L)])
     problems = [
-        Problem(1, len(f), F64, f.device, f[None].clone, added, None, False)
+        Problem(1, len(f), F64, f.device, f[None].clone, added, False)
         for f, added in zip((A, G, L), SOLVERS[solver].dampings(means, damping), strict=True)
     ]
     found = SOLVERS[solver].decompose(problems, F64, packed)
@@ -199,37 +185,3 @@ def test_15_three_way_solves_are_dense_ones(
     kept = gradient.clone()
     close(inverse.precondition(gradient), dense(solver, A, L, G, gradient, damping), rtol=1e-8)
     assert torch.equal(gradient, kept)
-
-
-# 16. Π πᵢ = 1; ⊗F̃ᵢ − ⊗Fᵢ − γI is positive semi-definite; scaling Fᵢ by cᵢ with Π cᵢ = 1 changes
-# nothing; π minimises its bound against random perturbations.
-
-
-def added(found: tuple[Tensor, ...], damping: float) -> list[Tensor]:
-    """What the inverse solver puts on the diagonals of A, G and L."""
-    means = torch.stack([f.diagonal().mean()[None] for f in found])
-    return [on for on in SOLVERS["inverse"].dampings(means, damping) if on is not None]
-
-
-def damped(found: tuple[Tensor, ...], on: list[Tensor]) -> list[Tensor]:
-    return [f + o * torch.eye(len(f), dtype=F64) for f, o in zip(found, on, strict=True)]
-
-
-# 8. Appendix-A convolution factors = reduce over locations.
-
-
-# What it is for.
-
-
-def test_a_wide_linear_after_a_feature_map_trains_in_little_memory() -> None:
-    """256 channels of 3 x 3: three small factors where A alone would have 5.3 million entries."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 256, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(2304, 512), nn.ReLU(),
-        nn.Linear(512, CLASSES),
-    )  # fmt: skip
-    x = torch.randn(16, 1, 8, 8)
-    y = x.mean((1, 2, 3)).gt(0).long()
-    optimizer = DistKFAC(model, lr=0.05, momentum=0.9, max_factor_dim=1024)
-    losses = [float(take(model, optimizer, (x, y))) for _ in range(8)]
-    optimizer.close()
-    assert losses[-1] < 0.5 * losses[0]

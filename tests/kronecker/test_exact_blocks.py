@@ -177,17 +177,6 @@ def test_a_batch_norm_of_inputs_far_from_zero() -> None:
     torch.testing.assert_close(gain_gradients(norm, x, d).double(), expected, rtol=0.01, atol=0.01)
 
 
-@pytest.mark.parametrize("name", ["LayerNorm of two axes", "BatchNorm2d"])
-def test_large_blocks_are_diagonals(name: str) -> None:
-    model, batch = network(name, 4)
-    size = sum(p.numel() for p in model[0].parameters())
-    whole = curvature(after_a_step(model, batch, max_exact_dim=size))
-    diagonal = after_a_step(model, batch, max_exact_dim=size - 1)
-    assert exact_block(diagonal).shape.groups == size
-    close(curvature(diagonal), torch.diag(whole.diagonal()))
-    assert (whole - torch.diag(whole.diagonal())).norm() > 0.05 * whole.norm()
-
-
 # Positions of a sequence.
 
 
@@ -250,20 +239,6 @@ def test_the_clip_shortens_exact_blocks_with_all_others() -> None:
     assert nu < 0.5
     for free, clipped in zip(*found, strict=True):
         torch.testing.assert_close(clipped, nu * free, rtol=1e-9, atol=0)
-
-
-def test_a_part_that_takes_the_others_place_begins_anew() -> None:
-    """As large as the other, it would go on with the other's curvature."""
-    model, batch = network("LayerNorm", 4)
-    keep_only(model, "gain")
-    optimizer = distkfac(model.parameters(), model=model, lr=0.0)
-    take(model, optimizer, batch)
-    model[0].weight.requires_grad_(False)
-    model[0].bias.requires_grad_(True)
-    take(model, optimizer, batch)
-    at = entries(model, "bias")
-    expected = ref.empirical_fisher(model, *batch, cross_entropy, "0")[at, at]
-    close(curvature(optimizer), expected)
 
 
 # Biases alone.

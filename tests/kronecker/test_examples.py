@@ -1,4 +1,4 @@
-"""What counts as an example: passes that end in ``.grad``, each once."""
+"""What counts as an example: passes that end in ``.grad``, each once; rows that have a gradient."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
+from blocks import factor_shape, pair_statistics
 from contract import assert_same_factors, each_kronecker, factors, make, take
+from hypothesis import given
+from hypothesis import strategies as st
 from models import CLASSES, ZOO, Checkpointed
 from reference import cross_entropy
 from torch import Tensor, nn
+from torch.nn import functional
 
-from second_order import KAISA, SecondOrderWarning
+from second_order import KAISA, DistKFAC, SecondOrderWarning
+from second_order.kronecker import layers
+from second_order.kronecker.factors import StagedStatistics
+from second_order.kronecker.layers import live_rows
 from second_order.kronecker.triangles import unpack_upper_triangular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+
 
 MLP = ZOO["mlp"]
 F64 = torch.float64
@@ -171,6 +179,21 @@ def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) 
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+def test_labels_drawn_in_two_calls_of_the_model_count_in_one_backward_as_in_two() -> None:
+    found = []
+    for at_once in (True, False):
+        model, (x, y) = MLP.model(), MLP.batch()
+        optimizer = make(KAISA, model, fisher="sampled")
+        losses = [cross_entropy(model(part), y[: len(part)]) for part in (x, 2 * x)]
+        for loss in [sum(losses)] if at_once else losses:
+            loss.backward()
+        optimizer.step()
+        assert {row.status for row in optimizer.summary().rows} == {"preconditioned"}
+        found.append(factors(optimizer))
+    assert_same_factors(*found, rtol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 def test_a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
@@ -191,3 +214,198 @@ def test_a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others() ->
     logits = Branches().double()(x, True).detach().requires_grad_()
     (d,) = torch.autograd.grad(cross_entropy(logits, y), logits)
     torch.testing.assert_close(factors(optimizer)["rare"][1].squeeze(0), len(x) * d.T @ d)
+
+
+SEEDS = st.integers(0, 2**16)
+
+
+class Tokens(nn.Module):
+    """An embedding, attention over what is not padded, norms, a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 6)
+        self.q, self.k, self.v = (nn.Linear(6, 6) for _ in range(3))
+        self.norm, self.inner, self.head = nn.LayerNorm(6), nn.Linear(6, 7), nn.Linear(7, CLASSES)
+
+    def forward(self, tokens: Tensor, length: int) -> Tensor:
+        x = self.embedding(tokens)
+        mask = (torch.arange(tokens.shape[1]) < length).expand(tokens.shape[1], -1)
+        x = x + functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), mask)
+        return self.head(torch.tanh(self.inner(self.norm(x))))
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def padded(tokens: Tensor, labels: Tensor, to: int) -> tuple[Tensor, Tensor]:
+    more = to - tokens.shape[1]
+    return functional.pad(tokens, (0, more)), functional.pad(labels, (0, more), value=-100)
+
+
+@each_kronecker
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+def test_a_padded_batch_has_the_factors_of_the_unpadded_one(System: Any, approx: str) -> None:
+    """Four tokens, padded to sixteen with mask 0 and label -100."""
+    torch.manual_seed(0)
+    twin = Tokens().double()
+    model = copy.deepcopy(twin)
+    batch = torch.randint(9, (3, 4)), torch.randint(CLASSES, (3, 4))
+    options: dict[str, Any] = {"kfac_approx": approx}
+    if System is DistKFAC:
+        options["exact_blocks"] = True
+    found = []
+    for each, (tokens, labels) in ((model, padded(*batch, 16)), (twin, batch)):
+        optimizer = make(System, each, **options)
+        token_loss(each(tokens, 4), labels).backward()
+        optimizer.step()
+        found.append(factors(optimizer))
+    assert {"embedding", "q", "k", "v", "inner", "head"} <= set(found[1])
+    for name, pair in found[1].items():
+        for a, b in zip(found[0][name], pair, strict=True):
+            # Gradients of all keys add up to zero, and to rounding.
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-25)
+
+
+@given(seed=SEEDS, dead=st.sets(st.integers(0, 5), max_size=5))
+def test_rows_without_a_gradient_are_no_examples(seed: int, dead: set[int]) -> None:
+    """Of every kind of layer, as if they had never been there."""
+    for module, x, d in pairs_of_all_kinds(seed):
+        alive = [i for i in range(len(x)) if i not in dead]
+        d[list(dead)] = 0
+        for bias in (False, True) if getattr(module, "bias", None) is not None else (False,):
+            options = {"bias": bias, "approximation": "expand", "dtype": F64}
+            found = pair_statistics(module, x, d, **options)
+            without = pair_statistics(module, x[alive], d[alive], **options)
+            assert found.examples == without.examples
+            for a, b in zip(found.factors.values(), without.factors.values(), strict=True):
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("shape", [(50,), (50, 3), (2, 5, 5)])
+def test_rows_that_begin_with_zeros_are_examples(shape: tuple[int, ...]) -> None:
+    d = torch.zeros(4, *shape)
+    d.flatten(1)[0, -1], d.flatten(1)[2, 0], d.flatten(1)[3, -2] = 1.0, -1.0, torch.nan
+    found = live_rows(d)
+    assert found.mask is not None
+    assert found.mask.tolist() == [True, False, True, True]
+    assert found.count == 3
+
+
+def pairs_of_all_kinds(seed: int) -> Sequence[tuple[nn.Module, Tensor, Tensor]]:
+    """(layer, input, gradient of the output), six examples each."""
+    torch.manual_seed(seed)
+    normal = [
+        (nn.Linear(4, 3), torch.randn(6, 4)),
+        (nn.Linear(4, 3), torch.randn(6, 5, 4)),
+        (nn.Conv2d(2, 3, 3, padding=1), torch.randn(6, 2, 5, 5)),
+        (nn.Conv1d(4, 4, 3, stride=2, groups=2), torch.randn(6, 4, 7)),
+    ]
+    inputs = [(m.double(), x.double()) for m, x in normal]
+    found = [(m, x, torch.randn_like(m(x)).detach()) for m, x in inputs]
+    embedding = nn.Embedding(7, 3, dtype=F64)
+    tokens = torch.randint(7, (6, 5))
+    return [*found, (embedding, tokens, torch.randn(6, 5, 3, dtype=F64))]
+
+
+@given(seed=SEEDS, dead=st.sets(st.integers(0, 5)))
+@pytest.mark.parametrize("approx", ["expand", "reduce"])
+@pytest.mark.parametrize("triangular", [False, True])
+def test_masks_of_a_device_give_what_picked_rows_give(
+    approx: Any, triangular: bool, seed: int, dead: set[int]
+) -> None:
+    """Where a question would wait, rows are masked instead."""
+    for module, x, d in pairs_of_all_kinds(seed):
+        d[list(dead)] = 0
+        options = {"approximation": approx, "dtype": F64, "triangular": triangular}
+        bias = getattr(module, "bias", None) is not None
+        picked = pair_statistics(module, x, d, bias=bias, **options)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(layers, "_answers_at_once", lambda device: False)
+            masked = pair_statistics(module, x, d, bias=bias, **options)
+        assert isinstance(masked.examples, Tensor)
+        assert float(masked.examples) == picked.examples
+        for a, b in zip(masked.factors.values(), picked.factors.values(), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_use_without_an_example_is_no_use(at_once: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell that is stepped beyond the end of every sequence; a pass without any is cut off."""
+    monkeypatch.setattr(layers, "_answers_at_once", lambda device: at_once)
+    torch.manual_seed(0)
+    cell = nn.Linear(3, 2).double()
+    steps = [(torch.randn(4, 3, dtype=F64), torch.randn(4, 2, dtype=F64)) for _ in range(2)]
+    beyond = (torch.randn(4, 3, dtype=F64), torch.zeros(4, 2, dtype=F64))
+
+    def sums(*passes: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+        staged = StagedStatistics(factor_shape(cell, True), torch.device("cpu"), F64, False)
+        for index, calls in enumerate(passes):
+            for x, d in calls:
+                pair = pair_statistics(cell, x, d, bias=True, approximation="expand", dtype=F64)
+                staged.add(pair, 1.0, index, reduction="mean")
+        found = staged.sums()
+        assert float(found.head[0]) == 8
+        return torch.cat([*(f.flatten() for f in found.factors.values()), found.head])
+
+    torch.testing.assert_close(sums([*steps, beyond, beyond]), sums(steps))
+    halves = sums([*steps, beyond], [beyond, beyond])
+    torch.testing.assert_close(halves, sums(steps, [beyond, beyond]))
+
+
+class Dead(nn.Module):
+    """A branch whose ReLU is off for every input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.branch = nn.Linear(5, CLASSES), nn.Linear(5, CLASSES)
+        nn.init.constant_(self.branch.bias, -1e3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x)
+        return out + torch.relu(self.branch(x))
+
+
+@each_kronecker
+@pytest.mark.filterwarnings("error::second_order.SecondOrderWarning")
+def test_a_dead_layer_is_not_one_without_statistics(System: Any) -> None:
+    torch.manual_seed(0)
+    model = Dead().double()
+    before = model.branch.weight.detach().clone()
+    optimizer = make(System, model)
+    for batch in MLP.batches(3):
+        take(model, optimizer, batch)
+    assert torch.equal(model.branch.weight, before)
+    assert {row.name: row.status for row in optimizer.summary().rows}["branch"] != "base"
+    nn.init.zeros_(model.branch.bias)  # it wakes
+    take(model, optimizer, MLP.batch())
+    assert not torch.equal(model.branch.weight, before)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_layers_of_one_input_share_its_factor_where_they_have_the_same_examples(
+    causal: bool,
+) -> None:
+    """The first token's query has no gradient where it sees itself alone."""
+    torch.manual_seed(0)
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(6, 6, dtype=F64) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.q(x), self.k(x), self.v(x)
+            return functional.scaled_dot_product_attention(*parts, is_causal=causal)
+
+    model = Attention()
+    optimizer = make(KAISA, model, loss_reduction="sum")
+    x = torch.randn(3, 4, 6, dtype=F64)
+    model(x).square().sum().backward()
+    optimizer.step()
+    found = factors(optimizer)
+    rows = {"q": x[:, 1:] if causal else x, "k": x, "v": x}
+    for name, seen in rows.items():
+        flat = functional.pad(seen.flatten(0, 1), (0, 1), value=1.0)
+        torch.testing.assert_close(found[name][0].squeeze(0), flat.T @ flat / len(flat))

@@ -5,7 +5,6 @@ The numbers in names are those of the invariants.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -108,42 +107,6 @@ def test_6_every_convolution_has_the_factors_of_its_patches(case: ConvCase) -> N
     if case.n is None:
         x, d = x[0], d[0]
     close(conv_statistics(conv, x, d, case.approx), expected)
-
-
-@settings(max_examples=100)
-@given(
-    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
-    more=st.tuples(st.integers(0, 9), st.integers(0, 9)),
-    channels=st.tuples(st.integers(1, 3), st.integers(1, 3)),
-    padding=st.sampled_from([0, 1, "same"]),
-    padding_mode=st.sampled_from(["zeros", "reflect", "circular", "replicate"]),
-    bias=st.booleans(),
-    layout=st.sampled_from(["plain", "channels last", "transposed"]),
-    n=st.integers(1, 3),
-    patches=st.booleans(),
-)
-def test_6_plain_convolutions_of_inputs_much_larger_than_their_kernel(
-    kernel: tuple[int, int],
-    more: tuple[int, int],
-    channels: tuple[int, int],
-    padding: Any,
-    padding_mode: Any,
-    bias: bool,
-    layout: str,
-    n: int,
-    patches: bool,
-) -> None:
-    """What most networks are made of: with patches, and by autocorrelations as large ones are."""
-    conv = nn.Conv2d(
-        *channels, kernel, padding=padding, padding_mode=padding_mode, bias=bias, dtype=F64
-    )
-    size = [k + extra for k, extra in zip(kernel, more, strict=True)]
-    x = laid_out(torch.randn(n, channels[0], max(size[0], 2), max(size[1], 2), dtype=F64), layout)
-    with torch.no_grad():
-        d = laid_out(torch.randn_like(conv(x)), layout)
-    with patch.object(windows, "AUTOCORRELATION_ELEMENTS", math.inf if patches else 0):
-        found = conv_statistics(conv, x, d, "expand")
-    close(found, ref.conv_factors(x, d, conv, "expand"))
 
 
 @given(case=conv_cases())

@@ -14,7 +14,7 @@ import pytest
 import reference as ref
 import torch
 from contract import each_kronecker, factors, make, take
-from models import CLASSES, LoRALinear, TransposedLinear
+from models import CLASSES, TransposedLinear
 from reference import cross_entropy
 from torch import Tensor, nn
 
@@ -52,31 +52,6 @@ class Conv1D(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
         return flat.view(*x.shape[:-1], -1)
-
-
-class Rounding(torch.autograd.Function):
-    """To multiples of 1/64, with the gradient passed straight through."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        return (weight * 64).round() / 64
-
-    @staticmethod
-    def backward(ctx: Any, *d: Any) -> Any:
-        return d[0]
-
-
-class FakeQuantised(nn.Linear):
-    """As quantisation-aware training has it, with an observer that counts."""
-
-    def __init__(self, *sizes: int) -> None:
-        super().__init__(*sizes)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        rounded: Any = Rounding.apply(self.weight)  # type: ignore[no-untyped-call]
-        return nn.functional.linear(x, rounded, self.bias)
 
 
 class Noisy(nn.Linear):
@@ -122,24 +97,6 @@ def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, 
     assert (linear[0].weight - start[0]).norm() > 1e-3
 
 
-@each_kronecker
-def test_a_fake_quantised_linear_has_a_linears_factors(System: Any) -> None:
-    torch.manual_seed(0)
-    model = network(FakeQuantised(5, 4), nn.Linear(4, 4))
-    plain = network(nn.Linear(5, 4), nn.Linear(4, 4))
-    plain.load_state_dict({k: v for k, v in model.state_dict().items() if k != "0.seen"})
-    with torch.no_grad():
-        for net in (model, plain):
-            net[0].weight.copy_((net[0].weight * 64).round() / 64)
-    optimizer = make(System, model)
-    assert float(model[0].seen) == 0, "the layer has been called"
-    x, y = torch.randn(6, 5, dtype=F64), torch.randint(CLASSES, (6,))
-    expected = ref.empirical_factors(plain, x, y, cross_entropy, "0")
-    take(model, optimizer, (x, y))
-    for one, other in zip(factors(optimizer)["0"], expected, strict=True):
-        close(one, other)
-
-
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
@@ -147,9 +104,7 @@ def test_a_fake_quantised_linear_has_a_linears_factors(System: Any) -> None:
         (Conv1D(4, 4), "transposed linear"),
         (TransposedLinear(5, 4), "transposed linear"),
         (TransposedLinear(4, 4), "linear"),
-        (FakeQuantised(5, 4), "linear"),
         (Noisy(5, 4), "linear"),
-        (Noisy(5, 4).eval(), "linear"),
         (nn.Bilinear(3, 3, 4), None),
         (nn.LSTMCell(3, 4), None),
         (nn.LayerNorm(4), None),
@@ -158,36 +113,6 @@ def test_a_fake_quantised_linear_has_a_linears_factors(System: Any) -> None:
 )
 def test_what_is_supposed_to_be_a_linear(module: nn.Module, expected: str | None) -> None:
     assert found_kind(module)[0] == expected
-
-
-def test_adapters_as_peft_builds_them() -> None:
-    """A and B are Linears in dictionaries beside a frozen base layer."""
-
-    class Adapted(nn.Module):
-        def __init__(self, base: nn.Linear) -> None:
-            super().__init__()
-            self.base_layer = base.requires_grad_(False)
-            rank = 2
-            self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
-            self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
-            self.lora_dropout = nn.ModuleDict({"default": nn.Identity()})
-
-        @property
-        def weight(self) -> Tensor:
-            return self.base_layer.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            low = self.lora_A["default"](self.lora_dropout["default"](x))
-            return self.base_layer(x) + 0.5 * self.lora_B["default"](low)
-
-    model = network(Adapted(nn.Linear(5, 4)), LoRALinear(4, 4))
-    model[4].requires_grad_(False)
-    optimizer = make(KAISA, model)
-    names = {"0.lora_A.default", "0.lora_B.default", "2.down", "2.up"}
-    x, y = torch.randn(6, 5, dtype=F64), torch.randint(CLASSES, (6,))
-    take(model, optimizer, (x, y))
-    assert factors(optimizer).keys() == names
-    assert optimizer.summary().preconditioned_share == 1.0
 
 
 # Norms of other classes.
@@ -415,13 +340,6 @@ def test_a_tied_embedding_has_the_partial_traces_of_both_uses(
     close(A[0], entries / entries.sum())
     close(G[0], width)
     close(entries.sum(), width.trace())
-
-
-def test_an_output_layer_too_wide_for_a_matrix_may_be_tied() -> None:
-    model, batch = tied()
-    optimizer = make(KAISA, model, max_factor_dim=5)
-    take(model, optimizer, batch)
-    assert {"embedding = head", "hidden"} == factors(optimizer).keys()
 
 
 # Users' own.

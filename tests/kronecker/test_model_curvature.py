@@ -96,6 +96,7 @@ def test_apply_solve_trace_and_logdet_are_those_of_the_dense_matrix(kind: str) -
     product, solution = curvature.apply(vector), curvature.solve(vector, damping=0.07)
     traces, determinants = 0.0, 0.0
     for layer in curvature.values():
+        assert {*layer.modules} <= dict(model.named_modules()).keys()
         F = dense(layer)
         damped = F + 0.07 * torch.eye(len(F), dtype=F.dtype)
         v = flat(layer, vector)

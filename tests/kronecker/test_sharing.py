@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,6 @@ from second_order import KAISA
 from second_order.kronecker import layers
 from second_order.kronecker.layers import gram
 
-if TYPE_CHECKING:
-    pass
-
 WIDTH = 6
 
 
@@ -31,7 +28,7 @@ def train(model: Attention, optimizer: Any, steps: range) -> None:
 
 
 def averages(optimizer: Any) -> dict[str, Tensor]:
-    return {block.name: block.factors.a for block in optimizer._curvature.layers.blocks}
+    return {block.name: block.factors.stored["A"] for block in optimizer._curvature.layers.blocks}
 
 
 @pytest.mark.parametrize("system", KRONECKER)

@@ -111,19 +111,6 @@ def sample(name: str, dim: int = 5) -> Tensor:
     return (factor(1, dim) + 0.1 * torch.eye(dim)).float()
 
 
-@each_fault
-def test_float64_is_the_second_rung(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix = sample(name)
-    attempts = injected(
-        monkeypatch, name, lambda m, r: fault(m, r) if m.dtype == torch.float32 else None
-    )
-    (result,) = decompose(name, matrix)
-    assert attempts == [(torch.float32, 1), (torch.float64, 1)]
-    assert result is not None
-    assert {part.dtype for part in result} == {torch.float32}
-    assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
-
-
 class ElsewhereTorch:
     """torch, with a CPU that is not the device of the factors."""
 
@@ -144,27 +131,6 @@ def test_the_cpu_is_the_third_rung(name: str, fault: Any, monkeypatch: pytest.Mo
     assert attempts == [(torch.float32, 1), (torch.float64, 1), (torch.float64, 1)]
     assert result is not None
     assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@each_fault
-def test_the_cpu_is_the_third_rung_on_cuda(
-    name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrix = sample(name).cuda()
-    attempts = injected(monkeypatch, name, lambda m, r: fault(m, r) if m.is_cuda else None)
-    (result,) = decompose(name, matrix)
-    assert attempts == [(torch.float32, 1), (torch.float64, 1), (torch.float64, 1)]
-    assert result is not None
-    assert all(part.is_cuda for part in result)
-    assert_solved(restored(name, result).float(), matrix, rtol=1e-5)
-
-
-@each_fault
-def test_no_rung_is_left(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    injected(monkeypatch, name, fault)
-    assert decompose(name, sample(name), sample(name, 3)) == [None, None]
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])

@@ -16,10 +16,11 @@ from ranks import counted, replaced
 from reference import cross_entropy
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from second_order.distributed.world import World as Processes
 from second_order.errors import CurvatureError
-from second_order.lanczos import Eigenpairs, SpectralDensity, eigenpairs, spectral_density
+from second_order.lanczos import Eigenpairs, Outputs, SpectralDensity, eigenpairs, spectral_density
 from second_order.lanczos.spectrum import mean_loss
 from second_order.lanczos.vector_space import row_bounds
 
@@ -33,32 +34,25 @@ ESTIMATES = {"pairs": eigenpairs, "density": spectral_density}
 PAIRS = {"largest": 3, "smallest": 2, "iterations": 40, "tol": 1e-9}
 
 
-def uneven(total: int, parts: int) -> list[int]:
-    """Sizes of shards, no two the same."""
-    sizes = [2 * i + 1 for i in range(parts - 1)]
-    return [*sizes, total - sum(sizes)]
+def closure_of(model: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Any]:
+    """Of a batch, which counts for its examples."""
+    each = lambda z: functional.cross_entropy(z, y, reduction="none")  # noqa: E731
+    return lambda: Outputs(model(x), each)
 
 
 def on_shards(
-    rank: int, world_size: int, sizes: Sequence[int], weighted: bool, options: dict[str, Any]
+    rank: int, world_size: int, sizes: Sequence[Sequence[int]], options: dict[str, Any]
 ) -> Eigenpairs:
-    """Eigenpairs of the union of the ranks' batches."""
-    model, (x, y) = MLP.model(), MLP.batch(sum(sizes))
-    mine, labels = x.split(list(sizes))[rank], y.split(list(sizes))[rank]
-
-    def loss() -> Any:
-        value = cross_entropy(model(mine), labels)
-        return (value, len(mine)) if weighted else value
-
+    """Eigenpairs of the union of the ranks' micro-batches, of these sizes."""
+    model, (x, y) = MLP.model(), MLP.batch(sum(map(sum, sizes)))
+    flat, before = [size for own in sizes for size in own], sum(map(len, sizes[:rank]))
+    parts = list(zip(x.split(flat), y.split(flat), strict=True))
+    losses = [closure_of(model, *part) for part in parts[before : before + len(sizes[rank])]]
+    group = dist.group.WORLD if world_size > 1 else None
     with counted() as collectives:
-        pairs = eigenpairs(loss, model, process_group=dist.group.WORLD, **{**PAIRS, **options})
+        pairs = eigenpairs(losses, model, process_group=group, **{**PAIRS, **options})
     assert collectives.total() <= 5 * pairs.products + 15
     return pairs
-
-
-def alone(total: int, options: dict[str, Any]) -> Eigenpairs:
-    model, (x, y) = MLP.model(), MLP.batch(total)
-    return eigenpairs(lambda: cross_entropy(model(x), y), model, **{**PAIRS, **options})
 
 
 def assert_same_pairs(a: Eigenpairs, b: Eigenpairs, tol: float = 1e-9) -> None:
@@ -82,33 +76,25 @@ def bitwise(results: Sequence[Any]) -> Any:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"hvp": "recomputed"}, {"dtype": torch.float32, "tol": 1e-3}, {"iterations": 9}],
-    ids=["retained", "recomputed", "float32", "not converged"],
+    [
+        {},
+        {"hvp": "recomputed"},
+        {"dtype": torch.float32, "tol": 1e-3},
+        {"iterations": 9},
+        {"curvature": "gauss-newton", "smallest": 0},
+        {"curvature": "empirical-fisher", "smallest": 0},
+    ],
+    ids=["retained", "recomputed", "float32", "not converged", "Gauss-Newton", "Fisher"],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("sizes", [[[1], [12]], [[1], [3], [9]], [[2, 3, 1], [7]]], ids=str)
 def test_eigenpairs_are_those_of_the_union(
-    world: World, world_size: int, options: dict[str, Any]
+    world: World, sizes: list[list[int]], options: dict[str, Any]
 ) -> None:
-    """111 unknowns, which no two processes share evenly, and shards of one to many examples."""
-    sizes = uneven(13, world_size)
-    found = bitwise(world.run(on_shards, world_size, sizes, True, options))
-    assert found.eigenvectors.shape == (5, 111)
-    assert_same_pairs(found, alone(13, options), 1e-4 if "dtype" in options else 1e-9)
-
-
-def micro_batches(rank: int, world_size: int, sizes: Sequence[Sequence[int]]) -> Eigenpairs:
-    """Each rank has several, ragged, and not the same number of them."""
-    flat = [size for own in sizes for size in own]
-    model, (x, y) = MLP.model(), MLP.batch(sum(flat))
-    before = sum(len(own) for own in sizes[:rank])
-    mine = list(zip(x.split(flat), y.split(flat), strict=True))[before : before + len(sizes[rank])]
-    losses = [lambda x=x, y=y: (cross_entropy(model(x), y), len(x)) for x, y in mine]
-    return eigenpairs(losses, model, process_group=dist.group.WORLD, **PAIRS)
-
-
-def test_micro_batches_of_many_processes(world: World) -> None:
-    found = bitwise(world.run(micro_batches, 2, [[2, 3, 1], [5]]))
-    assert_same_pairs(found, alone(11, {}))
+    """111 unknowns, which no two processes share evenly, and ragged micro-batches."""
+    found = bitwise(world.run(on_shards, len(sizes), sizes, options))
+    assert found.eigenvectors.shape[1] == 111
+    tol = 1e-4 if "dtype" in options else 1e-9
+    assert_same_pairs(found, on_shards(0, 1, [[13]], options), tol)
 
 
 def of_few_unknowns(rank: int, world_size: int, size: int) -> Eigenpairs:
@@ -139,13 +125,13 @@ def with_other_rounding(rank: int, world_size: int) -> Eigenpairs:
         return (values, vectors) if rank != 1 else (2 * values, -1e3 * vectors)
 
     with replaced(torch.linalg, {"eigh": eigh}):
-        return on_shards(rank, world_size, [5, 7], True, {"tol": 1e-3})
+        return on_shards(rank, world_size, [[5], [7]], {"tol": 1e-3})
 
 
 def test_one_process_decides(world: World) -> None:
     """When to stop, and about the signs and values of all."""
     found = bitwise(world.run(with_other_rounding, 2, timeout=20))
-    assert_same_pairs(found, alone(12, {"tol": 1e-3}))
+    assert_same_pairs(found, on_shards(0, 1, [[12]], {"tol": 1e-3}))
 
 
 def density(rank: int, world_size: int, sizes: Sequence[int]) -> SpectralDensity:
@@ -158,7 +144,7 @@ def density(rank: int, world_size: int, sizes: Sequence[int]) -> SpectralDensity
 
 
 def test_the_density_is_that_of_the_union(world: World) -> None:
-    found = bitwise(world.run(density, 3, uneven(13, 3)))
+    found = bitwise(world.run(density, 3, [1, 3, 9]))
     model, (x, y) = MLP.model(), MLP.batch(13)
     loss = lambda: cross_entropy(model(x), y)  # noqa: E731
     expected = spectral_density(loss, model, probes=2, iterations=15)

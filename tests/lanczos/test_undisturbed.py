@@ -22,18 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from second_order.lanczos import eigenpairs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from pool import World
 
 MODES = ["retained", "recomputed", "differences"]
 MLP, NORMED = ZOO["mlp"], ZOO["batch_norm"]
-
-
-def normed() -> tuple[nn.Module, Callable[[], Tensor]]:
-    """A model with batch norm, and its loss."""
-    model, (x, y) = NORMED.model(), NORMED.batch(8)
-    return model, lambda: cross_entropy(model(x), y)
 
 
 def test_training_steps_are_what_they_were() -> None:
@@ -93,21 +85,6 @@ def test_training_notices_nothing(mode: str, fails_at: int | None) -> None:
     assert same([g for g in gradients if g is not None], [g for g in values if g is not None])
     assert same(state.values(), model.state_dict().values())
     assert [m.training for m in model.modules()] == training
-
-
-@pytest.mark.parametrize("train", [True, False])
-@pytest.mark.parametrize("mode", MODES)
-def test_between_a_forward_and_its_backward(mode: str, train: bool) -> None:
-    """The graph that waits holds parameters and buffers, whose versions autograd checks."""
-    model, loss = normed()
-    model.train(train)
-    loss().backward()
-    expected = [p.grad for p in model.parameters()]
-    model.zero_grad()
-    waiting = loss()
-    eigenpairs(loss, model, largest=1, hvp=mode)
-    waiting.backward()
-    assert same([p.grad for p in model.parameters()], expected)
 
 
 @pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")

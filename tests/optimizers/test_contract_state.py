@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import pickle
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,11 +14,12 @@ from contract import (
     BASES,
     assert_same_curvature,
     assert_same_factors,
-    base_only,
     curvature_of,
     each_kronecker,
     each_system,
+    each_variant,
     factors,
+    hook_count,
     make,
     same,
     take,
@@ -23,14 +27,23 @@ from contract import (
 from models import ZOO
 from reference import cross_entropy
 from states import flat, saved_and_loaded, train
-from torch.optim.lr_scheduler import StepLR
+from stepped import assert_near
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from woven import woven
 
 from second_order import DHO2
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Callable
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
 each_base = pytest.mark.parametrize("base", BASES)
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6)
@@ -118,26 +131,6 @@ def test_checkpoint_gives_the_number_of_the_step(System: Any) -> None:
 
 
 @each_system
-def test_learning_rate_set_after_a_load_reaches_the_base(System: Any) -> None:
-    """`load_state_dict` makes new groups and a new state: the base works on those."""
-    model = MLP.model()
-    optimizer = make(System, model, **base_only(System), lr=0.5)
-    train(model, optimizer)
-    optimizer.load_state_dict(optimizer.state_dict())
-    scheduler = StepLR(optimizer, step_size=1, gamma=0.5)
-    take(model, optimizer, BATCHES[3])
-    scheduler.step()
-    before = [p.detach().clone() for p in model.parameters()]
-    take(model, optimizer, BATCHES[4])
-    for p, old in zip(model.parameters(), before, strict=True):
-        torch.testing.assert_close(p, old - 0.25 * p.grad, rtol=1e-12, atol=1e-15)
-    optimizer.param_groups[0]["lr"] = 0.0
-    before = [p.detach().clone() for p in model.parameters()]
-    take(model, optimizer, BATCHES[5])
-    assert same(model.parameters(), before)
-
-
-@each_system
 @pytest.mark.parametrize("base", ["SGD", "Adam"])
 def test_checkpoint_of_a_bf16_model_keeps_the_dtypes_and_values_of_curvature(
     System: Any, base: str
@@ -171,71 +164,6 @@ def test_checkpoint_of_a_bf16_model_keeps_the_dtypes_and_values_of_curvature(
     assert not torch.equal(kept.bfloat16().float(), kept)
 
 
-@each_system
-@each_base
-def test_torch_load_takes_the_state_with_its_defaults(System: Any, base: str) -> None:
-    """Primitives and tensors only, whatever the options were: no class, enum or callable."""
-    Base, options = BASES[base]
-    model = MLP.model()
-    scale, interval = ("damping", "inv_update_steps")
-    if System is DHO2:
-        scale, interval = ("newton_scale", "curvature_interval")
-    schedules = {scale: lambda step: 0.9**step, interval: lambda step: 1 + step}
-    optimizer = make(
-        System,
-        model,
-        base=Base,
-        **schedules,
-        grad_scaler=torch.amp.GradScaler("cpu", enabled=False),
-        **options,
-    )
-    StepLR(optimizer, 2)
-    train(model, optimizer)
-    loaded = saved_and_loaded(optimizer.state_dict(), weights_only=True)
-    assert loaded["state"].keys() == optimizer.state_dict()["state"].keys()
-
-
-@each_system
-def test_checkpoint_of_the_base_alone_loads_as_the_bases_part(System: Any) -> None:
-    """Who changes over from SGD keeps the momentum; curvature starts anew."""
-    model, twin = MLP.model(), MLP.model()
-    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    train(model, plain)
-    twin.load_state_dict(model.state_dict())
-    optimizer = make(System, twin, momentum=0.9, **base_only(System))
-    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))  # torch shares what it loads
-    train(model, plain, start=3)
-    train(twin, optimizer, start=3)
-    assert same(model, twin)
-
-    model = MLP.model()
-    optimizer = make(System, model, momentum=0.9)
-    optimizer.load_state_dict(plain.state_dict())
-    train(model, optimizer, 2)
-    assert len(curvature_of(optimizer)) == (1 if System is DHO2 else 3)
-
-
-@each_kronecker
-@pytest.mark.parametrize("letter", ["A", "G"])
-def test_factors_of_wrong_shape_are_refused_before_anything_changes(
-    System: Any, letter: str
-) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, momentum=0.9)
-    train(model, optimizer)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0]["lr"] = 7.0
-    last = len(saved["state"]) - 2  # the last weight: the layers before it fit
-    saved["state"][0]["curvature"]["A"].zero_()
-    saved["state"][last]["curvature"][letter] = torch.zeros(1, 2, 2)
-    before = copy.deepcopy(optimizer.state_dict())
-    with pytest.raises(ValueError, match=rf"factor {letter} of layer '4' has shape \(1, 2, 2\)"):
-        optimizer.load_state_dict(saved)
-    after = optimizer.state_dict()
-    assert after["param_groups"] == before["param_groups"]
-    torch.testing.assert_close(after["state"], before["state"], rtol=0, atol=0)
-
-
 @each_kronecker
 def test_statistics_from_before_a_load_do_not_count(System: Any) -> None:
     """They are of other parameters than those that come with the checkpoint."""
@@ -248,3 +176,137 @@ def test_statistics_from_before_a_load_do_not_count(System: Any) -> None:
     optimizer.load_state_dict(saved)
     optimizer.step()
     assert_same_factors(factors(optimizer), before, rtol=0)
+
+
+@each_variant
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps, saved_and_loaded])
+def test_an_optimizer_is_neither_copied_nor_pickled(
+    System: Any, options: dict[str, Any], duplicate: Callable[[Any], Any]
+) -> None:
+    """Its state_dict() is the way, and the model's copies are as ever."""
+    model = MLP.model()
+    optimizer = make(System, model, **options)
+    train(model, optimizer, 2)
+    with pytest.raises(TypeError, match=rf"^{System.__name__} cannot be copied.*load_state_dict"):
+        duplicate(optimizer)
+    twin = copy.deepcopy(model)
+    resumed = make(System, twin, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, 2, start=2)
+    train(twin, resumed, 2, start=2)
+    assert_near(model, twin, rtol=1e-12, atol=1e-14)
+
+
+@each_kronecker
+def test_an_optimizer_goes_as_soon_as_nobody_has_it(System: Any) -> None:
+    """Its hooks with it, before anybody looks for garbage."""
+    model = MLP.model()
+    optimizer = make(System, model)
+    train(model, optimizer, 1)
+    gone = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert gone() is None
+        assert hook_count(model) == 0
+    finally:
+        gc.enable()
+
+
+@each_variant
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_closed_optimizer_goes_on_as_its_base(
+    System: Any, options: dict[str, Any], steps: int
+) -> None:
+    model, twin = MLP.model(), MLP.model()
+    optimizer = make(System, model, momentum=0.9, **options)
+    train(model, optimizer, steps)
+    twin.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        plain.state[q] = copy.deepcopy(dict(optimizer.state[p].get("base", {})))
+    full = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    assert hook_count(model) == 0
+    assert not curvature_of(optimizer)
+    for x, y in BATCHES[:3]:
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()  # and asks for no curvature
+    train(twin, plain)
+    assert same(model, twin)
+    optimizer.load_state_dict(full)
+    assert not curvature_of(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert hook_count(copy.deepcopy(model)) == hook_count(model) == 0
+    str(optimizer.summary())
+
+
+flattened = pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
+DCP_BASES = pytest.mark.parametrize("base", ["SGD", "Adam", "AdamW", "RMSprop"])
+
+
+def get(model: nn.Module, optimizer: Any, flat: bool) -> Any:
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    return get_optimizer_state_dict(model, optimizer, options=options)
+
+
+@each_system
+@flattened
+@DCP_BASES
+def test_distributed_checkpoint_of_a_fresh_optimizer(System: Any, base: str, flat: bool) -> None:
+    """It steps an empty optimizer with lr 0 and zero gradients: nothing may move by that."""
+    Base, options = BASES[base]
+    model = MLP.model()
+    before = copy.deepcopy(model)
+    optimizer = make(System, model, base=Base, **options)
+    assert get(model, optimizer, flat)
+    assert same(model, before)
+    assert optimizer.param_groups[0]["lr"] == options["lr"]
+    for entry in optimizer.state_dict()["state"].values():
+        assert entry["curvature"]["steps"] == 0
+        assert not float(entry["curvature"].get("average_weight", 0))
+        assert entry["curvature"].get("refreshed_at", -1) == -1
+    train(model, optimizer, 1)
+    entry = optimizer.state_dict()["state"][0]["curvature"]
+    assert entry["steps"] == 1
+    assert float(entry.get("average_weight", 1)) == 1
+
+
+@each_system
+@pytest.mark.parametrize(
+    ("base", "flat", "into"),
+    woven(["SGD", "Adam", "AdamW", "RMSprop"], [False, True], ["fresh", "mid-run"], part=2),
+)
+def test_distributed_checkpoint_round_trip_continues_the_trajectory(
+    System: Any, base: str, flat: bool, into: str
+) -> None:
+    Base, options = BASES[base]
+    model, twin = MLP.model(), MLP.model(seed=1)
+    optimizer = make(System, model, base=Base, **options)
+    resumed = make(System, twin, base=Base, **options)
+    train(model, optimizer, 4)
+    if into == "mid-run":
+        train(twin, resumed, 2)
+    saved = saved_and_loaded(get(model, optimizer, flat))
+    twin.load_state_dict(saved_and_loaded(get_model_state_dict(model)))
+    set_optimizer_state_dict(
+        twin, resumed, saved, options=StateDictOptions(flatten_optimizer_state_dict=flat)
+    )
+    assert_same_curvature(curvature_of(resumed), curvature_of(optimizer), rtol=0)
+    train(model, optimizer, 2, start=4)
+    train(twin, resumed, 2, start=4)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+@each_system
+def test_a_first_step_with_zero_gradients_is_a_step(System: Any) -> None:
+    """Checkpointing code's come with a learning rate of 0, as a warm-up's first step may."""
+    model = MLP.model()
+    optimizer = make(System, model, weight_decay=0.1)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    assert optimizer.state_dict()["state"][0]["curvature"]["steps"] == 1

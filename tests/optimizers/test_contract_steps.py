@@ -6,27 +6,45 @@ An optimizer of eigenpairs takes none: it trains as if nothing had run.
 from __future__ import annotations
 
 import copy
-import gc
-from typing import Any
+import warnings
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from contract import (
     asking,
+    assert_same_curvature,
     assert_same_factors,
+    curvature_of,
     each_kronecker,
     each_system,
+    each_variant,
+    eigenpairs_only,
     factors,
     make,
     same,
     take,
 )
-from models import ZOO
-from reference import cross_entropy, damped_dense_solve, from_matrix, to_matrix
-from stepped import inputs_of, reference, weights
-from torch import Tensor
+from models import CLASSES, ZOO, Checkpointed
+from reference import (
+    captured,
+    cross_entropy,
+    damped_dense_solve,
+    from_matrix,
+    layer_factors,
+    to_matrix,
+)
+from stepped import assert_near, messages, reference, weights
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
-from second_order import DHO2
+from second_order import DHO2, CurvatureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
@@ -122,41 +140,179 @@ def test_zero_grad_drops_the_statistics_of_completed_passes_only(System: Any) ->
     assert_same_factors(factors(optimizer), expected)
 
 
-@each_kronecker
-def test_statistics_are_taken_only_every_so_many_steps(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model, factor_update_steps=2, inv_update_steps=4)
-    seen = []
-    for batch in BATCHES:
-        take(model, optimizer, batch)
-        seen.append(weights(optimizer))
-    assert seen == [{1}, {1}, {1.95}, {1.95}]
+class TiedLinears(nn.Module):
+    """Two modules with one weight and one bias, or without a bias."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, 6), nn.Linear(6, CLASSES)
+        self.a, self.b = nn.Linear(6, 6, bias=bias), nn.Linear(6, 6, bias=bias)
+        self.b.weight, self.b.bias = self.a.weight, self.a.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.b(torch.tanh(self.a(self.first(x))))))
 
 
 @each_kronecker
-def test_two_backwards_through_one_graph_are_two_passes_of_the_same_statistics(System: Any) -> None:
-    """`retain_graph=True`: the inputs are still there, and the mean over passes is what it was."""
-    model = MLP.model()
-    expected = reference(model, BATCHES[0])
+@pytest.mark.parametrize("bias", [True, False])
+def test_tied_layers_are_one_block_with_the_lumped_statistics(System: Any, bias: bool) -> None:
+    torch.manual_seed(0)
+    model = TiedLinears(bias).double()
+    uses = captured(model, BATCHES[0][0], lambda out: cross_entropy(out, BATCHES[0][1]), "a", "b")
+    expected = layer_factors(model.a, [*uses["a"], *uses["b"]])
     optimizer = make(System, model)
-    loss = cross_entropy(model(BATCHES[0][0]), BATCHES[0][1])
-    loss.backward(retain_graph=True)
-    loss.backward()
-    optimizer.step()
+    take(model, optimizer, BATCHES[0])
+    assert factors(optimizer).keys() == {"first", "a = b", "head"}
+    assert_same_factors({"tied": factors(optimizer)["a = b"]}, {"tied": expected})
+    names = [row.name for row in optimizer.summary().rows]
+    assert len(names) == len(set(names)) == 3
+
+
+@each_kronecker
+def test_a_layer_without_statistics_is_named_once_also_when_others_come_and_go(
+    System: Any,
+) -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late, self.never, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+            self.steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return self.head(torch.tanh(self.late(x)) if self.steps > 2 else x)
+
+    model = Late().double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = make(System, model)
+        for batch in BATCHES:
+            take(model, optimizer, batch)
+    assert sum("'never'" in text for text in messages(caught)) == 1
+    assert sum("'late'" in text for text in messages(caught)) == 1
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.works("compile")
+@each_variant
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_model_when_the_optimizer_is_made_before_the_first_run(
+    System: Any, options: dict[str, Any]
+) -> None:
+    """Of the model; with drawn labels, of the compiled model."""
+    model, twin = MLP.model(), MLP.model()
+    compiled = torch.compile(model, backend="aot_eager")
+    given = compiled if options.get("fisher") == "sampled" else model
+    optimizer = make(System, given, **options)
+    plain = make(System, twin, **options)
+    for batch in BATCHES[:3]:
+        take(compiled, optimizer, batch)
+        take(twin, plain, batch)
+    assert_same_curvature(curvature_of(optimizer), curvature_of(plain), rtol=1e-9)
+    assert_near(model, twin)
+
+
+ACCUMULATING = ["mlp", "conv_grouped", "shared_linear", "sequence_mlp", "inplace"]
+
+
+@each_system
+@pytest.mark.parametrize("name", ACCUMULATING)
+@pytest.mark.parametrize("k", [2, 4])
+def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None:
+    """With the loss of each divided by k, as one does; a module called twice included."""
+    case = ZOO[name]
+    model, twin = case.model(), case.model()
+    declared = {} if System is DHO2 else {"accumulation_steps": k}
+    optimizer, plain = make(System, model, **declared), make(System, twin)
+    for x, y in case.batches(3):
+        optimizer.zero_grad()
+        parts = list(zip(x.chunk(k), y.chunk(k), strict=True))
+        for part_x, part_y in parts:
+            (case.loss(model(part_x), part_y) / k).backward()
+        asked = [asking(model, optimizer, part, case.loss) for part in parts]
+        optimizer.step(**{name: [each[name] for each in asked] for name in asked[0]})
+        take(twin, plain, (x, y), case.loss)
+        if System is not DHO2:
+            assert_same_factors(factors(optimizer), factors(plain), rtol=1e-9)
+        assert_near(model, twin, atol=1e-11)
+
+
+def validate(model: nn.Module, batch: Batch) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(batch[0])
+    with torch.inference_mode():
+        model(batch[0])
+    model.train()
+
+
+def forward_without_backward(model: nn.Module, batch: Batch) -> None:
+    cross_entropy(model(batch[0]), batch[1])
+
+
+def no_grad_in_training_mode(model: nn.Module, batch: Batch) -> None:
+    with torch.no_grad():
+        model(batch[0])
+
+
+@each_kronecker
+def test_a_model_in_eval_mode_that_trains_is_preconditioned(System: Any) -> None:
+    """Fine-tuning with frozen batch norm: `requires_grad` counts, not `training`."""
+    case = ZOO["batch_norm"]
+    model = case.model().eval()
+    expected = reference(model, case.batch())
+    optimizer = make(System, model)
+    take(model, optimizer, case.batch())
     assert_same_factors(factors(optimizer), expected)
-    assert weights(optimizer) == {1}
 
 
-@each_kronecker
-def test_nothing_of_a_pass_is_held_after_its_backward(System: Any) -> None:
-    model = MLP.model()
-    optimizer = make(System, model)
-    alive = inputs_of(model[2])
-    gc.disable()
-    try:
+def average(model: nn.Module, batch: Batch) -> None:
+    ema = AveragedModel(model)
+    cross_entropy(ema(batch[0]), batch[1]).backward()
+    ema.update_parameters(model)
+
+
+@each_system
+@pytest.mark.parametrize("when", ["before the forward", "before the backward", "before the step"])
+@pytest.mark.parametrize(
+    "disturb", [validate, no_grad_in_training_mode, forward_without_backward, average]
+)
+def test_a_step_is_what_it_would_be_without_passes_beside_it(
+    System: Any, disturb: Callable[[nn.Module, Batch], None], when: str
+) -> None:
+    model, twin = MLP.model(), MLP.model()
+    optimizer, plain = make(System, model), make(System, twin)
+    for (x, y), other in pairwise(BATCHES):
+        optimizer.zero_grad()
+        if when == "before the forward":
+            disturb(model, other)
+        loss = cross_entropy(model(x), y)
+        if when == "before the backward":
+            disturb(model, other)
+            optimizer.zero_grad()
+        loss.backward()
+        if when == "before the step":
+            disturb(model, other)
+        optimizer.step(**asking(model, optimizer, (x, y)))
+        take(twin, plain, (x, y))
+        assert same(model, twin)
+        if System is not DHO2 or plain.curvature.refreshes:
+            assert_same_curvature(curvature_of(optimizer), curvature_of(plain), rtol=0)
+
+
+@eigenpairs_only
+def test_reentrant_checkpointing_is_refused_with_the_remedy(System: Any) -> None:
+    """Nothing has changed then."""
+    torch.manual_seed(0)
+    model = Checkpointed(True).double()
+    optimizer = make(System, model, warmup_steps=0)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CurvatureError, match=r"checkpoint\(\.\.\., use_reentrant=False\)"):
         take(model, optimizer, BATCHES[0])
-        assert [ref.expired() for ref in alive] == [True]
-        cross_entropy(model(BATCHES[0][0]), BATCHES[0][1])  # a graph that sees no backward
-        assert [ref.expired() for ref in alive] == [True, True]
-    finally:
-        gc.enable()
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())

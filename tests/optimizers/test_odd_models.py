@@ -1,7 +1,4 @@
-"""Models whose layers cannot all be preconditioned: trained all the same, and told of by name.
-
-Functions that take (rank, world_size, ...) run on the pool's ranks.
-"""
+"""Models whose layers cannot all be preconditioned: trained all the same, and told of by name."""
 
 from __future__ import annotations
 
@@ -52,9 +49,6 @@ def backward(model: nn.Module) -> None:
     cross_entropy(model(X), Y).backward()
 
 
-# Transforms of torch.func.
-
-
 def by_func_grad(model: nn.Module) -> None:
     params = dict(model.named_parameters())
 
@@ -78,19 +72,6 @@ def test_transforms_are_named_as_what_hides_gradients(System: Any, step: Any) ->
     assert "torch.compile" not in message
 
 
-@each_kronecker
-def test_per_sample_gradients_beside_training_take_nothing_away(System: Any) -> None:
-    def step(model: nn.Module) -> None:
-        with torch.no_grad():
-            torch.vmap(model)(X)
-        backward(model)
-
-    assert warned(System, net(), step) == []
-
-
-# torch.jit.
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 @each_system
 @pytest.mark.parametrize("how", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
@@ -106,12 +87,6 @@ def test_compiled_modules_are_trained_by_the_base_and_named(System: Any, how: An
         for name in names:
             assert f"{name} (" in message
         assert "torch.jit has compiled it and runs no hooks; train the plain module" in message
-
-
-# Sizes.
-
-
-# FullyShardedDataParallel of the first version.
 
 
 def flattened(rank: int, world_size: int) -> list[str]:
@@ -150,9 +125,6 @@ def test_flattened_parameters_are_refused_with_the_remedy(world: World) -> None:
         )
 
 
-# Frozen.
-
-
 def frozen_for_a_while(rank: int, world_size: int, system: int) -> list[Tensor]:
     """All parameters are frozen for three steps, then train again."""
     model = net()
@@ -177,8 +149,6 @@ def test_everything_may_be_frozen_for_three_steps(world: World, system: int) -> 
     assert not torch.equal(found[4], found[3])
     assert not torch.equal(found[5], found[4])
 
-
-# Statistics that are finite on each rank, and not together.
 
 HUGE = 1.4e19  # whose square fits into float32, and twice it does not
 NARROW = {"factor_dtype": torch.float32, "inv_dtype": torch.float32, "lr": 0.0}

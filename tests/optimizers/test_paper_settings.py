@@ -22,7 +22,8 @@ from reference import ReferenceKFAC, cross_entropy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, paper_settings
+from paper_settings import paper_settings
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,9 +56,6 @@ def trajectory(System: Any, case: Case, batches: Sequence[Batch], **options: Any
         schedule.step()
         found.append(vector(model))
     return found
-
-
-# The references.
 
 
 def unlikely(outputs: Tensor) -> Tensor:
@@ -151,9 +149,6 @@ def by_fosi(batches: Sequence[Batch]) -> list[Tensor]:
     return found
 
 
-# Each optimizer beside its reference.
-
-
 def test_kaisa() -> None:
     batches = MLP.batches(25, n=12)
     found = trajectory(KAISA, MLP, batches, **SGD, **EXACT, **paper_settings(KAISA))
@@ -215,11 +210,3 @@ def test_mrdho2(world: World) -> None:
     ours = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
     expected, _ = equation_17("paper", largest=10, smallest=0, alpha=0.01, first=EPOCH, **SGD)
     assert_same_trajectory(ours, expected, rtol=1e-10)
-
-
-# What a setting is for.
-
-
-def test_other_classes_have_no_paper() -> None:
-    with pytest.raises(TypeError, match="one of the classes KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2"):
-        paper_settings(torch.optim.SGD)  # type: ignore[arg-type]

@@ -8,40 +8,21 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import SYSTEMS, each_system, make, take
+from contract import SYSTEMS, each_system, hook_count, make, take
 from models import ZOO
+from ranks import vector
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
-from second_order import KAISA, DecompositionError, SecondOrderWarning
-from second_order.kronecker import solvers
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning
 
 if TYPE_CHECKING:
     from pool import World
 
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(8)
-quiet = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
-
-def trained(options: dict[str, Any], scale: float = 1.0) -> list[Tensor]:
-    model = MLP.model()
-    options = {"lr": 0.05, "damping": 1.0, "relative_damping": True, **options}
-    optimizer = make(KAISA, model, **options)
-    for x, y in BATCHES[:4]:
-        optimizer.zero_grad()
-        (scale * cross_entropy(model(x), y)).backward()
-        optimizer.step()
-    return [p.detach().clone() for p in model.parameters()]
-
-
-@pytest.mark.parametrize("scale", [1e-5, 1e-2, 1e4])
-def test_relative_damping_is_free_of_the_scale_of_the_loss(scale: float) -> None:
-    """c times the loss: c² times the curvature, and 1/c times the direction, the same one."""
-    options = {"kl_clip": None, "factor_dtype": torch.float32}
-    other = {**options, "lr": 0.05 * scale}
-    for p, q in zip(trained(options), trained(other, scale), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("how", ["unfrozen", "added"])
@@ -72,25 +53,6 @@ def test_a_newcomer_is_solved_as_soon_as_it_has_statistics(how: str) -> None:
     assert all(held[name] > 0 for name in ("0", "2", "4"))
 
 
-@quiet
-def test_a_checkpoint_gives_a_failing_layer_all_its_tries_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = MLP.model()
-    optimizer = make(KAISA, model, max_consecutive_failures=2)
-    take(model, optimizer, BATCHES[0])
-    good = optimizer.state_dict()
-    with monkeypatch.context() as patch:
-        nothing = lambda matrix: ((), torch.zeros(len(matrix), dtype=torch.bool))  # noqa: E731
-        patch.setattr(solvers, "eigh", nothing)
-        take(model, optimizer, BATCHES[1])
-        with pytest.raises(DecompositionError):
-            take(model, optimizer, BATCHES[2])
-        optimizer.load_state_dict(good)
-        take(model, optimizer, BATCHES[1])  # the first failure of two
-    take(model, optimizer, BATCHES[2])
-
-
 @each_system
 def test_processes_that_were_launched_but_not_joined_are_told(
     System: Any, monkeypatch: pytest.MonkeyPatch
@@ -102,9 +64,6 @@ def test_processes_that_were_launched_but_not_joined_are_told(
     with warnings.catch_warnings():
         warnings.simplefilter("error", SecondOrderWarning)
         System(MLP.model(), lr=0.1)
-
-
-# Ranks.
 
 
 def groups_of_many(rank: int, world_size: int) -> int:
@@ -138,7 +97,6 @@ def warm_up_from_zero(rank: int, world_size: int, system: int, zeros: bool) -> l
     return [p.detach() for p in model.parameters()]
 
 
-@quiet
 @pytest.mark.parametrize("zeros", [False, True], ids=["no gradient", "gradients of zero"])
 @pytest.mark.parametrize("system", range(len(SYSTEMS)))
 def test_a_first_step_with_lr_zero_keeps_the_ranks_together(
@@ -148,4 +106,87 @@ def test_a_first_step_with_lr_zero_keeps_the_ranks_together(
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))
 
 
-# Python's own options.
+SYSTEMS = [KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2]
+
+
+class ByTensor(torch.optim.SGD):
+    """A base that is not known to work element by element."""
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "fraction": (KAISA, {"grad_worker_fraction": 0.75}, "0.75 with 2 processes gives 1.5 gradient"),
+    "device": (DistKFAC, {"inverse_device": "cuda"}, "inverse_device='cuda', but the parameters"),
+    "stats": (DistKFAC, {"stats_workers": 2}, "stats_workers=2 with 2 processes leaves none to"),
+    "helpers": (MRDHO2, {"accelerators": 2}, "accelerators=2 with 2 processes leaves none to"),
+    "base": (DHO2, {"base": ByTensor}, "not known to work element by element; use layout"),
+}
+UNEQUAL: dict[str, tuple[Any, str, list[Any]]] = {
+    "fractions": (KAISA, "grad_worker_fraction", [1.0, 0.75]),
+    "stats": (DistKFAC, "stats_workers", [1, 2]),
+    "helpers": (MRDHO2, "accelerators", [2, 1]),
+    "epochs": (MRDHO2, "epoch_steps", [3, 4]),
+    "bounds": (DPKFAC, "max_factor_dim", [100, 200]),
+}
+
+
+def refusal(System: Any, rank: int, **options: Any) -> str:
+    """What the system says, once it is known that the model is as it was."""
+    model = MLP.model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(float(rank))
+    before = vector(model)
+    try:
+        System(model, lr=0.1, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        assert torch.equal(vector(model), before), "the parameters have been overwritten"
+        assert hook_count(model) == 0
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    found = {name: refusal(System, rank, **o) for name, (System, o, _) in REFUSED.items()}
+    found |= {
+        f"unequal {name}": refusal(System, rank, **{option: values[rank]})
+        for name, (System, option, values) in UNEQUAL.items()
+    }
+    for System, option in ((DistKFAC, "stats_workers"), (MRDHO2, "accelerators")):
+        model = DistributedDataParallel(MLP.model())
+        before = vector(model)
+        with pytest.raises(ValueError, match=f"{option}=1 with a model in DistributedData"):
+            System(model, lr=0.1, **{option: 1})
+        assert torch.equal(vector(model), before)
+    found["sound"] = refusal(KAISA, rank, grad_worker_fraction=0.5)  # nobody waits for anybody
+    return found
+
+
+def test_refusals_come_on_all_ranks_before_parameters_are_overwritten(world: World) -> None:
+    for found in world.run(refusals, 2):
+        for name, (_, _, message) in REFUSED.items():
+            assert message in found[name], name
+        for name in UNEQUAL:
+            assert found[f"unequal {name}"].startswith("RankMismatchError"), name
+        assert found["sound"] == "accepted"
+
+
+def outsiders(rank: int, world_size: int) -> dict[str, str]:
+    group = dist.new_group([0])
+    others: dict[str, Any] = {"text": "gloo", "object": object(), "ranks": [0, 1]}
+    if rank == 1:
+        others["not mine"] = group
+    return {
+        f"{System.__name__} {name}": refusal(System, rank, process_group=given)
+        for System in SYSTEMS
+        for name, given in others.items()
+    }
+
+
+def test_only_a_group_that_this_process_is_in_is_taken(world: World) -> None:
+    first, second = world.run(outsiders, 2)
+    assert len(second) == len(first) + len(SYSTEMS)
+    for name, message in [*first.items(), *second.items()]:
+        if name.endswith("not mine"):
+            assert "this process is not a member of process_group=" in message, name
+        else:
+            assert "is not a torch.distributed.ProcessGroup; pass what" in message, name

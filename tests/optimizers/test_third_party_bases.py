@@ -111,14 +111,6 @@ def test_two_bases_switch_those_that_can() -> None:
     assert not next(g for g in optimizer.param_groups if not g["rest"])["train_mode"]
 
 
-def test_a_base_without_them_is_named() -> None:
-    optimizer = make(KAISA, MLP.model())
-    for name in ("train", "eval"):
-        assert not hasattr(optimizer, name)
-        with pytest.raises(AttributeError, match=rf"KAISA has no {name}\(\): its base, SGD"):
-            getattr(optimizer, name)
-
-
 def test_what_corrects_parameters_refuses_a_schedule_free_base() -> None:
     with pytest.raises(TypeError, match="ScheduleFree, which has train"):
         make(DHO2, MLP.model(), base=ScheduleFree)

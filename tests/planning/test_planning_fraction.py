@@ -16,9 +16,10 @@ from torch import nn
 
 from second_order import KAISA, Interconnect, Machine, RankMismatchError
 from second_order.kfac.options import KFACOptions
+from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.model_blocks import find_blocks
-from second_order.planning import fraction
-from second_order.planning.fraction import AutoFraction
+from second_order.planning import machine as machines
+from second_order.planning.machine import AutoFraction, workers_of
 
 if TYPE_CHECKING:
     from pool import World
@@ -28,7 +29,7 @@ MLP = ZOO["mlp"]
 BATCHES = MLP.batches(3, n=12)
 
 OPTIONS = KFACOptions(damping=0.1, factor_decay=0.95, kl_clip=None, preconditioner_scale="newton")
-AUTO = AutoFraction(OPTIONS, "compute", colocate=True, keeps_all=True)
+AUTO = AutoFraction(OPTIONS, partial(kaisa_plan, cost="compute", colocate=True, keeps_all=True))
 LAYERS = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 SIZES = {id(p): p.numel() for p in LAYERS.parameters()}
 BLOCKS, _ = find_blocks(LAYERS, SIZES, (), {}, torch.float32, True)
@@ -54,14 +55,14 @@ def trained(model: nn.Module, optimizer: KAISA, rank: int, size: int) -> torch.T
     return vector(model)
 
 
-def workers_of(optimizer: KAISA) -> int:
+def workers_in(optimizer: KAISA) -> int:
     return len(next(iter(optimizer._curvature.plan.values())).workers)
 
 
 def chosen(rank: int, size: int) -> Any:
     model, other = MLP.model(), MLP.model()
     optimizer = kaisa(model, grad_worker_fraction="auto")
-    workers = workers_of(optimizer)
+    workers = workers_in(optimizer)
     said = str(optimizer.summary())
     same = trained(model, optimizer, rank, size)
     by_hand = trained(other, kaisa(other, grad_worker_fraction=workers / size), rank, size)
@@ -82,11 +83,12 @@ def test_all_ranks_choose_the_same_and_train_as_if_it_were_given(world: World, s
 def force(patch: pytest.MonkeyPatch, workers: int) -> None:
     """Rank 0 finds so many; the others another number, which nobody is to hear."""
 
-    def best(self: AutoFraction, training: Any, *rest: Any) -> int:
-        return workers if training.world.rank == 0 else 1
+    def fastest(*_: Any) -> int:
+        return 1 if torch.distributed.get_rank() else workers
 
-    patch.setattr(fraction, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
-    patch.setattr(AutoFraction, "best", best)
+    patch.setattr(machines, "measure_machine", lambda *_, **__: machine(1e9))
+    patch.setattr(machines, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
+    patch.setattr(AutoFraction, "fastest", fastest)
 
 
 def remembered(rank: int, size: int) -> Any:
@@ -94,7 +96,7 @@ def remembered(rank: int, size: int) -> Any:
     force(patch, 2)
     model = MLP.model()
     first = kaisa(model, grad_worker_fraction="auto")
-    assert workers_of(first) == 2
+    assert workers_in(first) == 2
     trained(model, first, rank, size)
     file = io.BytesIO()
     torch.save((model.state_dict(), first.state_dict()), file)
@@ -103,13 +105,13 @@ def remembered(rank: int, size: int) -> Any:
     again = MLP.model()
     again.load_state_dict(weights)
     second = kaisa(again, grad_worker_fraction="auto")
-    assert workers_of(second) == 4
+    assert workers_in(second) == 4
     second.load_state_dict(state)
     went = [trained(m, o, rank, size) for m, o in ((model, first), (again, second))]
     given = kaisa(MLP.model(), grad_worker_fraction=1.0)
     given.load_state_dict(state)
     patch.undo()
-    found = workers_of(second), workers_of(given)
+    found = workers_in(second), workers_in(given)
     return found, torch.equal(*went), file.getvalue()
 
 
@@ -120,11 +122,11 @@ def elsewhere(rank: int, size: int, saved: bytes) -> tuple[int, int]:
     model = MLP.model()
     model.load_state_dict(weights)
     optimizer = kaisa(model, grad_worker_fraction="auto")
-    before = workers_of(optimizer)
+    before = workers_in(optimizer)
     optimizer.load_state_dict(state)
     trained(model, optimizer, rank, size)
     patch.undo()
-    return before, workers_of(optimizer)
+    return before, workers_in(optimizer)
 
 
 def test_a_checkpoint_remembers_the_choice_for_as_many_ranks(world: World) -> None:
@@ -141,31 +143,22 @@ def one_rank_alone(rank: int, size: int) -> str:
     return str(caught.value)
 
 
-def cannot(rank: int, size: int) -> tuple[int, list[str]]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(fraction, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
-    patch.setattr(fraction, "measure_machine", partial(_raise, rank))
-    with pytest.warns(match="grad_worker_fraction") as caught:
-        optimizer = kaisa(MLP.model(), grad_worker_fraction="auto")
-    patch.undo()
-    return workers_of(optimizer), [str(w.message) for w in caught]
-
-
-def _raise(rank: int, device: Any, **_: Any) -> None:
-    raise RuntimeError(f"rank {rank} is out of order")
-
-
-def test_ranks_that_differ_and_a_rank_that_fails(world: World) -> None:
+def test_ranks_that_differ_are_told(world: World) -> None:
     """Nobody waits for a measurement that the others do not take."""
     assert all("auto" in said for said in world.run(one_rank_alone, 2))
-    for workers, said in world.run(cannot, 2):
-        assert workers == 2
-        assert any("rank 0 is out of order" in line and "as with 1.0" in line for line in said)
+
+
+def test_numbers_of_gradient_workers() -> None:
+    assert workers_of(1) == [1]
+    assert workers_of(12) == [12, 6, 4, 3, 2, 1]
+    many = workers_of(4096)
+    assert (len(many), many[0], many[-1]) == (8, 4096, 1)
+    assert all(4096 % n == 0 for n in many)
 
 
 def test_one_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fraction, "measure_network", None)
-    assert workers_of(KAISA(MLP.model(), lr=0.1, grad_worker_fraction="auto")) == 1
+    monkeypatch.setattr(machines, "measure_machine", None)
+    assert workers_in(KAISA(MLP.model(), lr=0.1, grad_worker_fraction="auto")) == 1
     with pytest.raises(TypeError, match="'auto' measures"):
         KAISA(MLP.model(), lr=0.1, grad_worker_fraction="most")  # type: ignore[arg-type]
 

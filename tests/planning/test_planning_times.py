@@ -36,12 +36,10 @@ def test_sums_along_a_ring_and_over_a_tree() -> None:
     ring = 2 * 3 * (1e-3 + 1e6 / 1e6)
     assert math.isclose(FLAT.all_reduce(n, ranks), ring)
     assert math.isclose(FLAT.all_reduce(4, ranks), 2 * 2 * (1e-3 + 4e-6)), "a tree for little"
-    assert FLAT.all_reduce(n, [3]) == FLAT.all_to_all(n, n, [3]) == FLAT.broadcast(n, [3]) == 0
+    assert FLAT.all_reduce(n, [3]) == FLAT.all_to_all(n, n, [3]) == 0
 
 
-def test_broadcasts_and_exchanges() -> None:
-    assert math.isclose(FLAT.broadcast(4e6, range(4)), (2 + 3) * 1e-3 + 1.5 * 4)
-    assert math.isclose(FLAT.broadcast(4, range(4)), 2 * (1e-3 + 4e-6))
+def test_exchanges() -> None:
     assert math.isclose(FLAT.all_to_all(3e6, 1e6, range(4)), 3e-3 + 3)
     assert math.isclose(FLAT.all_gather(1e6, range(4)), 3 * (1e-3 + 1))
     near, far = NODES.levels
@@ -72,10 +70,8 @@ def test_more_bytes_are_never_faster_nor_is_a_slower_network(
     slower = Interconnect(
         tuple(Level(2 * x.latency, x.bandwidth / 2, x.ranks) for x in links.levels)
     )
-    for verb in ("all_reduce", "broadcast"):
-        seconds, slow = getattr(links, verb), getattr(slower, verb)
-        assert 0 <= seconds(n, ranks) <= seconds(n * more, ranks)
-        assert math.isclose(slow(n, ranks), 2 * seconds(n, ranks))
+    assert 0 <= links.all_reduce(n, ranks) <= links.all_reduce(n * more, ranks)
+    assert math.isclose(slower.all_reduce(n, ranks), 2 * links.all_reduce(n, ranks))
     assert links.all_to_all(n, 0, ranks) <= links.all_to_all(n * more, n, ranks)
     assert links.all_to_all(n, n, ranks) <= links.all_to_all(n, n, range(count + 1)) * 1.000001
 
@@ -101,22 +97,22 @@ def test_machines_and_networks_are_json() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Curve(()), "without points"),
+        (lambda: Curve(()), "one size at least"),
         (lambda: Curve(((8.0, 1.0), (16.0, 0.5))), "do not fall"),
-        (lambda: Curve(((8.0, 1.0), (8.0, 2.0))), "each size once"),
-        (lambda: Curve(((8.0, 0.0),)), "is not a number above 0"),
+        (lambda: Curve(((8.0, 1.0), (8.0, 2.0))), "each once"),
+        (lambda: Curve(((8.0, 0.0),)), "above 0"),
         (lambda: Level(1e-6, math.inf), "bandwidth=inf is not a number above 0"),
         (lambda: Level(1e-6, 1e9, 0), "ranks=0 is not a number above 0"),
-        (lambda: Interconnect(()), "give it ranks=None"),
-        (lambda: Interconnect((Level(1, 1, 8),)), "give it ranks=None"),
+        (lambda: Interconnect(()), "None for the last"),
+        (lambda: Interconnect((Level(1, 1, 8),)), "None for the last"),
         (lambda: Interconnect((Level(1, 1, 8), Level(1, 1, 12), Level(1, 1))), "whole multiples"),
         (lambda: Machine.given(1e12, eigh={8: 1.0}, inverse={8: 1.0}, bandwidth=-1), "above 0"),
         (lambda: Machine.of_json({"name": "x"}), "products"),
         (lambda: Machine.of_json({"flops": 1e12}), "eigh"),
-        (lambda: Interconnect.of_json({}), "'levels'; give levels"),
+        (lambda: Interconnect.of_json({}), "None for the last"),
         (lambda: Interconnect.of_json({"levels": [{"speed": 1}]}), "speed"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(make: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises((ValueError, TypeError), match=said):
         make()

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.contract.groups import members_of, trainable, whole_group
-from second_order.contract.training import Training
+from second_order.contract.training import Training, members_of, trainable, whole_group
 from second_order.distributed.roles import Roles, option_of
 from second_order.distributed.shard_layout import layout_of
 from second_order.distributed.world import World

@@ -17,14 +17,12 @@ from typing import Any
 
 from torch import Tensor, optim
 
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import NAMES, members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart, check_base_part
-from second_order.contract.training import Training
+from second_order.contract.training import NAMES, Curvature, Training, members_of
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of
 from second_order.errors import SecondOrderError
 from second_order.options import PEAK_LR
-from second_order.sharded import is_checkpointing, is_dtensor, is_sharded_checkpoint, like, local
+from second_order.sharded import is_checkpointing, is_dtensor, like, local
 
 __all__ = [
     "HEADER",
@@ -65,13 +63,7 @@ def read_checkpoint(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[int, str],
 ) -> tuple[dict[str, Any], dict[Tensor, SavedPart], int, list[str]]:
-    """Read a checkpoint of a wrapper, or of its base alone.
-
-    Args:
-        state_dict: The checkpoint, as ``state_dict()`` gives it.
-        base: The base that is to load it, one or two.
-        groups: Parameter groups of the optimizer that is to load it.
-        names: Names of parameters, by id.
+    """Read a checkpoint of a wrapper, or of its base alone, for a base or two and its groups.
 
     Returns:
         What torch is to load, with the base's parts alone; the ``"curvature"`` parts, by parameter;
@@ -247,11 +239,9 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
 
 
 def require_whole(training: Training, curvature: Curvature) -> None:
-    """Warn, or raise, where a ``state_dict`` of this process would lack entries.
+    """Warn, or raise SecondOrderError, where a ``state_dict`` of this process would lack entries.
 
-    Raises:
-        SecondOrderError: If nothing has been collected, and it is not
-            ``torch.distributed.checkpoint`` that asks for this process's part.
+    A part is all that ``torch.distributed.checkpoint`` asks for.
     """
     lacking, rank, collected = curvature.kept_elsewhere, training.world.rank, training.collected
     rows = any(map(is_dtensor, members_of(training.groups))) and not is_checkpointing()
@@ -262,7 +252,7 @@ def require_whole(training: Training, curvature: Curvature) -> None:
         )
     if not lacking:
         return
-    if collected is None and not (curvature.parts_suffice and is_sharded_checkpoint()):
+    if collected is None and not (curvature.parts_suffice and is_checkpointing(part=True)):
         sharded = (
             "save with torch.distributed.checkpoint"
             if curvature.parts_suffice

@@ -41,14 +41,7 @@ class BaseState(MutableMapping[Tensor, dict[str, Any]]):
 
 
 class SavedPart(dict[str, Any]):
-    """A checkpoint's entries for a parameter, in one of its two parts.
-
-    Args:
-        key: The parameter's key in the checkpoint.
-        part: "base" or "curvature".
-        name: The parameter's name, for errors.
-        entries: The saved entries, by name.
-    """
+    """A checkpoint's entries for a parameter, by name, in its part "base" or "curvature"."""
 
     def __init__(self, key: Any, part: str, name: str, entries: dict[str, Any]) -> None:
         super().__init__(entries)

@@ -1,4 +1,9 @@
-"""The facts of a training that an optimizer and its curvature share, and its warnings.
+"""What an optimizer and its curvature share: groups, warnings, averages, and how they call it.
+
+    prepare        plan anew, refresh what is due          before gradients travel
+    precondition   p.grad <- what the base is to see
+    step_base      the base's step
+    correct        what is left to do to the parameters, and what the coming passes are to leave
 
 Warnings wait while the ranks may wait for each other. Whoever turns them into errors
 (``python -W error``) would otherwise end one rank's step between two collectives, and leave the
@@ -10,23 +15,176 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of
+from second_order.contract.saved import SavedPart
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderWarning
-from second_order.sharded import is_dtensor, reshard
+from second_order.options import PEAK_LR
+from second_order.report import Summary
+from second_order.sharded import caller, is_dtensor, reshard
 from second_order.stages import Meter
 
-__all__ = ["DeferredWarnings", "Training", "warns_at_its_end"]
+__all__ = [
+    "ARRIVED",
+    "NAMES",
+    "Curvature",
+    "DeferredWarnings",
+    "PendingAverage",
+    "Routed",
+    "Training",
+    "check_step",
+    "follow_learning_rates",
+    "members_of",
+    "named_like",
+    "nameless",
+    "settings_of",
+    "start_average",
+    "trainable",
+    "unhooked",
+    "warns_at_its_end",
+    "whole_group",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
+
+NAMES = "param_names"
+NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
+
+
+def trainable(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters of a model that train, with their names."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def whole_group(group: Any) -> Any:
+    """A copy of a group that can be walked through twice, with names beside its parameters.
+
+    Raises:
+        ValueError: If there are not as many names as parameters.
+    """
+    if not isinstance(group, dict) or "params" not in group:
+        return group
+    whole, params = dict(group), group["params"]
+    whole["params"] = params = [params] if isinstance(params, Tensor) else list(params)
+    names = whole.get(NAMES)
+    if names is not None and (names or params):
+        if len(names) != len(params):
+            raise ValueError(
+                f"a group has {len(params)} parameters and {len(names)} {NAMES!r}; give each its "
+                f"name, or leave {NAMES!r} out"
+            )
+        whole["params"] = list(zip(whole.pop(NAMES), params, strict=True))
+    return whole
+
+
+def nameless(groups: Iterable[Any]) -> list[Any]:
+    """Copies of groups for a base, which may not know of names; or a list of parameters."""
+    plain = [{**g, "params": members_of([g])} if isinstance(g, dict) else g for g in groups]
+    for group in plain:
+        if isinstance(group, dict):
+            group.pop(NAMES, None)
+    return [g[1] if isinstance(g, tuple) else g for g in plain]
+
+
+def settings_of(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's entries but its parameters, with tensors as numbers."""
+    return {
+        k: v.tolist() if isinstance(v, Tensor) else v for k, v in entries.items() if k != "params"
+    }
+
+
+def members_of(groups: Iterable[Any]) -> list[Tensor]:
+    """The parameters of groups, or of a list of parameters, named or not."""
+    members: list[Tensor] = []
+    for group in groups:
+        for p in group["params"] if isinstance(group, dict) else [group]:
+            member = p[1] if isinstance(p, tuple) else p
+            if isinstance(member, Tensor):
+                members.append(member)
+    return members
+
+
+def named_like(
+    others: Sequence[Mapping[str, Any]], group: dict[str, Any], names: Mapping[int, str]
+) -> dict[str, Any]:
+    """A group with names where the ``others`` have them, as torch asks: all or none.
+
+    ``names`` are of the model's parameters, by id; others are called by their place.
+    """
+    known = any(isinstance(p, tuple) for p in group["params"])
+    if known or not any(NAMES in other for other in others):
+        return group
+    if not group["params"]:
+        return {**group, NAMES: []}
+    members = enumerate(group["params"], start=sum(len(other["params"]) for other in others))
+    return {**group, "params": [(names.get(id(p), f"parameter {i}"), p) for i, p in members]}
+
+
+def check_step(training: Training, matters: str, closure: Any, unwatched: bool) -> None:
+    """Raise unless a step can be taken now: before anything has changed.
+
+    ``matters`` is why a GradScaler has to be announced; ``unwatched``: hooks are off the model.
+    """
+    if torch._C._current_graph_task_id() != NO_BACKWARD:
+        raise RuntimeError(
+            f"{training.name}.step() is called while backward() runs, from a parameter's hook, "
+            f"perhaps: a layer's curvature is of its weight and bias together, and complete once "
+            f"backward() has returned. Make one optimizer of the model, {training.name}(model, "
+            f"lr=...), and call step() after backward()"
+        )
+    for group in training.groups:
+        if group.get("train_mode") is False:
+            raise RuntimeError(
+                f"{training.name}.step() with a schedule-free base that is not in train mode: call "
+                f"optimizer.train() before training, and optimizer.eval() before evaluation"
+            )
+    if unwatched:
+        raise RuntimeError(
+            f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
+            f"statistics; train after the block"
+        )
+    if closure is not None and not callable(closure):
+        raise TypeError(f"closure={closure!r} is not a function; use step() without one")
+    # Of an unknown GradScaler captured gradients are not unscaled: the factors would be too large
+    # by the square of the scale, and training would stall without a word.
+    unknown = training.steps == 0 and training.scaler is None and matters
+    if unknown and caller(function="_maybe_opt_step") is not None:
+        raise ValueError(
+            f"{training.name}.step() is called by a GradScaler that it was not told of: {matters}; "
+            f"write {training.name}(..., grad_scaler=scaler)"
+        )
+
+
+def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
+    """Keep the largest learning rate of each group, that of the schedule to come included."""
+    for group in groups:
+        peak = group[PEAK_LR]
+        for name in ("lr", "initial_lr", "max_lr"):
+            rate = group.get(name, peak)
+            if isinstance(peak, Tensor) or isinstance(rate, Tensor):  # no device is waited for
+                at = peak.device if isinstance(peak, Tensor) else rate.device
+                tensors = (torch.as_tensor(each, device=at) for each in (peak, rate))
+                peak = torch.maximum(*tensors)
+            elif rate > peak:
+                peak = rate
+        group[PEAK_LR] = peak
+
+
+def unhooked(base: torch.optim.Optimizer) -> Callable[[], None]:
+    """A base's step without the hooks that the wrapper's own step already runs."""
+    step = type(base).step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return functools.partial(step, base)
 
 
 class DeferredWarnings:
@@ -36,23 +194,13 @@ class DeferredWarnings:
     """
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
-        self._waiting: list[str] = []
-        self.held = 0
-
-    def first_time(self, key: str) -> bool:
-        """True once for each key, so that a warning is given once."""
-        new = key not in self._known
-        self._known.add(key)
-        return new
-
-    def keep(self, message: str) -> None:
-        """Warn at the end of the next method: for hooks, which run while others may wait."""
-        self._waiting.append(message)
+        self.known: set[str] = set()  # keys of warnings that are given once, and have been
+        self.waiting: list[str] = []  # hooks append to it: they run while others may wait
+        self.held = 0  # number of methods that run, and warn at their end
 
     def warn(self, message: str) -> None:
         """Warn, now or at the end of the outermost method that runs."""
-        self.keep(message)
+        self.waiting.append(message)
         self.tell()
 
     def tell(self, error: BaseException | None = None) -> None:
@@ -60,12 +208,12 @@ class DeferredWarnings:
 
         Beside an error, warnings that are errors become notes of it.
         """
-        while self._waiting and not self.held:
+        while self.waiting and not self.held:
             frame, level = sys._getframe(), 1
             ours = ("second_order.", "torch.")
             while frame.f_back and frame.f_globals.get("__name__", "").startswith(ours):
                 frame, level = frame.f_back, level + 1
-            message = self._waiting.pop(0)
+            message = self.waiting.pop(0)
             try:
                 warnings.warn(message, SecondOrderWarning, stacklevel=level)
             except SecondOrderWarning:
@@ -89,7 +237,8 @@ def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
             deferred.tell(error)
             raise
         deferred.held -= 1
-        deferred.tell()
+        if deferred.waiting:
+            deferred.tell()
         return result
 
     return told
@@ -97,57 +246,38 @@ def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
 
 @dataclass
 class Training:
-    """One training, as this process takes part in it.
+    """One training, as this process takes part in it."""
 
-    Attributes:
-        name: Name of the optimizer's class, for messages.
-        model: The user's module, without wrappers.
-        known: Whether the user gave that module, and not its parameters alone.
-        under_ddp: Whether the module was wrapped in DistributedDataParallel.
-        world: The processes that train together; on a helper, those that help together.
-        averages: Whether the optimizer averages gradients over the processes.
-        scaler: The GradScaler that scales the loss, or None.
-        warnings: The warnings to the user.
-        steps: Number of steps taken.
-        trained: The parameters that trained at the last step.
-        base: The wrapped optimizer.
-        base_name: Name of the base, in messages.
-        publish: Shows counters and curvature in the optimizer's ``state``.
-        meter: Seconds and bytes of the steps, by stage.
-        late_ddp: The handle of the hook that looks who runs the model, where there are helpers.
-        places: The modules' entries that parameters had when they were last looked for.
-        collected: Parts of the state that other processes keep, once they have been collected here,
-            and the rank that has all of them; None for each.
-    """
-
-    name: str
-    model: nn.Module
-    known: bool
-    under_ddp: bool
-    world: World
-    averages: bool
-    scaler: Any
+    name: str  # of the optimizer's class, for messages
+    model: nn.Module  # the user's module, without wrappers
+    known: bool  # the user gave that module, and not its parameters alone
+    under_ddp: bool  # the module was wrapped in DistributedDataParallel
+    world: World  # the processes that train together; on a helper, those that help together
+    averages: bool  # the optimizer averages gradients over the processes
+    scaler: Any  # the GradScaler that scales the loss, or None
     warnings: DeferredWarnings = field(default_factory=DeferredWarnings)
-    steps: int = 0
-    trained: set[Tensor] = field(default_factory=set)
+    steps: int = 0  # number of steps taken
+    trained: set[Tensor] = field(default_factory=set)  # what trained at the last step
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
-    base_name: str = ""
-    publish: Callable[[], None] = lambda: None
+    base_name: str = ""  # in messages
+    groups: list[dict[str, Any]] = field(default_factory=list)  # one list with the base's
+    publish: Callable[[], None] = lambda: None  # shows counters and curvature in ``state``
     meter: Meter = field(default_factory=Meter)
-    late_ddp: Any = None
+    late_ddp: Any = None  # the hook that looks who runs the model, where there are helpers
+    # The modules' entries that parameters had when they were last looked for.
     places: Sequence[tuple[nn.Module, str, Tensor]] = ()
+    # Parts of the state that other processes keep, once they have been collected here, and the rank
+    # that has all of them; None for each.
     collected: tuple[dict[Tensor, dict[str, dict[str, Any]]], int | None] | None = None
-
-    @property
-    def groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, one list with the base's."""
-        groups: list[dict[str, Any]] = self.base.param_groups
-        return groups
 
     @property
     def device(self) -> torch.device:
         """The device of the first parameter; groups may be empty."""
-        return next((p.device for p in members_of(self.groups)), torch.device("cpu"))
+        for group in self.groups:
+            for p in group["params"]:
+                device: torch.device = p.device
+                return device
+        return torch.device("cpu")
 
     def training_params(self) -> list[Tensor]:
         """The parameters in the groups that train now."""
@@ -161,6 +291,26 @@ class Training:
         params = [p for group in self.groups for p in group["params"] if not is_dtensor(p)]
         return [p for p in params if p.requires_grad or p in self.trained]
 
+    def look_for_places(self) -> None:
+        """Find the modules' entries that the parameters have, to see later what replaces them."""
+        ours = {id(p) for p in members_of(self.groups) if not is_dtensor(p)}
+        self.places = [
+            (module, name, p)
+            for module in self.model.modules()
+            if not isinstance(module, torch.jit.ScriptModule)
+            for name, p in module._parameters.items()
+            if p is not None and id(p) in ours
+        ]
+
+    def new_shards(self) -> dict[Tensor, Tensor]:
+        """The shards that FSDP2 has put in the places of parameters since, by these."""
+        found: dict[Tensor, Tensor] = {}
+        for module, name, p in self.places:
+            new = module._parameters.get(name)
+            if new is not None and new is not p and is_dtensor(new) and new.shape == p.shape:
+                found[p] = new
+        return found
+
     def names(self) -> dict[int, str]:
         """The names of the model's parameters, by id."""
         reshard(self.model)
@@ -173,10 +323,13 @@ class Training:
 
     def first_time(self, key: str) -> bool:
         """True once for each key, so that a warning is given once."""
-        return self.warnings.first_time(key)
+        known = self.warnings.known
+        new = key not in known
+        known.add(key)
+        return new
 
     def warn(self, message: str) -> None:
-        """Warn the user, now or once no rank waits for another."""
+        """Warn at the first frame outside, now or once no rank waits for another."""
         self.warnings.warn(message)
 
     def titled(self, *what: str) -> str:
@@ -186,3 +339,178 @@ class Training:
         processes = f"{size} process{'es' if size > 1 else ''}"
         parts = ", ".join([rate, *what, processes, f"step {self.steps}"])
         return f"{self.name} over {self.base_name}, {parts}"
+
+
+class PendingAverage:
+    """The exchange of one step's gradients, which ``finish`` waits for, if it is under way."""
+
+    def __init__(self, finish: Callable[[], None] | None = None) -> None:
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Wait until the means are in place; at once if they are."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            finish()
+
+
+ARRIVED = PendingAverage()
+
+
+def start_average(
+    training: Training, route: Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
+) -> PendingAverage:
+    """Start to average gradients, to whom ``route`` says; a collective. TypeError if sparse."""
+    world, params = training.world, training.averaged_params()
+    frozen = [p for g in training.groups for p in g["params"] if not p.requires_grad]
+    left = [p for p in frozen if p.grad is not None and p not in training.trained]
+    for p in left:  # not averaged: they differ between ranks
+        p.grad = None
+    if left and training.first_time("frozen gradients"):
+        names = training.names()
+        listed = ", ".join(repr(names.get(id(p), "(not in the model)")) for p in left[:20])
+        training.warn(
+            f"frozen parameters have gradients that the processes have not averaged, and that are "
+            f"dropped: {listed}; call zero_grad() after freezing"
+        )
+    if not params:  # all are frozen, or others average
+        return ARRIVED
+    layout = torch.contiguous_format
+    gradients = [
+        torch.zeros_like(p, memory_format=layout) if p.grad is None else p.grad for p in params
+    ]
+    if any(gradient.is_sparse for gradient in gradients):
+        raise TypeError(
+            "a sparse gradient cannot be averaged in buckets; use sparse=False in the embedding, "
+            "or wrap the model in DistributedDataParallel"
+        )
+    torch._foreach_div_(gradients, float(world.size))  # first: a sum in float16 overflows
+    here = [float(p.grad is not None) for p in params]
+    present = torch.ones(len(params), device=params[0].device)
+    if 0.0 in here:  # else the device is sent nothing
+        present = torch.tensor(here, device=params[0].device)
+    routed = route(params, gradients)
+    work = (
+        world.all_reduce([*gradients, present])
+        if routed is None
+        else world.reduce([*routed[0], present], [*routed[1], None])
+    )
+
+    def finish() -> None:
+        work.wait()
+        if 0.0 in here:  # a gradient that is None everywhere stays None, as for the base alone
+            for p, g, n in zip(params, gradients, present.tolist(), strict=True):
+                if p.grad is None and n > 0:
+                    p.grad = g
+
+    return PendingAverage(finish)
+
+
+class Curvature:
+    """A curvature that leaves a base optimizer as it is; base class of the real ones."""
+
+    helps = False  # this process helps others: prepare() is all of its steps
+    parts_suffice = False  # torch.distributed.checkpoint may save each rank's part by itself
+    base_in_parts = False  # each rank has a part of the base's state, and no other the same one
+    scaler_matters = ""  # why a GradScaler has to be announced; "" if it need not be
+    accounts: tuple[str, ...] = ()  # of seconds and bytes, that metrics() goes with
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+
+    # ------------------------------------------------------------------- construction and changes
+
+    def description(self) -> list[str]:
+        """Options in lines, which must be equal on all ranks, as model and groups must."""
+        return []
+
+    def begin(self) -> None:
+        """Begin, once all ranks agree: check the processes, give them their roles, and plan.
+
+        Raises before anything has changed if processes or devices cannot do what is asked.
+        """
+
+    def replan(self) -> None:
+        """Look at the model again, after parameters or groups have changed."""
+
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
+        """Go on with the shards, in the groups by now, of parameters; or raise."""
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """End threads, hooks and messages; from now on the base steps alone."""
+
+    # ------------------------------------------------------------------------------------- a step
+
+    def facts(self) -> list[tuple[str, Any]]:
+        """The values, by name, that decide which collectives a step has; primitives."""
+        return []
+
+    def prepare(self) -> None:
+        """Plan anew, and refresh what is due, before gradients travel."""
+
+    def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
+        """Parts of the gradients, and the rank that alone gets the mean of each; None: all do."""
+        return None
+
+    def precondition(self, pending: PendingAverage) -> None:
+        """Replace ``p.grad``, once its mean has arrived, by the gradient that the base sees."""
+        pending.wait()
+
+    def step_base(self, step: Callable[[], None]) -> None:
+        """Let the base take its step."""
+        step()
+
+    def correct(self) -> None:
+        """Correct the parameters after the base's step."""
+
+    def watch(self) -> None:
+        """Turn capture on or off for the coming passes, as the coming step needs."""
+
+    def drop_pending(self) -> None:
+        """Drop statistics of the backward passes since the last step."""
+
+    # -------------------------------------------------------------------------------------- state
+
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """The ``"curvature"`` part of each parameter that has one; tensors are shared."""
+        return {}
+
+    def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Raise ValueError if a checkpoint's ``"curvature"`` parts do not fit the model."""
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Take over the ``"curvature"`` parts of a checkpoint, in the dtypes they were saved in."""
+
+    @property
+    def kept_elsewhere(self) -> str:
+        """A name for state that only other processes keep; "" if there is none."""
+        return ""
+
+    def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
+        """Tensors by name that every rank keeps, bit for bit the same."""
+        return ()
+
+    def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
+        """Collect the parts of the state that the ranks ``ranks`` lack; a collective.
+
+        A ``"base"`` part replaces the one here, a ``"curvature"`` part is added to it.
+        """
+        return {}
+
+    # ------------------------------------------------------------------------------- what is told
+
+    def preconditioned(self) -> list[Tensor]:
+        """The parameters whose gradients are preconditioned, or whose steps are corrected."""
+        return []
+
+    def summary(self) -> Summary:
+        """A table of the parameters and layers that are preconditioned."""
+        return Summary(self.training.titled(), [])
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers to log, by names that are the same on every rank; nothing is sent."""
+        return {}

@@ -19,8 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import NAMES, members_of, nameless, settings_of, unhooked_step
-from second_order.contract.training import Training
+from second_order.contract.training import (
+    NAMES,
+    Training,
+    members_of,
+    nameless,
+    settings_of,
+    unhooked,
+)
 from second_order.options import check_flag
 from second_order.patterns import first_match, unmatched_patterns
 from second_order.report import Recipe, RecipeRow
@@ -35,18 +41,9 @@ class TwoBases(torch.optim.Optimizer):
     """An optimizer made of two, each of which steps its own groups.
 
     Its ``defaults`` are the settings that both have, with the first one's values: a scheduler that
-    cycles momentum finds it there if it can cycle that of both.
-
-    Args:
-        groups: All that the user gives: parameter groups, or parameters.
-        model: The model whose modules tell which weights are hidden.
-        kinds: The class that trains hidden weights, and the class that trains the others.
-        keywords: The arguments of each.
-        layers: Patterns of modules that go to ``rest`` besides, with all that is inside them.
-
-    Attributes:
-        parts: The two optimizers.
-        unmatched: The patterns that match no module.
+    cycles momentum finds it there if it can cycle that of both. The first of ``kinds`` trains
+    hidden weights, with the first of ``keywords``; modules that match a pattern of ``layers`` go to
+    the second, with all that is inside them; those that match none are ``unmatched``.
 
     Raises:
         TypeError: If an element of ``groups`` is neither group nor parameter.
@@ -150,7 +147,7 @@ class TwoBases(torch.optim.Optimizer):
         """Let both step, each on its own groups; the closure is not called."""
         for part in self.following():
             if part.param_groups:
-                unhooked_step(part)
+                unhooked(part)()
                 self.state.update(part.state)
 
     def following(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:

@@ -124,27 +124,19 @@ def assign_layers(
         for layer in layers
     ]
     g_costs = [solve_cost(layer.groups, layer.out_dim, cost) for layer in layers]
-    order = sorted(range(len(layers)), key=lambda i: (-(a_costs[i] + g_costs[i]), i))
     rows = _idle(range(grid.rows))
     ranks: dict[int, _Loads] = {}
-
-    def give(row: int, work: float) -> int:
-        if row not in ranks:
-            ranks[row] = _idle(grid.row(row))
-        return _give(ranks[row], work)
-
     assignments: dict[int, LayerAssignment] = {}
-    for i in order:
+    for i in sorted(range(len(layers)), key=lambda i: (-(a_costs[i] + g_costs[i]), i)):
         row = _give(rows, a_costs[i] + g_costs[i])
+        loads = ranks[row] = ranks.get(row) or _idle(grid.row(row))
         if colocate_factors:
-            solver = give(row, a_costs[i] + g_costs[i])
+            solver = _give(loads, a_costs[i] + g_costs[i])
             assignments[i] = LayerAssignment(row, solver, solver)
-        elif a_costs[i] >= g_costs[i]:
-            a_solver = give(row, a_costs[i])
-            assignments[i] = LayerAssignment(row, a_solver, give(row, g_costs[i]))
-        else:
-            g_solver = give(row, g_costs[i])
-            assignments[i] = LayerAssignment(row, give(row, a_costs[i]), g_solver)
+        else:  # the costlier one first
+            costs = sorted([(-a_costs[i], 0), (-g_costs[i], 1)])
+            solvers = {which: _give(loads, -cost) for cost, which in costs}
+            assignments[i] = LayerAssignment(row, solvers[0], solvers[1])
     return [assignments[i] for i in range(len(layers))]
 
 
@@ -175,7 +167,7 @@ _Loads: TypeAlias = list[tuple[float, int]]
 
 
 def _idle(bearers: range) -> _Loads:
-    return [(0.0, bearer) for bearer in bearers]  # in order, and so a heap
+    return [(0.0, bearer) for bearer in bearers]
 
 
 def _give(loads: _Loads, work: float) -> int:

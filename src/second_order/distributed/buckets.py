@@ -11,36 +11,32 @@ copy   rank r gets share r of everything, and all ranks gather the shares
 
 Addends are added in the same order, so that sums are the same bit for bit. Either way a rank has a
 message for each of the others. Among many ranks these take longer than their bytes do, and an
-all-reduce is faster, which sends everything twice, in 2 log P messages: of what is summed, or of
-what is copied, to which the others add nothing. NCCL's all-reduce is such a tree; gloo's is a ring
-of 2 (P - 1) messages. In its place small messages go in rounds, in each of which a rank sends
-everything to one other: log P of them, two more where P is no power of two (section 4.5).
+all-reduce is faster, which sends everything twice, in 2 log P messages by NCCL's tree: of what is
+summed, or of what is copied, to which the others add nothing. Gloo's is a ring of 2 (P - 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from second_order.distributed.lost import explained
+from second_order.distributed.groups import explained
 from second_order.errors import SecondOrderError
 
 __all__ = [
-    "Finished",
     "PendingReduction",
     "Run",
     "elements",
     "flatten",
     "goes_by_shares",
     "goes_by_sum",
-    "goes_in_rounds",
     "in_buckets",
     "overlaps",
     "pack_by_dtype",
-    "rounds_among",
     "runs_of",
     "scatter",
     "sum_in_order",
@@ -58,9 +54,6 @@ SMALL_BYTES = 8 * 2**20
 MESSAGE_BYTES = 10**5
 """What a link carries in the time that a message takes besides its bytes: 100 µs at 1 GB/s, and no
 more than links between devices do."""
-
-RING_RANKS = 8
-"""Number of ranks up to which gloo's own all-reduce serves."""
 
 
 def in_buckets(
@@ -107,9 +100,7 @@ def take_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Te
             f"helper's {len(into)} of {ours}: build and change the same model on every rank"
         )
     for flat, alike in zip(flats, _by_dtype(into), strict=True):
-        parts = flat.split([t.numel() for t in alike])
-        for target, part in zip(alike, parts, strict=True):
-            target.copy_(part.view(target.shape))
+        scatter(flat, alike)
     for tensor, trains in zip(into, train, strict=True):
         if tensor.requires_grad != trains:
             tensor.requires_grad_(trains)
@@ -123,37 +114,15 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 def goes_by_shares(ranks: int, largest: int, whole: int) -> bool:
     """Whether a message is to go by shares; alike on every rank.
 
-    Args:
-        ranks: Number of ranks.
-        largest: Bytes of the largest part that one rank has to send to all, or to add up.
-        whole: Bytes of all parts.
+    Of ``whole`` bytes, one rank has to send ``largest`` to all, or to add them up.
     """
     return ranks * largest > max(2 * whole, SMALL_BYTES)
 
 
-def goes_by_sum(ranks: int, whole: int, gloo: bool = False) -> bool:
-    """Whether a message of so many bytes is to go by an all-reduce, to all ranks.
-
-    Alike on every rank. By gloo it goes in rounds or not at all.
-    """
-    if gloo and ranks <= RING_RANKS:
-        return False
-    rounds = rounds_among(ranks) if gloo else 2 * (ranks - 1).bit_length()
-    more = rounds - 1 if gloo else 1  # times the bytes
-    return whole > 0 and more * whole < (ranks - 1 - rounds) * MESSAGE_BYTES
-
-
-def goes_in_rounds(ranks: int, nbytes: int) -> bool:
-    """Whether an all-reduce by gloo is to go in rounds: its ring sends twice as many bytes."""
-    rounds = rounds_among(ranks)
-    fewer = 2 * (ranks - 1) - rounds
-    return ranks > RING_RANKS and (rounds - 2) * nbytes < fewer * MESSAGE_BYTES
-
-
-def rounds_among(ranks: int) -> int:
-    """Number of rounds in which numbers of all ranks add up on each of them."""
-    whole = ranks.bit_length() - 1
-    return whole if ranks == 2**whole else whole + 2
+def goes_by_sum(ranks: int, whole: int, backend: str) -> bool:
+    """Whether a message of so many bytes is to go by an all-reduce, to all ranks; alike on each."""
+    rounds = 2 * (ranks - 1).bit_length()
+    return backend != "gloo" and 0 < whole < (ranks - 1 - rounds) * MESSAGE_BYTES
 
 
 def overlaps(total: int, ranks: int, run: Run) -> list[int]:
@@ -207,56 +176,32 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
+@dataclass
 class PendingReduction:
-    """Sums under way; :meth:`wait` writes them over the addends."""
+    """Sums under way, a message a bucket and what is to be done after it."""
 
-    def __init__(self) -> None:
-        self._works: list[tuple[Any, Callable[[], Any]]] = []
-
-    def add(self, work: Any, then: Callable[[], Any]) -> None:
-        """Add one bucket's message.
-
-        ``then`` is called when that is done: it takes in the sums, or starts a second message, and
-        returns that and what is then to do.
-        """
-        self._works.append((work, then))
+    works: list[tuple[Any, Callable[[], Any]]] = field(default_factory=list)
 
     @explained()
     def wait(self) -> None:
-        """Wait for every bucket, in the order in which they were sent.
+        """Wait for every bucket, in the order in which they were sent, and take the sums in.
 
-        Where one takes a second message, ranks must wait at the same place among their others.
+        Where that takes a second message, ranks must wait at the same place among their others.
         """
-        while self._works:
-            works, self._works = self._works, []
-            for work, then in works:
-                work.wait()
-                second = then()
-                if second is not None:
-                    self._works.append(second)
+        while self.works:
+            work, then = self.works.pop(0)
+            work.wait()
+            then()
 
     def future(self) -> torch.futures.Future[Any]:
         """A future that is done when the sums are in place, instead of :meth:`wait`.
 
         For sums of one message each.
         """
-        works, self._works = self._works, []
+        works, self.works = self.works, []
 
         def finish(_: Any) -> None:  # on a thread of the backend, which cannot wait for itself
             for _work, then in works:
                 then()
 
         return torch.futures.collect_all([work.get_future() for work, _ in works]).then(finish)
-
-
-class Finished:
-    """A message that has arrived, as the backend's are waited for."""
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """A future that is done."""
-        done: torch.futures.Future[Any] = torch.futures.Future()
-        done.set_result(None)
-        return done

@@ -1,35 +1,24 @@
-"""Process groups that are like a given one: of some of its ranks, with its timeout and backend."""
+"""Process groups like a given one, of some of its ranks; and the errors of those that are lost."""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["check_group", "group_like", "shared_group_like", "timeout_of"]
+from second_order.errors import SecondOrderError
+
+__all__ = ["explained", "group_like", "shared_group_like", "timeout_of"]
 
 # One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
 _shared: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup | None]
 ] = weakref.WeakKeyDictionary()
-
-
-def check_group(group: Any) -> None:
-    """Raise unless ``group`` is None or a process group that this process is in."""
-    if group is None:
-        return
-    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("this process is not a member of process_group=; pass one it is in")
-    if not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-        raise TypeError(
-            f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
-            f"torch.distributed.new_group() returns, or None for the default group"
-        )
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -72,3 +61,29 @@ def shared_group_like(
     if key not in made:
         made[key] = group_like(group, members, backend=backend, timeout=timeout)
     return made[key]
+
+
+# Gloo and NCCL raise plain RuntimeErrors for some failures of connections.
+BACKENDS = "gloo", "nccl", "pair closure"
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turn a backend's errors into SecondOrderErrors that name the likely cause.
+
+    Raises:
+        SecondOrderError: In the place of the backend's own error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        said = str(error).strip().split("\n", maxsplit=1)[0]
+        of_backend = dist.is_available() and isinstance(error, dist.DistError)
+        of_backend = of_backend or any(word in said.lower() for word in BACKENDS)
+        if not of_backend or isinstance(error, SecondOrderError):
+            raise
+        raise SecondOrderError(
+            f"this process does not hear from the others any more: one of them has ended, has "
+            f"raised an error of its own, or was silent for longer than the process group's "
+            f"timeout; the others' output tells more ({said})"
+        ) from error

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from second_order.distributed.lost import explained
+from second_order.distributed.groups import explained
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError
 from second_order.stages import sent
@@ -48,11 +48,8 @@ PART_BYTES = 4 * 2**20  # of a message: heartbeats go between parts, and the sto
 def open_store(world: World, host: int) -> tuple[TCPStore | None, Address]:
     """Open a store on one rank; returns it (None on other ranks), and its address; a collective.
 
-    It listens on loopback where all processes are on one machine.
-
-    Args:
-        world: The processes.
-        host: The rank that hosts the store, for as long as it keeps the object returned.
+    The host has it as long as it keeps the object. It listens on loopback where all processes are
+    on one machine.
 
     Raises:
         SecondOrderError: On every rank, if the host cannot open the store.
@@ -128,9 +125,6 @@ class Patience:
 
     Time between two looks counts up to a quarter of the limit: a process that was stopped, and goes
     on together with the others, has not waited meanwhile.
-
-    Args:
-        seconds: The limit.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -154,17 +148,8 @@ class Patience:
 class Mailbox:
     """Sends and receives lists of tensors on a thread of its own; names are used once.
 
-    The thread ends with :meth:`close`, with the owner, with the interpreter, or with the store.
-
-    Args:
-        address: The store's address.
-        me: Name of this side, in heartbeats.
-        peer: Name of the side whose heartbeats to listen for.
-        timeout: Seconds without a heartbeat after which the peer is lost; see :class:`Patience`.
-        owner: An object with which the mailbox says goodbye.
-
-    Attributes:
-        failure: The error that ended the thread, in words, or "".
+    The thread ends with :meth:`close`, with the ``owner``, with the interpreter, or with the store:
+    then ``failure`` says why. The peer is lost after ``timeout`` seconds without its heartbeat.
 
     Raises:
         SecondOrderError: If there is no store.
@@ -179,16 +164,14 @@ class Mailbox:
             self._store = TCPStore(*address, wait_for_workers=False, timeout=limit)
         self.failure = ""
         self._outgoing = queue.SimpleQueue[tuple[str, list[Tensor], dict[str, Any]]]()
-        self._said: dict[str, int] = {}
-        self._told: dict[str, int] = {}  # of what was said, what the store knows
-        self._listening, self._numbers = {CLOSED}, dict[str, int]()
-        self._expected, self._received = set[str](), dict[str, Message]()
-        self._declined = set[str]()
+        self._said = dict[str, int]()  # what the store does not know yet
+        self._numbers: dict[str, int | None] = {CLOSED: None}  # to listen for, and as last heard
+        self._expected = dict[str, bool]()  # False: to be dropped when it comes
+        self._received = dict[str, Message]()
         self._lock, self._news = threading.Lock(), threading.Event()
         # No lock: goodbye may be said by the collector, in the middle of the thread's own wait.
         self._wake = queue.SimpleQueue[None]()
-        self._stopping = self._hurried = False
-        self._left = 0.0  # when goodbye was said
+        self._hurried, self._left = False, 0.0  # when goodbye was said
         self._passes, self._pause = 0, POLL_SECONDS
         self._beats, self._next_beat, self._heard_beat = 0, 0.0, 0
         self._silence = Patience(timeout)
@@ -215,27 +198,20 @@ class Mailbox:
 
     def heard(self, name: str) -> int | None:
         """The peer's last number of this name; None until it has been listened for and heard."""
-        self._listening.add(name)
-        return self._numbers.get(name)
+        return self._numbers.setdefault(name, None)
 
     def expect(self, name: str) -> None:
         """Let the thread fetch a message as soon as it is there."""
         with self._lock:
             if name not in self._received:
-                self._expected.add(name)
+                self._expected[name] = True
 
-    def forget(self, name: str) -> None:
-        """Expect a message no more, and drop it if it is there."""
+    def forget(self, name: str, *, coming: bool = False) -> None:
+        """Expect a message no more; drop it if it is there, or, if that is sure, when it comes."""
         with self._lock:
-            self._expected.discard(name)
-            self._received.pop(name, None)
-
-    def decline(self, name: str) -> None:
-        """Drop an expected message that is sure to come, so that the store does not keep it."""
-        with self._lock:
-            self._expected.discard(name)
-            if self._received.pop(name, None) is None:
-                self._declined.add(name)
+            self._expected.pop(name, None)
+            if self._received.pop(name, None) is None and coming:
+                self._expected[name] = False
 
     def arrived(self, name: str) -> Message | None:
         """Take an expected message with its note; None if it is not there yet."""
@@ -270,22 +246,18 @@ class Mailbox:
     @property
     def closed_there(self) -> bool:
         """Whether the peer has said goodbye."""
-        return CLOSED in self._numbers
+        return self._numbers[CLOSED] is not None
 
     def leave(self) -> None:
         """Say goodbye without waiting; :meth:`close` is still to be called."""
         self._left = self._left or time.monotonic()
-        self._stopping = True
         self._wake.put(None)
 
     def close(self, patience: float = GOODBYE_SECONDS) -> None:
         """Say goodbye, and end the thread, once all posted messages have been sent.
 
-        Fetched messages that have not been taken are dropped.
-
-        Args:
-            patience: Seconds to wait for that, 5 at most, since :meth:`leave` if it has been
-                called. A thread that hangs in a connection is left.
+        That is waited for ``patience`` seconds, 5 at most, since :meth:`leave` if it has been
+        called; a thread that hangs in a connection is left. What has not been taken is dropped.
         """
         self.leave()
         end = self._left + min(patience, GOODBYE_SECONDS)
@@ -313,34 +285,31 @@ class Mailbox:
 
     def _pass(self) -> bool:
         """Send and fetch all messages there are; False once goodbye has been said."""
-        stopping, busy = self._stopping, False  # read first: what is posted before it is still sent
+        leaving, busy = self._left, False  # read first: what is posted before it is still sent
         while not self._outgoing.empty():
             self._send(*self._outgoing.get())
             busy = True
-        for name, number in list(self._said.items()):
-            if self._told.get(name) != number:
-                self._store.set(f"{self._me}/{name}", str(number))
-                self._told[name] = number
-        if stopping:
+        while self._said:
+            name, number = self._said.popitem()
+            self._store.set(f"{self._me}/{name}", str(number))
+        if leaving:
             self._store.set(f"{self._me}/{CLOSED}", "1")
             return False
         self._beat()
-        numbers = {name: self._number(name) for name in list(self._listening)}
+        numbers = {name: self._number(name) for name in list(self._numbers)}
         with self._lock:
-            expected = [*self._expected, *self._declined]
+            expected = list(self._expected)
         for name in expected:
             if not self._store.check([name]):
                 continue
             message = self._fetch(name)
             with self._lock:
-                self._declined.discard(name)
-                if name in self._expected:  # not forgotten meanwhile
-                    self._expected.discard(name)
+                if self._expected.pop(name, False):  # not forgotten meanwhile
                     self._received[name] = message
             self._news.set()
             busy = True
         # Last: who hears goodbye has got what came before it.
-        self._numbers.update({k: number for k, number in numbers.items() if number is not None})
+        self._numbers.update(numbers)
         self._passes += 1
         # The thread that trains has better things to do than to yield to this one.
         short = busy or self._hurried

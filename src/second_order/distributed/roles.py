@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
-from second_order.distributed.groups import timeout_of
-from second_order.distributed.lost import explained
+from second_order.distributed.groups import explained, timeout_of
 from second_order.distributed.world import World
 
 __all__ = ["Role", "Roles", "assign_roles", "endless", "option_of", "whole_models"]
@@ -22,22 +21,11 @@ Role: TypeAlias = Literal["worker", "accelerator", "stats"]
 
 @dataclass(frozen=True)
 class Roles:
-    """The ranks of each role.
+    """The ranks of each role."""
 
-    Attributes:
-        workers: Ranks that train; rank 0 is the first of them.
-        helpers: Ranks that compute curvature for them.
-        helper_role: Role of the helpers: "accelerator" or "stats".
-    """
-
-    workers: tuple[int, ...]
-    helpers: tuple[int, ...]
+    workers: tuple[int, ...]  # who train; rank 0 is the first
+    helpers: tuple[int, ...]  # who compute curvature for them
     helper_role: Role
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return len(self.workers) + len(self.helpers)
 
     def of(self, rank: int) -> Role:
         """The role of a rank."""
@@ -45,12 +33,10 @@ class Roles:
 
     @explained()
     def team(self, world: World, helper_timeout: float | None = None) -> World:
-        """The world of this process's own kind; every process calls it.
+        """The world of this process's own kind, of the world of all; every process calls it.
 
-        Args:
-            world: The world of all processes.
-            helper_timeout: Seconds after which a helper that waits for others of its kind in a
-                collective raises, if that is sooner than in ``world``; None for as in ``world``.
+        A helper raises that waits for others of its kind for ``helper_timeout`` seconds, if that is
+        sooner than in ``world``.
         """
         world.level()
         helps, limit = world.rank in self.helpers, None
@@ -58,7 +44,6 @@ class Roles:
             limit = timedelta(seconds=helper_timeout)
             limit = min(limit, timeout_of(world.group) or limit)
         team = world.subgroup(self.helpers if helps else self.workers, grouped=True, timeout=limit)
-        team.whole = world.rank, world.size
         team.aside()  # made now, while every rank calls
         return team
 
@@ -66,13 +51,7 @@ class Roles:
 def assign_roles(
     world_size: int, helpers: int, helper_role: Role, under_ddp: bool = False
 ) -> Roles:
-    """Assign roles: the last ``helpers`` ranks help, the others train.
-
-    Args:
-        world_size: Number P of ranks.
-        helpers: Number of ranks that help; none does where there is one process.
-        helper_role: "accelerator" or "stats".
-        under_ddp: Whether the model is in DistributedDataParallel already.
+    """Assign roles: the last ``helpers`` ranks help, the others train; one process alone trains.
 
     Raises:
         ValueError: If no process would be left to train, or DistributedDataParallel would wait for
@@ -88,9 +67,8 @@ def assign_roles(
         raise ValueError(
             f"{option_of(helper_role)}={helpers} with a model in DistributedDataParallel, which "
             f"waits for gradients of the ranks of role {helper_role!r}, and they have none; give "
-            f"the optimizer the plain model and "
-            f"gradient_averaging=False, and wrap it afterwards with "
-            f"DistributedDataParallel(model, process_group=optimizer.worker_group)"
+            f"the optimizer the plain model and gradient_averaging=False, and wrap it afterwards "
+            f"with DistributedDataParallel(model, process_group=optimizer.worker_group)"
         )
     ranks = tuple(range(world_size))
     return Roles(ranks[: world_size - count], ranks[world_size - count :], helper_role)

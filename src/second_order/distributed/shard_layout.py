@@ -22,19 +22,14 @@ Replica: TypeAlias = tuple[int, ...]
 class ShardLayout:
     """The rows of a tensor, its parts along the first dimension, by rank.
 
-    Attributes:
-        total: Number of rows.
-        width: Number of elements of a row.
-        replicas: By rank, ranks that together have every row once, in the order of rows; a rank is
-            among its own, and no rank in two.
-        positions: By rank, which of its replica it is. These two are shared by all tensors that
-            lie alike: there may be thousands of both.
+    A rank is among its own replica, and no rank in two. Replicas and positions are shared by all
+    tensors that lie alike: there may be thousands of both.
     """
 
-    total: int
-    width: int
-    replicas: tuple[Replica, ...]
-    positions: tuple[int, ...]
+    total: int  # number of rows
+    width: int  # number of elements of a row
+    replicas: tuple[Replica, ...]  # by rank
+    positions: tuple[int, ...]  # by rank, which of its replica it is
 
     def bounds(self, rank: int) -> tuple[int, int]:
         """The first row that a rank has, and the one after its last."""
@@ -54,12 +49,8 @@ class ShardLayout:
 def layout_of(tensor: Tensor, world: World) -> ShardLayout:
     """The rows of a parameter that is whole on every rank, or that FSDP2 has sharded.
 
-    Rows go to the ranks of a mesh as ``torch.chunk`` cuts them. Other dimensions of the mesh have
-    copies.
-
-    Args:
-        tensor: A plain tensor, or a DTensor with one ``Shard(0)``, otherwise ``Replicate``.
-        world: The ranks, all of them in the DTensor's mesh.
+    Rows of a DTensor with one ``Shard(0)`` go to the ranks of a mesh as ``torch.chunk`` cuts them.
+    Other dimensions of the mesh have copies. All ranks of the world are in it.
 
     Raises:
         TypeError: If the DTensor has other rows than that on this rank.

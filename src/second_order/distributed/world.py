@@ -7,26 +7,25 @@ not grow with the number of layers. With one process all verbs return at once.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from second_order.distributed.buckets import (
-    Finished,
     PendingReduction,
     Run,
     elements,
     flatten,
     goes_by_shares,
     goes_by_sum,
-    goes_in_rounds,
     in_buckets,
     overlaps,
     runs_of,
@@ -34,25 +33,27 @@ from second_order.distributed.buckets import (
     sum_in_order,
     wide,
 )
-from second_order.distributed.groups import check_group, shared_group_like
-from second_order.distributed.lost import explained
+from second_order.distributed.groups import explained, group_like, shared_group_like
 from second_order.sharded import chunk
 from second_order.stages import sent
 
 __all__ = [
     "BUCKET_BYTES",
     "Delivery",
+    "Loan",
     "Parts",
     "PendingReduction",
     "Shapes",
     "World",
+    "borrow_group",
     "deliver_parts",
 ]
 
 BUCKET_BYTES = 64 * 2**20
 
-ROUNDS_TAG = 7077
-"""Tag of messages in rounds, which are not to be taken for the user's own between two ranks."""
+RING_RANKS, ROUNDS_TAG = 8, 7077
+"""Number of ranks up to which gloo's ring finds maxima; the tag of the rounds in its place, which
+are not to be taken for the user's own messages between two ranks."""
 
 Parts: TypeAlias = tuple[Tensor, ...]
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -61,56 +62,44 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Delivery:
-    """One flat tensor that travels from a rank to others.
-
-    Attributes:
-        source: The rank that has it.
-        destinations: The ranks that want it; the source may be among them.
-        size: Number of elements, known to all ranks.
-        content: The tensor, on its source; None elsewhere.
-    """
+    """One flat tensor that travels from a rank to others."""
 
     source: int
-    destinations: Sequence[int]
-    size: int
-    content: Tensor | None = None
+    destinations: Sequence[int]  # the source may be among them
+    size: int  # number of elements, known to all ranks
+    content: Tensor | None = None  # on its source alone
 
 
 class World:
     """The processes an optimizer works with: a process group, or this process alone.
 
-    Args:
-        group: A process group; None for the default one if it is initialised.
-
-    Attributes:
-        group: The process group; None for one process alone.
-        rank: Rank of this process in the group.
-        size: Number of processes.
-        whole: Rank and size in the world of which this is a team; None for no team.
-        wire: Dtype in which floating-point messages travel; None for their own.
+    Without a ``group`` it is the default one if that is initialised, else none.
     """
 
-    whole: tuple[int, int] | None = None
-    wire: torch.dtype | None = None
+    wire: torch.dtype | None = None  # in which floating-point messages travel; None for their own
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._subgroups: dict[tuple[Any, ...], World] = {}
-        check_group(group)
-        if not (dist.is_available() and dist.is_initialized()):
-            self.group: dist.ProcessGroup | None = None
-            self.rank, self.size = 0, 1
-            return
-        self.group = group if group is not None else dist.group.WORLD
-        self.rank = dist.get_rank(self.group)
-        self.size = dist.get_world_size(self.group)
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        there, given = dist.is_available(), cast(Any, group)
+        outside = there and given is dist.GroupMember.NON_GROUP_MEMBER
+        if not (group is None or outside or (there and isinstance(group, dist.ProcessGroup))):
+            raise TypeError(
+                f"process_group={group!r} is not a torch.distributed.ProcessGroup; pass what "
+                f"torch.distributed.new_group() returns, or None for the default group"
+            )
+        if there and dist.is_initialized():
+            self.group = group if group is not None else dist.group.WORLD
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group=; pass one it is in")
 
     @classmethod
-    def alone(cls, rank: int = 0, size: int = 1) -> World:
-        """Make a world without a process group, for this process alone."""
+    def alone(cls, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> World:
+        """Make a world of a group that is known, or without one, for this process alone."""
         world = cls.__new__(cls)
-        world._subgroups, world.group = {}, None
+        world._subgroups, world.group = {}, group
         world.rank, world.size = rank, size
         return world
 
@@ -137,17 +126,17 @@ class World:
         Call :meth:`level` before, where the user may have made groups meanwhile. ``grouped`` makes
         a process group even for one rank; a ``timeout`` of None is that of this world.
         """
-        key = (*ranks, timeout)
         if len(ranks) == self.size:
             return self
+        key = (*ranks, timeout)
         if key not in self._subgroups:
-            world = World.alone(ranks.index(self.rank), len(ranks))
+            group = None
             if len(ranks) > 1 or grouped:
                 assert self.group is not None
                 everybody = self.global_ranks  # torch would look for each rank among all
                 members = tuple(everybody[rank] for rank in ranks)
-                world.group = shared_group_like(self.group, members, timeout=timeout)
-            self._subgroups[key] = world
+                group = shared_group_like(self.group, members, timeout=timeout)
+            self._subgroups[key] = World.alone(ranks.index(self.rank), len(ranks), group)
         return self._subgroups[key]
 
     @explained()
@@ -156,23 +145,21 @@ class World:
 
         It serves small messages that no device waits for and that meet no other collectives.
         """
-        key = ("aside",)
         if self.group is None:
             return self
         if self.backend == "fake":  # there is no other process
             return World.alone()
+        key = ("aside",)
         if key not in self._subgroups:
-            world = World.alone(self.rank, self.size)
-            world.group = shared_group_like(self.group, tuple(self.global_ranks), "gloo")
-            self._subgroups[key] = world
+            group = shared_group_like(self.group, tuple(self.global_ranks), "gloo")
+            self._subgroups[key] = World.alone(self.rank, self.size, group)
         return self._subgroups[key]
 
     def level(self) -> None:
         """Let all ranks be in equally many groups; a collective before some of them make one.
 
-        Torch names a group that its members make alone by how many each is in. Ranks in
-        unlike numbers of groups, as where some are in a group of the user's, would look for each
-        other under other names until the timeout.
+        Torch names a group that its members make alone by how many each is in. Ranks in unlike
+        numbers of groups, as of the user's, would look for each other under other names.
         """
         here = len(dist.distributed_c10d._world.pg_names)
         for _ in range(max(self.all_gather_object(here)) - here):
@@ -186,14 +173,14 @@ class World:
         """These ranks, whose floating-point messages travel in a dtype; None for their own."""
         if dtype is None:
             return self
-        world = World.alone(self.rank, self.size)
-        world.group, world.wire = self.group, dtype
+        world = World.alone(self.rank, self.size, self.group)
+        world.wire = dtype
         return world
 
     # ------------------------------------------------------------------------------------ sums
 
     def _stage(self, flat: Tensor) -> Tensor:
-        """The buffer in a form that the backend can send."""
+        """A buffer in a form that the backend can send."""
         if self.wire is not None:
             return flat.to("cpu" if self.backend == "gloo" else flat.device, self.wire)
         if self.backend == "gloo":
@@ -212,12 +199,31 @@ class World:
         pending = PendingReduction()
         for bucket in _buckets(tensors) if self.size > 1 else ():
             flat = self._stage(flatten(bucket))
-            pending.add(self._all_reduced(flat, op), partial(scatter, flat, bucket))
+            pending.works.append((self._all_reduced(flat, op), partial(scatter, flat, bucket)))
         return pending
 
+    @explained()
     def all_reduce_max(self, tensors: Iterable[Tensor]) -> PendingReduction:
-        """Start to take each element's maximum over ranks; otherwise as :meth:`all_reduce`."""
-        return self.all_reduce(tensors, dist.ReduceOp.MAX)
+        """Start to take each element's maximum over ranks; otherwise as :meth:`all_reduce`.
+
+        Among many ranks gloo's ring would take 2 (P - 1) messages, one after the other. In its
+        place come ⌈log₂ P⌉ rounds, in which each rank hears of twice as many others.
+        """
+        if self.backend != "gloo" or self.size <= RING_RANKS:
+            return self.all_reduce(tensors, dist.ReduceOp.MAX)
+        for bucket in _buckets(tensors):
+            flat, distance = self._stage(flatten(bucket)), 1
+            other = torch.empty_like(flat)
+            while distance < self.size:
+                there, here = ((self.rank + d) % self.size for d in (distance, -distance))
+                sent(flat.nbytes)
+                going: Any = dist.isend(flat, group=self.group, group_dst=there, tag=ROUNDS_TAG)
+                dist.recv(other, group=self.group, group_src=here, tag=ROUNDS_TAG)
+                going.wait()
+                torch.maximum(flat, other, out=flat)
+                distance *= 2
+            scatter(flat, bucket)
+        return PendingReduction()
 
     @explained()
     def reduce(
@@ -225,21 +231,18 @@ class World:
     ) -> PendingReduction:
         """Sum tensors over the ranks, each for its owner alone: half the traffic of an all-reduce.
 
-        Addends are taken in the order of ranks, so that all owners of a sum agree bit for bit; but
-        among so many ranks that messages count for more than bytes, an all-reduce takes them.
-
-        Args:
-            tensors: The same shapes and dtypes in the same order on every rank. Once the result is
-                waited for, sums are in place on their owners; the others' stay as they were.
-            owners: The rank that gets each tensor's sum; None if all do.
-            once: Whether each bucket is to be one message: an all-reduce in the place of shares.
+        An owner of None is everybody. Once that is waited for, sums are in place on their owners;
+        the others' tensors stay as they were. Addends are taken in the order of ranks, so that all
+        owners of a sum agree bit for bit; but among so many ranks that messages count for more than
+        bytes, an all-reduce takes them. ``once``: each bucket is one message, an all-reduce in the
+        place of shares.
         """
         pending = PendingReduction()
         routed = zip(tensors, owners, strict=True) if self.size > 1 else ()
         for bucket in in_buckets(
             routed, lambda r: (r[0].dtype, r[0].device), lambda r: r[0].nbytes, BUCKET_BYTES
         ):
-            pending.add(*self._summed(bucket, once))
+            pending.works.append(self._summed(bucket, once))
         return pending
 
     def _summed(
@@ -255,15 +258,16 @@ class World:
         targets, common = [*owned.get(self.rank, []), *for_all], elements(for_all)
         total, largest = sum(sizes.values()) + common, max(sizes.values(), default=0) + common
         nbytes, itemsize = total * bucket[0][0].itemsize, bucket[0][0].itemsize
-        by_sum = goes_by_sum(self.size, nbytes, self.backend == "gloo")
+        by_sum = goes_by_sum(self.size, nbytes, self.backend)
         if by_sum or goes_by_shares(self.size, largest * itemsize, nbytes):
             flat = self._stage(flatten([t for rank in sizes for t in owned[rank]] + for_all))
             runs, rest = runs_of(sizes), (total - common, total)
             if not (by_sum or once):
                 return self._summed_by_shares(flat, runs, rest, targets)
-            whole, own = flat.to(wide(flat.dtype)), runs.get(self.rank, (0, 0))
+            whole = flat.to(wide(flat.dtype))
+            own = whole[slice(*runs.get(self.rank, (0, 0)))]
             return self._all_reduced(whole), lambda: scatter(
-                torch.cat([whole[slice(*own)], whole[slice(*rest)]]), targets
+                torch.cat([own, whole[slice(*rest)]]), targets
             )
         parts = [sizes.get(rank, 0) + common for rank in range(self.size)]
         flat = flatten([t for rank in range(self.size) for t in (*owned.get(rank, ()), *for_all)])
@@ -275,73 +279,38 @@ class World:
         self, flat: Tensor, runs: Mapping[int, Run], rest: Run, targets: Sequence[Tensor]
     ) -> tuple[Any, Callable[[], Any]]:
         """Start to sum a message of a run for each of some ranks, and of a rest for all."""
-        ranks, total = range(self.size), len(flat)
+        total = len(flat)
         start, stop = chunk(total, self.size, self.rank)
         rows, work = self._exchange(
             flat, overlaps(total, self.size, (0, total)), [stop - start] * self.size
         )
 
-        def onward() -> tuple[Any, Callable[[], Any]]:
+        def inside(run: Run, share: Tensor) -> Tensor:
+            first, last = max(run[0], start), min(run[1], stop)
+            return share[first - start : max(first, last) - start]
+
+        def onward() -> None:
             # As wide as they have been added: an owner's sums are not rounded on any way.
             share = sum_in_order(rows.view(self.size, stop - start))
-
-            def inside(run: Run) -> Tensor:
-                first, last = max(run[0], start), min(run[1], stop)
-                return share[first - start : max(first, last) - start]
-
-            leaving = [[inside(runs.get(rank, (0, 0))), inside(rest)] for rank in ranks]
+            leaving = [
+                torch.cat([inside(runs.get(rank, (0, 0)), share), inside(rest, share)])
+                for rank in range(self.size)
+            ]
             mine = overlaps(total, self.size, runs.get(self.rank, (0, 0)))
             arriving = list(zip(mine, overlaps(total, self.size, rest), strict=True))
             received, work = self._exchange(
-                flatten([part for both in leaving for part in both]),
-                [elements(both) for both in leaving],
-                [sum(both) for both in arriving],
+                torch.cat(leaving), list(map(len, leaving)), list(map(sum, arriving))
             )
+            work.wait()
             pieces = received.split([n for both in arriving for n in both])
-            return work, lambda: scatter(torch.cat([*pieces[0::2], *pieces[1::2]]), targets)
+            scatter(torch.cat([*pieces[0::2], *pieces[1::2]]), targets)
 
         return work, onward
 
     def _all_reduced(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-        """Start to all-reduce a flat tensor in place; what goes in rounds is done on return."""
-        if self.backend == "gloo" and goes_in_rounds(self.size, flat.nbytes):
-            self._reduce_in_rounds(flat, torch.maximum if op == dist.ReduceOp.MAX else torch.add)
-            return Finished()
+        """Start to all-reduce a flat tensor in place."""
         sent(flat.nbytes)
         return dist.all_reduce(flat, op, group=self.group, async_op=True)
-
-    def _reduce_in_rounds(self, flat: Tensor, add: Callable[..., Tensor]) -> None:
-        """All-reduce a flat tensor in place, to the same bits on every rank.
-
-        Ranks beyond the greatest power of two give theirs to one of the others, and get the sum
-        from it. All add in one tree, and a + b is b + a to the bit.
-        """
-        other, core = torch.empty_like(flat), 2 ** (self.size.bit_length() - 1)
-        if self.rank >= core:
-            self._send(flat, self.rank - core).wait()
-            self._receive(flat, self.rank - core)
-            return
-        beyond = self.rank + core
-        if beyond < self.size:
-            self._receive(other, beyond)
-            add(flat, other, out=flat)
-        distance = 1
-        while distance < core:
-            going = self._send(flat, self.rank ^ distance)
-            self._receive(other, self.rank ^ distance)
-            going.wait()
-            add(flat, other, out=flat)
-            distance *= 2
-        if beyond < self.size:
-            self._send(flat, beyond).wait()
-
-    def _send(self, flat: Tensor, rank: int) -> Any:
-        """Start to send a flat tensor, which must stay as it is until that is waited for."""
-        sent(flat.nbytes)
-        return dist.isend(flat, group=self.group, group_dst=rank, tag=ROUNDS_TAG)
-
-    def _receive(self, flat: Tensor, rank: int) -> None:
-        dist.recv(flat, group=self.group, group_src=rank, tag=ROUNDS_TAG)
 
     # ------------------------------------------------------------------------------ deliveries
 
@@ -373,12 +342,8 @@ class World:
     ) -> list[Tensor | None]:
         """Send flat tensors from where they are to where they are wanted, in one collective.
 
-        What a few ranks send to all goes by shares, in two more, or by an all-reduce.
-
-        Args:
-            items: The deliveries, the same list on every rank but for the contents.
-            dtype: Dtype of the contents.
-            device: Device of the contents.
+        What a few ranks send to all goes by shares, in two more, or by an all-reduce. Items are the
+        same list on every rank but for the contents, all of one dtype and device.
 
         Returns:
             For each item its content, on its source and its destinations; None elsewhere. Received
@@ -400,11 +365,17 @@ class World:
         for i in for_all:
             sizes[items[i].source] = sizes.get(items[i].source, 0) + items[i].size
         largest, whole = (f(sizes.values() or [0]) * dtype.itemsize for f in (max, sum))
-        by_sum = goes_by_sum(self.size, whole, self.backend == "gloo")
+        by_sum = goes_by_sum(self.size, whole, self.backend)
         if by_sum or goes_by_shares(self.size, largest, whole):
-            mine = [c.reshape(-1) for i in for_all if (c := contents[i]) is not None]
-            copy = self._copied_by_sum if by_sum else self._copied_by_shares
-            flat = copy(runs_of(sizes), torch.cat(mine) if mine else empty).to(device, dtype)
+            parts = [c.reshape(-1) for i in for_all if (c := contents[i]) is not None]
+            mine, runs = self._stage(torch.cat(parts) if parts else empty), runs_of(sizes)
+            if by_sum:  # -0.0 + x is x bit for bit; 0.0 + -0.0 would be 0.0
+                flat = mine.new_full((whole // dtype.itemsize,), -0.0)
+                flat[slice(*runs.get(self.rank, (0, 0)))] = mine
+                self._all_reduced(flat).wait()
+            else:
+                flat = self._copied_by_shares(mine, runs, whole // dtype.itemsize)
+            flat = flat.to(device, dtype)
             for i, piece in zip(for_all, flat.split([items[i].size for i in for_all]), strict=True):
                 contents[i] = piece
             moving = sorted(set(moving) - set(for_all))
@@ -412,32 +383,18 @@ class World:
             self._deliver(items, moving, contents, empty)
         return contents
 
-    def _copied_by_sum(self, runs: Mapping[int, Run], mine: Tensor) -> Tensor:
-        """The whole message of a run of each source, by adding nothing to each."""
-        # -0.0 + x is x bit for bit; 0.0 + -0.0 would be 0.0.
-        flat = mine.new_full((max(stop for _, stop in runs.values()),), -0.0)
-        flat[slice(*runs.get(self.rank, (0, 0)))] = mine
-        flat = self._stage(flat)
-        self._all_reduced(flat).wait()
-        return flat
-
-    def _copied_by_shares(self, runs: Mapping[int, Run], mine: Tensor) -> Tensor:
+    def _copied_by_shares(self, mine: Tensor, runs: Mapping[int, Run], total: int) -> Tensor:
         """The whole message of a run of each source: a share to each rank, and then all shares."""
-        flat, total = self._stage(mine), max(stop for _, stop in runs.values())
-        start, stop = chunk(total, self.size, self.rank)
-        parts = [0] * self.size
-        for source, (first, last) in runs.items():
-            parts[source] = max(0, min(last, stop) - max(first, start))
-        share = flat.new_zeros(-(-total // self.size))
-        _, work = self._exchange(
-            flat,
-            overlaps(total, self.size, runs.get(self.rank, (0, 0))),
-            parts,
-            share[: stop - start],
-        )
-        work.wait()
+        size, rank = self.size, self.rank
+        start, stop = chunk(total, size, rank)
+        parts = [0] * size
+        for source, run in runs.items():
+            parts[source] = overlaps(total, size, run)[rank]
+        share = mine.new_zeros(-(-total // size))
+        leaving = overlaps(total, size, runs.get(rank, (0, 0)))
+        self._exchange(mine, leaving, parts, share[: stop - start])[1].wait()
         sent(share.nbytes)
-        whole = flat.new_empty(len(share) * self.size)
+        whole = mine.new_empty(len(share) * size)
         new, old = "all_gather_single", "all_gather_into_tensor"  # its name before torch 2.13
         getattr(dist, new if hasattr(dist, new) else old)(whole, share, group=self.group)
         return whole[:total]
@@ -450,24 +407,25 @@ class World:
         empty: Tensor,
     ) -> None:
         """Send items straight to their destinations, and put what arrives among the contents."""
-        outgoing: list[list[Delivery]] = [[] for _ in range(self.size)]
-        incoming: dict[int, list[int]] = {}
+        outgoing: list[list[Tensor]] = [[] for _ in range(self.size)]
+        incoming: list[list[int]] = [[] for _ in range(self.size)]
         for i in moving:
-            item = items[i]
+            item, content = items[i], contents[i]
             if item.source == self.rank:
+                assert content is not None
                 for rank in item.destinations:
                     if rank != self.rank:
-                        outgoing[rank].append(item)
+                        outgoing[rank].append(content.reshape(-1))
             elif self.rank in item.destinations:
-                incoming.setdefault(item.source, []).append(i)
-        leaving = [item.content.reshape(-1) for part in outgoing for item in part]  # type: ignore[union-attr]
+                incoming[item.source].append(i)
+        leaving = [content for part in outgoing for content in part]
         received, work = self._exchange(
             self._stage(torch.cat(leaving) if leaving else empty),
-            [sum(item.size for item in part) for part in outgoing],
-            [sum(items[i].size for i in incoming.get(rank, ())) for rank in range(self.size)],
+            list(map(elements, outgoing)),
+            [sum(items[i].size for i in part) for part in incoming],
         )
         work.wait()
-        arrived = [i for rank in sorted(incoming) for i in incoming[rank]]
+        arrived = [i for part in incoming for i in part]
         flat = received.to(empty.device, empty.dtype)
         for i, piece in zip(arrived, flat.split([items[i].size for i in arrived]), strict=True):
             contents[i] = piece
@@ -520,19 +478,21 @@ class World:
         return values
 
     @explained()
-    def same(self, words: Sequence[int | None]) -> bool:
-        """Whether ranks have the same words of 64 bits; an all-reduce of 16 bytes for each.
-
-        There are as many on every rank, None where this rank has none, and some other has.
-        """
+    def same(self, word: int) -> bool:
+        """Whether ranks have the same word of 64 bits; an all-reduce of 16 bytes."""
         if self.size == 1:
             return True
         # The greatest word, and the greatest complement, which is that of the least word.
-        least = -(2**63)
-        both = [(least, least) if word is None else (word, ~word) for word in words]
-        greatest = torch.tensor(both, dtype=torch.int64, device="cpu")
-        self.all_reduce_max([greatest]).wait()
-        return all(most == ~of_least for most, of_least in greatest.tolist())
+        both = torch.tensor([word, ~word], dtype=torch.int64, device="cpu")
+        self.all_reduce_max([both]).wait()
+        return int(both[0]) == ~int(both[1])
+
+    def mean(self, numbers: Sequence[float]) -> list[float]:
+        """The mean of each number over the ranks, equal on all of them; a collective."""
+        total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        self.on_cpu().all_reduce([total]).wait()
+        means: list[float] = (total / self.size).tolist()
+        return means
 
 
 def deliver_parts(
@@ -545,16 +505,9 @@ def deliver_parts(
 ) -> dict[Key, Parts]:
     """Send tuples of tensors from their sources to their destinations, in one collective.
 
-    Args:
-        world: The processes that the ranks below belong to.
-        shapes: Shapes of the parts of each item; the same on every rank.
-        routes: The source and the destinations of each item, in one order on every rank.
-        mine: The items that this rank has. Items missing on their source arrive as zeros.
-        dtype: Dtype of all parts, as they travel.
-        device: Device of all parts.
-
-    Returns:
-        All items that this rank has or has received; received parts are views of the message.
+    ``routes`` have each item's source and destinations; they and the shapes of an item's parts are
+    the same on every rank. Of ``mine``, the items that this rank has, those missing on their source
+    arrive as zeros. Returns all that this rank has or has received, as views of the message.
     """
     items = []
     for key, (source, destinations) in routes.items():
@@ -581,3 +534,49 @@ def deliver_parts(
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors in runs of one dtype and device."""
     return in_buckets(tensors, lambda t: (t.dtype, t.device), lambda t: t.nbytes, BUCKET_BYTES)
+
+
+# Groups that one borrower has to itself.
+
+_lent: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[list[Any], set[int]]]
+_lent = weakref.WeakKeyDictionary()  # by lender, the groups made of it, and which of them are back
+
+
+@dataclass
+class Loan:
+    """A group on loan: ``world``, of the lender's ranks; what is sent there meets nothing else.
+
+    ``settled`` says whether all that this rank has begun to send has been waited for. Else the
+    group never comes back: what other ranks have begun there may have no counterpart here.
+    """
+
+    world: World
+    number: int = 0
+    spare: set[int] | None = None  # the numbers of the lender's groups that are back
+    settled: bool = True
+
+    def give_back(self) -> None:
+        """Let the group be lent again."""
+        if self.spare is not None and self.settled:
+            self.spare.add(self.number)
+            self.spare = None
+
+
+@explained()
+def borrow_group(world: World) -> Loan:
+    """Lend a group of the same ranks and backend; a collective.
+
+    Collectives of one group must come in the same order on every rank. Two senders that set out in
+    the middle of passes cannot promise that to each other. It is the oldest group that has come
+    back on every rank, or a new one, which costs a connection to each.
+    """
+    if world.group is None or world.size == 1:
+        return Loan(world)
+    made, spare = _lent.setdefault(world.group, ([], set()))
+    common = set.intersection(*world.all_gather_object(spare))
+    if not common:
+        world.level()
+        made.append(group_like(world.group, world.global_ranks))
+    number = min(common, default=len(made) - 1)
+    spare.discard(number)
+    return Loan(World.alone(world.rank, world.size, made[number]), number, spare)

@@ -27,16 +27,16 @@ from torch import Tensor
 
 from second_order.contract.training import Training
 from second_order.distributed.buckets import take_model
-from second_order.distributed.mailbox import Mailbox
-from second_order.distributed.roles import endless
+from second_order.distributed.mailbox import await_goodbyes
+from second_order.distributed.roles import Role, endless
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
+from second_order.fosi.epochs import Divided, Team, Worker
 from second_order.fosi.options import EpochOptions
-from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.spectrum import mean_loss
 from second_order.lanczos.vector_space import row_bounds
 
-__all__ = ["Accelerator", "Batches"]
+__all__ = ["Accelerating", "divided_curvature", "loss_by_epoch"]
 
 T = TypeVar("T")
 ClosureAt: TypeAlias = Callable[[int], Closures]
@@ -45,62 +45,62 @@ Order: TypeAlias = tuple[str, Sequence[Tensor], dict[str, Any]]
 PARTING_SECONDS = 1.0  # seconds for a failing accelerator's goodbye
 
 
-class Accelerator:
-    """Answers the workers' messages.
+def divided_curvature(
+    training: Training, options: EpochOptions, closure: Closures | None
+) -> Divided:
+    """Make the curvature for this rank's role."""
+    world = training.world
+    if not (options.wanted and options.accelerators and world.size > 1):
+        return Divided(training, options, closure)
+    helps = world.rank >= world.size - options.accelerators
+    return (Accelerating if helps else Worker)(training, options, closure)
 
-    Args:
-        training: The training of the accelerators.
-        vector: The parameters that train.
-        options: The options of the eigenpairs.
-        mailbox: The mailbox to worker 0 on the first accelerator; to the first on the others.
-        workers: Number of workers.
 
-    Attributes:
-        answered: Number of points whose eigenpairs have been computed.
-        lost: Name of the process that is no longer heard of, or "".
+class Accelerating(Team):
+    """Answers the workers' messages: computes eigenpairs, and judges updates.
+
+    The mailbox is to worker 0 on the first accelerator; to the first on the others.
     """
 
-    def __init__(
-        self,
-        training: Training,
-        vector: ParameterVector,
-        options: EpochOptions,
-        mailbox: Mailbox,
-        workers: int,
-    ) -> None:
-        self._training, self._vector, self._options = training, vector, options
-        self._mailbox, self._workers = mailbox, workers
-        self._loss_fn: Closures | None = None
-        self._orders = self._calls = self.answered = 0
-        self._over = False
-        self.lost = ""
+    role: Role = "accelerator"
+    scaler_matters, helps = "", True
+    _loss_fn: Closures | None = None
+    _orders = _calls = 0
+    answered = 0  # points whose eigenpairs have been computed
+    _over = False
+    lost = ""  # who is no longer heard of
 
-    def close(self, patience: float) -> None:
-        """Say goodbye to the other side."""
-        self._over = True
-        self._mailbox.close(patience)
-
-    def help_for_a_step(self, closure_at: ClosureAt) -> None:
-        """Help until the workers have taken as many steps as there were calls of this method."""
+    def prepare(self) -> None:
+        """Help until the workers have taken a step, in place of a step."""
+        self.training.steps += 1
         self._calls += 1
-        mailbox, calls = self._mailbox, self._calls
-        self.help(closure_at, lambda: (mailbox.heard("steps") or 0) >= calls)
+        chosen, mailbox, calls = self.closure_now(), self.mailbox, self._calls
+        self._help(lambda epoch: chosen, lambda: (mailbox.heard("steps") or 0) >= calls)
         mailbox.tell("steps", calls)  # for the other accelerators
 
+    def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
+        """Compute eigenpairs until the workers close; returns the number of epochs served."""
+        before = self.answered
+        self._help(loss_by_epoch(batches, loss_fn))
+        return self.answered - before
+
+    def close(self) -> None:
+        """Say goodbye, and keep the store until the others have said theirs."""
+        patience, self._over = self.options.helper_timeout, True
+        self.mailbox.close(patience)
+        if self.store is not None and self.mailbox.closed_there:
+            await_goodbyes(self.store, self.names, patience)
+            self.store = None
+        super().close()
+
     @torch.no_grad()
-    def help(self, closure_at: ClosureAt, enough: Callable[[], bool] = lambda: False) -> None:
-        """Answer messages until the workers close or are lost, or it is enough.
+    def _help(self, closure_at: ClosureAt, enough: Callable[[], bool] = lambda: False) -> None:
+        """Answer messages until the workers close or are lost, or it is ``enough``.
 
-        Args:
-            closure_at: The curvature closure of an epoch.
-            enough: Tells whether to return; called while no message is there.
-
-        Raises:
-            CurvatureError: If the loss cannot be evaluated or differentiated twice.
-            SecondOrderError: If another accelerator has failed.
+        That is asked while no message is there. Raises SecondOrderError if another has failed.
         """
         while not self._over:
-            order = (self._follow if self._training.world.rank else self._lead)(enough)
+            order = (self._follow if self.training.world.rank else self._lead)(enough)
             if order is None:
                 if enough():
                     break
@@ -112,15 +112,16 @@ class Accelerator:
                 else:
                     self._judge(tensors, note)
             except Exception:
-                self.close(PARTING_SECONDS)
+                self._over = True
+                self.mailbox.close(PARTING_SECONDS)
                 raise
-        if self.lost and self._training.first_time("lost"):
-            self._training.warn(f"{self.lost}: this accelerator has nothing more to do")
+        if self.lost and self.training.first_time("lost"):
+            self.training.warn(f"{self.lost}: this accelerator has nothing more to do")
 
     def _lead(self, enough: Callable[[], bool]) -> Order | None:
         """The next order, from the workers' messages; sent to the other accelerators."""
-        mailbox, point = self._mailbox, f"point/{self.answered}"
-        judges = self._options.final_update == "guarded" and self._loss_fn is not None
+        mailbox, point = self.mailbox, f"point/{self.answered}"
+        judges = self.options.final_update == "guarded" and self._loss_fn is not None
         trial = f"try/{self.answered - 1}" if judges else ""
         for name in filter(None, (point, trial)):
             mailbox.expect(name)
@@ -133,16 +134,16 @@ class Accelerator:
             what = "leave"
         mailbox.forget(trial)
         tensors, note = message or ([], {"lost": self.lost})
-        for a in range(1, self._training.world.size):
+        for a in range(1, self.training.world.size):
             mailbox.post(f"order/{self._orders}/{a}", tensors, do=what, **note)
         self._orders += 1
         return None if what == "leave" else (what, tensors, note)
 
     def _follow(self, enough: Callable[[], bool]) -> Order | None:
         """The next order, as the first accelerator sends it."""
-        name = f"order/{self._orders}/{self._training.world.rank}"
-        self._mailbox.expect(name)
-        message = self._mailbox.wait(name, enough)
+        name = f"order/{self._orders}/{self.training.world.rank}"
+        self.mailbox.expect(name)
+        message = self.mailbox.wait(name, enough)
         if message is None:
             self._left("the first accelerator has")
             return None
@@ -155,7 +156,7 @@ class Accelerator:
 
     def _left(self, who: str) -> bool:
         """Whether the other side has said goodbye, or is lost: there is nothing more to do then."""
-        mailbox = self._mailbox
+        mailbox = self.mailbox
         if not mailbox.closed_there and mailbox.lost:
             why = f" ({mailbox.failure})" if mailbox.failure else ""
             self.lost = f"{who} not been heard of any more{why}"
@@ -170,7 +171,7 @@ class Accelerator:
         except Exception as caught:
             error = caught
         try:
-            agreed = self._training.world.all_agree(error is None, self._vector.device)
+            agreed = self.training.world.all_agree(error is None, self.training.device)
         except Exception as caught:
             if error is not None:
                 raise error from None
@@ -181,39 +182,31 @@ class Accelerator:
             raise SecondOrderError("another accelerator has failed; its own error tells why")
         return result
 
-    def _take(self, tensors: Sequence[Tensor], note: dict[str, Any]) -> None:
-        """Be the model that worker 0 has sent.
-
-        Raises:
-            SecondOrderError: If it is another model, or other parameters of it train there.
-        """
-        take_model(tensors[: note["model"]], note["train"], self._training.whole_model())
-        self._vector.follow()
-        if note["size"] != self._vector.layout.size:
+    def _take(self, tensors: Sequence[Tensor], note: dict[str, Any], *, moved: bool) -> None:
+        """Be the model that worker 0 has sent; ``moved`` to the point sent besides, if one is."""
+        take_model(tensors[: note["model"]], note["train"], self.training.whole_model())
+        self.vector.follow()
+        if note["size"] != self.vector.size:
             raise SecondOrderError(
                 f"the workers train {note['size']} numbers, this accelerator "
-                f"{self._vector.layout.size}: add the same groups of parameters on every rank"
+                f"{self.vector.size}: add the same groups of parameters on every rank"
             )
-
-    def _move(self, tensors: Sequence[Tensor], note: dict[str, Any]) -> None:
-        """Go to the point that worker 0 has sent besides, if it has."""
-        for flat in tensors[note["model"] :]:
-            self._vector.overwrite(flat.to(self._vector.device))
+        for flat in tensors[note["model"] :] if moved else ():
+            self.vector.overwrite(flat.to(self.training.device))
 
     def _compute(
         self, closure_at: ClosureAt, tensors: Sequence[Tensor], note: dict[str, Any]
     ) -> None:
         """Compute û, V̂ at c, and send them to the workers."""
-        options, vector, epoch = self._options, self._vector, note["epoch"]
+        options, vector, epoch = self.options, self.vector, note["epoch"]
 
         def prepare() -> Closures:
-            self._take(tensors, note)
-            self._move(tensors, note)
+            self._take(tensors, note, moved=True)
             return closure_at(epoch)
 
         self._loss_fn = self._together(prepare)
         measured = vector.hessian(self._loss_fn, options.hvp, options.curvature)
-        with self._training.meter.stage("lanczos"), measured as space:
+        with self.training.meter.stage("lanczos"), measured as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             loss = space.loss()
 
@@ -224,11 +217,12 @@ class Accelerator:
                 with vector.plain():
                     found = [pairs.values, pairs.bounds(), pairs.vectors()]
             finite = bool(found) and all(bool(t.isfinite().all()) for t in found)
-            cuts, me = row_bounds(len(pairs.values), self._workers), self._training.world.rank
-            for j in range(self._workers):
+            workers, me = len(self.roles.workers), self.training.world.rank
+            cuts = row_bounds(len(pairs.values), workers)
+            for j in range(workers):
                 tensors = [*found[:2], found[2][cuts[j] : cuts[j + 1]]] if finite else []
                 said = {"finite": finite, "products": pairs.iterations, "loss": loss}
-                self._mailbox.post(f"pairs/{self.answered}/{j}/{me}", tensors, **said)
+                self.mailbox.post(f"pairs/{self.answered}/{j}/{me}", tensors, **said)
 
         self._together(deliver)
         self.answered += 1
@@ -236,40 +230,31 @@ class Accelerator:
     def _judge(self, tensors: Sequence[Tensor], note: dict[str, Any]) -> None:
         """Send the losses of the accelerators' batches without and with the update."""
         assert self._loss_fn is not None
-        vector, world, losses = self._vector, self._training.world, []
-        for go in (self._take, self._move):
-            with self._training.meter.stage("judge"):
-                self._together(partial(go, tensors, note))
+        vector, world, losses = self.vector, self.training.world, []
+        for moved in (False, True):
+            with self.training.meter.stage("judge"):
+                self._together(partial(self._take, tensors, note, moved=moved))
                 loss = mean_loss(self._loss_fn, vector.params, world, vector.model)
             losses.append(vector.sign * loss)
-        for j in range(0 if world.rank else self._workers):
-            self._mailbox.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
+        for j in range(0 if world.rank else len(self.roles.workers)):
+            self.mailbox.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
 
 
-class Batches:
+def loss_by_epoch(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> ClosureAt:
     """The loss of each epoch's batch: of as many as there are, number epoch mod len.
 
     Where ``batches`` has no length, an epoch takes the next batch. A run that is resumed meets the
-    batches of one that was not interrupted, if it can.
-
-    Args:
-        batches: The batches, gone through over and over.
-        loss_fn: The loss of a batch.
+    batches of one that was not interrupted, if it can. Raises ValueError if there is no batch.
     """
+    source, count, coming = endless(batches), 0, 0
+    with suppress(TypeError):  # a DataLoader of a dataset without a length
+        count = len(batches) if isinstance(batches, Sized) else 0
 
-    def __init__(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> None:
-        self._batches, self._loss_fn = endless(batches), loss_fn
-        self._count = self._next = 0
-        with suppress(TypeError):  # a DataLoader of a dataset without a length
-            self._count = len(batches) if isinstance(batches, Sized) else 0
+    def closure_at(epoch: int) -> Callable[[], Any]:
+        nonlocal coming
+        for _ in range((epoch - coming) % count if count else 0):
+            next(source)
+        coming = epoch + 1
+        return partial(loss_fn, next(source))
 
-    def closure(self, epoch: int) -> Callable[[], Any]:
-        """The loss of an epoch's batch.
-
-        Raises:
-            ValueError: If there is no batch.
-        """
-        for _ in range((epoch - self._next) % self._count if self._count else 0):
-            next(self._batches)
-        self._next = epoch + 1
-        return partial(self._loss_fn, next(self._batches))
+    return closure_at

@@ -6,7 +6,6 @@ They are state, not something to compute again: the batch they were computed fro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,24 +15,22 @@ from second_order.budget import BUDGET, PRICES
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
 from second_order.distributed.world import World
-from second_order.fosi.pieces import FlatLayout, gather_parts
-from second_order.fosi.subspace import ColumnBasis, Subspace
-from second_order.fosi.trust import check_numbers
+from second_order.fosi.sharded_base import gather_parts
+from second_order.fosi.subspace import Subspace
+from second_order.fosi.trust import TrustRegion
+from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = [
     "OTHERS_TRAINED",
     "START",
     "SUM",
-    "UNIT",
-    "Loaded",
     "check_saved_pairs",
     "counts_of",
-    "eigenpair_parts",
     "gather_eigenpairs",
-    "has_pairs",
     "load_eigenpairs",
     "load_vector",
+    "room_for_eigenpairs",
     "vector_parts",
 ]
 
@@ -48,64 +45,64 @@ OTHERS_TRAINED = (
     "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "
     "the base goes on alone until the next refresh"
 )
-UNIT = 0.1  # tolerance of squared lengths around 1; rounding makes far less
-
-
-def eigenpair_parts(
-    subspace: Subspace | None, trust: Tensor, layout: FlatLayout, dtype: torch.dtype, room: int
-) -> dict[Tensor, dict[str, Any]]:
-    """Each parameter's part of eigenpairs that are whole on this process, as views.
-
-    Without a subspace, of zeros in the place of ``room`` pairs.
-    """
-    if not layout.params or (subspace is None and not room):
-        return {}
-    if subspace is not None:
-        head, vectors = _head(subspace, trust), subspace.basis.vectors
-        carried = subspace.carried
-    else:
-        r, device = min(room, layout.size), layout.params[0].device
-        vectors, carried = torch.zeros((r, layout.size), dtype=dtype, device=device), None
-        none, momentum = torch.zeros(r, dtype=torch.float64), vectors.new_zeros((2, r))
-        entries = none, none.clone(), momentum[0], -1, 1.0, trust, momentum[1]
-        head = dict(zip((*HEADS, *TRUST), entries, strict=True))
-    if carried is None and room:
-        carried = vectors.new_zeros(layout.size)
-    return _cut(head, vectors, carried, layout.params)
 
 
 def gather_eigenpairs(
-    subspace: Subspace, trust: Tensor, layout: FlatLayout, world: World, to: Sequence[int]
+    subspace: Subspace,
+    trust: TrustRegion,
+    vector: ParameterVector,
+    world: World,
+    to: Sequence[int],
+    room: bool = False,
 ) -> dict[Tensor, dict[str, Any]]:
-    """Collect each parameter's part of the eigenpairs on the ranks ``to``; a collective."""
-    head, carried, mine = _head(subspace, trust), subspace.carried, subspace.basis.vectors
-    by_vectors = isinstance(subspace.basis, ColumnBasis)
-    bounds = row_bounds(len(subspace.values), world.size) if by_vectors else layout.bounds
-    vectors = gather_parts(world, mine, bounds, 0 if by_vectors else 1, to)
-    if by_vectors:
-        for name in ("subspace_momentum", "last_step"):
+    """Collect each parameter's part of the eigenpairs on the ranks ``to``; a collective.
+
+    They are views where all is here. With ``room``, there are zeros for momentum that is not.
+    """
+    of, numbers = subspace, torch.tensor([float(x) for x in trust.numbers], dtype=torch.float64)
+    entries = of.values, of.residuals, of.momentum, of.largest, of.decayed, numbers, of.last
+    head: dict[str, Any] = dict(zip((*HEADS, *TRUST), entries, strict=True))
+    vectors, carried, by_rows = subspace.basis.vectors, subspace.carried, subspace.basis.by_rows
+    if world.size > 1:
+        bounds = vector.bounds if by_rows else row_bounds(len(subspace.values), world.size)
+        vectors = gather_parts(world, vectors, bounds, int(by_rows), to)
+        for name in () if by_rows else ("subspace_momentum", "last_step"):
             head[name] = gather_parts(world, head[name], bounds, 0, to)
-    elif carried is not None:
-        carried = gather_parts(world, carried, bounds, 0, to)
-    if world.rank not in to:
+        if by_rows and carried is not None:
+            carried = gather_parts(world, carried, bounds, 0, to)
+        if world.rank not in to:
+            return {}
+        if by_rows:
+            vectors = vector.in_order(vectors)
+            carried = None if carried is None else vector.in_order(carried)
+        room = room or len(to) == world.size  # as for a checkpoint read in place
+    return _cut(head, vectors, carried, vector.params, room)
+
+
+def room_for_eigenpairs(
+    count: int, trust: TrustRegion, vector: ParameterVector
+) -> dict[Tensor, dict[str, Any]]:
+    """Each parameter's part of zeros in the place of so many eigenpairs."""
+    if not vector.params:
         return {}
-    if not by_vectors:
-        vectors = layout.in_order(vectors)
-        carried = None if carried is None else layout.in_order(carried)
-    if carried is None and len(to) == world.size:  # zeros, as for a checkpoint read in place
-        carried = vectors.new_zeros(layout.size)
-    return _cut(head, vectors, carried, layout.params)
-
-
-def _head(of: Subspace, trust: Tensor) -> dict[str, Any]:
-    """The entries that the first parameter has."""
-    entries = of.values, of.residuals, of.momentum, of.largest, of.decayed, trust, of.last
-    return dict(zip((*HEADS, *TRUST), entries, strict=True))
+    r, device = min(count, vector.size), vector.params[0].device
+    vectors = torch.zeros((r, vector.size), dtype=vector.dtype, device=device)
+    none, momentum = torch.zeros(r, dtype=torch.float64), vectors.new_zeros((2, r))
+    numbers = torch.tensor([float(x) for x in trust.numbers], dtype=torch.float64)
+    entries = none, none.clone(), momentum[0], -1, 1.0, numbers, momentum[1]
+    head = dict(zip((*HEADS, *TRUST), entries, strict=True))
+    return _cut(head, vectors, None, vector.params, room=True)
 
 
 def _cut(
-    head: Mapping[str, Any], vectors: Tensor, carried: Tensor | None, params: Sequence[Tensor]
+    head: Mapping[str, Any],
+    vectors: Tensor,
+    carried: Tensor | None,
+    params: Sequence[Tensor],
+    room: bool,
 ) -> dict[Tensor, dict[str, Any]]:
+    if carried is None and room:
+        carried = vectors.new_zeros(vectors.shape[1])
     parts = vector_parts({} if carried is None else {CARRIED: carried}, params)
     for p, part in zip(params, vectors.split([p.numel() for p in params], dim=1), strict=True):
         parts[p][VECTORS] = part.view(len(part), *p.shape)
@@ -144,11 +141,6 @@ def counts_of(saved: Mapping[Tensor, Mapping[str, Any]]) -> Mapping[str, Any]:
     return next((part for part in saved.values() if "refreshed_at" in part), {})
 
 
-def has_pairs(saved: Mapping[Tensor, Mapping[str, Any]]) -> bool:
-    """Whether a checkpoint has eigenpairs, and not only zeros in their place."""
-    return any(part.get("largest", -1) >= 0 for part in saved.values())
-
-
 def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
     """Raise ValueError unless counts and eigenpairs are finite, and fit the parameters."""
     counts = counts_of(saved)
@@ -169,17 +161,12 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
                 part.require([name])
                 part.tensor(name, tuple(p.shape))
     head = next((part for part in parts.values() if part.keys() & {*HEADS, *TRUST}), None)
-    if head is not None:
-        _check_pairs(parts, head)
-
-
-def _check_pairs(parts: Mapping[Tensor, SavedPart], head: SavedPart) -> None:
-    """Raise unless the parts have whole eigenpairs, of unit length."""
+    if head is None:
+        return
     head.require(HEADS)
     count = len(head["eigenvalues"])
     for key in ("eigenvalues", "residuals", "subspace_momentum"):
         head.tensor(key, (count,))
-    squares = torch.zeros(count, dtype=torch.float64)
     for p, part in parts.items():
         part.require([VECTORS])
         vectors = part.tensor(VECTORS)
@@ -190,31 +177,24 @@ def _check_pairs(parts: Mapping[Tensor, SavedPart], head: SavedPart) -> None:
                 f"are {count} eigenvalues and a parameter of shape {tuple(p.shape)}: load it into "
                 f"the model that it was saved with",
             )
-        length = torch.linalg.vector_norm(vectors.reshape(count, -1), dim=1, dtype=torch.float64)
-        squares += length.square().cpu()
     if any(key in head for key in TRUST):
         head.require(TRUST)
         head.tensor("last_step", (count,))
-        check_numbers(head, "trust_region")
+        numbers = head.tensor("trust_region", (6,)).tolist()
+        if min(numbers[:2] + numbers[3:]) < 0.0 or numbers[1] > 1.0:
+            bounds = "numbers of at least 0 but for the third, and a scale of at most 1"
+            raise head.wrong("trust_region", f"is {numbers}, where {bounds} are needed")
     head.number("carried_decay", 0.0, 1.0)
-    if head.whole("largest", -1, count) >= 0 and bool(((squares - 1.0).abs() > UNIT).any()):
-        lengths = ", ".join(f"{length:.3g}" for length in squares.sqrt().tolist())
-        raise head.wrong(VECTORS, f"has eigenvectors of lengths [{lengths}], where 1 is needed")
-
-
-@dataclass
-class Loaded:
-    """The eigenpairs of a checkpoint, whole: its entries, and the vectors in R^n."""
-
-    head: dict[str, Any]
-    vectors: Tensor  # (r, n)
-    carried: Tensor | None  # (n,)
+    head.whole("largest", -1, count)
 
 
 def load_eigenpairs(
     saved: Mapping[Tensor, Mapping[str, Any]], params: Sequence[Tensor], dtype: torch.dtype
-) -> Loaded | None:
-    """The eigenpairs of a checkpoint; None if it has none, or none for some parameter."""
+) -> tuple[dict[str, Any], Tensor, Tensor | None] | None:
+    """The eigenpairs of a checkpoint: entries, vectors ``(r, n)``, and carried momentum ``(n,)``.
+
+    None if it has none, or none for some parameter.
+    """
     parts = [saved.get(p, {}) for p in params]
     head: dict[str, Any] = next((dict(part) for part in parts if "eigenvalues" in part), {})
     # Below 0, there is but room for pairs that were not found.
@@ -227,4 +207,4 @@ def load_eigenpairs(
         head[name] = head[name].to(device, dtype)
     vectors = [part[VECTORS].to(device, dtype) for part in parts]
     flat = [each.reshape(len(each), p.numel()) for each, p in zip(vectors, params, strict=True)]
-    return Loaded(head, torch.cat(flat, dim=1), load_vector(saved, CARRIED, params, dtype))
+    return head, torch.cat(flat, dim=1), load_vector(saved, CARRIED, params, dtype)

@@ -13,44 +13,26 @@ base has moved the parameters by. Without eigenpairs, the base steps alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, PendingAverage, Routed, Training, members_of
 from second_order.errors import CurvatureError
-from second_order.fosi.checkpoint import (
-    check_saved_pairs,
-    eigenpair_parts,
-    gather_eigenpairs,
-)
+from second_order.fosi.checkpoint import check_saved_pairs, gather_eigenpairs, room_for_eigenpairs
 from second_order.fosi.eigenpairs import Closures, RefreshedPairs
-from second_order.fosi.metrics import (
-    ACCOUNTS,
-    newton_share,
-    pair_metrics,
-    parameter_rows,
-    refresh_share,
-)
-from second_order.fosi.options import (
-    FOSIOptions,
-    check_one_vector,
-    check_shards,
-    newton_scale_at,
-)
-from second_order.fosi.pieces import Room
+from second_order.fosi.metrics import ACCOUNTS, pair_metrics, pair_summary
+from second_order.fosi.options import FOSIOptions, check_one_vector, check_shards, newton_scales
 from second_order.fosi.subspace import Subspace, share_inside
 from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
-from second_order.options import AUTO, scheduled, value_at
+from second_order.options import scheduled
 from second_order.report import CurvatureReport, Summary
-from second_order.sharded import is_sharded_checkpoint
+from second_order.sharded import is_checkpointing
 
 __all__ = ["FOSICurvature"]
 
@@ -58,56 +40,28 @@ __all__ = ["FOSICurvature"]
 class FOSICurvature(Curvature):
     """The curvature of FOSI: eigenpairs, and the step that uses them.
 
-    Args:
-        training: The training to serve.
-        options: The options of the step.
-        closure: Evaluates the loss on the curvature batch.
-        settings: A line for the summary, on where the options come from.
-
-    Attributes:
-        vector: The parameters that train, as one vector.
-        closure: The optimizer's function that evaluates the loss on the curvature batch.
-        closure_of_step: The one that the present step is given in its place.
-        pairs: The eigenpairs in use, and their refreshes.
-        closed: Whether the base goes on alone for good.
-
-    Raises:
-        ValueError: If the parameters are no vector with a Hessian, or the base cannot step parts.
-        TypeError: If the base keeps averages of the parameters, as schedule-free ones do.
+    ``settings`` is a line for the summary, on where the options come from.
     """
 
-    computes_pairs = True
-    """Whether eigenpairs are this process's to renew."""
+    computes_pairs = True  # whether eigenpairs are this process's to renew
 
     def __init__(
-        self,
-        training: Training,
-        options: FOSIOptions,
-        closure: Closures | None,
-        settings: str = "",
+        self, training: Training, options: FOSIOptions, closure: Closures | None, settings: str = ""
     ) -> None:
         super().__init__(training)
-        check_one_vector(training.groups)
-        if all(callable(getattr(training.base, name, None)) for name in ("train", "eval")):
-            raise TypeError(
-                f"{training.name} corrects the parameters after its base's step, and "
-                f"{training.base_name}, which has train() and eval(), keeps averages of them that "
-                f"the correction does not reach; use another base, or KAISA, DPKFAC or DistKFAC"
-            )
-        self.options, self._settings = options, settings
-        self.vector = ParameterVector(
-            training, spread=options.layout == "row", dtype=options.lanczos_dtype
-        )
+        check_one_vector(training)
+        self.options, self.settings = options, settings
+        spread = options.layout == "row"
+        self.vector = ParameterVector(training, spread=spread, dtype=options.lanczos_dtype)
         if closure is not None:
             check_closure(closure)
         self.closure = closure
-        self.closure_of_step: Closures | None = None
+        self.closure_of_step: Closures | None = None  # in the place of it, at the present step
         self.pairs = RefreshedPairs(training, options, self.vector)
-        self.closed = False
+        self.closed = False  # whether the base goes on alone for good
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
-        self._rooms: list[Room] = []  # where they are
 
     @property
     def steps_by_pairs(self) -> bool:
@@ -130,10 +84,6 @@ class FOSICurvature(Curvature):
         averages = self.training.averages
         return "a step skipped on one process would leave the others waiting" * averages
 
-    def check_processes(self) -> None:
-        """Raise TypeError unless parameters that FSDP2 has sharded can be worked with."""
-        self.check_shards(members_of(self.training.groups))
-
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Go on with the shards of parameters, if they can be; the vector is cut anew then."""
         if self.vector.in_parts:
@@ -142,22 +92,17 @@ class FOSICurvature(Curvature):
                 f"each process has another part of the base's state; shard the model before the "
                 f"first step"
             )
-        groups = self.training.groups
-        self.check_shards([others.get(p, p) for group in groups for p in group["params"]])
-
-    def replaced(self) -> None:
-        """Cut the vector anew, of shards."""
+        self.replan()
         if self.vector.follow():
             self.parameters_changed()
 
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
-        check_one_vector(self.training.groups)
-        self.check_shards(members_of(self.training.groups))
+        check_one_vector(self.training)
+        params = members_of(self.training.groups)
+        check_shards(self.training.name, params, self.options, helped=not self.computes_pairs)
 
-    def check_shards(self, params: Sequence[Tensor]) -> None:
-        """Raise TypeError unless parameters that FSDP2 has sharded can be worked with."""
-        check_shards(self.training.name, params, self.options)
+    begin = replan
 
     # ----------------------------------------------------------------------------------- a step
 
@@ -187,22 +132,13 @@ class FOSICurvature(Curvature):
 
     def closure_now(self) -> Closures:
         """The closure to call; without any, a function that raises CurvatureError."""
-        name, step = self.training.name, self.training.steps
-
-        def none() -> Any:
-            raise CurvatureError(
-                f"the curvature is due at step {step}, and there is no curvature closure: give "
-                f"{name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or "
-                f"call step(curvature_closure=f), with f a function that evaluates the loss on the "
-                f"curvature batch and returns it without calling backward()"
-            )
-
         found = self.closure if self.closure_of_step is None else self.closure_of_step
+        none = partial(_no_closure, self.training.name, self.training.steps)
         return none if found is None else found
 
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""
-        self._before, self._rooms = [], []
+        self._before = []
         self.pairs.budget.forget()
         if self.subspace is not None:
             self.pairs.drop(
@@ -237,7 +173,8 @@ class FOSICurvature(Curvature):
 
     def _split(self, subspace: Subspace) -> None:
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
-        gradients, basis = self.vector.gradients(), subspace.basis
+        chunks, dtype, basis = self.vector.chunks, self.vector.dtype, subspace.basis
+        gradients = [chunk.gradients(dtype) for chunk in chunks]
         witness = subspace.momentum * subspace.rates
         health: Tensor | None = None  # a sum that is finite where the gradients here are
         if self.options.trust_region and witness.device.type != "cpu":  # where nobody is to wait
@@ -246,57 +183,55 @@ class FOSICurvature(Curvature):
         if self.pairs.first_used == self.training.steps:
             rows = self.vector.spread
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
-        rule = self.pairs.momentum_rule()
-        momentum, newton = subspace.ahead(c, *rule)
-        step, scales = newton * subspace.rates, self.newton_scales()
+        rule = decay, gain, nesterov = self.pairs.momentum_rule()
+        momentum = subspace.momentum.mul(decay).add_(c, alpha=gain)
+        newton = momentum * decay + gain * c if nesterov else momentum
+        step = newton * subspace.rates
+        scales = newton_scales(self.options.newton_scale, self.training)
         if not self.options.trust_region:
             sound = basis.add(gradients, [-c])
         else:
             terms = newton_terms(newton, step, c, subspace.last)
             sound = basis.add(gradients, [-c], along=terms)
-            alpha, trust = largest_scale(scales), self.pairs.trust
-            back = trust.way_back(alpha)
             finite: Flag = True
             if health is not None:
                 finite = health.isfinite()
             elif not sound:
                 here = all(bool(gradient.isfinite().all()) for gradient in gradients)
-                finite = self.training.world.all_agree(here, self.vector.device)
-            verdict = trust.judge(terms, alpha, stability_limit(*rule), sound, finite)
-            step, momentum, sound = subspace.bounded(step, momentum, sound, verdict, back)
+                finite = self.training.world.all_agree(here, self.training.device)
+            limit, trust = stability_limit(*rule), self.pairs.trust
+            verdict = trust.judge(terms, largest_scale(scales), limit, sound, finite)
+            step, momentum, sound = subspace.bounded(step, momentum, sound, verdict)
             for gradient in gradients if verdict.undo is not False else ():
                 # They are of where the step has led to that is undone.
                 gradient.masked_fill_(torch.as_tensor(verdict.undo), 0.0)
             if verdict.undo is True:
-                self.pairs.tell_undone()
-        for chunk, gradient in zip(self.vector.chunks, gradients, strict=True):
-            chunk.put_gradients(gradient)
-        subspace.accumulate(momentum, rule[0], sound)
+                self.pairs.tell_steps()
+        for chunk, gradient in zip(chunks, gradients, strict=True):
+            chunk.put(gradient, [p.grad for p in chunk.params])
+        subspace.accumulate(momentum, decay, sound)
         if isinstance(sound, Tensor):
             step = torch.where(sound, step, torch.nan)
         elif not sound:
             step = torch.full_like(step, torch.nan)
         self._newton = step, scales
-        self._before = self.vector.keep(self._rooms)
+        self._before = [chunk.take(chunk.params, dtype, "before") for chunk in chunks]
 
     def _correct(self, subspace: Subspace, step: Tensor, scales: list[float | Tensor]) -> None:
         """Set w to w + d₁ + s (d₂ − V̂V̂ᵀd₂); the base has moved it by d₂."""
-        values, moved, chunks = self.vector.values(), self._before, self.vector.chunks
+        moved, chunks, dtype = self._before, self.vector.chunks, self.vector.dtype
+        values = [chunk.values(dtype) for chunk in chunks]
         for value, before in zip(values, moved, strict=True):
             torch.sub(value, before, out=before)
         sound = subspace.correct(values, moved, step, scales, [c.group for c in chunks])
         for chunk, value in zip(chunks, values, strict=True):
-            chunk.put_values(value)
+            # Those without a gradient stay, as with any optimizer.
+            chunk.put(value, [None if p.grad is None else p for p in chunk.params])
         if isinstance(sound, Tensor):  # a device is asked at the next refresh
             subspace.unsound = subspace.unsound | ~sound
         elif not sound:
             subspace.unsound = True
-            self.pairs.drop_unsound()
-
-    def newton_scales(self) -> list[float | Tensor]:
-        """α of each group at this step, negative to maximize."""
-        chosen, training = self.options.newton_scale, self.training
-        return [newton_scale_at(chosen, training.steps, group) for group in training.groups]
+            self.pairs.tell_steps()
 
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
@@ -315,10 +250,14 @@ class FOSICurvature(Curvature):
         counts, params = self.counts(), self.vector.params
         if self.training.world.size > 1 and self.subspace is not None:
             return {p: dict(counts) for p in params}
+        vector, trust, parts = self.vector, self.pairs.trust, dict[Tensor, Any]()
         # A checkpoint that is read in place needs room for pairs, found or not.
-        room = self.options.wanted if is_sharded_checkpoint() else 0
-        layout, trust = self.vector.layout, self.pairs.trust.saved()
-        parts = eigenpair_parts(self.subspace, trust, layout, self.vector.dtype, room)
+        room = is_checkpointing(part=True) and self.options.wanted > 0
+        if self.subspace is not None and params:
+            world = self.training.world
+            parts = gather_eigenpairs(self.subspace, trust, vector, world, [world.rank], room)
+        elif room:
+            parts = room_for_eigenpairs(self.options.wanted, trust, vector)
         return {p: {**counts, **parts.get(p, {})} for p in params}
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -339,7 +278,7 @@ class FOSICurvature(Curvature):
         return what if pairs or self.vector.in_parts else ""
 
     @property
-    def base_in_parts(self) -> bool:
+    def base_in_parts(self) -> bool:  # type: ignore[override]
         """Whether each rank has a part of the base's state."""
         return self.vector.in_parts
 
@@ -349,47 +288,31 @@ class FOSICurvature(Curvature):
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """The base's state and the eigenpairs, whole, on the ranks that want them; a collective."""
-        layout, curvature = self.vector.layout, {}
-        bases = self.vector.base_state(ranks)
+        vector, curvature = self.vector, dict[Tensor, Any]()
+        bases = vector.base_state(ranks)
         if self.subspace is not None:
-            trust, world = self.pairs.trust.saved(), self.training.world
-            curvature = gather_eigenpairs(self.subspace, trust, layout, world, ranks)
-        return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in layout.params}
+            trust, world = self.pairs.trust, self.training.world
+            curvature = gather_eigenpairs(self.subspace, trust, vector, world, ranks)
+        return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in vector.params}
 
     def found(self) -> tuple[Tensor, Tensor]:
         """û and the residuals of the last refresh."""
-        if self.subspace is None:
-            return torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.float64)
-        return self.subspace.values.clone(), self.subspace.residuals.clone()
+        none, found = torch.empty(0, dtype=torch.float64), self.subspace
+        return (none, none) if found is None else (found.values.clone(), found.residuals.clone())
 
     def report(self) -> CurvatureReport:
         """A report of the last refresh and of all refreshes' cost. Waits for the device."""
-        return CurvatureReport(
-            *self.found(),
-            None if self._share is None else float(self._share),
-            **vars(self.pairs.tally),
-            rest_scale=1.0 if self.subspace is None else self.subspace.rest_scale,
-        )
+        share = None if self._share is None else float(self._share)
+        stretch = 1.0 if self.subspace is None else self.subspace.rest_scale
+        return CurvatureReport(*self.found(), share, **vars(self.pairs.tally), rest_scale=stretch)
 
     accounts = ACCOUNTS
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
-        pairs, last = self.pairs, self.training.steps - 1
-        trust = pairs.trust if self.options.trust_region else None
-        found = pair_metrics(self.subspace, self.found()[0], pairs.tally, last, trust)
-        interval = self.options.curvature_interval
-        if interval == AUTO:
-            found["curvature_interval"] = pairs.budget.interval(pairs.tally.step)
-        else:
-            found["curvature_interval"] = float(value_at(interval, max(last, 0)))
-        found["refresh_share"] = refresh_share(self.training.meter.read(ACCOUNTS))
-        if self._share is not None:
-            found["gradient_share"] = float(self._share)
-        if self.subspace is not None:
-            groups = [chunk.group for chunk in self.vector.chunks]
-            found["newton_share"] = newton_share(self.subspace, self._before, groups)
-        return found
+        groups = [chunk.group for chunk in self.vector.chunks]
+        told = self.found()[0], self._share, self._before, groups
+        return pair_metrics(self.training, self.options, self.pairs, *told)
 
     def preconditioned(self) -> list[Tensor]:
         """The parameters that eigenvectors span; none before the first refresh."""
@@ -397,27 +320,14 @@ class FOSICurvature(Curvature):
 
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
-        options, training = self.options, self.training
-        pairs = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
-        layout = "row" if self.vector.sharded else options.layout
-        vectors = None if self.subspace is None else self.subspace.basis.vectors
-        tally, values = self.pairs.tally, self.found()[0].tolist()
-        listed = ", ".join(f"{value:.3g}" for value in values)
-        found = f"eigenvalues at step {tally.step}: {listed}"
-        taken = (
-            f"refreshes: {tally.refreshes}, not finite: {tally.failures}; Hessian-vector products: "
-            f"{tally.total_products}"
-        )
-        if tally.refreshes:
-            share = refresh_share(training.meter.read(ACCOUNTS))
-            taken += f"; {share:.1%} of the time of the base alone"
-        notes = [found if values else "no eigenpairs yet: the base steps alone", taken]
-        return Summary(
-            training.titled(pairs, f"layout {layout}"),
-            parameter_rows(training, self.vector.pieces, vectors),
-            notes=[
-                *filter(None, [self._settings]),
-                *notes,
-                *self.pairs.budget.said(tally.step),
-            ],
-        )
+        found = self.options, self.pairs, self.found()[0]
+        return pair_summary(self.training, self.vector, *found, self.settings)
+
+
+def _no_closure(name: str, step: int) -> Any:
+    raise CurvatureError(
+        f"the curvature is due at step {step}, and there is no curvature closure: give "
+        f"{name}(..., curvature_closure=f), assign optimizer.curvature_closure = f, or call "
+        f"step(curvature_closure=f), with f a function that evaluates the loss on the curvature "
+        f"batch and returns it without calling backward()"
+    )

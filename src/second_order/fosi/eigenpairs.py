@@ -10,7 +10,7 @@ Accelerators (`accelerator.py`) compute their eigenpairs by the same :func:`want
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,17 +20,9 @@ from torch import Tensor
 from second_order.budget import RefreshBudget
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, has_pairs, load_eigenpairs
+from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, load_eigenpairs
 from second_order.fosi.options import FOSIOptions
-from second_order.fosi.subspace import (
-    Basis,
-    ColumnBasis,
-    RowBasis,
-    Subspace,
-    momentum_rule,
-    newton_rates,
-    rest_scale,
-)
+from second_order.fosi.subspace import Basis, Subspace, newton_rates
 from second_order.fosi.trust import TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
@@ -39,19 +31,14 @@ from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.options import AUTO, check_interval, value_at
 
-__all__ = [
-    "FRESH",
-    "Closures",
-    "RefreshedPairs",
-    "Tally",
-    "publish",
-    "wanted_pairs",
-]
+__all__ = ["FRESH", "Closures", "RefreshedPairs", "Tally", "wanted_pairs"]
 
 Closures: TypeAlias = LossFn | Sequence[LossFn]
 
 # The guard of s, at a refresh: how it grows or shrinks, and what rise of the loss is chance.
 GROWTH, SHRINK, TOLERATED_RISE = 1.5, 0.5, 0.1
+
+REST_CLIP = 3.0  # FOSI's bound on s for SGD; adaptive bases, which scale their steps, have 1
 
 BLOWN_UP = 10.0  # times the loss at the first refresh
 
@@ -66,22 +53,12 @@ FRESH = 0.1
 def wanted_pairs(
     space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False
 ) -> Pairs:
-    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start.
-
-    Raises:
-        CurvatureError: On every process, if the loss of one cannot be differentiated twice.
-    """
+    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start."""
     most, tol = options.most_products(space.size, warm=warm), options.lanczos_tol
     wanted = options.largest, options.smallest
     pairs = extreme_pairs(space, start, *wanted, iterations=most, tol=tol, seed=options.seed)
     space.raise_together()
     return pairs
-
-
-def publish(training: Training) -> None:
-    """Replace the optimizer's published ``state`` by the present one."""
-    if training.steps:
-        training.publish()
 
 
 @dataclass
@@ -102,56 +79,41 @@ class Tally:
 
 
 class RefreshedPairs:
-    """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``.
-
-    Attributes:
-        subspace: The eigenvectors' span; None without eigenpairs.
-        tally: Counts of all refreshes.
-        trust: What bounds the Newton steps.
-        batch_loss: Loss of the curvature batch at the last refresh.
-        bound: The bound on s that the guard allows.
-        budget: Tells when refreshes are due, if their interval is "auto".
-        first_used: The first step that uses the newest eigenpairs; -1 before there are any.
-    """
+    """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``."""
 
     def __init__(self, training: Training, options: FOSIOptions, vector: ParameterVector) -> None:
         self._training, self._options, self._vector = training, options, vector
-        self.subspace: Subspace | None = None
-        self.tally = Tally()
-        self.batch_loss, self.bound = math.inf, 1.0
-        self.first_used = -1
+        self.subspace: Subspace | None = None  # None without eigenpairs
+        self.tally, self.trust = Tally(), TrustRegion()
+        self.batch_loss = math.inf  # of the curvature batch at the last refresh
+        self.bound = 1.0  # on s, that the guard allows
+        self.first_used = -1  # the first step that uses the newest eigenpairs
         self._first_loss: float | None = None
         active = options.curvature_interval == AUTO and options.wanted > 0
         first = options.warmup_steps
         self.budget = RefreshBudget(training, options.overhead, first, active=active)
-        self.trust = TrustRegion()
 
     def due(self) -> bool:
         """Whether the eigenpairs are to be refreshed at this step."""
-        options, step = self._options, self._training.steps
+        options, step, every = self._options, self._training.steps, self._options.curvature_interval
         if options.wanted == 0 or not self._vector.params:
             return False
-        if options.curvature_interval == AUTO:
+        if every == AUTO:
             return self.budget.due(self.tally.step)
-        if step < options.first_refresh:
-            return False
+        first = options.warmup_steps
         if self.tally.step < 0:
-            return True
-        every = value_at(options.curvature_interval, step)
+            return step >= (int(value_at(every, 0)) if first is None else first)
+        every = value_at(every, step)
         check_interval(f"curvature_interval at step {step}: curvature_interval", every)
         return step - self.tally.step >= int(every)
 
     def probe(self, loss_fn: Closures) -> None:
-        """Time a product, for the budget to know about what a refresh costs. A collective.
-
-        Raises:
-            CurvatureError: As :meth:`renew` does.
-        """
-        options, budget, size = self._options, self.budget, self._vector.layout.size
+        """Time a product, for the budget to know about what a refresh costs. A collective."""
+        options, budget = self._options, self.budget
         with self._training.meter.stage("lanczos"):
             began = budget.now()
             with self._vector.hessian(loss_fn, options.hvp, options.curvature) as space:
-                d = self._fresh(space, options.seed)
+                d = space.random(options.seed, 1.0 / math.sqrt(space.size))
                 space.apply(d)
                 start = budget.now()
                 # With what Lanczos does beside it, which on a small model takes longer: vectors are
@@ -161,33 +123,44 @@ class RefreshedPairs:
                 ritz_pairs(entries, entries)
                 product = budget.now() - start
                 space.raise_together()
-            most = options.most_products(size, warm=False)
+            most = options.most_products(self._vector.size, warm=False)
             budget.probed(product, budget.now() - began, most)
 
     def renew(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
 
-        Raises:
-            CurvatureError: On every process, if the loss of one cannot be evaluated or
-                differentiated twice.
+        Raises CurvatureError on all if the loss of one cannot be evaluated or differentiated twice.
         """
         training, options, tally, budget = self._training, self._options, self.tally, self.budget
+        vector = self._vector
         with training.meter.stage("lanczos"):
             began = budget.now()
-            self.drop_unsound()
-            self.tell_undone()
+            self.tell_steps()
             had = self.subspace is not None
-            with self._vector.hessian(loss_fn, options.hvp, options.curvature) as space:
+            with vector.hessian(loss_fn, options.hvp, options.curvature) as space:
+                fresh = options.seed, 1.0 / math.sqrt(space.size)
                 if (start := budget.now()) and not budget.warmed:  # the first product is not timed
                     budget.warmed = True
-                    space.apply(self._fresh(space, options.seed))
+                    space.apply(space.random(*fresh))
                     began += budget.now() - start
                 start_vector, warm = self._start(space)
                 pairs = wanted_pairs(space, start_vector, options, warm=warm)
                 loss = space.loss()
             tally.add(training.steps, pairs.iterations)
             self.first_used = training.steps
-            if not self._use_found(pairs, loss):
+
+            def basis() -> Basis | None:
+                rows, world = pairs.vectors(), training.world
+                if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
+                    return None
+                if self._by_rows:
+                    return Basis(rows, vector.chunks, world)
+                return Basis.whole_vectors(rows, vector.chunks, vector.size, world)
+
+            finite = not pairs.trouble and math.isfinite(loss)
+            if finite and not self._vanished(pairs.values):
+                finite = self.use(basis, pairs.values, pairs.bounds(), pairs.largest, loss)
+            if not finite:
                 tally.failures += 1
                 kept = "kept" if self.subspace is not None else "let go"
                 kept = f"the last eigenpairs are {kept}" if had else "no eigenpairs yet"
@@ -196,29 +169,20 @@ class RefreshedPairs:
                     f"{tally.failures} of {tally.refreshes} refreshes)"
                 )
             seconds = budget.now() - began
-        most = options.most_products(self._vector.layout.size, warm=options.warm_start)
+        most = options.most_products(vector.size, warm=options.warm_start)
         budget.refreshed(seconds, tally.products, most)
 
-    def _use_found(self, pairs: Pairs, loss: float) -> bool:
-        """Use new eigenpairs, unless they have vanished; returns whether they are finite."""
-        if pairs.trouble or not math.isfinite(loss):
-            return False
-        if self._vanished(pairs.values):
-            return True
-        self._guard(loss)
-        vector, world = self._vector, self._training.world
-        with vector.plain():
-            momentum = self._momentum()
-            self.drop()  # the old vectors, before there are new ones
-            rows = pairs.vectors()
-            if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
-                return False
-            basis: Basis = RowBasis(rows, vector.chunks, world)
-            if not self._by_rows:
-                basis = ColumnBasis.of_rows(rows, vector.chunks, vector.layout.size, world)
-            self._use(basis, pairs.values, pairs.bounds(), pairs.largest, momentum)
-        publish(self._training)
-        return True
+    def _start(self, space: RowSpace) -> tuple[Tensor, bool]:
+        """The sum of the last vectors, with a little of every direction, or a fresh one; which."""
+        seed, last = self._options.seed + self._training.steps, self.subspace
+        fresh = space.random(seed, 1.0 / math.sqrt(space.size))
+        if last is None or not self._options.warm_start:
+            return fresh, False
+        old = last.basis.rows_of_sum(space.rows) / math.sqrt(len(last.values))
+        old.add_(fresh, alpha=FRESH)
+        # From vectors that are not finite no others would ever come.
+        sound = math.isfinite(float(space.total(old.sum().double())))
+        return (old, True) if sound else (fresh, False)
 
     def _vanished(self, values: Tensor) -> bool:
         """Whether next to nothing is left of the curvature; the last pairs are kept then.
@@ -238,132 +202,112 @@ class RefreshedPairs:
             )
         return True
 
-    def _start(self, space: RowSpace) -> tuple[Tensor, bool]:
-        """The start vector: the sum of the last vectors, and a little of every direction.
+    def use(
+        self,
+        make: Callable[[], Basis | None],
+        values: Tensor,
+        residuals: Tensor,
+        largest: int,
+        loss: float,
+    ) -> bool:
+        """Go on with new eigenpairs, in which the momentum goes on, too. A collective.
 
-        And whether it is that, and not a fresh one.
+        Of û, residuals, and the basis that ``make`` makes once the old one is let go, None if it is
+        not finite: then there are none, and it returns False. ``loss`` is that of the batch that
+        they were computed on, at the same point: while it does not rise s grows, and Newton steps
+        may, too.
         """
-        seed, last = self._options.seed + self._training.steps, self.subspace
-        fresh = self._fresh(space, seed)
-        if last is None or not self._options.warm_start:
-            return fresh, False
-        old = last.basis.rows_of_sum(space.rows) / math.sqrt(len(last.values))
-        old.add_(fresh, alpha=FRESH)
-        # From vectors that are not finite no others would ever come.
-        sound = math.isfinite(float(space.total(old.sum().double())))
-        return (old, True) if sound else (fresh, False)
-
-    def _fresh(self, space: RowSpace, seed: int) -> Tensor:
-        return space.random(seed, 1.0 / math.sqrt(space.size))
-
-    def _guard(self, loss: float) -> None:
-        """Let s grow while the loss of the curvature batch does not rise, and Newton steps too."""
+        training, chunks, momentum = self._training, self._vector.chunks, None
         if math.isfinite(self.batch_loss):
             risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
             self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
             self.trust.renewed(risen=risen)
         self.batch_loss = loss
-        self._first_loss = loss if self._first_loss is None else self._first_loss
-        training = self._training
-        if loss > BLOWN_UP * abs(self._first_loss) and training.first_time("blown up"):
+        self._first_loss = first = loss if self._first_loss is None else self._first_loss
+        if loss > BLOWN_UP * abs(first) and training.first_time("blown up"):
             training.warn(
-                f"the loss of the curvature batch has grown from {self._first_loss:.3g} at the "
-                f"first refresh to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
+                f"the loss of the curvature batch has grown from {first:.3g} at the first refresh "
+                f"to {loss:.3g} at step {training.steps}: lower newton_scale or lr"
             )
-
-    def take(self, values: Tensor, residuals: Tensor, vectors: Tensor, loss: float) -> None:
-        """Use eigenpairs that other processes have computed, finite on all. A collective.
-
-        Args:
-            values: ``(r,)`` û, the largest first; float64 on the CPU.
-            residuals: ``(r,)``, float64 on the CPU.
-            vectors: This process's part of the eigenvectors.
-            loss: The loss of the batch that they were computed on, at the same point.
-        """
-        self.drop_unsound()
-        self.tell_undone()
-        self.first_used = self._training.steps + 1
-        self._guard(loss)
         with self._vector.plain():
-            momentum, count = self._momentum(), len(values)
-            self.drop()
-            largest = min(self._options.largest, count)
-            self._use(self._basis(vectors, count), values, residuals, largest, momentum)
-        publish(self._training)
+            if self.subspace is not None and self.momentum_rule()[0] > 0.0:
+                momentum = self.subspace.momentum_vector(chunks)
+            self.drop()  # the old vectors, before there are new ones
+            basis = make()
+            if basis is None:
+                return False
+            subspace = self._take(basis, values, residuals, largest)
+            if momentum is not None:
+                subspace.carry(momentum, chunks)
+        training.publish()
+        return True
 
-    def _basis(self, vectors: Tensor, count: int) -> Basis:
+    def basis_of(self, vectors: Tensor, count: int) -> Basis:
         """The basis of this process's part of so many vectors."""
-        chunks, world = self._vector.chunks, self._training.world
-        if self._by_rows:
-            return RowBasis(vectors, chunks, world)
-        return ColumnBasis(vectors, chunks, world, count)
-
-    def _momentum(self) -> Tensor | None:
-        """This process's part of the momentum in R^n; None if there is none to carry over."""
-        if self.subspace is None or self.momentum_rule()[0] <= 0.0:
-            return None
-        return self.subspace.momentum_vector(self._vector.chunks)
-
-    def _use(
-        self,
-        basis: Basis,
-        values: Tensor,
-        residuals: Tensor,
-        largest: int,
-        momentum: Tensor | None = None,
-    ) -> Subspace:
-        options = self._options
-        clip = options.rest_clip(type(self._training.base))
-        self.bound = min(self.bound, clip)
-        scale = rest_scale(values, largest, self.bound if options.lr_scale_guard else clip)
-        rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(basis.vectors)
-        nothing = torch.zeros_like(rates)
-        self.trust.follow(rates)
-        of = values, residuals, largest, rates, scale, nothing, nothing.clone()
-        self.subspace = subspace = Subspace(basis, *of)
-        if momentum is not None:
-            subspace.carry(momentum, self._vector.chunks)
-        return subspace
+        whole = None if self._by_rows else count
+        return Basis(vectors, self._vector.chunks, self._training.world, whole)
 
     @property
     def _by_rows(self) -> bool:
         return self._vector.spread or self._training.world.size == 1
 
+    def _take(self, basis: Basis, values: Tensor, residuals: Tensor, largest: int) -> Subspace:
+        options, clip = self._options, self._options.lr_scale_clip
+        if clip is None:
+            clip = REST_CLIP if type(self._training.base) is torch.optim.SGD else 1.0
+        self.bound, scale = min(self.bound, clip), 1.0
+        first, last = (abs(float(values[i])) if largest else 0.0 for i in (0, largest - 1))
+        if last > 0.0:  # s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI)
+            scale = min(max(first / last, 1.0), self.bound if options.lr_scale_guard else clip)
+        rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(basis.vectors)
+        self.trust.follow(rates)
+        nothing = torch.zeros_like(rates)
+        of = values, residuals, largest, rates, scale, nothing, nothing.clone()
+        self.subspace = subspace = Subspace(basis, *of)
+        return subspace
+
     def momentum_rule(self) -> tuple[float, float, bool]:
         """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg."""
         training, chosen = self._training, self._options.subspace_momentum
-        groups = training.groups if isinstance(chosen, str) else ()
+        if not isinstance(chosen, str):
+            return float(chosen), 1.0 - chosen, False
+        group, groups = training.groups[0], training.groups
         unlike = len(groups) > 1 and len({str(g.get("betas", g.get("momentum"))) for g in groups})
         if unlike > 1 and training.first_time("momentum"):
             training.warn(
                 "momentum differs between the groups; in the eigenvectors' span that of the first "
                 "is used: subspace_momentum= sets another"
             )
-        return momentum_rule(training.groups[0], chosen)
+        if "betas" in group:
+            beta = float(group["betas"][0])
+            return beta, 1.0 - beta, False
+        momentum, nesterov = float(group.get("momentum") or 0.0), bool(group.get("nesterov"))
+        if chosen == "average":
+            return momentum, 1.0 - momentum, nesterov
+        gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
+        return momentum, gain, nesterov
 
     def drop(self, why: str = "") -> None:
         """Drop the eigenpairs, and warn of the reason if one is given."""
         self.subspace = None
-        publish(self._training)
+        self._training.publish()
         if why:
             self._training.warn(why)
 
-    def drop_unsound(self) -> None:
-        """Drop the eigenpairs if a Newton step was not finite; alike on all processes."""
+    def tell_steps(self) -> None:
+        """Drop the eigenpairs if a Newton step was not finite; warn of those taken back."""
+        training = self._training
         if self.subspace is not None and bool(self.subspace.unsound):
             self.drop(
-                f"a Newton step at step {self._training.steps} or before is not finite, by the "
+                f"a Newton step at step {training.steps} or before is not finite, by the "
                 f"gradient, the eigenvectors or their momentum: it is left out, and "
-                f"{self._training.base_name} goes on alone until the next refresh"
+                f"{training.base_name} goes on alone until the next refresh"
             )
-
-    def tell_undone(self) -> None:
-        """Warn, the first time, that a Newton step has been taken back."""
-        if bool(self.trust.undone) and self._training.first_time("undone"):
-            self._training.warn(
-                f"the gradient after a Newton step, at step {self._training.steps} or before, was "
-                f"not finite, or has grown far more than the eigenpairs tell: that step is taken "
-                f"back, and later ones are shorter; lower newton_scale if statistics() shows many"
+        if bool(self.trust.undone) and training.first_time("undone"):
+            training.warn(
+                f"the gradient after a Newton step, at step {training.steps} or before, was not "
+                f"finite, or has grown far more than the eigenpairs tell: that step is taken back, "
+                f"and later ones are shorter; lower newton_scale if statistics() shows many"
             )
 
     def counts(self) -> dict[str, float]:
@@ -388,20 +332,20 @@ class RefreshedPairs:
         self.budget.load(counts)
         loaded = load_eigenpairs(saved, vector.params, vector.dtype) if taken else None
         if loaded is None:
-            if taken and has_pairs(saved):
+            # A count below 0 is of mere room for pairs.
+            if taken and any(part.get("largest", -1) >= 0 for part in saved.values()):
                 self._training.warn(OTHERS_TRAINED)
             return
-        count = len(loaded.vectors)
+        head, vectors, carried = loaded
         if self._by_rows:
-            mine = vector.here(loaded.vectors).contiguous()
+            mine = vector.here(vectors).contiguous()
         else:
-            start, stop = row_bounds(count, world.size)[world.rank : world.rank + 2]
-            mine = loaded.vectors[start:stop].clone()
-        basis = self._basis(mine, count)
-        head, largest = loaded.head, int(loaded.head["largest"])
-        subspace = self._use(basis, head["eigenvalues"], head["residuals"], largest)
+            start, stop = row_bounds(len(vectors), world.size)[world.rank : world.rank + 2]
+            mine = vectors[start:stop].clone()
+        basis = self.basis_of(mine, len(vectors))
+        subspace = self._take(basis, head["eigenvalues"], head["residuals"], int(head["largest"]))
         subspace.momentum = head["subspace_momentum"][basis.mine].clone()
-        subspace.carried = None if loaded.carried is None else vector.here(loaded.carried).clone()
+        subspace.carried = None if carried is None else vector.here(carried).clone()
         subspace.decayed = float(head["carried_decay"])
         if "trust_region" in head:  # checkpoints of older versions have none
             self.trust.numbers = head["trust_region"].tolist()

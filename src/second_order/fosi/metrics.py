@@ -1,4 +1,4 @@
-"""Numbers to log of a step along eigenvectors, and the rows of its summary.
+"""Numbers to log of a step along eigenvectors, and its summary.
 
 Numbers are of this process, and nothing is sent. One that is not known here is NaN, so that every
 process has the same names.
@@ -13,21 +13,22 @@ import torch
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.fosi.eigenpairs import Tally
-from second_order.fosi.pieces import ParamPiece
-from second_order.fosi.subspace import RowBasis, Subspace
-from second_order.fosi.trust import TrustRegion
-from second_order.report import EpochReport, LayerRow
+from second_order.fosi.eigenpairs import RefreshedPairs
+from second_order.fosi.options import FOSIOptions
+from second_order.fosi.subspace import Subspace
+from second_order.fosi.trust import RADIUS
+from second_order.fosi.vector import ParameterVector
+from second_order.options import AUTO, value_at
+from second_order.report import LayerRow, Summary
 from second_order.stages import ELSEWHERE
 
 __all__ = [
     "ACCOUNTS",
     "EPOCH_NAMES",
     "NAMES",
-    "epoch_metrics",
     "newton_share",
     "pair_metrics",
-    "parameter_rows",
+    "pair_summary",
     "refresh_share",
 ]
 
@@ -50,25 +51,44 @@ EPOCH_NAMES = ("epoch/number", "epoch/waited", "epoch/applied")
 
 
 def pair_metrics(
-    subspace: Subspace | None, values: Tensor, tally: Tally, step: int, trust: TrustRegion | None
+    training: Training,
+    options: FOSIOptions,
+    pairs: RefreshedPairs,
+    values: Tensor,
+    share: Tensor | None,
+    moved: Sequence[Tensor],
+    of: Sequence[int],
 ) -> dict[str, float]:
-    """Numbers on eigenpairs and the refreshes that found them.
+    """Numbers on eigenpairs, the refreshes that found them, and the last step.
 
-    ``values`` are û of the last ones that came; ``step`` is that of the last step, -1 before it.
+    ``values`` are û of the last refresh, ``share`` that of the gradient; of :func:`newton_share`
+    are ``moved`` and ``of``.
     """
+    tally, last, subspace = pairs.tally, training.steps - 1, pairs.subspace
     found = dict.fromkeys(NAMES, math.nan)
     found["pairs"] = float(len(values))
+    found["rest_scale"] = 1.0 if subspace is None else float(subspace.rest_scale)
     found["lanczos/products"] = float(tally.products)
     found["lanczos/total_products"] = float(tally.total_products)
     found["refreshes"], found["failed"] = float(tally.refreshes), float(tally.failures)
-    found["rest_scale"] = 1.0 if subspace is None else float(subspace.rest_scale)
     if len(values):
         found["eigenvalue/largest"] = float(values.max())
         found["eigenvalue/smallest"] = float(values.min())
-        found["age/pairs"] = float(step - tally.step)
-    if trust is not None:
-        found["trust_radius"], found["trust_scale"] = trust.radius, trust.scale
-        found["undone"] = float(trust.undone)
+        found["age/pairs"] = float(last - tally.step)
+    if options.trust_region:
+        usual, found["trust_scale"] = map(float, pairs.trust.numbers[:2])
+        found["trust_radius"] = math.sqrt(RADIUS * usual) or math.inf  # before the first step
+        found["undone"] = float(pairs.trust.undone)
+    interval = options.curvature_interval
+    if interval == AUTO:
+        found["curvature_interval"] = pairs.budget.interval(tally.step)
+    else:
+        found["curvature_interval"] = float(value_at(interval, max(last, 0)))
+    found["refresh_share"] = refresh_share(training.meter.read(ACCOUNTS))
+    if share is not None:
+        found["gradient_share"] = float(share)
+    if subspace is not None:
+        found["newton_share"] = newton_share(subspace, moved, of)
     return found
 
 
@@ -81,12 +101,6 @@ def refresh_share(seconds: Mapping[str, float]) -> float:
     return seconds["total_seconds/lanczos"] / base if base > 0.0 else math.nan
 
 
-def epoch_metrics(number: int, reports: Sequence[EpochReport]) -> dict[str, float]:
-    """Numbers on the epoch under way, and on the last of those that have ended."""
-    last = (reports[-1].waited, float(reports[-1].applied)) if reports else (math.nan, math.nan)
-    return dict(zip(EPOCH_NAMES, (float(number), *last), strict=True))
-
-
 def newton_share(subspace: Subspace, moved: Sequence[Tensor], of: Sequence[int]) -> float:
     """‖d₁‖² / (‖d₁‖² + ‖s (d₂ − V̂V̂ᵀd₂)‖²) of the last step: the Newton part's share of it.
 
@@ -94,7 +108,7 @@ def newton_share(subspace: Subspace, moved: Sequence[Tensor], of: Sequence[int])
     all of d₁. ``moved`` is what :meth:`Subspace.correct` left of the base's step d₂, by chunk,
     ``of`` the index of each chunk's group.
     """
-    if subspace.taken is None or not moved or not isinstance(subspace.basis, RowBasis):
+    if subspace.taken is None or not moved or not subspace.basis.by_rows:
         return math.nan
     step, c, scales = subspace.taken
     stretch = subspace.rest_scale - 1.0
@@ -110,12 +124,18 @@ def newton_share(subspace: Subspace, moved: Sequence[Tensor], of: Sequence[int])
     return first / whole if whole > 0 else math.nan
 
 
-def parameter_rows(
-    training: Training, pieces: Sequence[ParamPiece], vectors: Tensor | None
-) -> list[LayerRow]:
-    """A line of the summary for each parameter; ``vectors`` are the eigenvectors here, if any."""
-    here, names = {piece.param: piece.size for piece in pieces}, training.names()
-    rows = []
+def pair_summary(
+    training: Training,
+    vector: ParameterVector,
+    options: FOSIOptions,
+    pairs: RefreshedPairs,
+    values: Tensor,
+    settings: str,
+) -> Summary:
+    """A table of every parameter; ``values`` are û of the last pairs."""
+    tally, names = pairs.tally, training.names()
+    vectors = None if pairs.subspace is None else pairs.subspace.basis.vectors
+    here, rows = {piece.param: piece.size for piece in vector.mine}, []
     for p in (p for group in training.groups for p in group["params"]):
         spanned = p.requires_grad and vectors is not None
         base = "base" if p.requires_grad else "frozen"
@@ -124,4 +144,17 @@ def parameter_rows(
         detail = "spanned by the eigenvectors" if spanned else ""
         size = 0 if vectors is None else vectors[:, :1].nbytes * here.get(p, 0)
         rows.append(LayerRow(name, kind, p.numel(), status, detail, factor_bytes=size))
-    return rows
+    listed = ", ".join(f"{value:.3g}" for value in values.tolist())
+    found = f"eigenvalues at step {tally.step}: {listed}"
+    taken = (
+        f"refreshes: {tally.refreshes}, not finite: {tally.failures}; Hessian-vector products: "
+        f"{tally.total_products}"
+    )
+    if tally.refreshes:
+        share = refresh_share(training.meter.read(ACCOUNTS))
+        taken += f"; {share:.1%} of the time of the base alone"
+    notes = [found if len(values) else "no eigenpairs yet: the base steps alone", taken]
+    title = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
+    layout = "row" if vector.sharded else options.layout
+    notes = [*filter(None, [settings]), *notes, *pairs.budget.said(tally.step)]
+    return Summary(training.titled(title, f"layout {layout}"), rows, notes=notes)

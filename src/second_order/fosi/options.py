@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.training import Training
+from second_order.distributed.roles import whole_models
 from second_order.lanczos.closure import CurvatureKind, LossFn, check_curvature
 from second_order.lanczos.hvp import ProductMode
 from second_order.lanczos.spectrum import check_one_device, default_iterations
@@ -46,7 +47,7 @@ __all__ = [
     "check_one_vector",
     "check_shards",
     "frozen_body",
-    "newton_scale_at",
+    "newton_scales",
     "suited",
 ]
 
@@ -55,24 +56,8 @@ Layout: TypeAlias = Literal["row", "column"]
 WARM_PRODUCTS = 20
 """Products that a warm start may take whatever the number of pairs."""
 
-REST_CLIP = 3.0
-"""FOSI's bound on s for SGD; adaptive bases, which scale their steps themselves, have 1."""
-
-
 PresetName: TypeAlias = Literal["auto", "general", "fine-tuning", "full-batch"]
 FinalUpdate: TypeAlias = Literal["within", "guarded", "paper", "additive"]
-
-
-def check_newton_scale(name: str, value: Any) -> None:
-    """Raise unless α is a finite number of at least 0."""
-    remedy = "0.1 is the default, 1.0 a full step"
-    check_number(name, value, low=0.0, open_high=True, remedy=remedy)
-
-
-def check_lanczos_dtype(name: str, value: Any) -> None:
-    """Raise unless Lanczos vectors stay orthogonal in a dtype."""
-    if value not in (torch.float32, torch.float64):
-        raise ValueError(f"{name}={value} loses orthogonality; use torch.float32 or torch.float64")
 
 
 def check_momentum(name: str, value: Any) -> None:
@@ -84,18 +69,12 @@ def check_momentum(name: str, value: Any) -> None:
         check_number(name, value, low=0.0, high=1.0, open_high=True, remedy=remedy)
 
 
-def check_kind(name: str, value: Any) -> None:
-    """Raise unless the curvature is one of those that there are."""
-    if value != "fisher":  # which may mean two, as is said next
-        check_choice(name, value, get_args(CurvatureKind))
-    check_curvature(value)
-
-
 COUNT = partial(check_whole, low=0, remedy="0 for none of them")
 WARMUP = partial(check_whole, low=0, remedy="0 to begin with a refresh")
 CLIP = partial(check_number, low=1.0, remedy="1.0 for no scaling")
 TOLERANCE = partial(check_number, low=0.0, open_high=True, remedy="1e-2 is the default")
 FLOOR = partial(check_number, low=0.0, high=1.0, remedy="0.01 is usual")
+SCALE = partial(check_number, low=0.0, open_high=True, remedy="0.1 is the default, 1.0 a full step")
 SHARE = partial(check_number, low=0.0, open_low=True, high=10.0, remedy="0.2 is the default")
 
 
@@ -110,9 +89,8 @@ class FOSIOptions:
             callable of the step; "auto": as often as ``overhead`` allows.
         overhead: With "auto": the share of the time of the base alone that all computations of
             eigenpairs may take together, above 0 and up to 10. A product is timed at step 10 /
-            ``overhead``, the first computation comes once it is paid for, and each that follows
-            when it is; the first three are timed, and the costs, in steps of the base, are kept
-            from then on, in checkpoints, too. Not used without "auto".
+            ``overhead``, and each computation comes once it is paid for; the first three are timed,
+            and the costs, in steps of the base, are kept, in checkpoints, too.
         warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
             or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
             then they are paid for before the second ones.
@@ -168,23 +146,24 @@ class FOSIOptions:
     curvature_interval: AutoInterval = keyword(AUTO, check_interval, AUTO)
     overhead: float = keyword(0.2, SHARE)
     warmup_steps: int | None = keyword(None, WARMUP, None)
-    newton_scale: Schedule = keyword(0.1, check_newton_scale, callable)
+    newton_scale: Schedule = keyword(0.1, SCALE, callable)
     lr_scale_clip: float | None = keyword(None, CLIP, None)
     lr_scale_guard: bool = keyword(True, check_flag)
     lanczos_iterations: int | None = keyword(None)
     lanczos_tol: float = keyword(1e-2, TOLERANCE)
-    lanczos_dtype: torch.dtype | None = keyword(None, check_lanczos_dtype, None)
+    lanczos_dtype: torch.dtype | None = keyword(None, one_of(torch.float32, torch.float64), None)
     eigenvalue_floor: float = keyword(1e-2, FLOOR)
     subspace_momentum: float | Literal["average", "base"] = keyword("average", check_momentum)
     warm_start: bool = keyword(True, check_flag)
     trust_region: bool = keyword(True, check_flag)
     hvp: ProductMode = keyword("auto", one_of("auto", "retained", "recomputed", "differences"))
-    curvature: CurvatureKind = keyword("hessian", check_kind)
+    curvature: CurvatureKind = keyword("hessian", lambda _, kind: check_curvature(kind))
     layout: Layout = keyword("row", one_of("row", "column"))
     seed: int = keyword(0, check_seed)
 
     def __post_init__(self) -> None:
         check_keywords(self)
+        check_curvature(self.curvature, self.hvp)
         if (most := self.lanczos_iterations) is not None:
             check_whole("lanczos_iterations", most, max(self.wanted, 1), "4 (largest + smallest)")
         if self.smallest > 0 and self.curvature != "hessian":
@@ -212,19 +191,6 @@ class FOSIOptions:
         if not warm or self.smallest:
             return usual
         return min(usual, max(2 * wanted, WARM_PRODUCTS))
-
-    @property
-    def first_refresh(self) -> int:
-        """The step of the first refresh: W, the steps of the base alone; not for "auto"."""
-        if self.warmup_steps is not None:
-            return self.warmup_steps
-        return int(value_at(self.curvature_interval, 0))
-
-    def rest_clip(self, base: type[torch.optim.Optimizer]) -> float:
-        """The bound on s for a base."""
-        if self.lr_scale_clip is not None:
-            return self.lr_scale_clip
-        return REST_CLIP if base is torch.optim.SGD else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,104 +232,85 @@ class EpochOptions(FOSIOptions):
         check_count("epoch_steps", self.epoch_steps, meaning="steps")  # before it is an interval
         super().__post_init__()
 
-    @property
-    def within(self) -> bool:
-        """Whether the next epoch's steps use the eigenpairs, in place of one update."""
-        return self.final_update == "within"
 
-    @property
-    def first_epoch(self) -> int:
-        """The step of the first epoch that accelerators help in: W, 0 if it is not given."""
-        return self.warmup_steps or 0
-
-
-def newton_scale_at(option: Schedule, step: int, group: Mapping[str, Any]) -> float | Tensor:
-    """α of a group of parameters at a step, negative where the loss is maximized."""
-    scale = value_at(option, step)
+def newton_scales(option: Schedule, training: Training) -> list[float | Tensor]:
+    """α of each group of parameters at a step, negative where the loss is maximized."""
+    given, scales = value_at(option, training.steps), list[float | Tensor]()
     if callable(option):  # a number has been checked
-        check_newton_scale("newton_scale", scale)
-    scale = -float(scale) if group.get("maximize") else float(scale)
-    if callable(option):
-        return scale
-    # A constant is α at the schedule's largest lr: a schedule that ends at 0 ends these steps.
-    lr, peak = group["lr"], group[PEAK_LR]
-    if isinstance(lr, Tensor) or isinstance(peak, Tensor):
-        ratio: Tensor = lr / peak
-        return scale * torch.nan_to_num(ratio, 0.0)
-    return scale * (lr / peak) if peak > 0.0 else 0.0
+        SCALE("newton_scale", given)
+    for group in training.groups:
+        scale = -float(given) if group.get("maximize") else float(given)
+        lr, peak = group["lr"], group[PEAK_LR]
+        if callable(option):
+            scales.append(scale)
+        # A constant is α at the schedule's largest lr: a schedule that ends at 0 ends these steps.
+        elif isinstance(lr, Tensor) or isinstance(peak, Tensor):
+            scales.append(scale * torch.nan_to_num(lr / peak, 0.0))
+        else:
+            scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)
+    return scales
 
 
-def check_shards(name: str, params: Sequence[Tensor], options: FOSIOptions) -> None:
+def check_shards(
+    name: str, params: Sequence[Tensor], options: FOSIOptions, *, helped: bool
+) -> None:
     """Raise TypeError unless parameters that FSDP2 has sharded make one vector in rows.
 
-    Its products are by differences then.
+    Its products are by differences then. Where workers are ``helped``, raise ValueError for any.
     """
     shards = [p for p in params if is_dtensor(p)]
-    why = ""
-    if not shards:
-        return
-    if len(shards) < len(params):
-        why = (
+    if shards and helped:
+        raise ValueError(whole_models(name, "accelerator"))
+    column = options.layout == "column" and not isinstance(options, EpochOptions)
+    for wrong, why in (
+        (
+            len(shards) < len(params),
             f"fully_shard has sharded {len(shards)} of {len(params)} parameters, and one vector "
-            f"spans all; shard the rest, too, without ignored_params"
-        )
-    elif any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
-        why = (
+            f"spans all; shard the rest, too, without ignored_params",
+        ),
+        (
+            any(cast(Any, p).device_mesh.ndim > 1 for p in shards),
             "the parameters are sharded over a mesh with replicas (HSDP), and each process is to "
-            "have rows of its own; shard over a mesh of one dimension"
-        )
-    elif options.layout == "column" and not isinstance(options, EpochOptions):
-        why = (
-            "layout='column' keeps whole vectors on each process, and fully_shard (FSDP2) leaves "
-            "it rows; use layout='row'"
-        )
-    elif options.hvp not in ("auto", "differences"):
-        why = (
-            f"hvp={options.hvp!r} takes second derivatives, and fully_shard (FSDP2) has first ones "
-            f"only; use hvp='differences'"
-        )
-    elif options.curvature != "hessian":
-        why = (
-            f"curvature={options.curvature!r} takes derivatives of outputs, and fully_shard "
-            f"(FSDP2) has those of a loss only; use curvature='hessian', or DistributedDataParallel"
-        )
-    if why:
-        raise TypeError(f"{name}: {why}")
+            "have rows of its own; shard over a mesh of one dimension",
+        ),
+        (column, "layout='column' keeps whole vectors, and FSDP2 leaves rows; use layout='row'"),
+        (
+            options.hvp not in ("auto", "differences"),
+            f"hvp={options.hvp!r} takes second derivatives, and FSDP2 has first ones only; use "
+            f"hvp='differences'",
+        ),
+        (
+            options.curvature != "hessian",
+            f"curvature={options.curvature!r} takes derivatives of outputs, and FSDP2 has those of "
+            f"a loss only; use curvature='hessian', or DistributedDataParallel",
+        ),
+    ):
+        if shards and wrong:
+            raise TypeError(f"{name}: {why}")
 
 
-def check_one_vector(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ValueError unless the groups' parameters can be one vector with a Hessian."""
-    groups = list(groups)
+def check_one_vector(training: Training) -> None:
+    """Raise unless the parameters can be one vector with a Hessian, whose steps are corrected."""
+    groups, base = training.groups, training.base
     check_one_device([p for group in groups for p in group["params"]])
     if len({bool(group.get("maximize")) for group in groups}) > 1:
         raise ValueError("maximize differs between the groups; eigenvectors span all of them")
+    if all(callable(getattr(base, name, None)) for name in ("train", "eval")):
+        raise TypeError(
+            f"{training.name} corrects the parameters after its base's step, and "
+            f"{training.base_name}, which has train() and eval(), keeps averages of them that "
+            f"the correction does not reach; use another base, or KAISA, DPKFAC or DistKFAC"
+        )
 
 
+SETTLED = "largest", "lanczos_iterations", "warmup_steps", "newton_scale", "subspace_momentum"
 PRESETS: dict[str, dict[str, Any]] = {
     # Gradients are noisy and everything trains: few pairs, short Newton steps.
-    "general": {
-        "largest": 10,
-        "lanczos_iterations": None,
-        "warmup_steps": None,
-        "newton_scale": 0.1,
-        "subspace_momentum": "average",
-    },
+    "general": dict(zip(SETTLED, (10, None, None, 0.1, "average"), strict=True)),
     # Little trains, behind a frozen body: a product costs a small share of a gradient.
-    "fine-tuning": {
-        "largest": 70,
-        "lanczos_iterations": 100,
-        "warmup_steps": 0,
-        "newton_scale": 0.5,
-        "subspace_momentum": 0.0,
-    },
+    "fine-tuning": dict(zip(SETTLED, (70, 100, 0, 0.5, 0.0), strict=True)),
     # Every gradient is of the examples of the curvature batch: no noise to average out.
-    "full-batch": {
-        "largest": 10,
-        "lanczos_iterations": None,
-        "warmup_steps": 100,
-        "newton_scale": 0.5,
-        "subspace_momentum": 0.0,
-    },
+    "full-batch": dict(zip(SETTLED, (10, None, 100, 0.5, 0.0), strict=True)),
 }
 """Settings for kinds of training; what is given by name goes before them."""
 

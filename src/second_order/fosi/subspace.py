@@ -2,7 +2,7 @@
 
     c = V̂ᵀg,  mom <- β mom + gain · c,  step coefficients −α |û|⁻¹ mom
 
-A basis keeps V̂ in one of two layouts, behind the same three verbs:
+A basis keeps V̂ in one of two layouts, behind the same verbs:
 
     row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
     column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
@@ -14,108 +14,68 @@ anything. Whether it did is a plain value on the CPU, and a tensor elsewhere, as
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
-from second_order.fosi.pieces import Chunk
-from second_order.fosi.trust import Flag, Number, TrustVerdict
+from second_order.fosi.trust import Flag, TrustVerdict
+from second_order.fosi.vector import Chunk
 from second_order.lanczos.vector_space import row_bounds
 
-__all__ = [
-    "Basis",
-    "ColumnBasis",
-    "RowBasis",
-    "Subspace",
-    "momentum_rule",
-    "newton_rates",
-    "rest_scale",
-    "share_inside",
-]
+__all__ = ["Basis", "Subspace", "newton_rates", "share_inside"]
 
 
 class Basis:
     """V̂, wherever its parts are; vectors are lists of this process's chunks.
 
-    Args:
-        vectors: The part of V̂ᵀ here, ``(rows here, columns here)``.
-        chunks: The chunks of the columns.
-        world: The processes that have the other parts.
+    Attributes:
+        vectors: The part of V̂ᵀ here, ``(rows here, columns here)``; columns are cut by ``chunks``.
+        by_rows: Whether these are rows of all vectors; with one process, all of V̂. Otherwise they
+            are some of ``count`` whole vectors (DHO2, algorithm 3).
         mine: The slice of the r vectors whose coefficients are here.
     """
 
-    def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World, mine: slice) -> None:
-        self.vectors, self.mine, self._world = vectors, mine, world
+    def __init__(
+        self, vectors: Tensor, chunks: Sequence[Chunk], world: World, count: int | None = None
+    ) -> None:
+        self.vectors, self.by_rows, self._world = vectors, count is None, world
+        self.mine = slice(0, len(vectors))
+        if count is not None:
+            self.mine = slice(*row_bounds(count, world.size)[world.rank : world.rank + 2])
         self._parts = [vectors[:, chunk.columns] for chunk in chunks]
 
+    @classmethod
+    def whole_vectors(cls, rows: Tensor, chunks: Sequence[Chunk], size: int, world: World) -> Basis:
+        """Make whole vectors of all processes' rows, ``(r, rows)``; about n r (P − 1)/P² each."""
+        bounds, cuts = row_bounds(size, world.size), row_bounds(len(rows), world.size)
+        mine = cuts[world.rank + 1] - cuts[world.rank]
+        widths = [stop - start for start, stop in pairwise(bounds)]
+        parts = rows.split([stop - start for start, stop in pairwise(cuts)])
+        received = world.swap([part.reshape(-1) for part in parts], [mine * n for n in widths])
+        vectors = [part.view(mine, n) for part, n in zip(received, widths, strict=True)]
+        return cls(torch.cat(vectors, 1), chunks, world, len(rows))
+
     def coefficients(
         self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
     ) -> Tensor:
-        """The coefficients V̂ᵀx of the vectors that are ``mine``.
+        """The coefficients V̂ᵀx of the vectors that are ``mine``, of x chunk by chunk.
 
-        Args:
-            x: The vector, chunk by chunk.
-            witness: A tensor; if it is not finite on a process, neither are the coefficients there,
-                nor the sums that :meth:`add` makes of them anywhere.
-            along: A sum over the rows that are here; in place it becomes that over all.
+        If ``witness`` is not finite on a process, neither are they there, nor the sums that
+        :meth:`add` makes of them anywhere. A sum over the rows that are here goes ``along``; in
+        place it becomes that over all.
         """
-        total: Tensor | None = None
+        c: Tensor | None = None
         for part, each in zip(self._parts, x, strict=True):
-            total = torch.mv(part, each) if total is None else total.addmv_(part, each)
-        if total is None:  # a process may have no rows
-            total = self.vectors.new_zeros(len(self.vectors))
-        return total if witness is None else total.add_(witness.sum(), alpha=0.0)
-
-    def add(
-        self,
-        x: Sequence[Tensor],
-        c: Sequence[Tensor],
-        of: Sequence[int] = (),
-        along: Tensor | None = None,
-    ) -> Flag:
-        """Add V̂c to x in place if it is finite; returns whether, the same on all processes.
-
-        Args:
-            x: The vector, chunk by chunk.
-            c: Coefficients of the vectors that are ``mine``, one set or several.
-            of: Index of the set that each chunk takes, if there are several.
-            along: Sums over the vectors that are ``mine``; in place they become those over all.
-        """
-        sums = self._sums(c, of)
-        self._world.all_reduce(sums if along is None else [*sums, along]).wait()
-        sound = _finite([each.sum() for each in sums])
-        _add_where(sound, x, sums)
-        return sound
-
-    def rows_of_sum(self, rows: slice) -> Tensor:
-        """Some rows of the sum of all vectors, to start a recurrence from."""
-        total = self.vectors.sum(0)
-        self._world.all_reduce([total]).wait()
-        return total[rows]
-
-    def _sums(self, c: Sequence[Tensor], of: Sequence[int]) -> list[Tensor]:
-        """V̂c by chunk and set, of the vectors that are here."""
-        which = of or [0] * len(self._parts)
-        return [part.t() @ c[i] for part, i in zip(self._parts, which, strict=True)]
-
-
-class RowBasis(Basis):
-    """This process's rows of all vectors, ``(r, rows here)``; with one process, all of V̂."""
-
-    def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World) -> None:
-        super().__init__(vectors, chunks, world, slice(0, len(vectors)))
-
-    def coefficients(
-        self, x: Sequence[Tensor], witness: Tensor | None = None, along: Tensor | None = None
-    ) -> Tensor:
-        """The coefficients V̂ᵀx, ``(r,)``, summed over processes."""
-        c = super().coefficients(x, witness)
-        if self._world.size > 1:
+            c = torch.mv(part, each) if c is None else c.addmv_(part, each)
+        if c is None:  # a process may have no rows
+            c = self.vectors.new_zeros(len(self.vectors))
+        if witness is not None:
+            c.add_(witness.sum(), alpha=0.0)
+        if self.by_rows and self._world.size > 1:
             self._world.all_reduce([c] if along is None else [c, along]).wait()
         return c
 
@@ -126,42 +86,33 @@ class RowBasis(Basis):
         of: Sequence[int] = (),
         along: Tensor | None = None,
     ) -> Flag:
-        """Add V̂c to x in place if c is finite: V̂ is finite wherever V̂ᵀx has been."""
-        sound = _finite(c)
-        if isinstance(sound, Tensor):  # where an answer would be waited for
-            _add_where(sound, x, self._sums(c, of))
-        elif sound:
-            which = of or [0] * len(self._parts)
-            for part, each, i in zip(self._parts, x, which, strict=True):
-                each.addmv_(part.t(), c[i])
+        """Add V̂c to x in place if it is finite; returns whether, the same on all processes.
+
+        By rows it is if c is finite: V̂ is wherever V̂ᵀx has been. c may be several sets; each chunk
+        takes the one ``of`` its index. Sums over the vectors that are ``mine`` go ``along``; in
+        place they become those over all.
+        """
+        which = of or [0] * len(self._parts)
+        if self.by_rows:
+            sound = _finite(c)
+            if not isinstance(sound, Tensor):  # where no answer is waited for
+                for part, each, i in zip(self._parts, x, which, strict=True) if sound else ():
+                    each.addmv_(part.t(), c[i])
+                return sound
+        sums = [part.t() @ c[i] for part, i in zip(self._parts, which, strict=True)]
+        if not self.by_rows:
+            self._world.all_reduce(sums if along is None else [*sums, along]).wait()
+            sound = _finite([each.sum() for each in sums])
+        _add_where(sound, x, sums)
         return sound
 
     def rows_of_sum(self, rows: slice) -> Tensor:
-        """The rows here of the sum of the vectors; ``rows`` must be these."""
-        return self.vectors.sum(0)
-
-
-class ColumnBasis(Basis):
-    """Some of ``count`` vectors, whole, ``(r_p, n)`` (DHO2, algorithm 3)."""
-
-    def __init__(self, vectors: Tensor, chunks: Sequence[Chunk], world: World, count: int) -> None:
-        bounds = row_bounds(count, world.size)
-        mine = slice(bounds[world.rank], bounds[world.rank + 1])
-        super().__init__(vectors, chunks, world, mine)
-
-    @classmethod
-    def of_rows(cls, rows: Tensor, chunks: Sequence[Chunk], size: int, world: World) -> ColumnBasis:
-        """Make it of all processes' rows, ``(r, rows)``; about n r (P − 1)/P² each."""
-        count = len(rows)
-        bounds, cuts = row_bounds(size, world.size), row_bounds(count, world.size)
-        mine = cuts[world.rank + 1] - cuts[world.rank]
-        widths = [stop - start for start, stop in pairwise(bounds)]
-        parts = rows.split([stop - start for start, stop in pairwise(cuts)])
-        received = world.swap([part.reshape(-1) for part in parts], [mine * n for n in widths])
-        vectors = torch.cat(
-            [part.view(mine, n) for part, n in zip(received, widths, strict=True)], 1
-        )
-        return cls(vectors, chunks, world, count)
+        """Some rows of the sum of all vectors, to start from; by rows, those that are here."""
+        total = self.vectors.sum(0)
+        if self.by_rows:
+            return total
+        self._world.all_reduce([total]).wait()
+        return total[rows]
 
 
 def _finite(tensors: Sequence[Tensor]) -> Flag:
@@ -187,45 +138,11 @@ def newton_rates(values: Tensor, floor: float) -> Tensor:
     return torch.where(torch.isfinite(rates), rates, 0.0)
 
 
-def rest_scale(values: Tensor, largest: int, clip: float) -> float:
-    """The stretch of steps outside the subspace: s = clip(|λ₁| / |λ_k|, 1, clip) (FOSI).
-
-    Of eigenvalues û, the k ``largest`` first, in descending order.
-    """
-    if largest < 1:
-        return 1.0
-    first, last = abs(float(values[0])), abs(float(values[largest - 1]))
-    return min(max(first / last, 1.0), clip) if last > 0.0 else 1.0
-
-
-def momentum_rule(group: Mapping[str, Any], chosen: float | str) -> tuple[float, float, bool]:
-    """The numbers (β, gain, nesterov) of mom <- β mom + gain · V̂ᵀg.
-
-    Args:
-        group: A parameter group of the base.
-        chosen: A number: a running average with that β; "average": with the base's; "base": as the
-            base does it.
-    """
-    if not isinstance(chosen, str):
-        return float(chosen), 1.0 - chosen, False
-    if "betas" in group:
-        beta = float(group["betas"][0])
-        return beta, 1.0 - beta, False
-    momentum, nesterov = float(group.get("momentum") or 0.0), bool(group.get("nesterov"))
-    if chosen == "average":
-        return momentum, 1.0 - momentum, nesterov
-    gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
-    return momentum, gain, nesterov
-
-
 def share_inside(c: Tensor, gradients: Sequence[Tensor], world: World, *, rows: bool) -> Tensor:
     """The share of the gradient in the subspace, ‖V̂ᵀg‖² / ‖g‖², on the device.
 
-    Args:
-        c: V̂ᵀg, the coefficients of the vectors that are here.
-        gradients: g, the rows that are here.
-        world: The processes.
-        rows: Whether the rows of V̂ are spread over the processes, and not its vectors.
+    Of the coefficients and rows that are here; whether the rows of V̂ are spread over the processes,
+    and not its vectors, tells ``rows``.
     """
     inside = c.double().square().sum()
     whole = torch.zeros_like(inside)
@@ -244,60 +161,42 @@ class Subspace:
 
     The momentum of g₁ lives in R^n and outlasts refreshes: it is V̂ ``momentum`` + ``decayed`` ·
     ``carried``, the second part, of earlier subspaces, being orthogonal to V̂.
-
-    Attributes:
-        basis: V̂, in one of the two layouts.
-        values: ``(r,)`` û, the largest first; float64 on the CPU.
-        residuals: ``(r,)`` residuals of the eigenpairs, float64 on the CPU.
-        largest: Number k of largest eigenpairs.
-        rates: ``(r_p,)`` Newton's steps in the vectors that are ``basis.mine``.
-        rest_scale: s, by which the base's step is stretched.
-        momentum: Coefficients of the vectors that are ``basis.mine``.
-        last: |û|⁻¹ mom of the last step, of the vectors that are ``basis.mine``.
-        carried: This process's part of the vector of earlier subspaces, or None for zero.
-        decayed: The factor of ``carried`` that is left.
-        unsound: Whether a step was not finite, the same on all processes.
-        taken: The last Newton step without α, the base's step in the span, and α of each group.
     """
 
-    basis: Basis
-    values: Tensor
-    residuals: Tensor
-    largest: int
-    rates: Tensor
-    rest_scale: float
-    momentum: Tensor
-    last: Tensor
-    carried: Tensor | None = None
-    decayed: float = 1.0
-    unsound: Flag = False
+    basis: Basis  # V̂, in one of the two layouts
+    values: Tensor  # (r,) û, the largest first; float64 on the CPU
+    residuals: Tensor  # (r,), alike
+    largest: int  # k, number of the largest eigenpairs
+    rates: Tensor  # (r_p,) Newton's steps in the vectors that are ``basis.mine``
+    rest_scale: float  # s, by which the base's step is stretched
+    momentum: Tensor  # (r_p,) its coefficients
+    last: Tensor  # (r_p,) |û|⁻¹ mom of the last step
+    carried: Tensor | None = None  # this process's part; None for zero
+    decayed: float = 1.0  # the factor of ``carried`` that is left
+    unsound: Flag = False  # whether a step was not finite, the same on all processes
+    # The last Newton step without α, the base's step in the span, and α of each group.
     taken: tuple[Tensor, Tensor, Sequence[float | Tensor]] | None = None
 
-    def ahead(self, c: Tensor, decay: float, gain: float, nesterov: bool) -> tuple[Tensor, Tensor]:
-        """The momentum with V̂ᵀg, and the coefficients that the Newton step is made of."""
-        taken = self.momentum.mul(decay).add_(c, alpha=gain)
-        return taken, taken * decay + gain * c if nesterov else taken
-
     def bounded(
-        self, step: Tensor, momentum: Tensor, sound: Flag, verdict: TrustVerdict, back: Number
+        self, step: Tensor, momentum: Tensor, sound: Flag, verdict: TrustVerdict
     ) -> tuple[Tensor, Tensor, Flag]:
         """Make of a Newton step and momentum, if ``sound``, what the trust region allows of them.
 
-        ``back`` is the share of the last step that takes it back. Returns the step, the momentum,
-        and whether they are to be taken.
+        Returns the step, the momentum, and whether they are to be taken.
         """
-        if isinstance(verdict.undo, Tensor) and isinstance(sound, Tensor):
-            new = torch.where(verdict.undo, back * self.last, step * verdict.share)
-            self.last = torch.where(sound, step, self.last).masked_fill(verdict.undo, 0.0)
-            return new, momentum.masked_fill(verdict.undo, 0.0), sound | verdict.undo
-        if verdict.undo:
+        undo, back = verdict.undo, verdict.back
+        if isinstance(undo, Tensor) and isinstance(sound, Tensor):
+            new = torch.where(undo, back * self.last, step * verdict.share)
+            self.last = torch.where(sound, step, self.last).masked_fill(undo, 0.0)
+            return new, momentum.masked_fill(undo, 0.0), sound | undo
+        if undo:
             new, self.last = back * self.last, torch.zeros_like(step)
             return new, torch.zeros_like(momentum), True
         self.last = step if sound else self.last
         return step * verdict.share, momentum, sound
 
     def accumulate(self, momentum: Tensor, decay: float, sound: Flag) -> None:
-        """Go on with the momentum from :meth:`ahead` where V̂ᵀg is ``sound``."""
+        """Go on with a momentum that has taken in V̂ᵀg, where that is ``sound``."""
         if isinstance(sound, Tensor):
             momentum, sound = torch.where(sound, momentum, self.momentum), True
         if sound:
@@ -330,17 +229,10 @@ class Subspace:
     ) -> Flag:
         """Take the base's step out of the subspace, stretch it, and add the Newton step.
 
-        Nothing changes, on any process, where a step is not finite on one.
-
-        Args:
-            values: The parameters after the base's step; changed in place.
-            moved: The base's step; overwritten.
-            step: The Newton step's coefficients without α; not finite to leave it out.
-            scales: α of each group of parameters.
-            of: Index of each chunk's group.
-
-        Returns:
-            Whether the step was finite, the same on all processes.
+        Of ``values``, the parameters after the base's step, in place; that step, ``moved``, is
+        overwritten. The Newton step has these coefficients, not finite to leave it out, and of each
+        group α, in ``scales``; each chunk is ``of`` a group. Nothing changes, on any process, where
+        a step is not finite on one; returns whether none is.
         """
         c = self.basis.coefficients(moved, witness=step)
         self.taken = step, c, scales

@@ -23,14 +23,11 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.saved import SavedPart
-
 __all__ = [
     "Flag",
     "Number",
     "TrustRegion",
     "TrustVerdict",
-    "check_numbers",
     "choose",
     "judged",
     "largest_scale",
@@ -76,18 +73,6 @@ def newton_terms(newton: Tensor, step: Tensor, c: Tensor, last: Tensor) -> Tenso
     return torch.stack([step @ newton, step @ c, last @ c])
 
 
-def check_numbers(part: SavedPart, key: str) -> None:
-    """Raise ValueError unless an entry of a checkpoint has the numbers of a region."""
-    usual, scale, _, model, share, alpha = part.tensor(key, (6,)).tolist()
-    if min(usual, scale, model, share, alpha) < 0.0 or scale > 1.0:
-        raise part.wrong(
-            key,
-            f"has a usual promise of {usual:g}, a scale of {scale:g}, a sum of promises of "
-            f"{model:g} and a last step of {share:g} times {alpha:g}, where numbers of at least 0 "
-            f"are needed, and a scale of at most 1",
-        )
-
-
 def choose(condition: Flag, yes: Number, no: Number) -> Number:
     """One of two values, numbers or tensors."""
     if isinstance(condition, Tensor):
@@ -103,10 +88,6 @@ def _finite(x: Number) -> Flag:
     return x.isfinite() if isinstance(x, Tensor) else math.isfinite(x)
 
 
-def _at_most(x: Number, bound: float) -> Number:
-    return choose(x > bound, bound, x)
-
-
 def _ratio(a: Number, b: Number) -> Number:
     """The quotient a / b; a where b is 0."""
     return a / (b + (b == 0.0))
@@ -117,6 +98,7 @@ class TrustVerdict(NamedTuple):
 
     share: Number  # τ, the share of the Newton step to take
     undo: Flag  # whether to take the last Newton step back instead
+    back: Number  # the share of |û|⁻¹n of the last step that does so, at this α
 
 
 def judged(
@@ -130,11 +112,13 @@ def judged(
     """The rule of :meth:`TrustRegion.judge`: the numbers after the step, and what to do."""
     promise, descent, last = terms
     usual, scale, change, model, before, length = numbers
+    back = -_ratio(before * length, alpha)
     change = change - before * last
     excess = scale * _ratio(change, model * limit)
     far_off = (excess > EXPLODED) | _no(_finite(promise + descent + last))
     undo = (_no(finite) | (sound & far_off)) & (before * length > 0.0) & (alpha > 0.0)
-    grown = _at_most(scale * GROWTH, 1.0)
+    grown = scale * GROWTH
+    grown = choose(grown > 1.0, 1.0, grown)
     scale = choose(excess > NEAR, scale * _ratio(AIM, excess), grown)
 
     square, bound = scale * scale * promise, RADIUS * usual
@@ -154,20 +138,15 @@ def judged(
         choose(undo, cut, choose(kept, new, old))
         for cut, new, old in zip(less, after, numbers, strict=True)
     ]
-    return chosen, TrustVerdict(share, undo)
+    return chosen, TrustVerdict(share, undo, back)
 
 
 class TrustRegion:
-    """What the steps so far tell of the model.
-
-    Attributes:
-        numbers: Six of them: the usual promise, 0 before there is one; the bound on τ by the
-            curvature along the steps; the two sums of κ, the first without what the coming c₊
-            adds; τ and α of the last step, 0 if there is none.
-        undone: How many steps have been taken back.
-    """
+    """What the steps so far tell of the model: six numbers, and how many steps are taken back."""
 
     def __init__(self) -> None:
+        # The usual promise, 0 before there is one; the bound on τ by the curvature along the steps;
+        # the two sums of κ, the first without what the coming c₊ adds; τ and α of the last step.
         self.numbers: list[Number] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.undone: Number = 0
 
@@ -178,35 +157,13 @@ class TrustRegion:
         else:
             self.numbers = [torch.as_tensor(x).to(like) for x in self.numbers]
 
-    def saved(self) -> Tensor:
-        """The numbers for a checkpoint, ``(6,)``, on the CPU. Waits for the device."""
-        return torch.tensor([float(x) for x in self.numbers], dtype=torch.float64)
-
-    @property
-    def radius(self) -> float:
-        """Δ, in units of the root of the loss; infinite before the first step."""
-        return math.sqrt(RADIUS * float(self.numbers[0])) or math.inf
-
-    @property
-    def scale(self) -> float:
-        """The bound on τ by the curvature along the steps."""
-        return float(self.numbers[1])
-
-    def way_back(self, alpha: Number) -> Number:
-        """The share of |û|⁻¹n of the last step that takes it back at a step with this α."""
-        return -_ratio(self.numbers[4] * self.numbers[5], alpha)
-
     def judge(
         self, terms: Tensor, alpha: Number, limit: float, sound: Flag, finite: Flag
     ) -> TrustVerdict:
         """Look at what the last step has done, and bound the one to come.
 
-        Args:
-            terms: The result of :func:`newton_terms`, over all vectors.
-            alpha: α, not negative.
-            limit: The bound on α τ κ, of :func:`stability_limit`.
-            sound: Whether V̂ᵀg is finite.
-            finite: Whether the gradient is.
+        By the results of :func:`newton_terms` over all vectors and of :func:`stability_limit`, α,
+        which is not negative, whether V̂ᵀg is finite, ``sound``, and whether the gradient is.
         """
         found: list[Number] = list(terms.unbind())
         if terms.device.type == "cpu":
@@ -222,5 +179,6 @@ class TrustRegion:
         every step promised that it would fall.
         """
         usual, scale, *others = self.numbers
-        scale = scale if risen else _at_most(RENEWED * scale, 1.0)
+        twice = RENEWED * scale
+        scale = scale if risen else choose(twice > 1.0, 1.0, twice)
         self.numbers = [usual, scale, *(0.0 * other for other in others)]

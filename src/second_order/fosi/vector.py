@@ -4,65 +4,145 @@ rows spread   the mean gradient's rows come to their process, the base steps the
               everybody's rows: the volume of one all-reduce, and n/P of the base's state
 whole         every process averages, and steps, the whole vector
 
-Checkpoints hold whole tensors in either case, and load on any number of processes.
+The vector is the parameters group by group, each in the order of ``p.reshape(-1)``. It is nowhere
+copied together: a chunk is a run of pieces that is worked on at once, a large one in place, small
+ones packed.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any
+from itertools import accumulate
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from second_order.contract.averaging import Routed
-from second_order.contract.training import Training
-from second_order.fosi.pieces import (
-    FlatLayout,
-    Room,
-    ShardedBase,
-    ShardedLayout,
-    chunks_of,
-    gather_state,
-    works_by_element,
-)
+from second_order.contract.training import Routed, Training
+from second_order.distributed.shard_layout import layout_of
+from second_order.fosi.sharded_base import ELEMENTWISE, ParamPiece, ShardedBase, gather_state
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
-from second_order.lanczos.vector_space import RowSpace, ShardSpace
+from second_order.lanczos.spectrum import lanczos_dtype
+from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.sharded import is_dtensor, reshard
 
-__all__ = ["ParameterVector"]
+__all__ = ["Chunk", "ParameterVector"]
 
 WITHOUT: AbstractContextManager[Any] = nullcontext()
+
+PACKED_BELOW = 2**16
+"""Elements: what is smaller travels with its neighbours."""
+
+
+class Chunk:
+    """Neighbouring pieces of one group, a large one alone.
+
+    Many small parameters are most of a small network, and a call for each most of a step: they are
+    copied by one call to a room, where they lie one after the other. Its columns in the vector of
+    all pieces that were cut into chunks begin at ``start``.
+    """
+
+    def __init__(self, pieces: Sequence[ParamPiece], start: int) -> None:
+        self.pieces, self.group = pieces, pieces[0].group
+        self.params = [piece.param for piece in pieces]
+        self._sizes = [piece.size for piece in pieces]
+        self.columns = slice(start, start + sum(self._sizes))
+        self._whole = all(piece.whole for piece in pieces)
+        self._rooms: dict[str, tuple[Tensor, list[Tensor]]] = {}
+
+    def values(self, dtype: torch.dtype) -> Tensor:
+        """The parameters, flat: a view of a single one with a gradient of this dtype, or a copy.
+
+        A copy is good until the next call, or one of :meth:`gradients`.
+        """
+        if len(self.pieces) > 1:
+            return self.take(self.params, dtype)
+        (p,) = self.params
+        return self.pieces[0].of(p).to(dtype, copy=p.grad is None)
+
+    def gradients(self, dtype: torch.dtype) -> Tensor:
+        """The gradients, flat, a view or a copy as :meth:`values`; zeros without a gradient."""
+        found = [p.grad for p in self.params]
+        if len(found) > 1 or found[0] is None:
+            return self.take(found, dtype)
+        return self.pieces[0].of(found[0]).to(dtype)
+
+    def take(
+        self, tensors: Sequence[Tensor | None], dtype: torch.dtype, use: str = "step"
+    ) -> Tensor:
+        """Copy pieces of tensors to the room for a use, or a new one for ""; zeros for None."""
+        flat, views = self._rooms.get(use, (None, []))
+        if flat is None or flat.dtype != dtype or flat.device != self.params[0].device:
+            flat = torch.empty(sum(self._sizes), dtype=dtype, device=self.params[0].device)
+            views = self._views(flat)
+            if use:
+                self._rooms[use] = flat, views
+        if self._whole and all(t is not None for t in tensors):
+            torch._foreach_copy_(views, cast(list[Tensor], tensors))
+            return flat
+        for piece, view, tensor in zip(self.pieces, views, tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                view.copy_(tensor if piece.whole else piece.of(tensor))
+        return flat
+
+    def put(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
+        """Copy flat values to pieces of tensors, but to None."""
+        views = self._views(flat)
+        if len(views) > 1 and self._whole and all(t is not None for t in tensors):
+            torch._foreach_copy_(cast(list[Tensor], tensors), views)
+            return
+        for piece, view, tensor in zip(self.pieces, views, tensors, strict=True):
+            if tensor is not None:
+                piece.put(tensor, view.reshape(-1))
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        for room, views in self._rooms.values():
+            if room is flat:
+                return views
+        parts = zip(self.pieces, flat.split(self._sizes), strict=True)
+        return [part.view(b.param.shape) if b.whole else part for b, part in parts]
+
+
+def _chunks_of(pieces: Sequence[ParamPiece]) -> list[Chunk]:
+    """Cut pieces into chunks: a large one by itself, runs of small ones together."""
+    runs: list[list[ParamPiece]] = []
+    for piece in pieces:
+        last = runs[-1] if runs else None
+        if (
+            last
+            and max(piece.size, last[-1].size) < PACKED_BELOW
+            and last[-1].group == piece.group
+            and last[-1].param.dtype == piece.param.dtype
+        ):
+            last.append(piece)
+        else:
+            runs.append([piece])
+    starts = accumulate((sum(piece.size for piece in run) for run in runs), initial=0)
+    return [Chunk(run, start) for run, start in zip(runs, starts, strict=False)]
 
 
 class ParameterVector:
     """The vector of parameters, the rows of each process, and the base that steps them.
 
-    Args:
-        training: The training of the parameters.
-        spread: Whether to spread rows over the processes, if there are several; as they are where
-            FSDP2 has sharded them.
-        dtype: Dtype of vectors; None for float64 where a parameter is, else float32.
-
     Attributes:
+        params: The parameters that train, group by group, in order: n elements, the ``size``.
         spread: Whether rows are spread over the processes.
         sharded: Whether FSDP2 has spread them: it averages gradients, and shares rows.
-        layout: The rows of all processes.
-        pieces: This process's pieces.
-        chunks: This process's pieces, cut into chunks.
+        pieces: The pieces of all processes, by rank; those here are ``mine``, cut into ``chunks``.
+        bounds: The index of each process's first element, those of all one after the other, and n.
         in_parts: Whether the base's state here is cut to this process's rows.
-
-    Raises:
-        ValueError: If rows are to be spread and the base needs whole tensors.
     """
 
     def __init__(self, training: Training, *, spread: bool, dtype: torch.dtype | None) -> None:
-        self._training, self._dtype, self._wanted = training, dtype, spread
+        self._training, self._wanted = training, (spread, dtype)
+        self.model = training.model if training.known else None
         self.restart()
-        if self.spread and not self.sharded and not works_by_element(type(training.base)):
+        if self.spread and not self.sharded and type(training.base) not in ELEMENTWISE:
             raise ValueError(
                 f"layout='row' on {training.world.size} processes steps {training.base_name} on "
                 f"parts of the parameters, and it is not known to work element by element; use "
@@ -73,25 +153,43 @@ class ParameterVector:
         """Cut the vector anew, where the base's state is whole: in the beginning, after a load."""
         self.in_parts = False
         self._stepper: ShardedBase | None = None
-        world = self._training.world
+        world, (spread, self._dtype) = self._training.world, self._wanted
         groups = [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
-        self.sharded = any(is_dtensor(p) for group in groups for p in group)
-        self.spread = (self._wanted or self.sharded) and world.size > 1
-        self.layout = (
-            ShardedLayout(groups, world)
-            if self.sharded
-            else FlatLayout(groups, world.size if self.spread else 1)
-        )
-        self.pieces = self.layout.of(world.rank if self.spread else 0)
-        self.chunks = chunks_of(self.pieces)
+        self._ids = [(i, id(p)) for i, group in enumerate(groups) for p in group]
+        self.params = [p for group in groups for p in group]
+        self.size = sum(p.numel() for p in self.params)
+        self.sharded = any(is_dtensor(p) for p in self.params)
+        self.spread = (spread or self.sharded) and world.size > 1
+        even = row_bounds(self.size, world.size if self.spread else 1)
+        self.pieces, at = list[ParamPiece](), 0
+        for index, group in enumerate(groups):
+            for p in group:
+                if self.sharded:
+                    rows, ranks = layout_of(p, world), range(world.size)
+                    cuts = [[row * rows.width for row in rows.bounds(rank)] for rank in ranks]
+                else:
+                    stop = at + p.numel()
+                    ranks = range(bisect_right(even, at) - 1, bisect_left(even, stop))
+                    cuts = [[max(even[r], at) - at, min(even[r + 1], stop) - at] for r in ranks]
+                self.pieces += [
+                    ParamPiece(p, index, start, stop, rank, at + start)
+                    for rank, (start, stop) in zip(ranks, cuts, strict=True)
+                    if stop > start
+                ]
+                at += p.numel()
+        self.pieces.sort(key=lambda piece: piece.rank)
+        sizes = [0] * (len(even) - 1)
+        for piece in self.pieces:
+            sizes[piece.rank] += piece.size
+        self.bounds = list(accumulate(sizes, initial=0))
+        here = world.rank * self.spread
+        self.mine = [piece for piece in self.pieces if piece.rank == here]
+        self.chunks = _chunks_of(self.mine)
 
     def follow(self) -> bool:
-        """Cut the vector anew where parameters were added, frozen or unfrozen; returns whether.
-
-        A collective then, where the base's state is in parts.
-        """
-        now = [[id(p) for p in g["params"] if p.requires_grad] for g in self._training.groups]
-        if now == self.layout.ids:
+        """Cut the vector anew, a collective, where others train than before; returns whether."""
+        groups = enumerate(self._training.groups)
+        if self._ids == [(i, id(p)) for i, g in groups for p in g["params"] if p.requires_grad]:
             return False
         whole = self.base_state(range(self._training.world.size)) if self.in_parts else {}
         self.restart()
@@ -102,34 +200,21 @@ class ParameterVector:
     # ------------------------------------------------------------------------------- numbers
 
     @property
-    def params(self) -> list[Tensor]:
-        """The parameters, in order."""
-        return self.layout.params
-
-    @property
     def dtype(self) -> torch.dtype:
         """The dtype in which vectors are computed with."""
-        return self._dtype or self.layout.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self._training.device
+        if self._dtype is None:
+            self._dtype = lanczos_dtype(self.params)
+        return self._dtype
 
     def plain(self) -> AbstractContextManager[Any]:
         """A context without autocast."""
-        kind = self.device.type
+        kind = self._training.device.type
         return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else WITHOUT
 
     @property
     def sign(self) -> float:
         """The sign of the loss: −1 where it is maximized, else 1."""
         return -1.0 if self._training.groups[0].get("maximize") else 1.0
-
-    @property
-    def model(self) -> nn.Module | None:
-        """The module whose train/eval mode is to be kept, if it is known."""
-        return self._training.model if self._training.known else None
 
     def hessian(
         self, loss_fn: LossFn | Sequence[LossFn], hvp: ProductMode, curvature: CurvatureKind
@@ -139,60 +224,52 @@ class ParameterVector:
         if self.sharded:
             reshard(self._training.model)
             sharded = ShardedHessian(loss_fn, params, world, self.model)
-            mine = partial(self.layout.part, rank=world.rank)
-            return ShardSpace(sharded, world, self.dtype, self.sign, mine)
+            return RowSpace(sharded, world, self.dtype, self.sign, self.here)
         hessian = Hessian(loss_fn, params, mode=hvp, model=self.model, curvature=curvature)
         return RowSpace(hessian, world, self.dtype, self.sign)
 
     def here(self, whole: Tensor) -> Tensor:
         """The elements that are here of whole vectors, ``(..., n)``."""
-        return self.layout.part(whole, self._training.world.rank * self.spread)
+        if not self.sharded:
+            rank = self._training.world.rank * self.spread
+            return whole[..., self.bounds[rank] : self.bounds[rank + 1]]
+        parts = [whole[..., piece.at : piece.at + piece.size] for piece in self.mine]
+        return torch.cat(parts, -1) if parts else whole[..., :0]
 
-    def values(self) -> list[Tensor]:
-        """The parameters that are here, a tensor each chunk; until the next call, or the other."""
-        return [chunk.values(self.dtype) for chunk in self.chunks]
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients that are here, a tensor each chunk; as long as :meth:`values`."""
-        return [chunk.gradients(self.dtype) for chunk in self.chunks]
-
-    def keep(self, rooms: list[Room]) -> list[Tensor]:
-        """A copy of the parameters that are here, a tensor each chunk.
-
-        The first call fills ``rooms``, which the next ones are to be given, to copy to.
-        """
-        if not rooms:
-            rooms += [Room(chunk.pieces, self.dtype) for chunk in self.chunks]
-        return [chunk.keep(room) for chunk, room in zip(self.chunks, rooms, strict=True)]
+    def in_order(self, parts: Tensor) -> Tensor:
+        """Whole vectors ``(..., n)`` from all processes' elements, one after the other."""
+        if not self.sharded:
+            return parts
+        whole = torch.empty_like(parts)
+        each = parts.split([piece.size for piece in self.pieces], -1)
+        for piece, part in zip(self.pieces, each, strict=True):
+            whole[..., piece.at : piece.at + piece.size] = part
+        return whole
 
     def flat(self) -> Tensor:
         """The parameters that are here as one tensor, which loses nothing of them."""
-        dtype = self.layout.dtype
+        dtype = lanczos_dtype(self.params)
         if not self.chunks:  # a process may have no rows
-            return torch.empty(0, dtype=dtype, device=self.device)
-        return torch.cat([chunk.keep(Room(chunk.pieces, dtype)) for chunk in self.chunks])
+            return torch.empty(0, dtype=dtype, device=self._training.device)
+        return torch.cat([chunk.take(chunk.params, dtype, use="") for chunk in self.chunks])
 
     def overwrite(self, flat: Tensor) -> None:
         """Set the parameters that are here."""
         for chunk in self.chunks:
-            chunk.overwrite(flat[chunk.columns])
+            chunk.put(flat[chunk.columns], chunk.params)
 
     # ---------------------------------------------------------------------------------- a step
 
     def check_gradients(self) -> None:
-        """Make gradients contiguous, so that their parts can be sent and received.
-
-        Raises:
-            TypeError: If a gradient is sparse.
-        """
-        gradients = [(p, g) for p in self.params if (g := p.grad) is not None]
-        for p, gradient in gradients:
-            if gradient.is_sparse:
+        """Make gradients contiguous, to send parts of; raise TypeError if one is sparse."""
+        for p in self.params:
+            gradient = p.grad
+            if gradient is not None and gradient.is_sparse:
                 raise TypeError(
                     "a sparse gradient is no part of one vector of all parameters; use "
                     "sparse=False in the embedding"
                 )
-            if self.spread and not gradient.is_contiguous():
+            if self.spread and gradient is not None and not gradient.is_contiguous():
                 p.grad = gradient.contiguous()
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
@@ -200,8 +277,8 @@ class ParameterVector:
         if not self.spread or self.sharded:
             return None
         of = {id(p): gradient for p, gradient in zip(params, gradients, strict=True)}
-        pieces = self.layout.pieces
-        return [piece.of(of[id(piece.param)]) for piece in pieces], [piece.rank for piece in pieces]
+        parts = [piece.of(of[id(piece.param)]) for piece in self.pieces]
+        return parts, [piece.rank for piece in self.pieces]
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Step the base on this process's pieces, to which its state is cut."""
@@ -210,7 +287,7 @@ class ParameterVector:
             return
         training = self._training
         if self._stepper is None:
-            self._stepper = ShardedBase(training.base, training.groups, self.pieces)
+            self._stepper = ShardedBase(training.base, training.groups, self.mine)
             self.in_parts = True
         self._stepper.step(training.groups)
 
@@ -218,16 +295,15 @@ class ParameterVector:
         """Give every process all rows of the parameters; a collective if they are spread."""
         if not self.spread or self.sharded:
             return
-        pieces = self.layout.pieces
         with self._training.meter.stage("exchange"):
-            parts = [piece.of(piece.param) for piece in pieces]
-            self._training.world.broadcast(parts, [piece.rank for piece in pieces])
-            for piece, part in zip(pieces, parts, strict=True):
+            parts = [piece.of(piece.param) for piece in self.pieces]
+            self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
+            for piece, part in zip(self.pieces, parts, strict=True):
                 piece.put(piece.param, part)
 
     def base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
         """Gather the base's whole state on some ranks; a collective where it is in parts."""
         world, state = self._training.world, self._training.base.state
         if self.in_parts:
-            return gather_state(world, self.layout.pieces, state, ranks)
+            return gather_state(world, self.pieces, state, ranks)
         return dict(state) if world.rank in ranks else {}

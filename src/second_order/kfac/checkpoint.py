@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +42,6 @@ LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
-_Arrived: TypeAlias = tuple[Tensor | None, Tensor, Tensor, Tensor]
 ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED)
 """Entries that are the same in the parts of all layers."""
 
@@ -69,10 +68,9 @@ def saved_factors(
     found: dict[Tensor, dict[str, Any]] = {}
     for block in layers.blocks:
         if block in active or block.factors is not None:
-            part = found[block.weight] = {
-                **(block.saved_factors() if taken(block) else {}),
-                **common,
-            }
+            part = found[block.weight] = {**common}
+            if taken(block):
+                part |= block.saved_factors()
             for each in of_layers:
                 part |= each.saved(block)
     return found
@@ -83,7 +81,8 @@ def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
     found = next((part for part in saved.values() if part.keys() >= set(CHOSEN)), None)
     if found is None or found.whole(CHOSEN[1], 0) != ranks:
         return 0
-    return int(found.whole(CHOSEN[0], 0))
+    workers = found.whole(CHOSEN[0], 0)
+    return workers if workers and ranks % workers == 0 else 0
 
 
 def load_factors(
@@ -94,7 +93,7 @@ def load_factors(
         part: Mapping[str, Any] = saved.get(block.weight, {})
         block.staged.clear()
         block.forget()
-        if WEIGHT in part and (block.trainable or block.fits(part)):
+        if WEIGHT in part and (block.trainable or not block.misfit(part)):
             block.load_factors(part)
         elif WEIGHT in part:
             training.warn(
@@ -129,14 +128,11 @@ def check_saved_factors(
                 value = part.number(key, -math.inf if key == STEP_SIGN else 0.0)
             if key in alike and known.setdefault(key, value) != value:
                 raise part.wrong(key, f"is {value:g}, and {known[key]:g} for another parameter")
-        if part.keys() >= set(CHOSEN):
-            workers, ranks = (part.whole(key, 0) for key in CHOSEN)
-            if workers and ranks % workers:
-                raise part.wrong(CHOSEN[0], f"is {workers}, which does not divide {ranks} ranks")
         block = of.get(p)
         # A frozen layer's bias is not in its A yet: factors that do not fit are not loaded.
-        if block is not None and (block.trainable or block.fits(part)):
-            block.check_factors(part)
+        if block is not None and (block.trainable or not block.misfit(part)):
+            if misfit := block.misfit(part):
+                raise ValueError(misfit)
             if MEANS in part:
                 part.tensor(MEANS, (len(block.shape.letters), block.shape.groups))
 
@@ -157,24 +153,21 @@ def move_factors(
     received = _deliver_factors(world, routes)
     for block, layer in plan.items():
         block.keep(layer.keeps(world.rank))
-        for which in block.shape.letters:
-            if (block, which) in received:
-                factors = block.ensure_factors()
-                factor, weight, means, examples = received[block, which]
-                factors.stored[which] = factor
-                factors.weight.copy_(weight)
-                factors.means.copy_(means)
-                factors.examples.copy_(examples)
+        for letter in block.shape.letters:
+            if (block, letter) in received:
+                factors, parts = block.ensure_factors(), received[block, letter]
+                factors.stored[letter] = parts.get(letter)
+                factors.weight.copy_(parts[WEIGHT])
+                factors.means.copy_(parts[MEANS])
+                factors.examples.copy_(parts[EXAMPLES])
 
 
 def gather_factors(
     world: World, plan: Mapping[KroneckerBlock, LayerPlan], ranks: Sequence[int]
 ) -> dict[KroneckerBlock, dict[str, Tensor]]:
-    """Collect copies of the factors that other ranks keep.
+    """Collect copies of the factors that other ranks keep, by layer and letter, on some ranks.
 
-    Returns:
-        By layer, the factors that this rank does not keep, under "A" and "G"; empty on ranks not
-        in ``ranks``. A factor that its keeper has lost is missing.
+    A factor that its keeper has lost is missing.
     """
     routes = {
         (block, letter): (keeper, ranks)
@@ -183,24 +176,20 @@ def gather_factors(
         if (keeper := layer.keeper(letter)) is not None
     }
     found: dict[KroneckerBlock, dict[str, Tensor]] = {}
-    arrived = _deliver_factors(world, routes)
-    for (block, letter), (factor, weight, means, examples) in arrived.items():
-        heads = {WEIGHT: weight, MEANS: means, EXAMPLES: examples}
-        parts = found.setdefault(block, heads)
-        if factor is not None:
-            parts[letter] = factor
+    for (block, _), parts in _deliver_factors(world, routes).items():
+        found[block] = parts | found.get(block, {})
     return found
 
 
 def _deliver_factors(
     world: World, routes: Mapping[Item, tuple[int, Sequence[int]]]
-) -> dict[Item, _Arrived]:
-    """Send factors along routes; returns those arrived here, None if lost, each with three heads.
+) -> dict[Item, dict[str, Tensor]]:
+    """Send factors along routes; returns the entries of those arrived here, without lost factors.
 
     Weights, means and numbers of examples travel in float32 at least, and so not with the factors.
     """
     places = sorted({(b.factor_dtype, b.weight.device) for b, _ in routes}, key=str)
-    received: dict[Item, _Arrived] = {}
+    received: dict[Item, dict[str, Tensor]] = {}
     for dtype, device in places:
         chosen = {
             (block, which): route
@@ -214,7 +203,7 @@ def _deliver_factors(
         mine: dict[Item, Parts] = {}
         for (block, which), (source, _) in chosen.items():
             head_shapes[block, which] = (), (), (len(block.shape.letters), block.shape.groups), ()
-            shapes[block, which] = (block.stored_shape(which),)
+            shapes[block, which] = (block.stored_shapes[which],)
             if source != world.rank:
                 continue
             factors, stored = block.ensure_factors(), block.stored(which)
@@ -226,8 +215,8 @@ def _deliver_factors(
         arrived = deliver_parts(world, shapes, chosen, mine, dtype, device)
         for key, (source, destinations) in chosen.items():
             if source != world.rank and world.rank in destinations:
-                kept, *others = heads[key]
-                factor = arrived[key][0].clone() if bool(kept) else None
-                weight, means, examples = (head.clone() for head in others)
-                received[key] = factor, weight, means, examples
+                kept, *others = (head.clone() for head in heads[key])
+                received[key] = dict(zip((WEIGHT, MEANS, EXAMPLES), others, strict=True))
+                if bool(kept):
+                    received[key][key[1]] = arrived[key][0].clone()
     return received

@@ -15,16 +15,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from second_order.budget import settle
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.contract.training import ARRIVED, Curvature, PendingAverage, Routed, Training
 from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
@@ -37,10 +35,10 @@ from second_order.kfac.checkpoint import (
     move_factors,
     saved_factors,
 )
-from second_order.kfac.feedback import ADAPTIVE, PLAIN, Feedback, StepLength
+from second_order.kfac.feedback import ADAPTIVE, PLAIN, StepLength, follow_refresh
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
-from second_order.kfac.options import AUTO, BUDGETED, KFACOptions
+from second_order.kfac.options import AUTO, BUDGETED, SCHEDULES, KFACOptions
 from second_order.kfac.pipelined import Pipeline
 from second_order.kfac.plan import (
     LayerPlan,
@@ -65,39 +63,43 @@ from second_order.kfac.solve import Solves
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.options import scheduled
 from second_order.report import Summary
 from second_order.stages import Meter
 
-__all__ = ["KFAC"]
+__all__ = ["KFAC", "OfLayers"]
 
 EXACT = 20  # first steps whose statistics travel unrounded
 
 
-class KFAC(Curvature):
-    """The layers of a training, their factors and inverses.
-
-    Args:
-        training: The training to serve.
-        options: The options that all systems with Kronecker factors share.
-        system: The choices of KAISA, DPKFAC or DistKFAC.
-        helpers: The stats workers that take statistics for this training, or None.
-
-    Attributes:
-        layers: The layers of the model.
-        plan: The plan of each layer that trains: which rank does what.
-        solves: The layers' inverses, and the solves under way.
-        clip: The clip of the steps.
-        coefficient: ν of the last step, a scalar; None where nothing was clipped.
-        sharded: Whether FSDP2 has sharded any parameter of a layer.
-        hook: DPKFAC's hook of DistributedDataParallel, or None.
-        helpers: The stats workers, or None.
-        budget: Chooses the intervals that are "auto".
-        workers: The number of gradient workers that has been chosen; 0 where it is given.
-    """
+class OfLayers(Curvature):
+    """What is alike on workers and on stats workers: both have the layers of a training."""
 
     scaler_matters = "the gradients it has captured carry the scale"
     parts_suffice = True
     accounts = ACCOUNTS
+    layers: Layers
+    _system: System
+
+    def description(self) -> list[str]:
+        """The options, and the layers."""
+        return self.layers.description(self._system.said)
+
+    def drop_pending(self) -> None:
+        """Drop the statistics of backward passes already completed."""
+        self.layers.drop_pending()
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Make a context manager that takes all hooks off the model and puts them back."""
+        return self.layers.unwatched()
+
+    def preconditioned(self) -> list[Tensor]:
+        """The parameters of layers that train, and of which statistics come."""
+        return self.layers.preconditioned()
+
+
+class KFAC(OfLayers):
+    """The layers of a training, their factors and inverses; ``helpers`` are the stats workers."""
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class KFAC(Curvature):
         self._options, self._system, self.helpers = options, system, helpers
         timed = partial(_in_hooks, training.meter)
         self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
-        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}
+        self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of each layer that trains
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self._cadence = Cadence(training, options, self.layers, helpers is not None, system.waits)
@@ -121,16 +123,16 @@ class KFAC(Curvature):
         self._step = StepPlan({}, World.alone(), World.alone())
         self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
         self._owners: tuple[Any, dict[Tensor, int]] = (None, {})
-        self.hook: OwnerHook | None = None
+        self.hook: OwnerHook | None = None  # DPKFAC's of DistributedDataParallel
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
-        self._feedback = Feedback(training, options, self.solves, self.drift, self.step_length)
-        self._closed, self._coming, self.workers = False, False, 0
-        self.coefficient: Tensor | None = None
+        self._closed, self._coming = False, False
+        self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
+        self.coefficient: Tensor | None = None  # ν of the last step; None where nothing was clipped
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
         self.clip = Clip(training, options, self.layers, counted if helpers is None else "helpers")
         self.layers.find()
@@ -150,25 +152,16 @@ class KFAC(Curvature):
             raise ValueError(whole_models(self.training.name, "stats"))
         self.layers.replace_params(others)
         self._look_at_shards()
-
-    def replaced(self) -> None:
-        """Leave matrices without a rule to the base, now that no rank has their whole gradients."""
         if self._options.other_matrices == AUTO and gradient_blocks(self.layers.blocks):
-            self.replan()
-
-    def description(self) -> list[str]:
-        """The options, and the layers."""
-        return self.layers.description(self._system.said)
-
-    def check_processes(self) -> None:
-        """Raise ValueError if these processes and devices cannot do what is asked."""
-        self.solves.check_device()
-        if self.helpers is not None:
-            self.helpers.check_processes(self.training)
-        self._system.plan([], self.training.world.size)
+            self.replan()  # no rank has their whole gradients: they are left to the base
 
     def begin(self) -> None:
-        """Give the processes their roles, plan, and watch the model."""
+        """Give the processes their roles, plan, and watch the model.
+
+        Raises:
+            ValueError: If these processes and devices cannot do what is asked.
+        """
+        self._system.plan([], self.training.world.size)
         if self.helpers is not None:
             self.helpers.begin(self.training)
         self.budget.begin()
@@ -193,13 +186,7 @@ class KFAC(Curvature):
         self.watch()
 
     def replan(self) -> None:
-        """Look for the model's layers again.
-
-        Raises:
-            SecondOrderError: If the model has grown, and stats workers lack what is new.
-        """
-        if self.helpers is not None:
-            self.helpers.require_no_growth(self.training)
+        """Look for the model's layers again."""
         if not self._closed:
             self.layers.find()
             self._look_at_shards()
@@ -227,30 +214,46 @@ class KFAC(Curvature):
                 if takes and step.of_gradients:
                     self._take_gradients(pending, age)
         due = cadence.due()
-        if due and self.training.steps < JUDGED:  # what the passes have queued is not the refresh's
-            settle(self.training.device)
+        if due and self.training.steps < JUDGED and torch.cuda.is_initialized():
+            settle(self.training.device)  # what the passes have queued is not the refresh's
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()
                 heard = solves.refresh(due, pending, news)
                 if helpers is not None:
                     helpers.hear(heard, self.training)
-        with meter.stage("average_gradients"):
-            pending.wait()
+        if pending is not ARRIVED:
+            with meter.stage("average_gradients"):
+                pending.wait()
         if solves.refreshed or length.kept:
-            self._feedback.measure(step, self.sharded)
+            length.measure(step, solves.refreshed, self.sharded)
         with meter.stage("precondition"):
-            self.coefficient = self._preconditioned()
-        self._coming = bool(solves.under_way) or cadence.may_come
+            what = step, self.training, self.clip, self._options.inv_dtype
+            if self.sharded:
+                everybody = self._system.owners is None
+                key = [id(p) for b in self.plan if b.solved for p in (b, *b.params)]
+                if self._buckets[0] != key:
+                    self._buckets = key, buckets_of(step, self.training.world)
+                self.coefficient = precondition_rows(
+                    self._buckets[1], *what, batch_of_all=everybody
+                )
+            elif self._system.owners is None:
+                self.coefficient = precondition_by_workers(*what)
+            else:
+                back = self.training.averages or self.hook is not None
+                sent = self.owners() if back and self.only_to_owners else None
+                self.coefficient = precondition_by_owners(*what, sent)
+        self._coming = bool(solves.under_way) or cadence.may_come()
         if (asked := solves.refreshed or self._coming) or length.factor != 1.0:
             length.keep(step.layers, asked)
 
     def correct(self) -> None:
         """Scale the step, and offer the parameters to stats workers; the step is over."""
-        solves, cadence = self.solves, self._cadence
+        solves, cadence, drift = self.solves, self._cadence, self.drift
         if solves.refreshed:
-            self._feedback.follow(self._step)
-            self._coming = bool(solves.under_way) or cadence.may_come
+            told = solves, drift, self.step_length, self._step
+            follow_refresh(self.training, self._options, *told)
+            self._coming = bool(solves.under_way) or cadence.may_come()
         if self.step_length.kept:
             self.step_length.scale(asked=self._coming)
         if self.helpers is not None:
@@ -264,7 +267,8 @@ class KFAC(Curvature):
         """Capture during the coming passes only if the coming step wants statistics."""
         own = self.helpers is None or self.helpers.own_passes
         due = own and self._cadence.takes_statistics()
-        self.layers.expect(due)
+        if due or self.layers.expecting:
+            self.layers.expect(due)
         owned = self._system.owners is not None
         if owned and self.layers.collector.counted is not self._counted:  # it has been silent
             self.layers.watch(self._takes, self._counted)
@@ -276,14 +280,14 @@ class KFAC(Curvature):
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
         world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
-            due = due and helpers.own_passes and layers.capture.enabled  # during the passes
-        more = self._more_terms() if due else 1.0  # before pairs that explain nothing are dropped
+            due = due and helpers.own_passes and layers.capture.gate.open  # during the passes
         if due:
+            reduction, more = layers.reduction, cast("Tensor | float", 1.0)
+            if reduction == "step_mean":  # before pairs that explain nothing are dropped
+                more = self._more_terms()
             layers.look(step.taken)
             for block in step.layers:
-                block.expect()
-        fed = [] if helpers is None else [b.name for b in step.taken if not b.staged.empty]
-        if due:
+                block.ensure_factors(asked=True)
             decay = cadence.decay()
             exchange = partial(sum_statistics, world, step.layers)
             if pipeline is not None:
@@ -291,21 +295,23 @@ class KFAC(Curvature):
                 sums = pipeline.sums(layers, exchange)
             else:
                 sums = layers.sums(step.taken)
-                with self.training.meter.stage("exchange"):
-                    exchange(sums, self._wire)
-            layers.take_in(layers.whole_steps(sums, world.size, more), decay)
+                if world.size > 1:
+                    with self.training.meter.stage("exchange"):
+                        exchange(sums, self._wire)
+            if reduction == "step_mean":
+                sums = layers.whole_steps(sums, world.size, more)
+            layers.take_in(sums, decay)
             cadence.updated_at = steps
         elif pipeline is not None:
             pipeline.drain()
         if helpers is not None:
             mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == world.rank}
-            for found in helpers.statistics(mine, fed):
+            for found in helpers.statistics(mine, self.training):
                 decay = cadence.decay(exactly=True)
                 cadence.updated_at = steps
                 for block in found:
-                    block.expect()
+                    block.ensure_factors(asked=True)
                 layers.take_in(found, decay)
-            helpers.tell(self.training)
 
     def _more_terms(self) -> Tensor | float:
         """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.
@@ -313,7 +319,7 @@ class KFAC(Curvature):
         Shares are taken for equal where a rank has not counted, or has none of the counted layer's.
         """
         counted = self._counted
-        if counted is None or self.layers.reduction != "step_mean":
+        if counted is None:
             return 1.0
         here, ranks = counted.staged.terms, self.training.world.size
         everywhere = here.clone()
@@ -345,26 +351,8 @@ class KFAC(Curvature):
             mean_loss=self._options.loss_reduction != "sum",
         )
         for block in blocks:
-            block.expect()
+            block.ensure_factors(asked=True)
         self.layers.take_in(sums, self._cadence.decay(age))
-
-    def _preconditioned(self) -> Tensor | None:
-        """Compute P as gradient worker, get the other ranks' P, and write ν P; returns ν."""
-        training, owners, step = self.training, self._system.owners, self._step
-        dtype = self._options.inv_dtype
-        if self.sharded:
-            solved = (b for b in self.plan if b.solved)
-            key = [id(p) for b in solved for p in (b, *b.params)]
-            if self._buckets[0] != key:
-                self._buckets = key, buckets_of(step, training.world)
-            return precondition_rows(
-                self._buckets[1], step, training, self.clip, dtype, batch_of_all=owners is None
-            )
-        if owners is None:
-            return precondition_by_workers(step, training, self.clip, dtype)
-        back = self.only_to_owners and (training.averages or self.hook is not None)
-        sent = self.owners() if back else None
-        return precondition_by_owners(step, training, self.clip, dtype, sent)
 
     # ------------------------------------------------------------------------------ who does what
 
@@ -428,17 +416,13 @@ class KFAC(Curvature):
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
 
-    def drop_pending(self) -> None:
-        """Drop the statistics of backward passes already completed."""
-        self.layers.drop_pending()
-
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
         return [
             *(("closed", self._closed), ("sharded by FSDP2", self.sharded)),
             ("inverses wanted at once", self.solves.wanted),
             ("anew at", self.layers.newcomers_at),
-            *self._options.scheduled(self.training.steps),
+            *scheduled(self._options, SCHEDULES, self.training.steps),
             ("losses", self.layers.reduction),
             ("length of steps", self.step_length.factor),
             *([("intervals", self.drift.intervals(self.layers.active))] if self.drift else []),
@@ -527,9 +511,8 @@ class KFAC(Curvature):
             self._pipeline.close()
         self._closed = True
         self.plan, self.known, self._shapes = {}, {}, {}
-        if self._step is not None:
-            self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
-            self._owners = None, {}
+        self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
+        self._owners = None, {}
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""
@@ -540,14 +523,6 @@ class KFAC(Curvature):
         return fitted_curvature(
             self.training, self._options, layers, self.known, damping, dtype, gather
         )
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes all hooks off the model and puts them back."""
-        return self.layers.unwatched()
-
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters of layers that train, and of which statistics come."""
-        return self.layers.preconditioned()
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, traces, condition, ages and failures."""
@@ -573,8 +548,18 @@ class KFAC(Curvature):
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
-        settled = "; ".join(filter(None, settings))
-        return replace(self.layers.summary(said), intervals=self.budget.said, settings=settled)
+        intervals, settled, age = self.budget.said, "; ".join(filter(None, settings)), ""
+        if self._system.solves is not None:
+            solves, steps, age = self.solves, self.training.steps, "no inverses yet"
+            ages = sorted(steps - step for step in solves.taken_at.values())
+            delays = sorted(n - solves.taken_at[b] for b, n in solves.installed_at.items())
+            if ages:
+                age = (
+                    f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took "
+                    f"{delays[0]} to {delays[-1]} steps; {len(solves.under_way)} under way"
+                )
+        table = self.layers.summary(said)
+        return replace(table, intervals=intervals, settings=settled, age=age)
 
 
 @contextmanager

@@ -23,8 +23,8 @@ be taught to. Nothing is done while τ is 1, but at the step before a look.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
-from second_order.kfac.plan import StepPlan, solve_cost_of
+from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
@@ -43,9 +43,9 @@ __all__ = [
     "PLAIN",
     "STEP_LENGTH",
     "STEP_SIGN",
-    "Feedback",
     "Lengths",
     "StepLength",
+    "follow_refresh",
 ]
 
 PRICE = {"inverse": 4.0, "eigen": 15.0}  # operations of a solve over n³ of its factors
@@ -67,15 +67,8 @@ RISES = 2.0  # times Z: a rise that shortens steps at once
 RECENT = 0.1  # of the steps so far, within which a rate that moves follows a schedule
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Bounds of τ.
-
-    Attributes:
-        least: The least τ.
-        most: The largest.
-        scheduled: τ while a schedule moves the rate; None for what it is otherwise.
-    """
+class Lengths(NamedTuple):
+    """The least and the largest τ, and τ while a schedule moves the rate; None as otherwise."""
 
     least: float
     most: float
@@ -88,39 +81,39 @@ PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
 
 
 class StepLength:
-    """The factor of the steps of preconditioned weights; the same on every rank.
-
-    Attributes:
-        factor: τ.
-        follows: Whether it follows what steps do.
-        kept: Whether a step is kept, the last or the coming one, to be scaled or looked at.
-    """
+    """The factor of the steps of preconditioned weights; the same on every rank."""
 
     def __init__(self, lengths: Lengths | None = None) -> None:
         self._lengths = lengths
-        self.factor = 1.0
+        self.factor = 1.0  # τ
+        self.kept = False  # a step is kept, the last or the coming one, to be scaled or looked at
+        self.measured: Tensor | None = None  # s at a step with a refresh, of this rank's parameters
         self._sign, self._size, self._weight = 0.0, 0.0, 0.0
         self._looked_at, self._rate, self._rate_changed = -1, math.nan, -1
         self._before: dict[Tensor, Tensor] = {}
         self._step: dict[Tensor, Tensor] = {}  # -Δ
-        self.follows, self.kept = lengths is not None, False
 
-    def measured(self, params: Iterable[Tensor]) -> Tensor | None:
-        """S of parameters whose mean gradients are here; None where the last step is not known."""
-        step, self._step, self.kept, found = self._step, {}, False, []
-        for p in params:
-            if p.grad is not None and p in step:
-                gradient = local(p.grad).flatten()
-                found.append(torch.vdot(gradient, step[p].flatten().to(p.grad.dtype)).float())
-        return torch.stack([each.to(found[0].device) for each in found]).sum() if found else None
+    def measure(self, step: StepPlan, refreshed: bool, rows: bool) -> None:
+        """Look at the last step, at a refresh, before gradients are preconditioned."""
+        last, self._step, self.kept, self.measured = self._step, {}, False, None
+        told, found = {*step.told}, list[Tensor]()
+        for block in step.layers if last and refreshed else ():
+            if block.solved and (block in told or (rows and is_dtensor(block.weight))):
+                for p in block.params:
+                    if p.grad is not None and p in last:
+                        gradient = local(p.grad).flatten()
+                        s = torch.vdot(gradient, last[p].flatten().to(gradient.dtype)).float()
+                        found.append(s.to(found[0].device) if found else s)
+        if found:
+            self.measured = torch.stack(found).sum()
 
     def keep(self, solved: Iterable[KroneckerBlock], asked: bool) -> None:
         """Keep what the base's step is scaled from, and looked at by if it is ``asked`` about."""
         self._step, self._before = {}, {}
-        if (self.follows and asked) or self.factor != 1.0:
+        if (self._lengths is not None and asked) or self.factor != 1.0:
             for block in solved:
-                if block.solved:
-                    self._before |= {p: local(p).detach().clone() for p in block.params}
+                for p in block.params if block.solved else ():
+                    self._before[p] = local(p).detach().clone()
         self.kept = bool(self._before)
 
     def follow(self, s: float, rate: float, step: int) -> None:
@@ -153,9 +146,8 @@ class StepLength:
 
     def scale(self, asked: bool) -> None:
         """Scale the base's step by τ, if it is kept; it may be ``asked`` about at the next one."""
-        before, self._before, self.kept = self._before, {}, asked and self.follows
-        now = [local(p) for p in before]
-        old = list(before.values())
+        before, self._before, self.kept = self._before, {}, asked and self._lengths is not None
+        now, old = list(map(local, before)), list(before.values())
         if self.factor != 1.0:
             torch._foreach_lerp_(now, old, 1.0 - self.factor)
         if self.kept:
@@ -164,7 +156,7 @@ class StepLength:
 
     def saved(self) -> dict[str, float]:
         """What a checkpoint has with every layer."""
-        if not self.follows:
+        if self._lengths is None:
             return {}
         rate = 0.0 if math.isnan(self._rate) else self._rate
         steps = self._looked_at + 1, rate, self._rate_changed + 1
@@ -185,81 +177,59 @@ class StepLength:
         self._looked_at, self._rate_changed = int(looked_at) - 1, int(changed) - 1
 
 
-class Feedback:
-    """What a training follows after its refreshes; the same on every rank."""
+def follow_refresh(
+    training: Training,
+    options: KFACOptions,
+    solves: Solves,
+    drift: Drift | None,
+    length: StepLength,
+    step: StepPlan,
+) -> None:
+    """Let γ, intervals and the length of steps follow a refresh, alike on all ranks; a collective.
 
-    def __init__(
-        self,
-        training: Training,
-        options: KFACOptions,
-        solves: Solves,
-        drift: Drift | None,
-        step_length: StepLength,
-    ) -> None:
-        self._training, self._options = training, options
-        self._solves, self._drift, self._step_length = solves, drift, step_length
-        self._follows = options.by_drift or options.follows_steps or options.damping_floor > 0
-        self._measured: Tensor | None = None  # s of the step before, at a step with a refresh
-
-    def measure(self, step: StepPlan, rows: bool) -> None:
-        """Look at the last step, at a refresh, before gradients are preconditioned."""
-        told, stepping = {*step.told}, []
-        for block in step.layers:
-            if block.solved and (block in told or (rows and is_dtensor(block.weight))):
-                stepping += block.params
-        self._measured = self._step_length.measured(stepping if self._solves.refreshed else ())
-
-    def follow(self, step: StepPlan) -> None:
-        """Let γ, intervals and the length of steps follow a refresh; a collective."""
-        if not self._follows:
-            return
-        drift, world, blocks = self._drift, self._training.world, [*step.layers]
-        with self._training.meter.stage("agree"):
-            told, work = {*step.told}, 0
-            curvature: list[Tensor] = []
-            changes: list[Tensor | None] = []
-            for block in blocks:
-                mine = block.solved and block in told
-                if mine:
-                    work += block.state.work
-                if mine and block.factors is not None:
-                    each = block.factors.mean_curvature()
-                    curvature.append(each.to(curvature[0].device) if curvature else each)
-                if drift is not None:
-                    change = block.take_change()
-                    changes.append(change if mine else None)
-            total = torch.stack(curvature).sum() if curvature else None
-            heard = [float(self._measured is not None), float(len(curvature)), float(work)]
-            heard += _numbers([self._measured, total, *changes], (1, 1, *[3] * len(changes)))
-            if world.size > 1:
-                message = torch.tensor(heard, dtype=torch.float64)
-                world.on_cpu().all_reduce([message]).wait()
-                heard = message.tolist()
-        known, layers, passes, s, mean, *changed = heard
-        rate = 0.0
-        if self._step_length.follows:
-            ours: set[Tensor] = set().union(*(block.params for block in blocks))
-            for group in self._training.groups:
-                if not ours.isdisjoint(group["params"]):
-                    rate = max(rate, float(group["lr"]))
-        self._step_length.follow(s if known else math.nan, rate, self._training.steps)
-        if layers and math.isfinite(mean):
-            self._solves.mean_curvature = mean / layers
-        if drift is not None:
-            price = PRICE[self._options.solver] / world.size
-            drift.hear(blocks, changed, passes, [price * solve_cost_of(b) for b in blocks])
-
-
-def _numbers(tensors: Sequence[Tensor | None], sizes: Sequence[int]) -> list[float]:
-    """Entries of tensors, zeros for None; a device is waited for once."""
-    flat: list[Tensor] = []
-    for tensor in tensors:
-        if tensor is not None:
-            one = tensor.reshape(-1).to(torch.float32)
-            flat.append(one.to(flat[0].device) if flat else one)
-    entries: list[float] = torch.cat(flat).tolist() if flat else []
-    found: list[float] = []
-    for tensor, size in zip(tensors, sizes, strict=True):
-        found += [0.0] * size if tensor is None else entries[:size]
-        entries = entries if tensor is None else entries[size:]
-    return found
+    They hear s, the mean curvature of layers, P₀ · P, |P₀|², |P|² of each layer, and how many of
+    these are known: of each layer from one rank.
+    """
+    if drift is None and not options.follows_steps and options.damping_floor == 0:
+        return
+    blocks, told, device = [*step.layers], {*step.told}, training.device
+    with training.meter.stage("agree"):
+        nothing = torch.zeros((), device=device)
+        curvature: list[Tensor] = []
+        changes: list[Tensor] = []
+        work = 0
+        for block in blocks:
+            mine = block.solved and block in told
+            if mine:
+                work += block.state.work
+            if mine and block.factors is not None:
+                curvature.append(block.factors.mean_curvature().to(device))
+            if drift is not None:
+                change = block.take_change()
+                changes.append(change if mine and change is not None else nothing.expand(3))
+        s = nothing if length.measured is None else length.measured
+        total = torch.stack(curvature).sum() if curvature else nothing
+        parts = [s, total, *changes]
+        for i, each in enumerate(parts):
+            parts[i] = each.reshape(-1).to(device, torch.float32)
+        counts = float(length.measured is not None), float(len(curvature)), float(work)
+        heard = [*counts, *torch.cat(parts).tolist()]  # a device is waited for once
+        if training.world.size > 1:
+            message = torch.tensor(heard, dtype=torch.float64)
+            training.world.on_cpu().all_reduce([message]).wait()
+            heard = message.tolist()
+    looked, layers, passes, moved, mean, *changed = heard
+    rate = 0.0
+    if options.follows_steps:
+        ours: set[Tensor] = set()
+        for block in blocks:
+            ours.update(block.params)
+        for group in training.groups:
+            if not ours.isdisjoint(group["params"]):
+                rate = max(rate, float(group["lr"]))
+    length.follow(moved if looked else math.nan, rate, training.steps)
+    if layers and math.isfinite(mean):
+        solves.mean_curvature = mean / layers
+    if drift is not None:
+        price = PRICE[options.solver] / training.world.size
+        drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])

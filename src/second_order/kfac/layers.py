@@ -12,20 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of
-from second_order.contract.training import Training
+from second_order.contract.training import Training, members_of
 from second_order.kfac.losses import (
-    IGNORED,
     SAID,
     ItemsHook,
-    may_be_step_mean,
     reduction_of,
     watch_items,
 )
 from second_order.kfac.options import KFACOptions
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.capture import Capture
-from second_order.kronecker.collector import GradientScale, StatisticsCollector
+from second_order.kronecker.capture import Capture, GradientScale, StatisticsCollector
 from second_order.kronecker.factors import Reduction, StatisticsSums, drop_overflow
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock
@@ -75,21 +71,7 @@ ELSEWHERE = (
 class Layers:
     """The blocks of a model, and the statistics that its passes leave in them.
 
-    Args:
-        training: The training of the model.
-        options: The options, those of statistics among them.
-        rules: Rules for which modules become blocks.
-        conv_approximation: Approximation for convolutions; None for that of other layers.
-        timed: Makes a context manager that measures the work of the hooks.
-
-    Attributes:
-        blocks: The blocks of all layers, frozen ones too.
-        active: The blocks that train now.
-        left: The parameters left to the base, and why.
-        newcomers_at: The first step whose passes are sure to have been captured for layers that
-            began to train in mid-run, or lost their factors.
-        heard: Hears, in a backward pass, of each layer whose statistics have grown.
-        updates: Number of changes of the running averages so far.
+    ``timed`` makes a context manager that measures the work of the hooks.
     """
 
     def __init__(
@@ -102,17 +84,24 @@ class Layers:
     ) -> None:
         self._training, self._options, self._rules = training, options, rules
         self._conv_approximation, self._timed = conv_approximation, timed
-        self.blocks: list[KroneckerBlock] = []
-        self.active: list[KroneckerBlock] = []
-        self.left: list[LeftToBase] = []
+        self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
+        self.active: list[KroneckerBlock] = []  # those that train now
+        self.left: list[LeftToBase] = []  # the parameters left to the base, and why
+        # The first step whose passes are sure to have been captured for layers that began to train
+        # in mid-run, or lost their factors.
         self.newcomers_at = -1
         self._signature: tuple[Any, ...] | None = None
         self._params: list[nn.Parameter] = []  # of all blocks
-        self._seen: list[Any] | None = None  # of these, when they were last looked at
+        # Of these, when they were last looked at, and the blocks' shapes: a pair of a pass may have
+        # been taken while a bias was frozen.
+        self._seen: list[tuple[bool, torch.device, torch.Size]] | None = None
+        self._shapes: list[FactorShape] = []
+        self.expecting = True
         self._overflown: dict[KroneckerBlock, Tensor] = {}
+        # Hears, in a backward pass, of each layer whose statistics have grown.
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
-        self.updates = 0
+        self.updates = 0  # number of changes of the running averages so far
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
         """Find the layers of the parameters in the groups that have blocks, or of others'."""
@@ -187,22 +176,24 @@ class Layers:
 
     def follow(self) -> bool:
         """Look at which layers train now; returns whether others than before."""
-        if self._look() == self._seen:
+        same = self._seen is not None
+        for p, before in zip(self._params, self._seen or (), strict=False):
+            trains, device, size = before
+            same = same and p.requires_grad == trains and p.device == device and p.shape == size
+        for block, shape in zip(self.blocks, self._shapes, strict=False):
+            same = same and block.shape is shape
+        if same:
             return False
         for block in self.blocks:
             block.follow_requires_grad()
-        self._seen = self._look()
+        self._seen = [(p.requires_grad, p.device, p.shape) for p in self._params]
+        self._shapes = [block.shape for block in self.blocks]
         signature = tuple((block.training, block.shape) for block in self.blocks)
         if signature == self._signature:
             return False
         self._signature = signature
         self.active = [block for block in self.blocks if block.trainable]
         return True
-
-    def _look(self) -> list[Any]:
-        # Blocks besides: a pair of a pass may have been taken while a bias was frozen.
-        params = [(p.requires_grad, p.device, p.shape) for p in self._params]
-        return [*params, *(block.shape for block in self.blocks)]
 
     def forget_plan(self) -> None:
         """Let the next :meth:`follow` take all layers that train for new ones."""
@@ -227,7 +218,7 @@ class Layers:
                 1 if sampled or divided_by == "auto" else divided_by, scaler
             ),
             conv_approximation=self._conv_approximation,
-            warn=self._training.warnings.keep,
+            warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
             sampled=sampled,
         )
@@ -236,19 +227,15 @@ class Layers:
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
-        self.capture = Capture(
-            self.collector, self._sampler, self.collector.wants, self._timed, fsdp
-        )
+        seen = self._items is not None and options.loss_reduction == AUTO and not sampled
+        self._reduction = None if seen else reduction_of(options, None)
+        self.expecting = True
+        self.capture = Capture(self.collector, self._sampler, self._timed, fsdp)
 
     def watch(
         self, taken: Callable[[KroneckerBlock], bool], counted: KroneckerBlock | None = None
     ) -> None:
-        """Hook the layers whose statistics this process takes, and the one whose terms it counts.
-
-        Args:
-            taken: Tells whether statistics of a layer are taken.
-            counted: The layer whose terms are counted, or None.
-        """
+        """Hook the layers whose statistics this process takes, and the one it counts terms of."""
         self.collector.counted = counted
         self.collector.watch(filter(taken, self.blocks))
         watched = [b for b in self.blocks if taken(b) or b is counted]
@@ -256,14 +243,15 @@ class Layers:
 
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
-        self.capture.enabled = due
+        self.expecting = due
+        self.capture.gate.open = due
         if self._sampler is not None:
             self._sampler.step = self._training.steps
 
     @property
     def reduction(self) -> Reduction:
         """What the losses are taken to be whose gradients are captured."""
-        return reduction_of(self._options, self._items)
+        return self._reduction or reduction_of(self._options, self._items)
 
     @property
     def counting(self) -> KroneckerBlock | None:
@@ -272,7 +260,7 @@ class Layers:
         It is the last one that is not silent, as a rule the one whose outputs have the loss's
         terms. All processes choose the same: they agree on which are silent.
         """
-        if not may_be_step_mean(self._options, self._items):
+        if self._options.loss_reduction != "step_mean" and self._items is None:
             return None
         last = (block for block in reversed(self.active) if block.watched)
         return max(last, key=lambda block: not block.state.silent, default=None)
@@ -288,11 +276,6 @@ class Layers:
         finally:
             if self._items is not None:
                 self._items.hang(self._training.model)
-
-    @property
-    def nothing_captured(self) -> bool:
-        """Whether no statistic has arrived since the last step."""
-        return all(block.staged.empty for block in self.blocks)
 
     def drop_pending(self) -> None:
         """Drop the statistics of backward passes already completed."""
@@ -319,8 +302,9 @@ class Layers:
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The statistics of some layers since the last step; those of all layers are cleared."""
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
-        dtype = self._options.factor_dtype
-        sums = {block: block.staged.sums(parts).to(dtype) for block in blocks}
+        sums: dict[KroneckerBlock, StatisticsSums] = {}
+        for block in blocks:
+            sums[block] = block.staged.sums(parts)
         for block in self.active:
             block.staged.clear()
         return sums
@@ -336,8 +320,6 @@ class Layers:
         Of losses divided by the N examples of the whole step a gradient d is 1 / N of an example's,
         times the number of processes, over which the sums of gradients are averaged.
         """
-        if self.reduction != "step_mean":
-            return dict(sums)
         return {
             block: each.times((each.head[0] * more / processes) ** 2, block.shape.groups)
             for block, each in sums.items()
@@ -353,7 +335,7 @@ class Layers:
             if over.device.type != "cpu" or bool(over):
                 block.staged.dropped += over
                 self._overflown[block] = over | self._overflown.get(block, over)
-        self.collector.settle()
+        self.collector.last_a = None
         self.updates += 1
         while sums:  # the last layer's sums are freed first
             block, each = sums.popitem()
@@ -365,12 +347,12 @@ class Layers:
         told = options.accumulation_steps != "auto" or options.loss_reduction == "step_mean"
         if told or reduction == "sum":
             return 1
-        found = max((block.staged.micro_batches for block in blocks), default=1)
+        found = 1
+        for block in blocks:
+            found = max(found, block.staged.micro_batches)
         if found > 1 and training.first_time("micro-batches"):
-            ignored = self._items is not None and self._items.ignored
-            said = IGNORED if ignored else SAID[reduction]
-            training.warn(f"{found} backward passes in a step: {said}")
-        return max(found, 1) if reduction == "mean" else 1
+            training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
+        return found if reduction == "mean" else 1
 
     # ------------------------------------------------------------------------- what goes wrong
 
@@ -396,7 +378,9 @@ class Layers:
 
     def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of those of some layers of which no statistic has ever come."""
-        silent = [block for block in agreed if block.state.silent]
+        silent: list[KroneckerBlock] = []
+        for block in agreed:
+            silent += [block] * block.state.silent
         if not silent:
             return
         training = self._training
@@ -495,8 +479,8 @@ def _factors(shape: FactorShape) -> str:
         return f"exact, diagonal {size}" if shape.groups > 1 else f"exact {size}²"
     groups = "of gradients: " if shape.marginal else ""
     groups = f"{shape.groups} x " if shape.groups > 1 and not groups else groups
-    squares = {k: "" if shape.is_diagonal(k) else "²" for k in shape.letters}
-    return groups + ", ".join(f"{k} {shape.dim(k)}{square}" for k, square in squares.items())
+    squares = {k: "" if k in shape.diagonals else "²" for k in shape.letters}
+    return groups + ", ".join(f"{k} {shape.dims[k]}{square}" for k, square in squares.items())
 
 
 def _status(block: KroneckerBlock) -> str:
@@ -537,15 +521,9 @@ def gradient_statistics(
 ) -> dict[KroneckerBlock, StatisticsSums]:
     """The sums of the blocks whose mean gradients are here; a collective if ``counts_own``.
 
-    The number of examples of a step is that of the layer that sees most, on average; 64 where no
-    layer counts any.
-
-    Args:
-        training: The training that the gradients are of.
-        blocks: The blocks whose counts are those of the training's batches.
-        mine: The blocks to take statistics of.
-        counts_own: Whether a rank's layers count its own examples alone, not those of all ranks.
-        mean_loss: Whether the gradient is a mean over the step's examples, not a sum.
+    Statistics are taken of ``mine``. The number of examples of a step is that of the layer of
+    ``blocks`` that sees most, on average, of this rank alone if it ``counts_own``; 64 where no
+    layer counts any. ``mean_loss``: the gradient is a mean over the step's examples, not a sum.
     """
     size = training.world.size
     others = [b.factors for b in blocks if b.factors and not isinstance(b, GradientBlock)]

@@ -1,82 +1,54 @@
 """What the losses of a step's passes are: told by an option, or seen.
 
 Models of transformers are given ``num_items_in_batch`` by the Trainer, the number of targets in all
-micro-batches of a step and on all processes. Most divide the sum over a pass's targets by it; some
-take the mean over the pass all the same. A hook sees whether a model is called with the number, and
-whether autograd's record of its loss divides by it. Models that take no such keyword have no hook.
+micro-batches of a step and on all processes, and divide the sum over a pass's targets by it. A hook
+sees whether a model is called with the number; models that take no such keyword have none.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections import deque
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from second_order.kfac.options import AUTO, KFACOptions
 from second_order.kronecker.factors import Reduction
 
-__all__ = [
-    "IGNORED",
-    "SAID",
-    "ItemsHook",
-    "may_be_step_mean",
-    "reduction_of",
-    "watch_items",
-]
+__all__ = ["SAID", "ItemsHook", "reduction_of", "watch_items"]
 
 KEYWORD = "num_items_in_batch"
-NEAR = 100  # nodes of a loss's record, the last ones, among which a division by the number is
 
 SAID: dict[Reduction, str] = {
     "mean": (
-        "the loss of each is taken to have been divided by their number, as Lightning and "
-        "Accelerate do; where losses are added up as they are, write accumulation_steps=1; where "
-        "each is divided by the terms of all passes, loss_reduction='step_mean'"
+        "each loss is taken to have been divided by their number; write accumulation_steps=1 where "
+        "losses are added up as they are, loss_reduction='step_mean' where each is divided by the "
+        "terms of all passes"
     ),
     "step_mean": (
-        "the model was given num_items_in_batch, and the loss of each is taken to have been "
-        "divided by it; where that is not so, write loss_reduction='mean', and "
-        "accumulation_steps=1 if losses are added up as they are"
+        "the model was given num_items_in_batch, and each loss is taken to have been divided by "
+        "it; where it takes the mean over a pass all the same, write accumulation_steps=1"
     ),
 }
-IGNORED = (
-    "the model was given num_items_in_batch and does not divide by it, as far as can be seen: "
-    "transformers' Trainer then adds up the losses as they are; write accumulation_steps=1 for "
-    "that, or loss_reduction='step_mean' if each is divided by the terms of all passes; until then "
-    "each is taken to have been divided by the number of passes"
-)
 """What is said of the passes of a step."""
 
 
 class ItemsHook:
-    """A hook on a model; its copies, pickled ones too, serve nobody.
-
-    Attributes:
-        told: Whether a training pass has been given the number of its step's targets.
-        ignored: Whether the model's loss is not divided by it, as far as can be seen.
-    """
+    """A hook on a model; its copies, pickled ones too, serve nobody."""
 
     def __init__(self) -> None:
-        self.told = self.ignored = False
+        self.told = False  # whether a training pass has been given its step's number of targets
         self._handle: RemovableHandle | None = None
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """See a call. In a graph of torch.compile the loss has no record of its own."""
-        number = kwargs.get(KEYWORD)
-        if self.told or number is None or not torch.is_grad_enabled():
-            return
-        self.told = True
-        if not torch.compiler.is_compiling():
-            loss = _loss_in(output)
-            self.ignored = loss is not None and not _divides(loss, number)
+        """See a call."""
+        if kwargs.get(KEYWORD) is not None and torch.is_grad_enabled():
+            self.told = True
 
     def hang(self, model: nn.Module) -> None:
         """Hook a model."""
@@ -95,40 +67,8 @@ class ItemsHook:
         return ItemsHook, ()
 
 
-def _loss_in(output: Any) -> Tensor | None:
-    """The loss in a model's output; None if none is there that is a record of its own making."""
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get("loss")
-    elif isinstance(output, tuple) and output:
-        found = output[0]
-    is_loss = isinstance(found, Tensor) and found.numel() == 1 and found.grad_fn is not None
-    if not is_loss or "Compiled" in found.grad_fn.name():
-        return None
-    return cast(Tensor, found)
-
-
-def _divides(loss: Tensor, number: Tensor | float) -> bool:
-    """Whether one of the last operations of a loss is a division by a number."""
-    nodes, seen = deque([loss.grad_fn]), 0
-    while nodes and seen < NEAR:
-        node = nodes.popleft()
-        seen += 1
-        if node is None:
-            continue
-        divisor = getattr(node, "_saved_other", None) if "Div" in node.name() else None
-        if divisor is not None and divisor.numel() == 1 and float(divisor) == float(number):
-            return True
-        nodes.extend(following for following, _ in node.next_functions)
-    return False
-
-
 def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:
-    """Hook a model, while its owner is there, if its calls can tell what its losses are.
-
-    Returns:
-        The hook; None where the options tell, or the forward takes no such keyword.
-    """
+    """Hook a model while its owner is there, if its calls can tell what its losses are."""
     if options.loss_reduction != AUTO or options.accumulation_steps != AUTO:
         return None
     try:
@@ -149,9 +89,4 @@ def reduction_of(options: KFACOptions, items: ItemsHook | None) -> Reduction:
         return "sum"
     if options.loss_reduction != AUTO:
         return cast(Reduction, options.loss_reduction)
-    return "step_mean" if items is not None and items.told and not items.ignored else "mean"
-
-
-def may_be_step_mean(options: KFACOptions, items: ItemsHook | None) -> bool:
-    """Whether the losses of some passes can be divided by the terms of a whole step."""
-    return options.loss_reduction == "step_mean" or items is not None
+    return "step_mean" if items is not None and items.told else "mean"

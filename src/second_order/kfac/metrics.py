@@ -7,13 +7,12 @@ is not known here is NaN, so that every process has the same names.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of
-from second_order.contract.training import Training
+from second_order.contract.training import Training, members_of
 from second_order.errors import SecondOrderError
 from second_order.kfac.checkpoint import gather_factors
 from second_order.kfac.layers import SILENT, Layers
@@ -21,7 +20,6 @@ from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
@@ -30,6 +28,7 @@ from second_order.stages import ELSEWHERE
 
 __all__ = ["ACCOUNTS", "NAMES", "fitted_curvature", "metrics_of"]
 
+UNNAMED = "(not in the model)"
 KEPT_ELSEWHERE = "another process keeps its factors: call curvature(gather=True) on every process"
 
 ACCOUNTS = (
@@ -53,69 +52,48 @@ def metrics_of(
     layers: Layers, plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, step: int
 ) -> dict[str, float]:
     """Numbers on layers, factors and inverses. Waits for the device."""
-    found = dict.fromkeys(NAMES, math.nan)
-    blocks = list(plan)
+    blocks, traces = list(plan), solves.traces
     solved = [block for block in blocks if block.solved]
-    found |= {
+    found = dict.fromkeys(NAMES, math.nan) | {
         "damping": solves.damping,
         "layers": float(len(blocks)),
         "layers/solved": float(len(solved)),
         "layers/failing": float(sum(block.state.failures > 0 for block in blocks)),
         "layers/under_way": float(len(solves.under_way)),
-        "layers/settled": float(len(solves.traces.settled)) if solves.traces else 0.0,
+        "layers/settled": float(len(traces.settled)) if traces else 0.0,
         "failed": float(solves.failed),
-        "spared": solves.traces.share if solves.traces else math.nan,
+        "spared": traces.spared / traces.judged if traces and traces.judged else math.nan,
         "dropped": float(sum(_numbers([block.staged.dropped for block in layers.blocks]))),
     }
     taken = [solves.taken_at[block] for block in solved if block in solves.taken_at]
     if taken:
         found["age/inverses"] = float(step - min(taken))
-    dampings = [solves.dampings[block] for block in solved if block in solves.dampings]
-    found |= _range("damping", _numbers(dampings))
-    found |= _traces(blocks)
     inverses = [(b.inverse, b.ensure_factors()) for b in solved if b.inverse is not None]
-    found |= _range("condition", _numbers([condition_estimate(*each) for each in inverses]))
+    kept = [(block.shape, block.factors) for block in blocks if block.factors is not None]
+    known = [weight > 0 for weight in _numbers([factors.weight for _, factors in kept])]
+    ranges = {
+        "damping": _numbers([solves.dampings[b] for b in solved if b in solves.dampings]),
+        "condition": _numbers([condition_estimate(*each) for each in inverses]),
+    }
+    for letter in "AG":
+        sums = [f.means[s.letters.index(letter)].sum() * s.dims[letter] for s, f in kept]
+        pairs = zip(_numbers(sums), known, strict=True)
+        ranges[f"trace_{letter}"] = [trace for trace, is_known in pairs if is_known]
+    for name, values in ranges.items():
+        if values:
+            found |= {f"{name}/min": min(values), f"{name}/max": max(values)}
     return found
 
 
-def _traces(blocks: Sequence[KroneckerBlock]) -> dict[str, float]:
-    """The ranges of tr A and tr G over the layers whose averages are known here."""
-    traces: dict[str, list[Tensor]] = {"A": [], "G": []}
-    weights = []
-    for block in blocks:
-        factors, shape = block.factors, block.shape
-        if factors is None:
-            continue
-        weights.append(factors.weight)
-        for letter, of_layers in traces.items():
-            means = factors.means[shape.letters.index(letter)]
-            of_layers.append(means.sum() * shape.dim(letter))
-    known = [weight > 0 for weight in _numbers(weights)]
-    found: dict[str, float] = {}
-    for letter, of_layers in traces.items():
-        pairs = zip(_numbers(of_layers), known, strict=True)
-        found |= _range(f"trace_{letter}", [trace for trace, is_known in pairs if is_known])
-    return found
-
-
-def _numbers(values: Iterable[Tensor | float]) -> list[float]:
+def _numbers(values: Sequence[Tensor | float]) -> list[float]:
     """Numbers as Python has them; a device is waited for once."""
-    listed = list(values)
-    tensors = [value for value in listed if isinstance(value, Tensor)]
-    if len(tensors) < len(listed):
-        return [float(value) for value in listed]
-    if not tensors:
-        return []
+    tensors = [value.detach() for value in values if isinstance(value, Tensor)]
+    if len(tensors) < len(values) or not values:
+        return [float(value) for value in values]
     device = tensors[0].device
     wide = torch.float32 if device.type == "mps" else torch.float64
-    found: list[float] = torch.stack([t.detach().to(device, wide) for t in tensors]).tolist()
+    found: list[float] = torch.stack([t.to(device, wide) for t in tensors]).tolist()
     return found
-
-
-def _range(name: str, values: Sequence[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    return {f"{name}/min": min(values), f"{name}/max": max(values)}
 
 
 def fitted_curvature(
@@ -127,37 +105,38 @@ def fitted_curvature(
     dtype: torch.dtype,
     gather: bool,
 ) -> KroneckerCurvature:
-    """Copy the running averages into an object of their own.
-
-    Raises:
-        SecondOrderError: If no layer has had statistics.
-    """
-    ranks = range(training.world.size)
-    away = gather_factors(training.world, plan, ranks) if gather else {}
+    """Copy the running averages into an object of their own; raise if no layer has any."""
+    away = gather_factors(training.world, plan, range(training.world.size)) if gather else {}
     found: dict[str, LayerCurvature] = {}
-    uncovered = _left_out(training, layers)
+    names = training.names()
+    ours = {id(p): names.get(id(p), UNNAMED) for p in members_of(training.groups)}
+    reasons = {row.name: row.reason for row in layers.left}
+    uncovered = {}
+    for name in ours.values():  # but those of layers, below
+        reason = reasons.get(name, reasons.get(name.rpartition(".")[0], "it is in no layer"))
+        uncovered[name] = f"{training.base_name} alone trains it ({reason})"
     for block in layers.blocks:
         params = _params_of(block)
-        names = [training.names().get(id(p), "(not in the model)") for p in params]
+        shapes = {names.get(id(p), UNNAMED): p.shape for p in params}
         averages = _averages_of(block, away.get(block, {}))
         layer = plan.get(block)
         here = layer is None or gather or all(layer.keeps(training.world.rank))
         why = _why_not(block, params, averages) if here else KEPT_ELSEWHERE
         if why:
-            uncovered.update(dict.fromkeys(names, why))
+            uncovered |= dict.fromkeys(shapes, why)
             continue
-        letters = block.shape.letters
-        gamma = damping if not math.isnan(damping) else None
+        gamma = None if math.isnan(damping) else damping
         if gamma is not None and options.relative_damping:
             curvature = float(averages.mean_curvature())
             gamma *= curvature if curvature > 0 else 1.0
+        uncovered = {name: reason for name, reason in uncovered.items() if name not in shapes}
         found[block.name] = LayerCurvature(
             name=block.name,
             modules=tuple(block.names),
             kind=type(block.modules[0]),
-            shapes=dict(zip(names, (p.shape for p in params), strict=True)),
+            shapes=shapes,
             shape=block.shape,
-            factors={letter: averages.matrix(letter, dtype) for letter in letters},
+            factors={letter: averages.matrix(letter, dtype) for letter in block.shape.letters},
             examples=float(averages.examples),
             updates=float(averages.weight),
             damping=gamma,
@@ -167,27 +146,9 @@ def fitted_curvature(
             f"{training.name} has no factors yet: curvature() is for after the first step, and "
             f"before close()"
         )
-    names = _names(training)
-    uncovered = {name: why for name, why in uncovered.items() if name in names}
-    return KroneckerCurvature(found, names, uncovered)
-
-
-def _left_out(training: Training, layers: Layers) -> dict[str, str]:
-    """Why the parameters of no layer have no curvature, by their names."""
-    reasons = {row.name: row.reason for row in layers.left}
-    known = {id(p) for block in layers.blocks for p in _params_of(block)}
-    found = {}
-    for p, name in zip(members_of(training.groups), _names(training), strict=True):
-        if id(p) not in known:
-            reason = reasons.get(name, reasons.get(name.rpartition(".")[0], "it is in no layer"))
-            found[name] = f"{training.base_name} alone trains it ({reason})"
-    return found
-
-
-def _names(training: Training) -> list[str]:
-    """The names of the optimizer's parameters, in the order of its groups."""
-    names = training.names()
-    return [names.get(id(p), "(not in the model)") for p in members_of(training.groups)]
+    listed = list(ours.values())
+    uncovered = {name: why for name, why in uncovered.items() if name in listed}
+    return KroneckerCurvature(found, listed, uncovered)
 
 
 def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:
@@ -204,14 +165,9 @@ def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:
 def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> KroneckerFactors:
     """The averages that are here, with those that have been gathered."""
     here = block.factors
-    averages = KroneckerFactors(
-        block.shape,
-        block.weight.device,
-        block.factor_dtype,
-        block.staged.triangular,
-        (False, False),
-    )
-    averages.stored.update({k: away.get(k, block.stored(k)) for k in block.shape.letters})
+    kept = block.factor_dtype, block.staged.triangular, (False, False)
+    averages = KroneckerFactors(block.shape, block.weight.device, *kept)
+    averages.stored |= {k: away.get(k, block.stored(k)) for k in block.shape.letters}
     if away:
         averages.weight, averages.means = away["average_weight"], away["mean_eigenvalues"]
         averages.examples = away["examples"]
@@ -224,8 +180,6 @@ def _why_not(block: KroneckerBlock, params: list[nn.Parameter], averages: Kronec
     """Why a block has no curvature here; "" if it has."""
     if block.shape.marginal:
         return "its factors are those of the gradient, which make no Fisher information"
-    if type(block) not in (KroneckerBlock, ExactBlock, DoublyFactoredBlock):
-        return f"{type(block).__name__} is a kind of layer that curvature() does not know"
     if sum(p.numel() for p in params) != math.prod(block.shape.gradient_size):
         return "its bias has been frozen or unfrozen since its factors were taken"
     missing = any(averages.stored[letter] is None for letter in block.shape.letters)

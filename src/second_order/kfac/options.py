@@ -30,7 +30,6 @@ from second_order.options import (
     is_adaptive,
     keyword,
     one_of,
-    scheduled,
 )
 
 __all__ = [
@@ -38,6 +37,7 @@ __all__ = [
     "AUTO",
     "BUDGETED",
     "FORGETFUL",
+    "SCHEDULES",
     "USUAL_OVERHEAD",
     "AutoSchedule",
     "DecayingClip",
@@ -76,18 +76,13 @@ def check_clip(value: Any) -> None:
 
 def check_trace_bounds(name: str, pair: Any) -> None:
     """Raise unless the option is a pair of numbers, the lower one last."""
+    remedy = f"{TRACE_BOUNDS} is the default"
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        raise ValueError(
-            f"{name}={pair!r} is not a pair (upper, lower); {TRACE_BOUNDS} is the default"
-        )
+        raise ValueError(f"{name}={pair!r} is not a pair (upper, lower); {remedy}")
     for each, bound in zip(("upper", "lower"), pair, strict=True):
-        remedy = f"{TRACE_BOUNDS} is the default"
         check_number(f"{name}' {each}", bound, low=0.0, open_high=True, remedy=remedy)
     if pair[1] > pair[0]:
-        raise ValueError(
-            f"{name}={pair!r}: lower is above upper, so that a layer to be solved would "
-            f"have settled; swap them, as in {TRACE_BOUNDS}"
-        )
+        raise ValueError(f"{name}={pair!r}: lower is above upper; swap them, as in {TRACE_BOUNDS}")
 
 
 def check_dtype(name: str, value: Any) -> None:
@@ -110,8 +105,7 @@ class PerStep:
             the start, and what it was then is soon no guide.
 
     Raises:
-        TypeError: For a value that is no number.
-        ValueError: For a value outside its bounds.
+        ValueError: For a value outside its bounds; TypeError for one that is no number.
     """
 
     decay: float
@@ -122,13 +116,6 @@ class PerStep:
         if self.share is not None:
             remedy = "1 / 3, say, or None"
             check_number("share", self.share, low=0.0, open_low=True, high=1.0, remedy=remedy)
-
-    def after(self, steps: int, step: int) -> float:
-        """The weight of the past at an update at ``step``, ``steps`` after the last one."""
-        decay = self.decay
-        if self.share is not None:
-            decay = min(decay, 1 - 1 / max(2.0, self.share * step))
-        return decay ** max(steps, 1)
 
 
 STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.978, share=1 / 3)
@@ -201,8 +188,6 @@ class KFACOptions:
             ``output -> summed negative log-likelihood of labels it has drawn``.
         kfac_approx: For layers applied at many positions: "expand" if each position has a loss term
             (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023).
-        eigen_refresh: "full" computes eigenvectors anew at each refresh. "warm" takes one step of
-            orthogonal iteration from the last ones where that is accurate.
         refresh: "drift": each layer is solved as often as that changes its preconditioned gradient:
             its interval is halved where the old and the new one point apart, and doubled where they
             agree, 1 to 32 steps. With a number for ``inv_update_steps`` that is the interval.
@@ -266,7 +251,6 @@ class KFACOptions:
     fisher: str = keyword("empirical", one_of("empirical", "sampled"))
     likelihood: Likelihood = keyword("categorical", one_of(*LIKELIHOODS), callable)
     kfac_approx: Approximation = keyword("expand", one_of("expand", "reduce"))
-    eigen_refresh: str = keyword("full", one_of("full", "warm"))
     refresh: str = keyword("drift", one_of("drift", "interval", "trace"))
     trace_bounds: tuple[float, float] = keyword(TRACE_BOUNDS, check_trace_bounds)
     symmetry_aware: bool = keyword(True, check_flag)
@@ -290,16 +274,12 @@ class KFACOptions:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> KFACOptions:
-        """Take the shared options from an optimizer's keywords, and check them.
-
-        Raises:
-            TypeError: For a value of the wrong type.
-            ValueError: For a value outside its bounds, with the bound and the remedy.
-        """
+        """Take the shared options from an optimizer's keywords, and check them."""
         adaptive = is_adaptive(keywords["base"])
         ours = {f.name: keywords.get(f.name, f.default) for f in fields(cls)}
         # A schedule-free base keeps other points than the weights, which would not be scaled.
-        follows = ours["kl_clip"] == AUTO and not _averages(keywords["base"])
+        averages = all(callable(getattr(keywords["base"], n, None)) for n in ("train", "eval"))
+        follows = ours["kl_clip"] == AUTO and not averages
         ours |= {"adaptive": adaptive, "damping_floor": 0.0, "follows_steps": follows}
         if ours["damping"] == AUTO:
             if ours["relative_damping"] is False:
@@ -319,10 +299,6 @@ class KFACOptions:
         if isinstance(ours["trace_bounds"], list):
             ours["trace_bounds"] = tuple(ours["trace_bounds"])
         return cls(**{**ours, "skip_layers": check_patterns(ours["skip_layers"])})
-
-    def scheduled(self, step: int) -> list[tuple[str, Any]]:
-        """The values at a step of options given as callables, by name; for comparison."""
-        return scheduled(self, SCHEDULES, step)
 
     @property
     def by_drift(self) -> bool:
@@ -363,11 +339,6 @@ class KFACOptions:
 
     def __post_init__(self) -> None:
         check_keywords(self)
-        if self.eigen_refresh == "warm" and self.solver != "eigen":
-            raise ValueError(
-                f"eigen_refresh='warm' starts from eigenvectors, and solver={self.solver!r} has "
-                f"none; use solver='eigen', or leave eigen_refresh at 'full'"
-            )
         if self.refresh != "trace" and tuple(self.trace_bounds) != TRACE_BOUNDS:
             raise ValueError(
                 f"trace_bounds={self.trace_bounds!r} with refresh={self.refresh!r} would do "
@@ -379,11 +350,6 @@ class KFACOptions:
                 f"would do nothing: each loss is divided by the terms of all passes, however many; "
                 f"leave accumulation_steps out"
             )
-
-
-def _averages(base: Any) -> bool:
-    """Whether a base trains at points of its own, between which ``train`` and ``eval`` switch."""
-    return all(callable(getattr(base, name, None)) for name in ("train", "eval"))
 
 
 def _settle_intervals(ours: dict[str, Any]) -> None:
@@ -419,8 +385,7 @@ class DecayingClip:
         every: Number of steps between two decays; the paper takes half an epoch.
 
     Raises:
-        TypeError: For a value that is no number.
-        ValueError: For a value outside its bounds.
+        ValueError: For a value outside its bounds; TypeError for one that is no number.
     """
 
     start: float = 0.01
@@ -440,10 +405,9 @@ class DecayingClip:
 def own_cores() -> int:
     """This process's share of the cores."""
     local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    processes = int(local) if local.isdigit() and int(local) > 0 else 1
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return cores // processes
+    return cores // max(int(local) if local.isdigit() else 1, 1)
 
 
 def half_the_cores() -> int:
@@ -513,24 +477,16 @@ class DistKFACOptions:
 
 
 def checked_doubly_factored(chosen: Any) -> Mapping[str, tuple[int, int]] | str:
-    """Check ``doubly_factored`` and return it, a mapping or "auto".
-
-    Raises:
-        ValueError: If it is neither.
-    """
-    if chosen is None:
-        return {}
-    if isinstance(chosen, str) and chosen == "auto":
-        return "auto"
-    named: dict[Any, Any] = dict(chosen) if isinstance(chosen, Mapping) else {0: None}
-    if not all(isinstance(name, str) and _is_pair(pair) for name, pair in named.items()):
+    """Check ``doubly_factored`` and return it, a mapping or "auto"."""
+    if chosen is None or chosen == AUTO:
+        return AUTO if chosen else {}
+    sound = isinstance(chosen, Mapping)
+    for name, pair in chosen.items() if sound else ():
+        two = isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(name, str)
+        sound = sound and two and all(type(n) is int for n in pair)
+    if not sound:
         raise ValueError(
             f"doubly_factored={chosen!r} is not 'auto', None, or a dict of layer names and "
             f"(locations, channels), both whole numbers"
         )
-    return {name: (pair[0], pair[1]) for name, pair in named.items()}
-
-
-def _is_pair(value: Any) -> bool:
-    pair = isinstance(value, tuple | list) and len(value) == 2
-    return pair and all(isinstance(n, int) and not isinstance(n, bool) for n in value)
+    return {name: (pair[0], pair[1]) for name, pair in chosen.items()}

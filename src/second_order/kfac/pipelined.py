@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from second_order.contract.training import Training
 from second_order.distributed.buckets import in_buckets
-from second_order.distributed.lent_groups import Loan, borrow_group
-from second_order.distributed.world import PendingReduction, World
+from second_order.distributed.world import Loan, PendingReduction, borrow_group
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums
@@ -39,13 +39,6 @@ FUSED_BYTES = 2**20
 """Bytes of a bucket, unless one layer alone has more."""
 
 Sums = dict[KroneckerBlock, StatisticsSums]
-_Sent = tuple[PendingReduction, list[torch.Tensor]]
-
-
-def _copied_sums(world: World, tensors: Sequence[torch.Tensor]) -> _Sent:
-    """Start to sum copies of tensors, which may change meanwhile."""
-    copies = [t.clone() for t in tensors]
-    return world.all_reduce(copies), copies
 
 
 class Slot(NamedTuple):
@@ -55,13 +48,6 @@ class Slot(NamedTuple):
     shape: FactorShape
     device: torch.device
 
-    def statistics(self) -> StagedStatistics:
-        """The layer's statistics since the last step, or none if they have another size by now."""
-        staged = self.block.staged
-        if staged.shape == self.shape and staged.device == self.device:
-            return staged
-        return StagedStatistics(self.shape, self.device, staged.dtype, staged.triangular)
-
 
 class SentState(NamedTuple):
     """The state of a layer's statistics when they were sent, for so many micro-batches."""
@@ -69,11 +55,6 @@ class SentState(NamedTuple):
     staged: StagedStatistics
     revision: int
     micro_batches: int
-
-    def holds(self, block: KroneckerBlock, micro_batches: int) -> bool:
-        """Whether what was sent is what the layer has, now that the number is known."""
-        same = self.staged is block.staged and self.revision == self.staged.revision
-        return same and (self.staged.empty or self.micro_batches == micro_batches)
 
 
 class Pipeline:
@@ -85,38 +66,30 @@ class Pipeline:
 
     def _begin(self) -> None:
         self._loan: Loan | None = None
-        self._slots: list[Slot] = []
-        self._expected = False
         self._wire: torch.dtype | None = None
-        self._forget()
+        self._start([])
 
-    def _forget(self) -> None:
-        """Start with buckets in the reversed order of the model, and without knowledge of it."""
-        self._ordered = False
+    def _start(self, slots: Sequence[Slot]) -> None:
+        """Start with the layers of a plan, without knowledge of their pairs."""
+        self._slots = slots
         self._wanted: dict[KroneckerBlock, int] = {}  # pairs that make a layer complete
         self._before: dict[KroneckerBlock, int] = {}  # pairs in the last step
         self._micro_batches = 1
-        self._buckets = self._fused(self._slots[::-1])
+        self._buckets = in_buckets(slots[::-1], lambda _: None, self._nbytes, FUSED_BYTES)
         self._rest()
+
+    def _nbytes(self, slot: Slot) -> int:
+        triangular = slot.block.staged.triangular
+        shapes = (slot.shape.stored_shape(k, triangular) for k in slot.shape.letters)
+        return self._dtype.itemsize * sum(map(math.prod, shapes))
 
     def _rest(self) -> None:
         """Be done with the buckets of a step."""
-        self._sent: list[list[_Sent]] = []
+        self._sent: list[list[tuple[PendingReduction, list[Tensor]]]] = []
         self._marks: dict[KroneckerBlock, SentState] = {}
-        self._reached: dict[KroneckerBlock, None] = {}
-        self._expected = False
+        self._expected = self._begun = False
         if self._loan is not None:
             self._loan.settled = True
-
-    def _fused(self, slots: Sequence[Slot]) -> list[list[Slot]]:
-        """Runs of layers that travel together, whatever their kind."""
-
-        def nbytes(slot: Slot) -> int:
-            triangular = slot.block.staged.triangular
-            shapes = (slot.shape.stored_shape(k, triangular) for k in slot.shape.letters)
-            return self._dtype.itemsize * sum(map(math.prod, shapes))
-
-        return in_buckets(slots, lambda _: None, nbytes, FUSED_BYTES)
 
     def follow(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Go on with other layers, in the order of the model; a collective."""
@@ -124,12 +97,11 @@ class Pipeline:
             self._loan = borrow_group(self._training.world)
             weakref.finalize(self, self._loan.give_back).atexit = False
         self.drain()
-        self._slots = [Slot(b, b.staged.shape, b.staged.device) for b in blocks]
-        self._forget()
+        self._start([Slot(b, b.staged.shape, b.staged.device) for b in blocks])
 
     def expect(self, wire: torch.dtype | None) -> None:
         """Send what the coming passes bring, as the coming step wants statistics."""
-        if not (self._sent or self._reached):
+        if not self._begun:
             self._wire = wire
         self._expected = True
 
@@ -137,7 +109,7 @@ class Pipeline:
         """Hear in a backward pass that a layer's statistics have grown: send what is complete."""
         if not self._expected or self._loan is None:
             return
-        self._reached.setdefault(block)
+        self._begun = True
         if not self._wanted:  # no step has shown how many pairs there are
             return
         while len(self._sent) < len(self._buckets):
@@ -148,21 +120,26 @@ class Pipeline:
                 self._send(bucket, self._micro_batches)
 
     def _send(self, bucket: Sequence[Slot], micro_batches: int) -> None:
+        """Start to sum copies of a bucket's statistics, which may change meanwhile."""
         assert self._loan is not None
-        world = self._loan.world
-        self._loan.settled = False
-        found = []
+        world, found = self._loan.world, []
+        self._loan.settled, self._begun = False, True
         for slot in bucket:
-            staged = slot.statistics()
+            staged = slot.block.staged
+            if (staged.shape, staged.device) != slot[1:]:  # of another size by now: none
+                triangular = staged.triangular
+                staged = StagedStatistics(slot.shape, slot.device, staged.factor_dtype, triangular)
             self._marks[slot.block] = SentState(staged, staged.revision, micro_batches)
-            found.append(staged.sums(micro_batches).to(self._dtype))
-        heads = [each.head for each in found]
-        factors = [factor for each in found for factor in each.factors.values()]
+            found.append(staged.sums(micro_batches))
+        heads = [each.head.clone() for each in found]
+        factors = [factor.clone() for each in found for factor in each.factors.values()]
         if self._wire is None:
-            self._sent.append([_copied_sums(world, [*heads, *factors])])
+            self._sent.append([(world.all_reduce([*heads, *factors]), [*heads, *factors])])
         else:  # numbers of examples are not rounded
             narrow = world.wired(self._wire)
-            self._sent.append([_copied_sums(world, heads), _copied_sums(narrow, factors)])
+            self._sent.append(
+                [(world.all_reduce(heads), heads), (narrow.all_reduce(factors), factors)]
+            )
 
     def drain(self) -> None:
         """Let the other ranks have what they expect in this step, and drop it all; a collective."""
@@ -189,16 +166,20 @@ class Pipeline:
             for bucket in self._buckets[len(self._sent) :]:
                 self._send(bucket, micro_batches)
             changed = torch.tensor(
-                [float(not self._marks[b].holds(b, micro_batches)) for b in blocks], device="cpu"
+                [float(self._has_changed(b, micro_batches)) for b in blocks], device="cpu"
             )
             agreed = world.on_cpu().all_reduce_max([changed])
-        buckets, sent = self._buckets, self._sent
-        self._learn(blocks, micro_batches)
-        with meter.stage("exchange"):
+            pairs, sent = {block: block.staged.pairs for block in blocks}, self._sent
+            if any(pairs.values()):  # a rank without a batch learns nothing
+                # The larger number of two steps: to send late costs less than to send twice.
+                before = self._before or pairs
+                self._wanted = {b: max(n, before.get(b, 0)) for b, n in pairs.items()}
+                self._before, self._micro_batches = pairs, micro_batches
+            self._rest()
             agreed.wait()
             again = [b for b, flag in zip(blocks, changed.tolist(), strict=True) if flag]
             local, found = layers.sums(again, micro_batches), {}
-            for bucket, parts in zip(buckets, sent, strict=True):
+            for bucket, parts in zip(self._buckets, sent, strict=True):
                 for pending, _ in parts:
                     pending.wait()
                 sums = iter([each for _, copies in parts for each in copies])
@@ -210,28 +191,12 @@ class Pipeline:
                 exchange(local, self._wire)
         return {**found, **local}
 
-    def _learn(self, blocks: Sequence[KroneckerBlock], micro_batches: int) -> None:
-        """Expect as many pairs as in one of the last two steps, in the first rank's order."""
-        found = {block: block.staged.pairs for block in blocks}
-        if any(found.values()):  # a rank without a batch learns nothing
-            # The larger number: to send late costs less than to send twice.
-            before = self._before or found
-            self._wanted = {b: max(n, before.get(b, 0)) for b, n in found.items()}
-            self._before, self._micro_batches = found, micro_batches
-        reached = [b for b in self._reached if b in found]
-        self._rest()
-        if self._ordered:
-            return
-        # Minus ones where the first rank has had no backward pass: another step shows the order.
-        number = {block: i for i, block in enumerate(blocks)}
-        ordered = [number[b] for b in dict.fromkeys([*reached, *reversed(blocks)])]
-        order = torch.tensor(ordered if reached else [-1] * len(blocks), device="cpu")
-        with self._training.meter.stage("exchange"):
-            self._training.world.on_cpu().broadcast_from_first([order])
-        indices = order.tolist()
-        if min(indices) >= 0:
-            self._ordered = True
-            self._buckets = self._fused([self._slots[i] for i in indices])
+    def _has_changed(self, block: KroneckerBlock, micro_batches: int) -> bool:
+        """Whether a layer has other statistics than were sent, now that the number is known."""
+        staged, revision, guessed = self._marks[block]
+        if staged is not block.staged or revision != staged.revision:
+            return True
+        return not (staged.empty or guessed == micro_batches)
 
     def close(self) -> None:
         """Send nothing more. Ranks that have begun a step's buckets let the others have theirs."""

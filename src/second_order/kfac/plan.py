@@ -52,7 +52,6 @@ __all__ = [
     "dpkfac_plan",
     "gradient_owners",
     "kaisa_plan",
-    "solve_cost_of",
     "sum_statistics",
     "with_one_worker",
 ]
@@ -66,22 +65,13 @@ Item: TypeAlias = tuple[KroneckerBlock, str]
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The ranks that work on a layer.
+    """The ranks that work on a layer."""
 
-    Attributes:
-        source: The rank whose batches alone make the statistics; None if all ranks' do.
-        keepers: The ranks that keep A and G; None if every rank keeps both.
-        solvers: The ranks that decompose A and G.
-        workers: The gradient workers: the ranks that precondition the layer's gradient. A range,
-            so that a layer's plan is as small for many ranks as for few.
-        said: The ranks in words, for :meth:`summary`.
-    """
-
-    source: int | None
-    keepers: Pair | None
-    solvers: Pair
-    workers: range
-    said: str
+    source: int | None  # the rank whose batches alone make the statistics; None if all ranks' do
+    keepers: Pair | None  # the ranks that keep A and G; None if every rank keeps both
+    solvers: Pair  # the ranks that decompose A and G
+    workers: range  # the gradient workers: the ranks that precondition the layer's gradient
+    said: str  # the ranks in words
 
     def solver(self, letter: str) -> int:
         """The rank that decomposes a factor, by its letter."""
@@ -98,12 +88,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The ranks that work on each layer.
-
-    Attributes:
-        grid: The ranks; a row of it preconditions a layer.
-        layers: The plan of each layer, in order.
-    """
+    """The ranks, a row of whose grid preconditions a layer, and the plan of each layer in order."""
 
     grid: Grid
     layers: tuple[LayerPlan, ...]
@@ -169,12 +154,9 @@ def with_one_worker(plan: Plan) -> Plan:
 
 
 def gradient_owners(sizes: Sequence[int], owners: Sequence[int | None], ranks: int) -> list[int]:
-    """The owner of each gradient; for parameters of no layer, the rank that gets the least.
+    """The owner of each gradient, by its elements and the owner of its layer.
 
-    Args:
-        sizes: Elements of the gradients.
-        owners: The owner of each gradient's layer; None for a gradient of no layer.
-        ranks: Number of ranks.
+    For a gradient of no layer, whose owner is None, it is the rank that gets the least.
     """
     load = [0] * ranks
     for size, owner in zip(sizes, owners, strict=True):
@@ -192,16 +174,14 @@ def gradient_owners(sizes: Sequence[int], owners: Sequence[int | None], ranks: i
 
 
 def dims_of(block: KroneckerBlock) -> LayerDims:
-    """The sizes of a layer that a plan is made from."""
-    shape, cost = block.shape, solve_cost_of(block)
+    """The sizes of a layer that a plan is made from, and the cost of its solve.
+
+    That is the sum of n³ over its factors, of n for a diagonal one.
+    """
+    shape, cost = block.shape, 0.0
+    for k in shape.letters:
+        cost += shape.groups * shape.dims[k] ** (1 if k in shape.diagonals else 3)
     return LayerDims(shape.groups, shape.in_dim, shape.out_dim, shape.diagonal_a, cost)
-
-
-def solve_cost_of(block: KroneckerBlock) -> float:
-    """The cost of solving a layer: the sum of n³ over its factors, n for a diagonal one."""
-    shape = block.shape
-    powers = ((k, 1 if shape.is_diagonal(k) else 3) for k in shape.letters)
-    return float(sum(shape.groups * shape.dim(k) ** power for k, power in powers))
 
 
 def _one(rank: int) -> range:
@@ -216,63 +196,41 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class System:
-    """The choices in which the systems with Kronecker factors differ.
+    """The choices in which the systems with Kronecker factors differ."""
 
-    Attributes:
-        plan: Makes the plan of the layers: which rank does what.
-        rules: Rules for which modules become blocks.
-        said: The system's own options, for comparison between ranks.
-        owners: Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to
-            all ranks although layers have owners; None without owners.
-        conv_approximation: Approximation for convolutions; None for that of other layers.
-        solves: Makes the inverses of the layers on threads; None: they are solved at once.
-        waits: Whether all solves are waited for: then that is of a refresh's cost.
-        pipelined: Whether statistics leave for the other ranks while backward still runs.
-        exchange_dtype: Dtype in which factors' sums and decompositions travel; None for their own.
-        chooser: Chooses the number of gradient workers of a training, by ``choose``, and makes the
-            plan with so many, by ``planner``; None where it is given.
-    """
-
-    plan: Planner
-    rules: BlockRules
-    said: str = ""
+    plan: Planner  # makes the plan of the layers: which rank does what
+    rules: BlockRules  # for which modules become blocks
+    said: str = ""  # the system's own options, for comparison between ranks
+    # Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to all ranks
+    # although layers have owners; None without owners.
     owners: str | None = None
-    conv_approximation: Approximation | None = None
-    solves: Callable[..., Any] | None = None
-    waits: bool = True
-    pipelined: bool = False
-    exchange_dtype: torch.dtype | None = None
+    conv_approximation: Approximation | None = None  # None for that of other layers
+    solves: Callable[..., Any] | None = None  # makes inverses on threads; None: solved at once
+    waits: bool = True  # all solves are waited for: then that is of a refresh's cost
+    pipelined: bool = False  # statistics leave for the other ranks while backward still runs
+    exchange_dtype: torch.dtype | None = None  # of factors and decompositions; None for their own
+    # Chooses the number of gradient workers of a training, by `choose`, and makes the plan with so
+    # many, by `planner`; None where it is given.
     chooser: Any = None
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What this rank does at a step.
+    """What this rank does at a step."""
 
-    Attributes:
-        layers: The plan of each layer that trains.
-        row: The ranks that precondition the same layers as this one.
-        column: The ranks that this one exchanges preconditioned gradients with, one of each row.
-        wire: Dtype in which decompositions travel; None for their own.
-        taken: The layers into whose factors the passes of this rank go.
-        of_gradients: The layers whose factors are made of gradients.
-        told: The layers of which this rank tells the others after a refresh.
-        to_solve: The factors that this rank decomposes, by layer.
-        to_send: Of the layers that this row preconditions, by factor, the position in the row of
-            the rank that solves it.
-        rows: Of each layer, the row that preconditions it.
-    """
-
-    layers: Mapping[KroneckerBlock, LayerPlan]
-    row: World
-    column: World
-    wire: torch.dtype | None = None
-    taken: Sequence[KroneckerBlock] = ()
-    of_gradients: Sequence[GradientBlock] = ()
-    told: Sequence[KroneckerBlock] = ()
+    layers: Mapping[KroneckerBlock, LayerPlan]  # the plan of each layer that trains
+    row: World  # the ranks that precondition the same layers as this one
+    column: World  # those it exchanges preconditioned gradients with, one of each row
+    wire: torch.dtype | None = None  # in which decompositions travel; None for their own
+    taken: Sequence[KroneckerBlock] = ()  # into whose factors the passes of this rank go
+    of_gradients: Sequence[GradientBlock] = ()  # whose factors are made of gradients
+    told: Sequence[KroneckerBlock] = ()  # of which this rank tells the others after a refresh
+    # The factors that this rank decomposes, by layer.
     to_solve: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
+    # Of the layers that this row preconditions, the position in it of the factor's solver.
     to_send: Mapping[Item, int] = field(default_factory=dict)
-    rows: Mapping[KroneckerBlock, int] = field(default_factory=dict)
+    rows: Mapping[KroneckerBlock, int] = field(default_factory=dict)  # that precondition each layer
+    costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)  # of the layers' solves
 
 
 def compile_step(
@@ -304,6 +262,7 @@ def compile_step(
             for letter in block.shape.letters
         },
         {block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
+        {block: dims_of(block).cost for block in layers},
     )
 
 
@@ -314,8 +273,6 @@ def sum_statistics(
     wire: torch.dtype | None = None,
 ) -> None:
     """Add statistics over the ranks that contribute, in place."""
-    if world.size == 1:
-        return
     heads: list[tuple[Tensor, int | None]] = []
     factors = heads if wire is None else []  # numbers of examples are not rounded
     for block, each in sums.items():

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from second_order.kfac.layers import USUAL_BATCH, Layers
 from second_order.kfac.options import AUTO, KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.block import KroneckerBlock
-from second_order.options import PEAK_LR, value_at
+from second_order.options import PEAK_LR
 
 __all__ = [
     "Clip",
@@ -49,15 +49,8 @@ def kl_change(
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
-    whose product is not finite does not count, so that it spoils no other.
-
-    Args:
-        preconditioned: P of each layer, any shapes; at least one.
-        gradients: ∇ of each layer, shapes as in ``preconditioned``.
-        learning_rates: lr of each layer's parameter group, at this step.
-
-    Returns:
-        A scalar on the layers' device; nothing waits for it.
+    whose product is not finite does not count, so that it spoils no other. P, ∇ and lr are of each
+    layer, at least one. The scalar is on the layers' device; nothing waits for it.
     """
     terms: list[Tensor] = []
     for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True):
@@ -67,12 +60,7 @@ def kl_change(
 
 
 def kl_clip_coefficient(change: Tensor, kl_clip: float) -> Tensor:
-    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ.
-
-    Args:
-        change: Σ lr² |P·∇|, from :func:`kl_change`.
-        kl_clip: κ, the bound.
-    """
+    """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ."""
     return torch.sqrt(kl_clip / change).clamp(max=1.0)
 
 
@@ -89,12 +77,8 @@ def bound_for(examples: Tensor) -> Tensor:
 class Clip:
     """The parts of ν at a step: κ, and the change.
 
-    Args:
-        training: The training whose steps are clipped.
-        options: The options, ``kl_clip`` among them.
-        layers: The layers, whose averages tell the batches.
-        counted: Whose batches go into a layer's statistics: those of "all" processes that train, of
-            "one" of them, or those of "helpers", which say nothing of the training's own.
+    The batches that ``counted`` names go into a layer's statistics: those of "all" processes that
+    train, of "one" of them, or those of "helpers", which say nothing of the training's own.
     """
 
     def __init__(
@@ -108,29 +92,23 @@ class Clip:
         self._layers, self._counted = layers, counted
         self._by_batch = options.kl_clip == AUTO
         self._group_of: dict[KroneckerBlock, int] = {}
-        self._groups: list[Any] = []  # what these are positions in
+        self._groups: list[tuple[Any, int]] = []  # what these are positions in, and their sizes
         self._batches: tuple[int, list[KroneckerBlock], Tensor] | None = None
 
     def follow(self) -> None:
         """Look up groups and batches anew, as the layers have changed."""
         self._groups, self._batches = [], None
 
-    def _follow_groups(self) -> None:
-        """Look up the group of each layer, where the list of groups is another than before."""
-        groups = self._training.groups
-        if self._groups != (now := [(id(group), len(group["params"])) for group in groups]):
-            found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-            self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
-            self._groups = now
-
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip."""
         if self._by_batch:
             return 1.0
-        kl_clip: float | None = value_at(self._options.kl_clip, self._training.steps)
-        if callable(self._options.kl_clip) and kl_clip is not None:
-            check_clip(kl_clip)
-        return kl_clip
+        kl_clip: Any = self._options.kl_clip
+        if callable(kl_clip):
+            kl_clip = kl_clip(self._training.steps)
+            if kl_clip is not None:
+                check_clip(kl_clip)
+        return cast("float | None", kl_clip)
 
     def change(
         self,
@@ -138,20 +116,23 @@ class Clip:
         gradients: Mapping[KroneckerBlock, Tensor],
         among: Sequence[KroneckerBlock] = (),
     ) -> Tensor:
-        """Σ lr² |P·∇| over layers, over κ where that follows the batch; 0 for none.
+        """Σ lr² |P·∇| over the layers of ``gradients``, over κ where that follows the batch.
 
-        Args:
-            results: P, the preconditioned gradient, of each layer, and of others perhaps.
-            gradients: ∇, the mean gradient, of each layer.
-            among: The layers whose batches κ follows; none for those of ``gradients``.
+        κ follows the batches of the layers ``among``, or else of these.
         """
         if not gradients:
             return torch.zeros(())
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
-        self._follow_groups()
         groups, by_batch, rates, mine = self._training.groups, self._by_batch, [], []
+        same = len(groups) == len(self._groups)
+        for group, (before, size) in zip(groups, self._groups, strict=False):
+            same = same and group is before and len(group["params"]) == size
+        if not same:
+            found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
+            self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
+            self._groups = [(group, len(group["params"])) for group in groups]
         for block in gradients:
             rate = groups[self._group_of[block]][which]
             mine.append(results[block])
@@ -172,8 +153,11 @@ class Clip:
         """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
         if self._counted == "helpers":
             return torch.tensor(USUAL_BOUND)
-        counts = [block.ensure_factors().examples for block in blocks]
-        examples = torch.stack([count.to(counts[0].device) for count in counts]).max()
+        counts: list[Tensor] = []
+        for block in blocks:
+            count = block.ensure_factors().examples
+            counts.append(count.to(counts[0].device) if counts else count)
+        examples = torch.stack(counts).max()
         return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))
 
 
@@ -246,16 +230,8 @@ def precondition_by_owners(
 ) -> Tensor | None:
     """Precondition by owners, which send P to all with their part of the clip's sum; write ν P.
 
-    Args:
-        step: What this rank does.
-        training: The training that the gradients are of.
-        clip: The clip of the steps.
-        dtype: The dtype of the inverses.
-        owners: The owner of each gradient, where those that nobody preconditions are at their
-            owners alone, too; None where they are everywhere.
-
-    Returns:
-        ν, a scalar; None where nothing is clipped.
+    ``owners`` has the owner of each gradient, where those that nobody preconditions are at their
+    owners alone, too; None where they are everywhere. Returns ν, a scalar; None without a clip.
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
@@ -302,10 +278,7 @@ def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:
 class OwnerHook:
     """DPKFAC's hook of DistributedDataParallel: gradients go to their owners during the passes.
 
-    Args:
-        world: The ranks.
-        owners: A bound method that gives the owner of each gradient; not kept alive.
-        ddp: The wrapper of the model.
+    ``owners`` is a bound method that gives the owner of each gradient; it is not kept alive.
     """
 
     def __init__(

@@ -45,6 +45,7 @@ __all__ = [
     "Change",
     "Drift",
     "least_intervals",
+    "past_at",
 ]
 
 DRIFT_INTERVAL, DRIFT_ALIKE = DRIFT = ("drift_interval", "drift_alike")
@@ -60,17 +61,11 @@ BY_DRIFT, BY_BUDGET = 5, 20  # number of steps that are measured
 
 @dataclass(frozen=True)
 class Bounds:
-    """When an interval changes.
+    """When an interval changes."""
 
-    Attributes:
-        apart: Cosine below which it is halved.
-        alike: Cosine above which it is doubled.
-        patience: Number of refreshes in a row that have to be so much alike.
-    """
-
-    apart: float
-    alike: float
-    patience: int
+    apart: float  # cosine below which it is halved
+    alike: float  # cosine above which it is doubled
+    patience: int  # number of refreshes in a row that have to be so much alike
 
 
 # Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. SGD
@@ -80,19 +75,12 @@ PLAIN, ADAPTIVE = Bounds(0.95, 0.985, 2), Bounds(0.9, 0.97, 1)
 
 @dataclass(frozen=True)
 class Change:
-    """What the last refresh of a layer changed.
+    """What the last refresh of a layer changed."""
 
-    Attributes:
-        interval: Steps from a refresh to the next.
-        cosine: Between the gradient as the old inverse preconditions it, and as the new one does.
-        length: The length of the former over that of the latter.
-        alike: Number of refreshes in a row after which the two were alike.
-    """
-
-    interval: int = 1
-    cosine: float = math.nan
-    length: float = math.nan
-    alike: int = 0
+    interval: int = 1  # steps from a refresh to the next
+    cosine: float = math.nan  # between P₀ and P
+    length: float = math.nan  # |P₀| / |P|
+    alike: int = 0  # number of refreshes in a row after which the two were alike
 
     def then(self, cosine: float, length: float, bounds: Bounds, least: int = 1) -> Change:
         """What the next refresh makes of it, the interval having been ``least`` at least."""
@@ -114,24 +102,21 @@ def least_intervals(costs: Sequence[float], work: float) -> list[int]:
     """
     if not work:
         return [1] * len(costs)
-    total = sum(map(math.sqrt, costs))
-    wanted = [math.sqrt(cost) * total / (work + SMALL) for cost in costs]
-    return [2 ** min(max(round(math.log2(w)), 0), 10) if w > 0 else 1 for w in wanted]
+    total, found = sum(map(math.sqrt, costs)), []
+    for cost in costs:
+        wanted = math.sqrt(cost) * total / (work + SMALL)
+        found.append(2 ** min(max(round(math.log2(wanted)), 0), 10) if wanted > 0 else 1)
+    return found
 
 
 class Drift:
-    """The intervals of layers that are refreshed as they drift; the same on every rank.
-
-    Attributes:
-        changes: What the last refresh of each layer changed.
-        held: Number of layers that want to be refreshed oftener than ``least`` allows.
-        least: Steps that the budget leaves between refreshes, at least.
-    """
+    """The intervals of layers that are refreshed as they drift; the same on every rank."""
 
     def __init__(self, bounds: Bounds = PLAIN) -> None:
         self._bounds = bounds
-        self.changes: dict[KroneckerBlock, Change] = {}
-        self.least, self.held = 1, 0
+        self.changes: dict[KroneckerBlock, Change] = {}  # by each layer's last refresh
+        self.least = 1  # steps that the budget leaves between refreshes, at least
+        self.held = 0  # number of layers that want to be refreshed oftener than that
         self._affordable: dict[KroneckerBlock, int] = {}
         # Made anew once anything changes: what it is for, steps between refreshes, intervals.
         self._schedule: tuple[int, int, tuple[int, ...]] | None = None
@@ -144,16 +129,20 @@ class Drift:
     def due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
         """The layers that are due at a step; those without an inverse are whenever any could be."""
         tick, intervals = self._scheduled(blocks)
-        if step % tick:
-            return []
-        pairs = zip(blocks, intervals, strict=True)
-        return [b for b, every in pairs if not b.solved or step % max(every, tick) == 0]
+        found: list[KroneckerBlock] = []
+        for block, every in zip(blocks, intervals, strict=True) if step % tick == 0 else ():
+            if not block.solved or step % max(every, tick) == 0:
+                found.append(block)
+        return found
 
     def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
         """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
         if self._schedule is None or self._schedule[0] != self.least:
-            intervals = tuple(map(self.interval, blocks))
-            known = sorted(i for b, i in zip(blocks, intervals, strict=True) if b.solved)
+            intervals, known = tuple(map(self.interval, blocks)), []
+            for block, every in zip(blocks, intervals, strict=True):
+                if block.solved:
+                    known.append(every)
+            known.sort()
             tick = known[int(len(known) * WANTED_BY)] if known else 1
             self._schedule = self.least, tick, intervals
         return self._schedule[1:]
@@ -165,22 +154,21 @@ class Drift:
         work: float,
         costs: Sequence[float],
     ) -> None:
-        """Follow what a refresh has changed.
+        """Follow what a refresh has changed: P₀ · P, |P₀|² and |P|² of each layer; 0 for nothing.
 
-        Args:
-            blocks: All layers that train.
-            changes: Of each layer P₀ · P, |P₀|² and |P|², one after the other; zeros for nothing.
-            work: Operations of a step's passes on a rank.
-            costs: Operations of the solves of each layer, on the rank that does most.
+        ``work`` and ``costs`` are those of :func:`least_intervals`.
         """
-        parts = (iter(changes),) * 3
-        for block, product, old, new in zip(blocks, *parts, strict=True):
-            apart, length = _change(product, old, new)
-            if length > 0:
+        for i, block in enumerate(blocks):
+            product, old, new = changes[3 * i : 3 * i + 3]
+            both = math.sqrt(old) * math.sqrt(new)
+            if 0 < both < math.inf:
+                cosine = max(min(product / both, 1.0), -1.0)
                 before, least = self.changes.get(block, Change()), self._affordable.get(block, 1)
                 least = max(least, self.least)
-                self.changes[block] = before.then(1 - apart, length, self._bounds, least)
-        self.held = sum(change.interval < self.least for change in self.changes.values())
+                self.changes[block] = before.then(cosine, math.sqrt(old / new), self._bounds, least)
+        self.held = 0
+        for change in self.changes.values():
+            self.held += change.interval < self.least
         self._affordable = dict(zip(blocks, least_intervals(costs, work), strict=True))
         self._schedule = None
 
@@ -233,32 +221,27 @@ class Drift:
         }
 
 
-def _change(product: float, before: float, now: float) -> tuple[float, float]:
-    """1 - c and r, of P₀ · P, |P₀|² and |P|²; zeros where one of the two vanishes."""
-    both = math.sqrt(before) * math.sqrt(now)
-    if not 0 < both < math.inf:
-        return 0.0, 0.0
-    return 1 - max(min(product / both, 1.0), -1.0), math.sqrt(before / now)
-
-
 def _median(values: Sequence[float]) -> float:
     return float(statistics.median(values)) if values else math.nan
 
 
-class Cadence:
-    """When statistics and refreshes are due, and how much of the past an update keeps.
+def past_at(past: PerStep, since: int, step: int) -> float:
+    """The weight of the past at an update at ``step``, so many steps after the last one."""
+    decay = past.decay
+    if past.share is not None:
+        decay = min(decay, 1 - 1 / max(2.0, past.share * step))
+    return float(decay ** max(since, 1))
 
-    Attributes:
-        updated_at: The step of the last update of the running averages.
-        budget: Chooses the intervals that are "auto".
-        drift: The layers' intervals where refreshes follow what they change; None otherwise.
-    """
+
+class Cadence:
+    """When statistics and refreshes are due, and how much of the past an update keeps."""
 
     def __init__(
         self, training: Training, options: KFACOptions, layers: Layers, helped: bool, waits: bool
     ) -> None:
         self._training, self._options, self._layers = training, options, layers
-        self.updated_at, self.drift = 0, None
+        self.updated_at = 0  # the step of the last update of the running averages
+        self.drift = None  # the layers' intervals where refreshes follow what they change
         given = {name: getattr(options, name) for name in BUDGETED}
         if options.by_drift:
             self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN)
@@ -272,30 +255,28 @@ class Cadence:
         steps = BY_DRIFT if options.by_drift else BY_BUDGET
         self.budget = IntervalBudget(training, options.overhead, given, kinds, steps)
 
-    def _is_dense(self, step: int) -> bool:
-        """Whether statistics and refreshes are due whatever the intervals."""
-        return step == self._layers.newcomers_at or self.budget.measuring
-
     def takes_statistics(self) -> bool:
         """Whether statistics are due at this step."""
         name, step = "factor_update_steps", self._training.steps
         if self._options.factor_update_steps is None:
             return bool(self.due())
-        return self._is_dense(step) or step % self.interval(name, step) == 0
+        return self.dense(step) or step % self.interval(name, step) == 0
+
+    def dense(self, step: int) -> bool:
+        """Whether statistics and refreshes are due whatever the intervals."""
+        return step == self._layers.newcomers_at or self.budget.measuring
 
     def due(self, coming: int = 0) -> list[KroneckerBlock]:
         """The layers that are to be solved at this step, or as many steps later."""
-        step, drift = self._training.steps + coming, self.drift
-        if self._is_dense(step):
-            return [*self._layers.active]
+        step, drift, layers = self._training.steps + coming, self.drift, self._layers.active
+        if self.dense(step):
+            return [*layers]
         if drift is None:
-            every = self.interval("inv_update_steps", step)
-            return [*self._layers.active] if step % every == 0 else []
+            return [*layers] if step % self.interval("inv_update_steps", step) == 0 else []
         allowed = self.budget.chosen.get("inv_update_steps", 1)
         drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
-        return drift.due(self._layers.active, step)
+        return drift.due(layers, step)
 
-    @property
     def may_come(self) -> bool:
         """Whether a refresh may be due at the next step.
 
@@ -352,11 +333,11 @@ class Cadence:
         since = steps - self.updated_at if age is None else age
         if self._options.factor_update_steps is not None and not exactly:
             since = 1
-            if not self._is_dense(steps):
+            if not self.dense(steps):
                 every = self.interval("factor_update_steps", steps)
                 since = min(every, steps - self.budget.until + 1)
         if isinstance(past, PerStep):
-            return past.after(since, steps)
+            return past_at(past, since, steps)
         decay: float = value_at(past, steps)
         check_decay(decay)
         return decay

@@ -57,8 +57,7 @@ def precondition_rows(
 ) -> Tensor | None:
     """Precondition the layers that are solved, each on its worker, and write ν P by rows.
 
-    Returns:
-        ν, a scalar; None where nothing is clipped.
+    Returns ν, a scalar; None where nothing is clipped.
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
@@ -118,21 +117,24 @@ def buckets_of(step: StepPlan, world: World) -> list[Bucket]:
 
 def _gathered(bucket: Bucket, world: World, device: torch.device) -> dict[Tensor, Tensor]:
     """The whole gradients of this rank's layers in a bucket, from the ranks that have rows."""
-    here = world.rank
-    sent = [
-        [_rows(p.param).to(bucket.dtype) for p in pieces if p.rows.together(here, worker)]
-        for worker, pieces in enumerate(bucket.pieces)
-    ]
+    here, sent = world.rank, []
+    for worker, pieces in enumerate(bucket.pieces):
+        parts = [torch.empty(0, dtype=bucket.dtype, device=device)]
+        for _, p, rows in pieces:
+            if rows.together(here, worker):  # zeros where there is none: others expect them
+                gradient = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
+                parts.append(gradient.detach().reshape(-1).to(bucket.dtype))
+        sent.append(torch.cat(parts))
     mine = bucket.pieces[here]
     sizes = [
         [piece.rows.size(rank) for piece in mine if piece.rows.together(rank, here)]
         for rank in range(world.size)
     ]
-    received = world.swap([_joined(part, bucket.dtype, device) for part in sent], map(sum, sizes))
-    parts = [iter(flat.split(each)) for flat, each in zip(received, sizes, strict=True)]
+    received = world.swap(sent, map(sum, sizes))
+    arrived = [iter(flat.split(each)) for flat, each in zip(received, sizes, strict=True)]
     whole = {}
     for piece in mine:
-        flat = torch.cat([next(parts[rank]) for rank in piece.rows.replicas[here]])
+        flat = torch.cat([next(arrived[rank]) for rank in piece.rows.replicas[here]])
         whole[piece.param] = flat.view(piece.param.shape)
     return whole
 
@@ -157,13 +159,3 @@ def _returned(
                 rows = local(piece.param.grad)
                 rows.copy_(part.view(rows.shape))
     return changes
-
-
-def _rows(p: Tensor) -> Tensor:
-    """This rank's rows of a gradient, flat; zeros where there is none: others expect them."""
-    rows = torch.zeros_like(local(p)) if p.grad is None else local(p.grad)
-    return rows.detach().reshape(-1)
-
-
-def _joined(parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=dtype, device=device)

@@ -10,8 +10,7 @@ install   decompositions go to the gradient workers of the layers that are solve
 from __future__ import annotations
 
 import math
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor
 
 from second_order.budget import IntervalBudget
-from second_order.contract.averaging import PendingAverage
-from second_order.contract.training import Training
+from second_order.contract.training import PendingAverage, Training
 from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
 from second_order.kfac.layers import Layers
@@ -31,9 +29,7 @@ from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.solvers import SOLVERS, Damping, EigenInverse, factored_damping
-from second_order.options import value_at
+from second_order.kronecker.solvers import SOLVERS, Damping
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
 
@@ -42,8 +38,8 @@ PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on
 Solved: TypeAlias = dict[str, Decomposition]
 """A layer's decompositions, by the factors' letters; without those that failed."""
 
-Refreshed: TypeAlias = tuple[Sequence[float], list[KroneckerBlock], list[str]]
-"""All ranks' news, the layers that have been agreed on, the names of those that fail too often."""
+Refreshed: TypeAlias = tuple[Sequence[float], list[KroneckerBlock]]
+"""All ranks' news, and the layers that have been agreed on."""
 
 
 class Verdict(IntEnum):
@@ -67,45 +63,18 @@ class Verdict(IntEnum):
 
 @dataclass(eq=False)
 class Solve:
-    """A layer's solve under way.
-
-    Attributes:
-        step: The step at which the factors were taken.
-        damping: γ at that step, on ranks that know it.
-        scale: What the inverse is multiplied by, on these ranks; None for nothing.
-        verdict: The verdict, as far as it is known without a thread.
-        solved: The decompositions that this rank has computed.
-    """
+    """A layer's solve under way, of factors taken at a step."""
 
     step: int
-    damping: Damping | None = None
-    scale: Tensor | None = None
+    damping: Damping | None = None  # γ at that step, on ranks that know it
+    scale: Tensor | None = None  # what the inverse is multiplied by, on these; None for nothing
     verdict: Verdict = Verdict.OPEN
-    solved: Solved = field(default_factory=dict)
+    solved: Solved = field(default_factory=dict)  # what this rank has decomposed
+    ticket: Any = None  # of the thread that solves it, if one does
 
 
 class Solves:
-    """The inverses of a training's layers, solved at the step at which they are due.
-
-    Args:
-        training: The training to serve.
-        options: The options, those of solves among them.
-        layers: The layers of the model.
-        budget: The budget of intervals; nothing is spared while it measures.
-        drift: The layers' intervals by drift, or None.
-        traces: Tells which layers a refresh need not solve; None if it solves all.
-
-    Attributes:
-        wanted: Whether a refresh is due out of turn.
-        refreshed: Whether layers have been put to use at this step; the same on every rank.
-        under_way: The solves under way, by layer.
-        taken_at: By layer, the step whose factors the inverse in use was made from.
-        installed_at: By layer, the step at which that inverse was put to use.
-        damping: γ of the last refresh, as the option has it; NaN before.
-        mean_curvature: Of all layers, at the last refresh; 0 before.
-        dampings: By layer, γ of the inverse in use, on the layer's gradient workers.
-        failed: Number of solves that gave no sound decomposition, of all layers so far.
-    """
+    """The inverses of a training's layers, solved at the step at which they are due."""
 
     heads = 0
     """Numbers that travel before a layer's A, γ and its scale; none where all workers know them."""
@@ -124,26 +93,29 @@ class Solves:
     ) -> None:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
-        self.solver = SOLVERS[options.solver]
-        self.damping, self.failed, self.mean_curvature = math.nan, 0, 0.0
-        self._seen: weakref.WeakSet[KroneckerFactors] = weakref.WeakSet()
+        self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
+        self.damping, self.mean_curvature = math.nan, 0.0  # γ as the option has it; of all layers
+        self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
-        self._dtype = options.solve_dtype
 
     def restart(self, step: StepPlan) -> None:
         """Solve all layers of a plan anew, from other factors or on other ranks."""
-        self.step, self.plan, self.wanted = step, step.layers, True
+        self.step, self.plan = step, step.layers
+        self.wanted = True  # a refresh is due out of turn
         self.under_way: dict[KroneckerBlock, Solve] = {}  # verdicts on others are void
+        # Of the inverses in use: when they were put to use, the step of their factors, and γ on the
+        # layer's gradient workers.
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
-        self.refreshed = False
+        self.refreshed = False  # layers have been put to use at this step, alike on every rank
         if self.traces is not None:
             self.traces.forget()
 
-    def check_device(self) -> None:
-        """Raise ValueError if layers are to be solved on a device that does not exist."""
+    def close(self) -> None:
+        """Forget all layers."""
+        self.restart(StepPlan({}, self.training.world, self.training.world))
 
     def refresh(
         self,
@@ -153,14 +125,9 @@ class Solves:
     ) -> Sequence[float]:
         """Solve the layers that are due, and install what the ranks agree is solved.
 
-        Args:
-            due: The layers that are due at this step; all are if a refresh is wanted out of turn.
-            pending: The gradients: nothing may be under way in the world while a part of it
-                communicates, since NCCL's communicators are not to be used at the same time.
-            news: Further numbers for the ranks to agree on; of the same length on every rank.
-
-        Returns:
-            The news of all ranks, the largest of each.
+        Gradients have arrived before a part of the world communicates: NCCL's communicators are not
+        to be used at the same time. Returns the largest of all ranks' ``news``, numbers of which
+        every rank has as many.
 
         Raises:
             DecompositionError: On every rank, if a thread has raised, or a layer could not be
@@ -169,10 +136,12 @@ class Solves:
         due = list(self.plan) if self.wanted else due
         try:
             if due:
-                damping = value_at(self.options.damping, self.training.steps)
-                check_damping(damping)  # everywhere, before it begins
+                damping: Any = self.options.damping
+                if callable(damping):
+                    damping = damping(self.training.steps)
+                    check_damping(damping)  # everywhere, before it begins
                 self.damping = float(damping)
-            heard, agreed, hopeless = self.run(due, pending, news)
+            heard, agreed = self.run(due, pending, news)
         except DecompositionError:
             raise
         except BaseException:  # solves under way may have lost their results
@@ -180,11 +149,13 @@ class Solves:
             self.wanted = True
             raise
         self.layers.tell_of_silence(agreed)
+        most = self.options.max_consecutive_failures
+        hopeless = [repr(block.name) for block in agreed if block.state.failures >= most]
         if hopeless:
             raise DecompositionError(
-                f"the factors of {', '.join(map(repr, hopeless))} could not be decomposed "
-                f"{self.options.max_consecutive_failures} refreshes in a row, in float32 or in "
-                f"float64; raise damping, lower lr, or name them in skip_layers"
+                f"the factors of {', '.join(hopeless)} could not be decomposed {most} refreshes in "
+                f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
+                f"skip_layers"
             )
         return heard
 
@@ -197,11 +168,11 @@ class Solves:
         ones are made; several take all, in few messages.
         """
         parts: list[list[KroneckerBlock]] = []
-        filled, agreed, hopeless = 0.0, [], []
+        filled, agreed = 0.0, []
         for block in due:
             size = 0
             for letter in block.shape.letters:
-                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shape(letter))
+                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shapes[letter])
             if not parts or (self.training.world.size == 1 and filled + size > PART_BYTES):
                 parts.append([])
                 filled = 0.0
@@ -211,27 +182,41 @@ class Solves:
             with self.training.meter.stage("launch"):
                 self.submit(part)
             self.layers.tell_of_sums()
-            news, came, failing = self.agree(pending, news)
+            news, came = self.agree(pending, news)
             agreed += came
-            hopeless += failing
         if due:
             self.wanted = False
-        return news, agreed, hopeless
+        return news, agreed
 
     # ------------------------------------------------------------------------------------ solve
 
     def submit(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Decompose this rank's factors of some layers."""
-        options, ready = self.options, self.ready(blocks)
-        if not ready:
-            return
-        mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
+        """Decompose this rank's factors of some layers; the others get their verdicts."""
+        mine, others = [], []  # others know γ by themselves, unless it is sent
+        for block in blocks:
+            self.under_way[block] = Solve(self.training.steps)
+            block.ensure_factors()  # on every rank: checkpoints have the same entries on all
+            if block in self.step.to_solve:
+                mine.append(block)
+            elif not self.heads and self.training.world.rank in self.plan[block].workers:
+                others.append(block)
         try:
-            problems = [self.problem(b, k, b.weight.device) for b, k in mine]
-            found = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
+            self.solve(self.ready(mine, others))
         except Exception as error:  # an exception must not part this rank from the others
-            self._tell_of_error(ready, error)
-            return
+            unknown = [b for b in others if self.under_way[b].damping is None]
+            for block in (*mine, *unknown):
+                if self.under_way[block].verdict is Verdict.OPEN:
+                    self.under_way[block].verdict = Verdict.FAILED
+                    block.state.complaint = f" ({type(error).__name__}: {error})"
+
+    def solve(self, ready: Sequence[KroneckerBlock]) -> None:
+        """Decompose this rank's factors of layers that can be solved."""
+        options, mine, problems = self.options, [], []
+        for block in ready:
+            for letter in self.step.to_solve[block]:
+                mine.append((block, letter))
+                problems.append(self.problem(block, letter, block.weight.device))
+        found = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
         for block in ready:
             self.under_way[block].verdict = Verdict.SOUND
         for (block, letter), parts in zip(mine, found, strict=True):
@@ -240,124 +225,92 @@ class Solves:
             else:
                 self.under_way[block].solved[letter] = parts
 
-    def ready(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-        """The layers that this rank is to solve now, with γ; the others get their verdicts."""
-        options, rank, damping = self.options, self.training.world.rank, self.damping
-        mine, others = [], []  # others know γ by themselves, unless it is sent
-        for block in blocks:
-            self.under_way[block] = Solve(self.training.steps)
-            if block in self.step.to_solve:
-                mine.append(block)
-            elif not self.heads and rank in self.plan[block].workers:
-                others.append(block)
-        least = options.damping_floor * self.mean_curvature
-        try:
-            for block in blocks:
-                block.ensure_factors()  # on every rank: checkpoints have the same entries on all
-            ready = self._with_statistics(mine)
-            for block in (*ready, *others):
-                solve, of_layer = self.under_way[block], block.ensure_factors().mean_curvature()
-                solve.damping = damping
-                if options.relative_damping:  # where gradients vanish there is no curvature
-                    positive = torch.where(of_layer > 0, of_layer, 1.0)
-                    solve.damping = damping * positive.clamp_min(least)
-                if options.preconditioner_scale == "gradient":
-                    solve.scale = of_layer + solve.damping
-            if self.traces is not None:
-                spared = self.traces.keeping({b: self.under_way[b].damping for b in ready}, damping)
-                spared = {} if self.budget.measuring else spared
-                ready = [block for block in ready if block not in spared]
-                for block, verdict in spared.items():
-                    self.under_way[block].verdict = verdict
-        except Exception as error:
-            self._tell_of_error([*mine, *others], error)
-            return []
-        return ready
-
-    def _with_statistics(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-        """The layers that this rank can solve; the others get their verdicts."""
-        device, ready = self.training.device, []
-        weights = {
-            block: block.ensure_factors().weight.to(device)
-            for block in blocks
-            if block.ensure_factors() not in self._seen
-        }
-        counts = torch.stack(list(weights.values())).tolist() if weights else []
-        known = dict(zip(weights, counts, strict=True))
-        for block in blocks:
+    def ready(
+        self, mine: Sequence[KroneckerBlock], others: Sequence[KroneckerBlock]
+    ) -> list[KroneckerBlock]:
+        """This rank's layers that it can solve now; their γ, and that of the others."""
+        options, damping = self.options, self.damping
+        ready: list[KroneckerBlock] = []
+        weights: dict[KroneckerBlock, Tensor] = {}
+        for block in mine:
             if block.lost:
                 self.under_way[block].verdict = Verdict.LOST
-            elif not known.get(block, 1.0) > 0:
-                # The pairs of a dead layer have been heard: they have no example.
-                silent = block.state.asked and not block.state.heard
-                self.under_way[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
-            else:  # known to be so: the device need not be read again
-                self._seen.add(block.ensure_factors())
+            elif block.solved:  # it has statistics: the device need not be read
                 ready.append(block)
+            else:
+                weights[block] = block.ensure_factors().weight.to(self.training.device)
+        if weights:
+            counts = torch.stack(list(weights.values())).tolist()
+            for block, weight in zip(weights, counts, strict=True):
+                if weight > 0:
+                    ready.append(block)
+                else:  # the pairs of a dead layer have been heard: they have no example
+                    silent = block.state.asked and not block.state.heard
+                    self.under_way[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
+        least = options.damping_floor * self.mean_curvature
+        for block in (*ready, *others):
+            solve, of_layer = self.under_way[block], block.ensure_factors().mean_curvature()
+            solve.damping = damping
+            if options.relative_damping:  # where gradients vanish there is no curvature
+                positive = torch.where(of_layer > 0, of_layer, 1.0)
+                solve.damping = damping * positive.clamp_min(least)
+            if options.preconditioner_scale == "gradient":
+                solve.scale = of_layer + solve.damping
+        if self.traces is not None:
+            spared = self.traces.keeping({b: self.under_way[b].damping for b in ready}, damping)
+            spared = {} if self.budget.measuring else spared
+            ready = [block for block in ready if block not in spared]
+            for block, verdict in spared.items():
+                self.under_way[block].verdict = verdict
         return ready
 
-    def _tell_of_error(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
-        for block in blocks:
-            self.under_way[block].verdict = Verdict.FAILED
-            block.state.complaint = f" ({type(error).__name__}: {error})"
-
     def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
-        """Describe a factor to decompose on a device, with its damping and guess."""
-        options, shape, inverse = self.options, block.shape, block.inverse
+        """Describe a factor to decompose on a device, with its damping."""
+        shape = block.shape
         factors, damping = block.ensure_factors(), self.under_way[block].damping
         assert damping is not None
-        position, dtype = shape.letters.index(letter), self._dtype
-        added = self.solver.dampings(factors.means, damping, shape.exact)[position]
-        guess, scale = None, None
-        if options.eigen_refresh == "warm" and isinstance(inverse, EigenInverse):
-            guess = inverse.vectors.get(letter)
-            scale = factored_damping(*factors.means.unbind(), damping=damping)[position]
+        position, dtype = shape.letters.index(letter), self.solve_dtype
         return Problem(
             shape.groups,
-            shape.dim(letter),
+            shape.dims[letter],
             dtype,
             device,
             partial(factors.matrix, letter, dtype),
-            added=added,
-            guess=guess,
-            scale=scale,
-            is_diagonal=shape.is_diagonal(letter),
+            added=self.solver.dampings(factors.means, damping, shape.exact)[position],
+            is_diagonal=letter in shape.diagonals,
         )
 
     # ------------------------------------------------------------------------------------ agree
 
     def agree(self, pending: PendingAverage, news: Sequence[float]) -> Refreshed:
-        """Agree with all ranks, and install.
-
-        On the CPU: a device need not be waited for to read it.
-        """
+        """Agree with all ranks, on the CPU, and install: a device need not be waited for."""
         meter, solves, world = self.training.meter, self.under_way, self.training.world
-        agrees, blocks = bool(news) or self.agrees(), list(self.plan)
+        heard: list[float] = []
+        asked = bool(solves or news)
         with meter.stage(self.agreeing):
-            if agrees:
-                mine = [self.verdict(b, solves[b]) if b in solves else 0 for b in blocks]
-                heard = [*map(float, mine), *news]
+            if asked:
+                for block in self.plan:
+                    mine = self.verdict(block, solves[block]) if block in solves else 0
+                    heard.append(float(mine))
+                heard += news
                 if world.size > 1:
                     message = torch.tensor(heard, device="cpu")
                     agreement = world.on_cpu().all_reduce_max([message])
         with meter.stage("average_gradients"):
             pending.wait()
-        if not agrees:
-            return news, [], []
+        if not asked:
+            return news, []
         if world.size > 1:
             with meter.stage(self.agreeing):
                 agreement.wait()
                 heard = message.tolist()
         agreed = {}
-        for block, number in zip(blocks, heard, strict=False):
+        for block, number in zip(self.plan, heard, strict=False):
             if number > Verdict.OPEN:
                 agreed[block] = Verdict(int(number))
         with meter.stage("land"):
-            return heard[len(blocks) :], list(agreed), self.install(agreed)
-
-    def agrees(self) -> bool:
-        """Whether there are layers to agree on; the same on every rank."""
-        return bool(self.under_way)
+            self.install(agreed)
+        return heard[len(self.plan) :], list(agreed)
 
     def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
         """This rank's verdict on a layer that is to be installed."""
@@ -371,10 +324,9 @@ class Solves:
 
     # ---------------------------------------------------------------------------------- install
 
-    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> list[str]:
-        """Put solved layers to use; returns the names of those that have failed too often."""
-        received = self._exchanged([b for b, v in verdicts.items() if v is Verdict.SOUND])
-        failing = []
+    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
+        """Put solved layers to use."""
+        received = self._exchanged(verdicts)
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -382,7 +334,7 @@ class Solves:
             if verdict in (Verdict.SPARED, Verdict.SETTLED):
                 continue
             if verdict is not Verdict.SOUND:
-                failing += self._note_failure(block, verdict)
+                self._note_failure(block, verdict)
                 continue
             inverse = None
             if block in received:
@@ -392,36 +344,38 @@ class Solves:
             block.install(inverse, None if self.drift is None else self.options.inv_dtype)
             self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
-        return failing
 
-    def _exchanged(self, sound: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Solved]:
+    def _exchanged(
+        self, verdicts: Mapping[KroneckerBlock, Verdict]
+    ) -> dict[KroneckerBlock, Solved]:
         """Decompositions of the layers that this rank preconditions, and their γ and scale.
 
         Where they travel in another dtype, solvers round theirs as it would: all have the same.
         """
-        if not sound:
-            return {}
         options, device, plan = self.options, self.training.device, self.step
         dtype, rounding = options.inv_dtype, plan.wire if plan.row.size > 1 else None
         mine: dict[Item, tuple[Tensor, ...]] = {}
         shapes: dict[Item, Shapes] = {}
-        for block in sound:
+        sound = []
+        for block, verdict in verdicts.items():
+            if verdict is not Verdict.SOUND:
+                continue
+            sound.append(block)
             shape, solve = block.shape, self.under_way[block]
-            solved = self.retrieved(solve)
             for k in shape.letters:
-                heads = self.heads if k == "A" else 0
-                kept = self.solver.kept_shapes(
-                    shape.groups, shape.dim(k), shape.is_diagonal(k), options.symmetry_aware
-                )
-                shapes[block, k] = ((),) * heads + tuple(kept)
-                if k in solved:
-                    parts = solved[k]
+                heads, diagonal = self.heads if k == "A" else 0, k in shape.diagonals
+                if plan.row.size > 1:
+                    sizes = shape.groups, shape.dims[k], diagonal, options.symmetry_aware
+                    shapes[block, k] = ((),) * heads + tuple(self.solver.kept_shapes(*sizes))
+                if k in solve.solved:
+                    parts = solve.solved.pop(k)
                     if rounding is not None:
-                        parts = self.solver.rounded(parts, shape.is_diagonal(k), rounding)
-                    numbers = (solve.damping, solve.scale)[:heads]
-                    sent = (torch.as_tensor(x, dtype=rounding or dtype) for x in numbers)
-                    mine[block, k] = (*(x.to(device, dtype) for x in sent), *parts)
-        if plan.row.size > 1:
+                        parts = self.solver.rounded(parts, diagonal, rounding)
+                    for number in (solve.scale, solve.damping)[2 - heads :]:
+                        head = torch.as_tensor(number, dtype=rounding or dtype)
+                        parts = head.to(device, dtype), *parts
+                    mine[block, k] = parts
+        if plan.row.size > 1 and sound:
             with self.training.meter.stage("exchange"):
                 everybody, to_send = range(plan.row.size), plan.to_send
                 routes = {item: (to_send[item], everybody) for item in shapes if item in to_send}
@@ -430,23 +384,19 @@ class Solves:
         received: dict[KroneckerBlock, Solved] = {}
         for block in sound:
             if self.training.world.rank in self.plan[block].workers:
-                found = {letter: mine.pop((block, letter)) for letter in block.shape.letters}
+                found = received[block] = {}
+                for letter in block.shape.letters:
+                    found[letter] = mine.pop((block, letter))
                 if self.heads:
                     # Copies: a view would keep the whole message as long as the inverse.
                     told = [x.to(dtype, copy=True) for x in found["A"][: self.heads]]
                     found["A"] = found["A"][self.heads :]
                     solve = self.under_way[block]
                     solve.damping, solve.scale = told[0], told[1] if self.heads > 1 else None
-                received[block] = found
         return received
 
-    def retrieved(self, solve: Solve) -> Solved:
-        """The decompositions of this rank, which are kept no longer."""
-        solved, solve.solved = solve.solved, {}
-        return solved
-
-    def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> list[str]:
-        """Treat a layer that was not solved; returns its name if it has failed too often."""
+    def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> None:
+        """Treat a layer that was not solved."""
         training = self.training
         block.state.silent = verdict in (Verdict.SILENT, Verdict.UNEXPLAINED)
         if verdict is Verdict.UNEXPLAINED:
@@ -476,10 +426,3 @@ class Solves:
                     f"the factors of layer {block.name!r} could not be decomposed at step "
                     f"{training.steps}{block.state.complaint}; {kept} until a refresh succeeds"
                 )
-            if block.state.failures >= self.options.max_consecutive_failures:
-                return [block.name]
-        return []
-
-    def close(self) -> None:
-        """Forget all layers."""
-        self.restart(StepPlan({}, self.training.world, self.training.world))

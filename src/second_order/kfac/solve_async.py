@@ -6,65 +6,158 @@ install   the results, on the device of the training, at the step at which all r
 
 A layer is under way from the step that submits a snapshot of its factors until it is installed, and
 is not submitted again before: at that step if it is due. One without an inverse is waited for.
+
+Decompositions release the interpreter lock. A thread computes with one core, whatever torch is set
+to for the others. Threads end with their pool or with the interpreter, after the work that they
+have begun: Python may not cut off a thread in C++ code. A child of ``fork`` is refused.
 """
 
 from __future__ import annotations
 
-import weakref
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, TypeAlias
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage
+from second_order.contract.training import PendingAverage
 from second_order.errors import DecompositionError
-from second_order.kfac.plan import solve_cost_of
+from second_order.kfac.options import DistKFACOptions, half_the_cores
 from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict
-from second_order.kronecker.background import Streams, Ticket, WorkerPool, retrieve, take_snapshot
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.triangles import unpack_upper_triangular
 
-__all__ = ["Background", "SolvesOnThreads", "solve"]
+__all__ = ["SolvesOnThreads", "WorkerPool", "solve"]
 
+T = TypeVar("T")
 Decompose: TypeAlias = Callable[[Sequence[Problem]], list[Decomposition | None]]
 
 
-@dataclass(frozen=True)
-class Background:
-    """Settings for inverses that are computed on threads beside training.
+_STARTING = threading.Lock()
 
-    Attributes:
-        threads: Number of threads of this process.
-        device: The device that factors are decomposed on: "cpu" or "cuda".
-        max_staleness: Steps after which a layer that is under way is waited for; None: never.
-        deterministic: Whether inverses are installed after exactly ``max_staleness`` steps.
+
+def _take_one_core() -> None:
+    """Give this thread one core, and new threads as many as before: torch has one setting."""
+    with _STARTING:
+        others = torch.get_num_threads()
+        torch.set_num_threads(1)
+        restorer = threading.Thread(target=torch.set_num_threads, args=(others,), daemon=True)
+        with suppress(RuntimeError):  # there may be no more threads
+            restorer.start()
+            restorer.join()
+
+
+class WorkerPool:
+    """Threads, at most so many, that take up work in the order in which it comes."""
+
+    def __init__(self, threads: int) -> None:
+        name = "second_order inverses"
+        self._threads = ThreadPoolExecutor(threads, name, initializer=_take_one_core)
+        self._pid: int | None = None  # of the process whose threads these are
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Queue a piece of work; RuntimeError after :meth:`close`, and in a child of ``fork``."""
+        self.require_own_process()
+        self._pid = os.getpid()
+        return self._threads.submit(_unless_at_the_end, work)
+
+    def require_own_process(self) -> None:
+        """Raise RuntimeError in a child of ``fork``: threads and what they do are its parent's."""
+        if self._pid not in (None, os.getpid()):
+            raise RuntimeError(
+                "this process was forked from one whose threads solve: they are not here; make the "
+                "optimizer in the child, or start it by 'spawn'"
+            )
+
+    def close(self) -> None:
+        """Drop the work that has not been begun, and end the threads after that which has."""
+        self._threads.shutdown(cancel_futures=True)
+
+
+def _unless_at_the_end(work: Callable[[], T]) -> T:
+    if getattr(thread, "_shutdown", False):  # the interpreter ends: it would wait for all work
+        raise CancelledError
+    return work()
+
+
+class Streams(NamedTuple):
+    """CUDA streams beside the one that trains: copies wait neither for solves nor for others."""
+
+    snapshots: torch.cuda.Stream  # copies to the CPU
+    solves: torch.cuda.Stream
+    returns: torch.cuda.Stream  # copies from the CPU
+
+
+def take_snapshot(
+    tensors: Sequence[Tensor], device: torch.device, streams: Streams | None
+) -> Callable[[], list[Tensor]]:
+    """Begin to copy tensors of one device, which may change as soon as this returns, to a device.
+
+    Returns a function for the thread that needs the copies: it waits for them. ``streams`` are for
+    tensors on CUDA.
     """
+    copies = [t.clone() for t in tensors]
+    if streams is None:
+        return lambda: copies
+    current = torch.cuda.current_stream(streams.snapshots.device)
+    if device.type == "cpu":
+        streams.snapshots.wait_stream(current)
+        with torch.cuda.stream(streams.snapshots):
+            arrived = []
+            for copy in copies:
+                copy.record_stream(streams.snapshots)
+                pinned = torch.empty(copy.shape, dtype=copy.dtype, device="cpu", pin_memory=True)
+                arrived.append(pinned.copy_(copy, non_blocking=True))
+        event = streams.snapshots.record_event()
+    else:
+        for copy in copies:
+            copy.record_stream(streams.solves)
+        arrived, event = copies, current.record_event()
 
-    threads: int
-    device: str
-    max_staleness: int | None
-    deterministic: bool
+    def fetch() -> list[Tensor]:
+        event.synchronize()
+        return arrived
+
+    return fetch
+
+
+def retrieve(
+    parts: Sequence[Tensor], device: torch.device, streams: Streams | None
+) -> tuple[Tensor, ...]:
+    """Move a thread's results to a device; on CUDA, by streams, without waiting for it.
+
+    Results are in pinned memory if they are to be copied, else complete.
+    """
+    if streams is None:
+        return tuple(parts)
+    current = torch.cuda.current_stream(streams.returns.device)
+    with torch.cuda.stream(streams.returns):
+        moved = [part.to(device, non_blocking=True) for part in parts]
+    current.wait_stream(streams.returns)
+    for part in moved:
+        part.record_stream(current)
+    return tuple(moved)
 
 
 class SolvesOnThreads(Solves):
-    """The inverses of a training's layers, solved on threads.
+    """The inverses of a training's layers, solved on the threads of a pool."""
 
-    Attributes:
-        pool: The threads that solve beside training.
-        tickets: By solve under way, the ticket of a thread's work.
-    """
-
-    def __init__(self, *arguments: Any, background: Background, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
-        self._background, self.pool = background, WorkerPool(background.threads)
-        self._made_streams: Streams | None = None
-        self.tickets: weakref.WeakKeyDictionary[Solve, Ticket[Solved]]
-        self.tickets = weakref.WeakKeyDictionary()
-        if background.max_staleness != 0:
+    def __init__(self, *arguments: Any, own: DistKFACOptions) -> None:
+        super().__init__(*arguments)
+        self._own, self.pool = own, WorkerPool(own.inverse_threads or half_the_cores())
+        if own.inverse_device == "cuda" and self.training.device.type != "cuda":
+            raise ValueError(
+                f"inverse_device='cuda', but the parameters are on {self.training.device}; move "
+                f"the model there first, or use inverse_device='cpu'"
+            )
+        if own.staleness != 0:
             self.agreeing = "wait"
 
     @property
@@ -73,25 +166,16 @@ class SolvesOnThreads(Solves):
         scaled = self.options.preconditioner_scale == "gradient"
         return 0 if self.training.world.size == 1 else 1 + scaled
 
-    def check_device(self) -> None:
-        """Raise ValueError if inverses are to be solved on a device that does not exist."""
-        device = self.training.device
-        if self._background.device == "cuda" and device.type != "cuda":
-            raise ValueError(
-                f"inverse_device='cuda', but the parameters are on {device}; move the "
-                f"model there first, or use inverse_device='cpu'"
-            )
-
+    @cached_property
     def _streams(self) -> Streams | None:
         """The CUDA streams that copy and solve beside training; None without CUDA."""
         device = self.training.device
-        if self._made_streams is None and device.type == "cuda":
-            self._made_streams = Streams(*(torch.cuda.Stream(device) for _ in range(3)))
-        return self._made_streams
+        cuda = device.type == "cuda"
+        return Streams(*(torch.cuda.Stream(device) for _ in range(3))) if cuda else None
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
         """Send copies of tensors from the CPU; copies on CUDA by a thread that waits for them."""
-        streams = self._streams()
+        streams = self._streams
         if streams is None:
             send(copies)
             return
@@ -107,95 +191,83 @@ class SolvesOnThreads(Solves):
             self.submit([block for block in due if block not in self.under_way])
         if due:
             self.layers.tell_of_sums()
-        news, agreed, hopeless = self.agree(pending, news)
+        agreed: list[KroneckerBlock] = []
+        # Exactly so many steps later: before, there is nothing to agree on.
+        if news or not self._own.deterministic or any(map(self._waits, self.under_way)):
+            news, agreed = self.agree(pending, news)
         if due:
             self.wanted = False
             came = {b for b in before if b not in self.under_way and b.solved}
             with stage("launch"):
                 self.submit([block for block in due if block in came])
-        return news, agreed, hopeless
+        return news, agreed
 
-    def submit(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Hand this rank's layers to threads, the largest first, so that they end together."""
-        for block in sorted(self.ready(blocks), key=lambda b: -solve_cost_of(b)):
-            try:
-                ticket = self._submitted(block)
-            except Exception as error:  # as if it came from a thread
-                ticket = Ticket.failed(error)
-            self.tickets[self.under_way[block]] = ticket
-
-    def _submitted(self, block: KroneckerBlock) -> Ticket[Solved]:
-        """Hand a snapshot of a layer's factors to a thread."""
-        options, factors = self.options, block.ensure_factors()
-        device = block.weight.device if self._background.device == "cuda" else torch.device("cpu")
-        problems = {k: self.problem(block, k, device) for k in block.shape.letters}
+    def solve(self, ready: Sequence[KroneckerBlock]) -> None:
+        """Hand snapshots of this rank's factors to threads, the largest first: ending together."""
+        options, streams = self.options, self._streams
         decompose = partial(
             self.solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
         )
-        if device.type == "cuda":  # where float32 products obey a setting of the whole process
-            problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
-        added = [each.added for each in problems.values() if each.added is not None]
-        stored = [factor for k in problems if (factor := factors.stored[k]) is not None]
-        streams = self._streams()
-        fetch = take_snapshot([*stored, *added], device, streams)
-        work = partial(solve, fetch, problems, factors.triangular, decompose, streams)
-        return self.pool.submit(work)
+        for block in sorted(ready, key=self.step.costs.__getitem__, reverse=True):
+            on_cuda = self._own.inverse_device == "cuda"
+            device = block.weight.device if on_cuda else torch.device("cpu")
+            problems = {k: self.problem(block, k, device) for k in block.shape.letters}
+            if on_cuda:  # where float32 products obey a setting of the whole process
+                problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
+            factors = block.ensure_factors()
+            added = [each.added for each in problems.values() if each.added is not None]
+            stored = [factor for k in problems if (factor := factors.stored[k]) is not None]
+            fetch = take_snapshot([*stored, *added], device, streams)
+            self.under_way[block].ticket = self.pool.submit(
+                partial(solve, fetch, problems, factors.triangular, decompose, streams)
+            )
 
     def _waits(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way must be installed at this step; the same on every rank."""
         if not block.solved or self.budget.measuring:
             return True
-        age, most = self.training.steps - self.under_way[block].step, self._background.max_staleness
+        age, most = self.training.steps - self.under_way[block].step, self._own.staleness
         late = self.drift is not None and age >= self.drift.interval(block) - 1
         return late or (most is not None and age >= most)
-
-    def agrees(self) -> bool:
-        """Whether any layer may be installed now; the same on every rank."""
-        exactly = self._background.deterministic
-        return any(map(self._waits, self.under_way)) if exactly else bool(self.under_way)
 
     def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
         """This rank's verdict on a layer that is under way."""
         self.pool.require_own_process()
-        ticket, waits = self.tickets.get(solve), self._waits(block)
+        ticket, waits = solve.ticket, self._waits(block)
         if block.state.unexplained or (ticket is None and waits):
             return super().verdict(block, solve)
         if ticket is None:
             return solve.verdict
         if waits:
             with self.training.meter.stage("wait"):
-                ticket.wait()
-        elif self._background.deterministic or not ticket.done:
+                wait([ticket])
+        elif self._own.deterministic or not ticket.done():
             return Verdict.OPEN
         # Also SystemExit and the like: they would end this process, or a step of it, alone.
-        if ticket.error is not None:
+        if ticket.exception() is not None:
             return Verdict.RAISED
         return Verdict.SOUND if len(ticket.result()) == len(block.shape.letters) else Verdict.FAILED
 
-    def retrieved(self, solve: Solve) -> Solved:
-        """The decompositions of this rank, on the training's device."""
-        ticket = self.tickets.pop(solve, None)
-        found = {} if ticket is None else ticket.result()
-        device, streams = self.training.device, self._streams()
-        return {k: retrieve(parts, device, streams) for k, parts in found.items()}
-
-    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> list[str]:
-        """Put solved layers to use.
-
-        Raises:
-            DecompositionError: On every rank, for an error on some rank's thread.
-        """
+    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
+        """Put solved layers to use; DecompositionError on every rank, for an error on a thread."""
         raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
-        if not raised:
-            return super().install(verdicts)
-        tickets = [self.tickets.get(self.under_way[block]) for block in raised]
-        errors = [ticket.error for ticket in tickets if ticket is not None and ticket.done]
-        error = next(filter(None, errors), None)
-        self.under_way.clear()  # other layers', too: one error is raised once
-        where = "a thread of another process" if error is None else "a thread"
-        said = "" if error is None else f": {type(error).__name__}: {error}"
-        names = ", ".join(repr(block.name) for block in raised)
-        raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
+        if raised:
+            tickets = [self.under_way[block].ticket for block in raised]
+            errors = [t.exception() for t in tickets if t is not None and t.done()]
+            error = next(filter(None, errors), None)
+            self.under_way.clear()  # other layers', too: one error is raised once
+            where = "a thread of another process" if error is None else "a thread"
+            said = "" if error is None else f": {type(error).__name__}: {error}"
+            names = ", ".join(repr(block.name) for block in raised)
+            raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
+        device, streams = self.training.device, self._streams
+        for block, verdict in verdicts.items():
+            solve, ticket = self.under_way[block], self.under_way[block].ticket
+            if ticket is not None and verdict is Verdict.SOUND:
+                found = ticket.result().items()
+                solve.solved = {k: retrieve(parts, device, streams) for k, parts in found}
+                solve.ticket = None
+        super().install(verdicts)
 
     def close(self) -> None:
         """End the threads, and forget all layers."""

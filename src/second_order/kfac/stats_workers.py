@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
-from second_order.contract.curvature import Curvature
-from second_order.contract.training import Training
+from second_order.contract.training import Curvature, Training
 from second_order.distributed.buckets import pack_by_dtype, take_model
 from second_order.distributed.mailbox import (
     Address,
@@ -37,36 +35,25 @@ from second_order.distributed.mailbox import (
     open_store,
 )
 from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
-from second_order.errors import SecondOrderError
-from second_order.kfac.curvature import KFAC
+from second_order.kfac.curvature import KFAC, OfLayers
 from second_order.kfac.layers import Layers
-from second_order.kfac.metrics import ACCOUNTS, NAMES
-from second_order.kfac.options import KFACOptions
+from second_order.kfac.metrics import NAMES
+from second_order.kfac.options import DistKFACOptions, KFACOptions
 from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.collector import GradientScale
+from second_order.kronecker.capture import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.report import Summary
 
-__all__ = ["ENOUGH_MESSAGES", "StatsWorker", "StatsWorkers", "with_stats_workers"]
+__all__ = ["StatsWorker", "StatsWorkers", "with_stats_workers"]
 
 Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
 Sums: TypeAlias = dict[KroneckerBlock, StatisticsSums]
 
-REMEDY = (
-    "a model cannot grow beside stats workers: make the optimizer of a model that has all its "
-    "layers, and add their groups when they are to train"
-)
-ENOUGH_MESSAGES = 5  # without sound statistics of a layer, after which it is hungry
-
 
 def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[TCPStore | None, Address]]]:
-    """Give every process its role, and stores to talk by; a collective.
-
-    Raises:
-        ValueError: If no process would train, or the model is in DistributedDataParallel.
-    """
+    """Give every process its role, and stores to talk by, or raise ValueError; a collective."""
     world = training.world
     roles = assign_roles(world.size, count, "stats", training.under_ddp)
     stores = [open_store(world, host) for host in roles.helpers]
@@ -98,75 +85,49 @@ def statistics_of(sums: Mapping[str, StatisticsSums], edition: int) -> Message:
 def unpack_statistics(
     message: Message, mine: Mapping[str, KroneckerBlock]
 ) -> dict[str, StatisticsSums | None]:
-    """The sums of a message by layer; empty if its layers are not this process's.
+    """The sums of a message by layer, None where not finite or of no example.
 
-    Sums are None where they are not finite, or of no example.
+    It is empty if the message's layers are not this process's.
     """
     tensors, note = message
     if not note["layers"] or any(layer not in mine for layer in note["layers"]):
         return {}
-    blocks = [mine[layer] for layer in note["layers"]]
-    head_sizes = [1 + len(b.shape.letters) * b.shape.groups for b in blocks]
-    shapes = [[b.stored_shape(letter) for letter in b.shape.letters] for b in blocks]
     heads, factors = tensors
-    device = blocks[0].weight.device
-    flat = iter(factors.split([torch.Size(shape).numel() for each in shapes for shape in each]))
     found: dict[str, StatisticsSums | None] = {}
-    for block, head, each in zip(blocks, heads.split(head_sizes), shapes, strict=True):
-        parts = [next(flat).view(shape).clone() for shape in each]
-        sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts))
-        moved = [part.to(device, non_blocking=True) for part in parts]
-        by_letter = dict(zip(block.shape.letters, moved, strict=True))
-        sums = StatisticsSums(by_letter, head.to(device, non_blocking=True))
-        found[block.name] = sums if sound else None
+    for name in note["layers"]:
+        block, parts = mine[name], {}
+        head, heads = heads.tensor_split([1 + len(block.shape.letters) * block.shape.groups])
+        for letter, shape in block.stored_shapes.items():
+            part, factors = factors.tensor_split([math.prod(shape)])
+            parts[letter] = part.view(shape).clone()
+        sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts.values()))
+        device = block.weight.device
+        moved = {k: part.to(device, non_blocking=True) for k, part in parts.items()}
+        sums = StatisticsSums(moved, head.to(device, non_blocking=True))
+        found[name] = sums if sound else None
     return found
 
 
 @dataclass
 class Helper:
-    """One stats worker, as a gradient worker sees it.
-
-    Attributes:
-        name: Name of the stats worker.
-        mailbox: The mailbox to the stats worker.
-        asked: Number of points sent to the stats worker.
-        heard: Number of statistics that have come from the stats worker.
-    """
+    """One stats worker, as a gradient worker sees it."""
 
     name: str
     mailbox: Mailbox
-    asked: int = 0
-    heard: int = 0
+    asked: int = 0  # number of points sent to it
+    heard: int = 0  # number of statistics that have come from it
 
 
 class StatsWorkers:
-    """The stats workers, as a gradient worker knows them.
-
-    Attributes:
-        active: The stats workers that are alive.
-        shapes: Shapes of the model's parameters and buffers, as all processes have them.
-        own_passes: Whether statistics come from the training passes.
-        hungry: Whether there are layers of this process without statistics.
-        messages: Number of messages that have come.
-        last: By layer of this process, the number of the last message with its sound statistics.
-        known: Layers that have ever had statistics, from whatever passes.
-        edition: Number of changes of the layers. Messages on their way at a change are dropped.
-        nonfinite: Number of statistics that were dropped because they were not finite.
-    """
+    """The stats workers, as a gradient worker knows them."""
 
     def __init__(self, count: int, patience: float) -> None:
         self.count, self._patience = count, patience
         self._rank = 0
-        self.shapes: list[torch.Size] = []
-        self.active: list[Helper] = []
-        self.own_passes = self.hungry = True
-        self.messages = self.edition = self.nonfinite = 0
-        self.last: dict[str, int] = {}
-        self.known: set[str] = set()
-
-    def check_processes(self, training: Training) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(training.world.size, self.count, "stats", training.under_ddp)
+        self.active: list[Helper] = []  # those that are alive
+        self.own_passes = True  # statistics come from the training passes
+        self.hungry = True  # no sound statistics have come last, or since a change of the layers
+        self.edition = 0  # number of such changes: messages on their way at one are dropped
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
@@ -178,19 +139,6 @@ class StatsWorkers:
         to = [(address, me, name) for (_, address), name in zip(stores, names, strict=True)]
         made = [partial(Mailbox, *each, self._patience, training) for each in to]
         self.active += map(Helper, names, connected(everybody, made))
-        self.shapes = [t.shape for t in _model_tensors(training.model)]
-
-    def tell(self, training: Training) -> None:
-        """Warn once of statistics that are not finite."""
-        if self.nonfinite and training.first_time("nonfinite"):
-            training.warn(
-                "a stats worker has sent statistics that are not finite: they are dropped"
-            )
-
-    def require_no_growth(self, training: Training) -> None:
-        """Raise SecondOrderError if the model has changed, and stats workers lack the new one."""
-        if self.active and self.shapes != [t.shape for t in _model_tensors(training.model)]:
-            raise SecondOrderError(f"the model has changed; {REMEDY}")
 
     def offer(self, training: Training, send: Sender) -> None:
         """Send the newest parameters to the stats workers that want them; worker 0 does.
@@ -210,35 +158,26 @@ class StatsWorkers:
                 post = partial(helper.mailbox.post, f"point/{wanted}", **note)
                 send(pack_by_dtype(newest), post)
 
-    def statistics(
-        self, mine: Mapping[str, KroneckerBlock], fed: Iterable[str] = ()
-    ) -> Iterator[Sums]:
+    def statistics(self, mine: Mapping[str, KroneckerBlock], training: Training) -> Iterator[Sums]:
         """The sums of each message that has come since the last step."""
-        self.known.update(name for name in fed if name in mine)
         for helper in self.active:
             message = helper.mailbox.arrived(f"stats/{helper.heard}/{self._rank}")
             helper.heard += message is not None
             helper.mailbox.expect(f"stats/{helper.heard}/{self._rank}")
-            if message is None:
+            if message is None or message[1]["edition"] < self.edition:  # before layers changed
                 continue
-            if message[1]["edition"] < self.edition:  # from before the layers changed
-                continue
-            self.messages += 1
             found = unpack_statistics(message, mine)
-            self.nonfinite += sum(sums is None for sums in found.values())
-            sound = {layer: sums for layer, sums in found.items() if sums is not None}
-            self.last |= dict.fromkeys(sound, self.messages)
-            self.known.update(sound)
-            yield {mine[layer]: sums for layer, sums in sound.items()}
-        due = self.messages - ENOUGH_MESSAGES
-        wanting = [layer for layer in mine if layer in self.known]
-        self.hungry = self.messages == 0 or any(self.last.get(k, -1) <= due for k in wanting)
+            self.hungry = bool(found) and not any(found.values())
+            if None in found.values() and training.first_time("nonfinite"):
+                training.warn(
+                    "a stats worker has sent statistics that are not finite: they are dropped"
+                )
+            yield {mine[layer]: sums for layer, sums in found.items() if sums is not None}
 
     def begin_anew(self) -> None:
-        """After a change of layers or owners, take statistics here until all layers have some."""
+        """After a change of layers or owners, take statistics here until others come."""
         if self.active:
-            self.last, self.messages, self.hungry = {}, 0, True
-            self.own_passes = True
+            self.own_passes = self.hungry = True
             self.edition += 1
 
     def news(self) -> list[float]:
@@ -255,11 +194,8 @@ class StatsWorkers:
         if left:
             names = ", ".join(helper.name for helper in left)
             self._part(left, 0.1)
-            rest = (
-                "the others go on"
-                if self.active
-                else "statistics are taken from the training passes again"
-            )
+            rest = "statistics are taken from the training passes again"
+            rest = "the others go on" if self.active else rest
             training.warn(f"{names} has left, died, or not been heard of: {rest}")
         self.own_passes = not self.active or bool(hungry)
 
@@ -276,18 +212,10 @@ class StatsWorkers:
         self.active = [helper for helper in self.active if helper not in helpers]
 
 
-class StatsWorker(Curvature):
-    """A process that computes statistics for the others' training, and does not train.
+class StatsWorker(OfLayers):
+    """A process that computes statistics for the others' training, and does not train."""
 
-    Attributes:
-        layers: The layers of the model.
-        mailbox: The mailbox to the workers; None before roles are given, and after a goodbye.
-        optimized: Which parameters and buffers the workers optimize.
-    """
-
-    scaler_matters = "the gradients it has captured carry the scale"
-    parts_suffice = True
-    accounts = ACCOUNTS
+    helps = True
 
     def __init__(
         self,
@@ -302,35 +230,24 @@ class StatsWorker(Curvature):
         self._system = system
         self._count, self._patience = count, patience
         self._workers = training.world.size - count
-        self.mailbox: Mailbox | None = None
+        self.mailbox: Mailbox | None = None  # to the workers, from the roles to the goodbye
         self._store: TCPStore | None = None
-        self._name = ""
         self._everybody: tuple[str, ...] = ()
         self._asked = self._sent = self._edition = 0
-        self.optimized: list[bool] = []
+        self.optimized: list[bool] = []  # which parameters and buffers the workers optimize
         self.layers.find()
-
-    def description(self) -> list[str]:
-        """The workers' options, and the layers."""
-        return self.layers.description(self._system.said)
-
-    def check_processes(self) -> None:
-        """Raise ValueError if no process would be left to train."""
-        assign_roles(self.training.world.size, self._count, "stats", self.training.under_ddp)
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
         everybody = self.training.world
         roles, stores = _divide(self.training, self._count)
         me = self.training.world.rank
-        self._name = f"stats worker {roles.helpers[me]}"
-        self._everybody = (self._name, *(f"worker {rank}" for rank in roles.workers))
+        name = f"stats worker {roles.helpers[me]}"
+        self._everybody = (name, *(f"worker {rank}" for rank in roles.workers))
         self._store, address = stores[me]
-        patience = self._patience, self.training
-        make = partial(Mailbox, address, self._name, "worker 0", *patience)
+        make = partial(Mailbox, address, name, "worker 0", self._patience, self.training)
         (self.mailbox,) = connected(everybody, [make])
-        whole = _model_tensors(self.training.model)
-        self.optimized = _in_groups(whole, self.training.groups)
+        self.optimized = _in_groups(_model_tensors(self.training.model), self.training.groups)
         self._look()
         self.layers.name_those_left()
 
@@ -354,14 +271,10 @@ class StatsWorker(Curvature):
         """Raise ValueError: a stats worker's model stays whole."""
         raise ValueError(whole_models(self.training.name, "stats"))
 
-    def instead(self) -> None:
+    def prepare(self) -> None:
         """Send the statistics of the last passes, and get the newest parameters."""
         self._deliver()
         self._fetch()
-
-    def drop_pending(self) -> None:
-        """Drop the statistics of backward passes already completed."""
-        self.layers.drop_pending()
 
     @property
     def dismissed(self) -> bool:
@@ -369,24 +282,12 @@ class StatsWorker(Curvature):
         return self.mailbox is not None and self.mailbox.closed_there
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
-        """Compute statistics until the workers close.
-
-        Args:
-            batches: One for each statistic, from the start again when they end.
-            loss_fn: The loss of a batch, neither scaled nor divided.
-
-        Returns:
-            Number of batches whose statistics have been sent.
-
-        Raises:
-            ValueError: If there is no batch.
-        """
+        """Compute statistics until the workers close; see :meth:`DistKFAC.serve`."""
         sent = 0
         try:
             for batch in endless(batches):
                 if not self._fetch():
                     break
-                # The loss is neither scaled nor divided.
                 self.layers.collector.gradient_scale = GradientScale(1, None)
                 with torch.enable_grad():
                     found = loss_fn(batch)
@@ -408,9 +309,6 @@ class StatsWorker(Curvature):
         """Ask for the newest parameters, wait for them, and load them; False if none will come.
 
         Parameters frozen there are frozen here: statistics of their layers would be of no use.
-
-        Raises:
-            SecondOrderError: If the parameters are of another model.
         """
         if self.mailbox is None:
             return False
@@ -435,22 +333,19 @@ class StatsWorker(Curvature):
         active = self.layers.active
         self.layers.look(active)
         sums = self.layers.sums([block for block in active if not block.staged.empty])
-        sums = self.layers.whole_steps(sums, 1)
+        if self.layers.reduction == "step_mean":
+            sums = self.layers.whole_steps(sums, 1)
         parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         plan = self._system.plan(list(map(dims_of, active)), self._workers)
         for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
                 parts[layer.solver("A")][block.name] = sums[block]
-        self.layers.collector.settle()
+        self.layers.collector.last_a = None
         if self.mailbox is not None:
             for rank, each in enumerate(parts):
                 flat, note = statistics_of(each, self._edition)
                 self.mailbox.post(f"stats/{self._sent}/{rank}", flat, **note)
             self._sent += 1
-
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters of the layers whose statistics this process takes."""
-        return self.layers.preconditioned()
 
     def metrics(self) -> dict[str, float]:
         """The workers' names, with NaN: this process preconditions nothing."""
@@ -458,11 +353,7 @@ class StatsWorker(Curvature):
 
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
-        return self.layers.summary({})
-
-    def unwatched(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes all hooks off the model and puts them back."""
-        return self.layers.unwatched()
+        return replace(self.layers.summary({}), age="no inverses yet")
 
     def close(self) -> None:
         """Say goodbye to the workers, and release the model."""
@@ -481,16 +372,11 @@ class StatsWorker(Curvature):
 
 
 def with_stats_workers(
-    training: Training,
-    options: KFACOptions,
-    system: System,
-    *,
-    count: int,
-    patience: float,
-    on_device: bool,
+    training: Training, options: KFACOptions, system: System, own: DistKFACOptions
 ) -> Curvature:
     """Make this rank's curvature where the last ranks compute statistics for the others."""
-    if on_device:
+    count, patience = own.stats_workers, float(own.helper_timeout)
+    if own.inverse_device == "cuda":
         system = replace(system, said=f"{system.said} {training.device.type}")
     if count and training.world.size == 1:
         training.warn(
@@ -503,5 +389,4 @@ def with_stats_workers(
     system = replace(system, plan=partial(distkfac_plan, keeps_all=False))
     if training.world.rank < training.world.size - count:
         return KFAC(training, options, system, StatsWorkers(count, patience))
-
     return StatsWorker(training, options, system, count, patience)

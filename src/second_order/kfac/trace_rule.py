@@ -32,12 +32,7 @@ SETTLED = "settled"
 
 
 class Mark(NamedTuple):
-    """The scale of what a layer's inverse is made from, by which a later refresh is judged.
-
-    Attributes:
-        trace: Mean eigenvalue of the damped curvature: its trace over its size.
-        damping: γ as the option has it.
-    """
+    """What a later refresh is judged by: the mean eigenvalue of A ⊗ G + γ, and γ as the option."""
 
     trace: float
     damping: float
@@ -65,26 +60,18 @@ def judge(now: Mark, before: Mark, bounds: tuple[float, float], settled: bool) -
 
 
 class TraceRefresh:
-    """The layers' traces at their last solves, and which layers have settled.
-
-    Attributes:
-        settled: The layers whose traces are looked at no more; the same on every rank.
-        judged: Number of layers of all refreshes so far.
-        spared: Number of these that kept their inverse.
-    """
+    """The layers' traces at their last solves, and which layers have settled."""
 
     def __init__(self, bounds: tuple[float, float]) -> None:
         self._bounds = bounds
-        self._marks: dict[KroneckerBlock, Mark] = {}  # of the inverses in use
-        self._coming: dict[KroneckerBlock, Mark] = {}  # of those that are being solved
-        self.settled: set[KroneckerBlock] = set()
-        self.judged, self.spared = 0, 0
+        self.judged = self.spared = 0  # layers of all refreshes, and those that kept their inverse
+        self.forget()
 
     def forget(self) -> None:
         """Watch every layer from its next solve on: a plan has changed, or a checkpoint came."""
-        self._marks.clear()
-        self._coming.clear()
-        self.settled.clear()
+        self._marks: dict[KroneckerBlock, Mark] = {}  # of the inverses in use
+        self._coming: dict[KroneckerBlock, Mark] = {}  # of those that are being solved
+        self.settled: set[KroneckerBlock] = set()  # looked at no more; the same on every rank
 
     def keeping(
         self, dampings: Mapping[KroneckerBlock, Damping], damping: float
@@ -93,21 +80,20 @@ class TraceRefresh:
 
         A layer without an inverse is solved, and one whose last solve failed.
         """
-        traces: list[Tensor] = [
-            block.ensure_factors().mean_curvature() + of for block, of in dampings.items()
-        ]
+        traces = [block.ensure_factors().mean_curvature() + of for block, of in dampings.items()]
         if not traces:
             return {}
         device = traces[0].device
         wide = torch.float32 if device.type == "mps" else torch.float64
         listed = torch.stack([trace.to(device, wide) for trace in traces]).tolist()
-        found: dict[KroneckerBlock, Verdict | None] = {}
+        found: dict[KroneckerBlock, Verdict] = {}
         for block, trace in zip(dampings, listed, strict=True):
             mark = self._coming[block] = Mark(trace, float(damping))
             before = self._marks.get(block)
             if before is not None and block.solved and not block.state.failures:
-                found[block] = judge(mark, before, self._bounds, block in self.settled)
-        return {block: verdict for block, verdict in found.items() if verdict is not None}
+                verdict = judge(mark, before, self._bounds, block in self.settled)
+                found |= {} if verdict is None else {block: verdict}
+        return found
 
     def installed(self, block: KroneckerBlock, verdict: Verdict) -> None:
         """Take note of what all ranks have agreed on for a layer."""
@@ -115,8 +101,7 @@ class TraceRefresh:
         mark = self._coming.pop(block, None)
         if verdict in (Verdict.SPARED, Verdict.SETTLED):
             self.spared += 1
-            if verdict is Verdict.SETTLED:
-                self.settled.add(block)
+            self.settled |= {block} if verdict is Verdict.SETTLED else set()
         elif verdict is Verdict.SOUND:
             if mark is not None:
                 self._marks[block] = mark
@@ -125,23 +110,13 @@ class TraceRefresh:
             self.settled.discard(block)
 
     @property
-    def share(self) -> float:
-        """The share of the layers of all refreshes that were spared; NaN before the first."""
-        return self.spared / self.judged if self.judged else math.nan
-
-    @property
     def said(self) -> str:
         """A part of a line of the summary."""
-        return (
-            f"refresh by trace: {self.spared} of {self.judged} solves spared, "
-            f"{len(self.settled)} layer{'' if len(self.settled) == 1 else 's'} settled"
-        )
+        layers = "1 layer" if len(self.settled) == 1 else f"{len(self.settled)} layers"
+        return f"refresh by trace: {self.spared} of {self.judged} solves spared, {layers} settled"
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
-        """What a checkpoint keeps of a layer.
-
-        Traces are not among it: inverses are made anew after it is loaded, and traces with them.
-        """
+        """What a checkpoint keeps of a layer; traces are made anew with the inverses."""
         return {SETTLED: int(block in self.settled)}
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:

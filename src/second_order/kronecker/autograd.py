@@ -2,13 +2,21 @@
 
 The private names of torch that the Kronecker factors use are those below, as torch 2.6 to 2.13 have
 them; there is no public way to ask.
+
+``nn.MultiheadAttention`` multiplies by weights and calls no modules: its in-projection is one
+matrix, of queries, keys and values below each other, and ``out_proj`` is a Linear that is never
+called. So no forward hook sees their inputs. What does is the graph that autograd has recorded of
+the call: the node of each product with one of these weights has the product's input, as autograd
+needs it too, and gets the gradient of its output. The in-projection is a grouped layer of three
+groups: A and G of queries, of keys, of values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +26,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from second_order.sharded import FSDPParams
 
-__all__ = ["as_used", "drawing_from", "is_reached", "keep", "set_eval_frame", "skip_code"]
+__all__ = ["is_attention", "is_reached", "projections", "set_eval_frame", "skip_code"]
 
 NO_PASS = -1
 """The number of the running backward pass, where none is running."""
@@ -100,17 +108,6 @@ def is_reached(p: Tensor) -> bool:
         return False
 
 
-def differentiable_tensors(output: Any) -> list[Tensor]:
-    """The tensors of a model's output that a backward can start from."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    if isinstance(output, Mapping):
-        output = list(output.values())
-    elif not isinstance(output, (list, tuple)):
-        output = list(getattr(output, "__dict__", {}).values())
-    return [tensor for part in output for tensor in differentiable_tensors(part)]
-
-
 def as_used(x: Tensor) -> Tensor:
     """The layer's input in the precision that the layer computes with.
 
@@ -121,3 +118,120 @@ def as_used(x: Tensor) -> Tensor:
     if x.dtype is torch.float32 and torch.is_autocast_enabled(device):
         return x.detach().to(torch.get_autocast_dtype(device))
     return x
+
+
+# --------------------------------------------------------------------------------------- attention
+
+
+PRODUCTS = {"AddmmBackward0": "_saved_mat1", "MmBackward0": "_saved_self"}
+"""Nodes of a product with a weight, whose edge is the last one, and their names of the input."""
+
+LONGEST_PATH = 8  # nodes between a product and its weight: transpose, split, a cast by autocast
+
+
+class Projection(NamedTuple):
+    """A product with a weight of an attention, in a call."""
+
+    owner: nn.Module  # the module whose weight it is: the attention, or its `out_proj`
+    node: Any  # in autograd's graph
+    thirds: tuple[int, ...]  # of the in-projection, which of queries, keys, values: 0, 1 or 2
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Whether a module projects as ``nn.MultiheadAttention`` does."""
+    return (
+        isinstance(module, nn.MultiheadAttention)
+        and type(module).forward is nn.MultiheadAttention.forward
+    )
+
+
+def projections(
+    module: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    output: Tensor,
+    fsdp: FSDPParams | None,
+) -> tuple[list[Tensor], list[Projection]]:
+    """Queries, keys and values of an attention's call, and the products with its weights.
+
+    Each input is ``(batch, positions, in)``, a view of the one given. The search for products does
+    not go beyond the arguments of the call.
+    """
+    given = dict(zip(("query", "key", "value"), args, strict=False)) | dict(kwargs)
+    inputs = [given[name] for name in ("query", "key", "value")]
+    if inputs[0].dim() == 2:
+        inputs = [x.unsqueeze(0) for x in inputs]
+    elif not module.batch_first:
+        inputs = [x.transpose(0, 1) for x in inputs]
+    both = (module, cast(nn.Module, module.out_proj))
+    owners = {p: owner for owner in both for p in params_in_pass(owner, fsdp).values()}
+    width, found = cast(int, module.embed_dim), []
+    todo = [output.grad_fn]
+    seen = {t.grad_fn for t in (*args, *kwargs.values()) if isinstance(t, Tensor)}
+    while todo:
+        node = cast(Any, todo.pop())
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions]
+        weight, piece = _weight_of(node) if node.name() in PRODUCTS else (None, 0)
+        owner = None if weight is None else owners.get(weight)
+        if owner is not None:
+            count = node._input_metadata[0].shape[-1] // width
+            thirds = (0, 1, 2)[piece : piece + count] if owner is module else ()
+            found.append(Projection(owner, node, thirds))
+    return inputs, found
+
+
+def _weight_of(product: Any) -> tuple[Tensor | None, int]:
+    """The parameter that a product multiplies by, and the number of the piece, if it was cut."""
+    (node, output), piece = product.next_functions[-1], 0
+    for _ in range(LONGEST_PATH):
+        if node is None or hasattr(node, "variable"):
+            return getattr(node, "variable", None), piece
+        if node.name().startswith("Split"):
+            piece = output
+        if len(node.next_functions) != 1:
+            break
+        node, output = node.next_functions[0]
+    return None, 0
+
+
+def input_of(node: Any = None) -> Tensor:
+    """The input of a product, as long as autograd has it; of that whose hook is running if None.
+
+    A hook of a node must not hold it: nothing would free the two.
+    """
+    node = current_node() if node is None else node
+    return cast(Tensor, getattr(node, PRODUCTS[node.name()]))
+
+
+@dataclass
+class Assembly:
+    """A call's pair, made of those of its products."""
+
+    batch: int  # the number of sequences
+    parts: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # by thirds
+
+    def add(self, thirds: tuple[int, ...], x: Tensor, d: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Take a product's pair; returns the call's pair once it is complete.
+
+        x is ``(batch, positions, in)``, or ``(positions batch, in)``, d ``(positions batch, out)``;
+        the call's are ``(batch, positions, ...)``, and with unlike inputs of queries, keys and
+        values ``(3, batch, positions, ...)``, filled up by zeros.
+        """
+        d = d.unflatten(0, (-1, self.batch)).transpose(0, 1)
+        x = x if x.dim() == 3 else x.unflatten(0, (-1, self.batch)).transpose(0, 1)
+        if len(thirds) in (0, 3):
+            return x, d
+        for third, each in zip(thirds, d.chunk(len(thirds), -1), strict=True):
+            self.parts[third] = x, each
+        if len(self.parts) < 3:
+            return None
+        parts, self.parts = [self.parts[third] for third in range(3)], {}
+        longest, pad = max(x.shape[1] for x, _ in parts), nn.functional.pad
+        xs, ds = (
+            torch.stack([pad(t, (0, 0, 0, longest - t.shape[1])) for t in each])
+            for each in zip(*parts, strict=True)
+        )
+        return xs, ds

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.autograd import params_in_pass
-from second_order.kronecker.explained import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -19,7 +18,8 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.layers import (
     KINDS,
-    Approximation,
+    TOLERANCE,
+    Explanation,
     FactorShape,
     Form,
     Key,
@@ -32,11 +32,7 @@ from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.sharded import FSDPParams, is_dtensor, local
 
-__all__ = [
-    "KroneckerBlock",
-    "LayerState",
-]
-
+__all__ = ["KroneckerBlock", "LayerState"]
 
 LOOK_EVERY = 100
 """Steps with statistics between two looks at whether a layer's pairs explain its gradient."""
@@ -46,7 +42,6 @@ LOOK_EVERY = 100
 class LayerState:
     """The history of a layer's statistics and refreshes."""
 
-    solved: bool = False  # the layer's gradient workers, whichever ranks, hold an inverse
     silent: bool = False  # the last refresh found that no statistic had ever arrived
     asked: bool = False  # statistics have been due since the block was made
     heard: bool = False  # a pair has been captured, be it one without an example
@@ -62,15 +57,18 @@ class KroneckerBlock:
 
     Attributes:
         names: Names of the modules that share the weight, one for most layers.
-        modules: The modules that share the weight.
-        keys: The kind of each module.
-        weight: The shared weight.
+        name: The layer's name, for messages.
+        keys: The kind of each of these modules.
         bias: The bias in the optimizer's care, or None.
         factors: Running averages; None before the first statistic or checkpoint.
         held: Whether A and G are kept on this process.
         staged: Statistics since the last step.
         inverse: The damped inverse, on the layer's gradient workers once it is solved.
-        state: The history of statistics and refreshes.
+        solved: Whether the layer's gradient workers, whichever ranks, hold an inverse.
+        shape: The sizes of the factors, by which parameters train.
+        stored_shapes: By letter, the shape of a factor as stored here or on another process.
+        trains_bias: Whether A has the homogeneous coordinate.
+        work_dtype: The dtype in which gradients are clipped and exchanged: float32 at least.
     """
 
     def __init__(
@@ -82,52 +80,39 @@ class KroneckerBlock:
         triangular: bool,
         keys: Sequence[Key | None] = (),
     ) -> None:
-        self.names = list(names)
-        self.modules = list(modules)
+        self.names, self.modules = list(names), list(modules)
+        self.name = " = ".join(name or "(model)" for name in names)
+        self.watched = self.modules  # whose passes make the statistics
         self.keys = list(keys) or list(map(key_of, modules))
         named = zip(modules, self.keys, strict=True)
         self._kinds = {module: KINDS[key] for module, key in named if key is not None}
-        self.weight = self._key_parameter()
-        self.bias = bias
-        self.factor_dtype = factor_dtype
-        self._triangular = triangular
+        self.weight, self.bias = self._key_parameter(), bias
+        self.factor_dtype, self._triangular = factor_dtype, triangular
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.state = LayerState()
         self._before: Inverse | Tensor | None = None
         self._change: Tensor | None = None
         self._expected_version = 0  # version of the weight's gradient at the next pass
+        self.last_backward = -1  # the number of the pass that brought the last pair
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
         module = self.modules[0]
         return cast(nn.Parameter, getattr(module, self._kinds[module].weight))
 
-    @property
-    def watched(self) -> Sequence[nn.Module]:
-        """The modules whose passes make the statistics."""
-        return self.modules
-
     def _reset(self) -> None:
+        self.trains_bias = self.bias is not None and self.bias.requires_grad
+        self.work_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.shape: FactorShape = self._current_shape()
+        shape, packed = self.shape, self._triangular
+        self.stored_shapes = {k: shape.stored_shape(k, packed) for k in shape.letters}
         before = self.__dict__.get("staged")
-        self.staged = StagedStatistics(
-            self.shape, self.weight.device, self.factor_dtype, self._triangular
-        )
+        self.staged = StagedStatistics(shape, self.weight.device, self.factor_dtype, packed)
         if before is not None:
             self.staged.dropped += before.dropped.to(self.weight.device)
         self.factors: KroneckerFactors | None = None
         self.drop_inverse()
-
-    @property
-    def name(self) -> str:
-        """The layer's name, for messages."""
-        return " = ".join(name or "(model)" for name in self.names)
-
-    @property
-    def work_dtype(self) -> torch.dtype:
-        """The dtype in which gradients are clipped and exchanged: float32 at least."""
-        return torch.promote_types(self.weight.dtype, torch.float32)
 
     @property
     def trainable(self) -> bool:
@@ -135,20 +120,15 @@ class KroneckerBlock:
         return self.weight.requires_grad
 
     @property
-    def trains_bias(self) -> bool:
-        """Whether A has the homogeneous coordinate now."""
-        return self.bias is not None and self.bias.requires_grad
-
-    @property
     def training(self) -> tuple[bool, ...]:
         """Whether the weight trains now, and whether the bias does."""
-        return self.trainable, self.trains_bias
+        return self.trainable, self.bias is not None and self.bias.requires_grad
 
     @property
     def params(self) -> list[nn.Parameter]:
         """The weight, and the bias if it trains with it."""
-        bias = self.bias if self.trains_bias else None
-        return [self.weight] if bias is None else [self.weight, bias]
+        bias = self.bias
+        return [self.weight] if bias is None or not bias.requires_grad else [self.weight, bias]
 
     @property
     def without_gradient(self) -> bool:
@@ -156,11 +136,10 @@ class KroneckerBlock:
         return all(p.grad is None for p in self.params)
 
     def starts_anew(self, unreduced: bool = False) -> bool:
-        """Whether gradients of staged statistics have been thrown away: set to None, or to zero.
+        """Whether gradients of staged statistics have been set to None or to zero; ask each pass.
 
-        To be asked once at the beginning of each pass. An accumulation adds 1 to a gradient's
-        version: a device is not waited for in a loop that merely accumulates. Of a sharded gradient
-        the rows that are here tell. ``unreduced``: FSDP2 has yet to average earlier passes' ones.
+        An accumulation adds 1 to a gradient's version: a device is not waited for in a loop that
+        merely accumulates. ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
         """
         gradient, expected = self.weight.grad, self._expected_version
         gradient = None if gradient is None else local(gradient)
@@ -197,32 +176,18 @@ class KroneckerBlock:
             self.replace_params({stand_in: p for p, stand_in in others.items()})
 
     def follow_requires_grad(self) -> None:
-        """Start anew if the bias was frozen or unfrozen, or the layer moved: A has another size.
-
-        A layer that is frozen as a whole keeps its averages until it thaws.
-        """
+        """Start anew where the bias was frozen or unfrozen, or the layer moved, if it trains."""
         moved = self.weight.device != self.staged.device
         if self.trainable and (moved or self._current_shape() != self.shape):
             self._reset()
 
     def _current_shape(self) -> FactorShape:
         module = self.modules[0]
-        return self._kinds[module].shape(module, self.trains_bias)
+        return self._kinds[module].shape(module, self.training[1])
 
-    def statistics(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        approximation: Approximation,
-        dtype: torch.dtype,
-        known: PairStatistics | None = None,
-    ) -> PairStatistics:
-        """Statistics of a captured pair of one of the modules."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        x = x.to(dtype) if x.is_floating_point() else x
-        form = Form(self.trains_bias, approximation, self.staged.triangular, known)
-        return self._kinds[module].statistics(module, x, d.to(dtype), form)
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        """Statistics of a captured pair of one of the modules, in the dtype of the pair."""
+        return self._kinds[module].statistics(module, x, d, form)
 
     # ------------------------------------------------------------ do the pairs explain the gradient
 
@@ -266,16 +231,14 @@ class KroneckerBlock:
             self.staged.clear()
             state.heard = False
 
-    def ensure_factors(self) -> KroneckerFactors:
-        """The running averages, made on first use."""
+    def ensure_factors(self, asked: bool = False) -> KroneckerFactors:
+        """The running averages, made on first use; ``asked``: as statistics are due."""
+        self.state.asked |= asked
         if self.factors is None:
-            self.factors = self._blank_factors()
+            self.factors = KroneckerFactors(
+                self.shape, self.weight.device, self.factor_dtype, self._triangular, self.held
+            )
         return self.factors
-
-    def _blank_factors(self) -> KroneckerFactors:
-        return KroneckerFactors(
-            self.shape, self.weight.device, self.factor_dtype, self._triangular, self.held
-        )
 
     def keep(self, held: tuple[bool, bool]) -> None:
         """Keep A, or G, or both, or neither from now on; factors that are not kept are freed."""
@@ -288,42 +251,35 @@ class KroneckerBlock:
         """The factor of a letter, as stored; None if it is not kept here, or is lost."""
         return None if self.factors is None else self.factors.stored[which]
 
-    def stored_shape(self, which: str) -> tuple[int, ...]:
-        """The shape of a stored factor, also if another process keeps it."""
-        return self.shape.stored_shape(which, self._triangular)
-
     @property
     def lost(self) -> bool:
         """Whether a factor that is kept here is missing, though there have been statistics."""
-        if self.factors is None:
-            return False
-        return any(self.held[k == "G"] and self.stored(k) is None for k in self.shape.letters)
+        if self.factors is not None:
+            for letter, factor in self.factors.stored.items():
+                if factor is None and self.held[letter == "G"]:
+                    return True
+        return False
 
     def saved_factors(self) -> dict[str, Tensor]:
         """The factors kept here, as a checkpoint has them; tensors are shared, not copied."""
-        factors = self._blank_factors() if self.factors is None else self.factors
-        scalars = (factors.weight, factors.means, factors.examples)
-        parts = dict(zip(("average_weight", "mean_eigenvalues", "examples"), scalars, strict=True))
-        kept = factors.stored.items()
-        return parts | {name: factor for name, factor in kept if factor is not None}
+        factors = self.ensure_factors()
+        heads = {
+            "average_weight": factors.weight,
+            "mean_eigenvalues": factors.means,
+            "examples": factors.examples,
+        }
+        return heads | {k: factor for k, factor in factors.stored.items() if factor is not None}
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
-        """Take over saved averages, stored as triangles or not, whatever their dtype.
-
-        A factor that is to be kept here and is not in ``saved`` counts as lost, which the next
-        refresh reports.
-
-        Raises:
-            ValueError: If their sizes are not this layer's.
-        """
-        self.check_factors(saved)
-        factors, shape = self._blank_factors(), self.shape
+        """Take over saved averages that fit, triangles or not; a missing one counts as lost."""
+        self.factors = None
+        factors, shape = self.ensure_factors(), self.shape
         factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
         factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))
         matrices = {k: saved[k] for k in shape.letters if k in saved}
         for k, stored in matrices.items():
-            if stored.dim() < 3 and not shape.is_diagonal(k):
-                matrices[k] = unpack_upper_triangular(stored, shape.dim(k))
+            if stored.dim() < 3 and k not in shape.diagonals:
+                matrices[k] = unpack_upper_triangular(stored, shape.dims[k])
         if "mean_eigenvalues" in saved:
             factors.means.copy_(saved["mean_eigenvalues"])
         elif len(matrices) == len(shape.letters):
@@ -333,26 +289,18 @@ class KroneckerBlock:
             here = self.held[k == "G"] and k in matrices
             kept = factors.store(matrices[k]).to(self.weight.device, copy=True) if here else None
             factors.stored[k] = kept
-        self.factors = factors
 
-    def fits(self, saved: Mapping[str, Any]) -> bool:
-        """Whether saved factors have this layer's sizes as it is now."""
-        try:
-            self.check_factors(saved)
-        except ValueError:
-            return False
-        return True
-
-    def check_factors(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError unless saved factors have this layer's sizes."""
+    def misfit(self, saved: Mapping[str, Any]) -> str:
+        """Why saved factors have not this layer's sizes as it is now; "" if they have."""
         for letter in filter(saved.__contains__, self.shape.letters):
             allowed = [self.shape.stored_shape(letter, packed) for packed in (False, True)]
             if tuple(saved[letter].shape) not in allowed:
-                raise ValueError(
+                return (
                     f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
                     f"{tuple(saved[letter].shape)}, the model needs {allowed[0]} or, as a "
                     f"triangle, {allowed[1]}; load it into the model that it was saved from"
                 )
+        return ""
 
     def forget(self) -> None:
         """Start the running averages anew: the layer runs on its base gradient until then."""
@@ -360,28 +308,21 @@ class KroneckerBlock:
         self.state.asked, self.state.failures = False, 0
         self.drop_inverse()
 
-    def expect(self) -> None:
-        """Note that statistics are due: make the averages, so that a layer without any is found."""
-        self.ensure_factors()
-        self.state.asked = True
-
     def install(self, inverse: Inverse | None, dtype: torch.dtype | None = None) -> None:
-        """Mark the layer as solved, by an inverse if this rank is a gradient worker.
-
-        A dtype is that of inverses, if :meth:`take_change` is to tell of the change to this one.
-        """
+        """Mark the layer as solved; a dtype of inverses if :meth:`take_change` is to tell of it."""
         if dtype is not None:
-            self._before = self._preconditioned_before(dtype)
-        self.inverse = inverse
-        self.state = replace(self.state, solved=True, silent=False, failures=0, complaint="")
+            before: Inverse | Tensor | None = self.inverse
+            if self.inverse is not None and not is_dtensor(self.weight):
+                gradient = self.gradient(self.work_dtype)
+                before = None if gradient is None else self.precondition(gradient, dtype)
+            self._before = before  # that inverse itself where gradients are in shards
+        self.inverse, self.solved = inverse, True
+        self.state.silent, self.state.failures, self.state.complaint = False, 0, ""
 
     def precondition(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The inverse applied to a gradient matrix, in a dtype; zeros if the gradient is None.
-
-        Then no rank has a gradient, but the others expect a message of this size.
-        """
+        """The inverse applied to a gradient matrix; zeros, for a message, if no rank has one."""
         if gradient is None:
-            size = (self.shape.groups, self.shape.out_dim, self.shape.in_dim)
+            size = self.shape.gradient_size
             return torch.zeros(size, dtype=self.work_dtype, device=self.weight.device)
         assert self.inverse is not None
         result = self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
@@ -389,45 +330,27 @@ class KroneckerBlock:
         if before is not None:
             if not isinstance(before, Tensor):
                 before = before.precondition(gradient.to(dtype)).to(gradient.dtype)
-            pairs = ((before, result), (before, before), (result, result))
-            self._change = torch.stack([torch.vdot(a.flatten(), b.flatten()) for a, b in pairs])
+            old, new = before.flatten(), result.flatten()
+            change = torch.vdot(old, new), torch.vdot(old, old), torch.vdot(new, new)
+            self._change = torch.stack(change)
         return result
 
-    def _preconditioned_before(self, dtype: torch.dtype) -> Inverse | Tensor | None:
-        """The gradient as the inverse so far preconditions it; that inverse if it is in shards."""
-        if self.inverse is None or is_dtensor(self.weight):
-            return self.inverse
-        gradient = self.gradient(self.work_dtype)
-        return None if gradient is None else self.precondition(gradient, dtype)
-
     def take_change(self) -> Tensor | None:
-        """P₀ · P, |P₀|² and |P|² of the gradient preconditioned by the last two inverses, ``(3,)``.
-
-        None where this process has not preconditioned since the last was installed.
-        """
+        """P₀ · P, |P₀|² and |P|², ``(3,)``, by the last two inverses; None before P is computed."""
         change, self._change = self._change, None
         return change
 
     def drop_inverse(self) -> None:
         """Forget the inverse: the layer runs on its base gradient until it is solved again."""
         self.inverse = self._before = self._change = None
-        self.state.solved = False
-
-    @property
-    def solved(self) -> bool:
-        """Whether the layer's gradient workers, whichever ranks, hold an inverse."""
-        return self.state.solved
+        self.solved = False
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradient as a matrix ``(groups, out, in)``; None if the weight has none.
-
-        The matrix may be a view of the gradient: do not change it in place.
-        """
+        """The gradient as a matrix ``(groups, out, in)``, or a view of it; None without one."""
         if self.weight.grad is None:
             return None
         bias = None
-        if self.trains_bias:
-            assert self.bias is not None
+        if self.trains_bias and self.bias is not None:
             bias = torch.zeros_like(self.bias) if self.bias.grad is None else self.bias.grad
         return gradient_to_matrix(self.weight.grad, bias, self.shape, dtype)
 
@@ -447,7 +370,8 @@ class KroneckerBlock:
     @property
     def factor_bytes(self) -> int:
         """Bytes of the running averages here."""
-        return 0 if self.factors is None else self.factors.nbytes
+        stored = [] if self.factors is None else [*self.factors.stored.values()]
+        return sum(factor.nbytes for factor in stored if factor is not None)
 
     @property
     def inverse_bytes(self) -> int:

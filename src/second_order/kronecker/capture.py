@@ -4,9 +4,8 @@ The gradient is taken by a hook on the *node* that makes the output. A hook on t
 would wrap the output in a view and break in-place activations; the node's hook sees the gradient
 with respect to the value the layer produced, whatever happens to that tensor afterwards, and it
 fires once however often a checkpointed forward is repeated. A pair exists only when its gradient
-arrives, in
-a backward pass that goes on to accumulate into the ``.grad`` of the layer's own parameters: a
-forward that never sees a backward (validation, batch-norm updates, averaged copies) leaves nothing,
+arrives, in a backward pass that goes on to accumulate into the ``.grad`` of the layer's own
+parameters: a forward that never sees a backward (validation, batch-norm updates) leaves nothing,
 and neither does ``torch.autograd.grad`` (gradient penalties, derivatives in a loss, attacks on
 inputs), whose gradients are no loss's.
 
@@ -23,10 +22,11 @@ watched meanwhile.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
 
@@ -34,30 +34,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from second_order.kronecker import autograd
-from second_order.kronecker.attention import (
-    Assembly,
-    hosts,
-    input_of,
-    inputs_of,
-    is_attention,
-    is_checkpointed,
-    projections,
-)
-from second_order.kronecker.hooks import (
-    Gate,
-    LayerHook,
-    RootHook,
-    RootPreHook,
-    Watch,
-    WatchHook,
-    hook_of,
-    input_in,
-    release,
+from second_order.kronecker import autograd, hooks
+from second_order.kronecker.autograd import Assembly, input_of, is_attention, projections
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.factors import Reduction
+from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
+from second_order.kronecker.layers import (
+    CONVOLUTIONS,
+    Approximation,
+    Form,
+    PairStatistics,
+    live_rows,
 )
 from second_order.sharded import FSDPParams
+from second_order.stages import span
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "GradientScale", "StatisticsCollector"]
 
 Sampler = Callable[[Any, int], Tensor]
 ALONE = -1  # the number of an input of which it is not known what else is called on it
@@ -70,16 +63,22 @@ NOT_ACCUMULATED = (
     "nothing, and backward() sends none through their outputs"
 )
 NOT_TENSORS = "it is not called with one tensor, or does not return one"
+CHANGED = "its input was changed in place after its forward"
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
+)
+NOT_DRAWN = (
+    "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
+    "checkpoint(..., use_reentrant=False), or fisher='empirical'"
 )
 RUNS_EAGERLY = (
     "fisher='sampled' draws labels, for which the model runs without torch.compile at steps with "
     "statistics; fisher='empirical' has them from the compiled graph"
 )
 COMPILED = (
-    "torch.compile leaves nothing of an attention's products to be seen; keep it out of the graph, "
+    "it is not called, or within torch.compile, which leaves nothing of an attention's products to "
+    "be seen: keep it out of the graph, "
     "attention.forward = torch.compiler.disable(attention.forward), or name it in skip_layers"
 )
 
@@ -96,15 +95,16 @@ class _Call:
     source: int  # a number of the input, as in `StatisticsCollector.consume`
     outer: int = autograd.NO_PASS  # the backward pass in which the layer was called, if any
     used: bool = False  # a backward pass has come through this call
-    looks: bool = False  # the pair is one beside those of drawn labels
     shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
     thirds: tuple[int, ...] = ()  # of an attention, the product whose gradient is awaited
     assembly: Assembly | None = None  # puts an attention's pair together
+    drawn: tuple[Tensor, Tensor, int] | None = None  # the pair of drawn labels, and their number
 
-    def pair(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
+    def pair(self, gradient: Tensor, node: Any = None) -> tuple[Tensor, Tensor] | None:
         """The pair of the call; None if others of its products are awaited."""
         assert self.read is not None
-        x, d = self.read().detach(), gradient.detach()
+        x = input_of(node) if self.read is input_of else self.read()
+        x, d = x.detach(), gradient.detach()
         if self.assembly is not None:
             return self.assembly.add(self.thirds, x, d)
         return x, d if self.shape is None else d.reshape(self.shape)
@@ -135,23 +135,6 @@ def _node_of(output: Tensor) -> GradientEdge:
     return GradientEdge(node, number)
 
 
-def _delivery_hook(
-    capture: weakref.ref[Capture],
-    pairs: list[tuple[nn.Module, Tensor, int, Tensor]],
-    pass_id: int,
-    gradient: Tensor,
-) -> None:
-    alive = capture()
-    if alive is None or autograd.is_drawing():
-        return
-    with alive.timed():
-        reached = {module: autograd.reaches_parameters(module, alive.fsdp) for module, *_ in pairs}
-        delivered = [pair for pair in pairs if reached[pair[0]]]
-        pairs[:] = [pair for pair in pairs if not reached[pair[0]]]
-        for module, x, source, d in delivered:
-            alive.emit(module, x, d, pass_id, source, False)
-
-
 def _repeated_in() -> tuple[int, bool]:
     """The id of the backward pass that repeats this forward, and if an earlier pass has.
 
@@ -168,18 +151,15 @@ def _repeated_in() -> tuple[int, bool]:
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
-    Args:
-        consumer: Receives every pair, under ``no_grad`` and without autocast: a
-            :class:`~second_order.kronecker.collector.StatisticsCollector`.
-        sampler: The sampled Fisher's: ``sampler(model_output, call)`` draws labels from the
-            model's output and returns the summed negative log-likelihood. The pairs then carry that
-            loss's gradients, taken as soon as the root module's forward returns and delivered when
-            the user's backward reaches its output; no parameter's ``.grad`` is touched. None: the
-            gradients of the user's own backward.
-        wanted: Tells whether a module's pairs are wanted now; None: if its weight trains.
-        timed: Makes a context manager around the work of a hook, to measure it.
-        fsdp: What FSDP2 does with the model's parameters; None for nothing.
+    ``consumer`` receives the pairs it wants, under ``no_grad`` and without autocast; ``timed``
+    makes a context manager that measures a hook; ``fsdp`` is what FSDP2 does with parameters.
 
+    ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
+    and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
+    taken as soon as the root module's forward returns and delivered when the user's backward comes
+    by; no parameter's ``.grad`` is touched.
+
+    ``gate.open`` tells whether pairs of the passes to come are captured, by compiled graphs, too;
     ``missed`` has, by layer, why its last lost pair did not count.
     """
 
@@ -187,40 +167,23 @@ class Capture:
         self,
         consumer: Any,
         sampler: Sampler | None = None,
-        wanted: Callable[[nn.Module], bool] | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
     ) -> None:
-        self._gate = Gate()
-        self.timed = timed
-        self.fsdp = fsdp
-        self._wanted = wanted or (lambda module: cast(Tensor, module.weight).requires_grad)
-        self.root_calls = 0
-        self._told = False
+        self.gate, self.timed, self.fsdp = Gate(), timed, fsdp
+        self._consumer, self._sampler = consumer, sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self._consumer = consumer
-        self._sampler = sampler
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._model: weakref.ref[nn.Module] | None = None  # whose layers are observed
-        self._root: weakref.ref[nn.Module] | None = None  # that labels are drawn for
-        self._inside_root = False
+        self.root_calls = 0
+        self._inside_root = self._told = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
         self._last_input: tuple[weakref.ref[Tensor], int] | None = None
-        self._sources = self._last_version = 0
+        self._sources = 0  # numbers of inputs
         self._watches: list[Watch] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        weakref.finalize(self, _let_go, self._watches, self._hooked)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether pairs are captured now; compiled graphs follow."""
-        return self._gate.open
-
-    @enabled.setter
-    def enabled(self, enabled: bool) -> None:
-        """Open or close the gate for the passes to come."""
-        self._gate.open = enabled
+        weakref.finalize(self, release, self._hooked)
 
     def attach(self, root: nn.Module, layers: Iterable[nn.Module]) -> None:
         """Watch exactly these layers, and no longer those from before, whose hooks stay.
@@ -230,26 +193,34 @@ class Capture:
         layers = list(layers)
         if layers and set(layers) == set(self._observed):
             return
-        self._dismiss()
+        self.detach(keep=True)
         self._observed, self._model = weakref.WeakSet(layers), weakref.ref(root)
-        kinds: list[tuple[nn.Module, type[WatchHook]]] = [
-            (module, LayerHook) for module in hosts(root, layers)
-        ]
+        # The calls of an attention are those of its `out_proj`, too.
+        attention = filter(is_attention, root.modules())
+        within = {cast(nn.Module, module.out_proj): module for module in attention}
+        for layer in (*within, *within.values()):
+            self.missed.setdefault(layer, COMPILED)
+        called = dict.fromkeys(within.get(layer, layer) for layer in layers)
+        kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
         if self._sampler is not None and layers:
-            self._root = self._model
-            kinds += [(root, RootPreHook), (root, RootHook)]
+            kinds += [(root, hooks.RootPreHook), (root, hooks.RootHook)]
         for module, kind in kinds:
-            watch = Watch(self, module, self._gate, self._sampler is not None)
+            watch = Watch(self, module, self.gate, self._sampler is not None)
             hook_of(module, kind).watches.append(watch)
             self._watches.append(watch)
             self._hooked.add(module)
 
-    def detach(self) -> None:
-        """Remove every hook and forget pairs in flight."""
-        self._dismiss()
-        release(self._hooked)
-        self._hooked.clear()
-        self._model = None
+    def detach(self, keep: bool = False) -> None:
+        """Watch nothing any more, forget pairs in flight, and remove every hook, or keep them."""
+        for watch in self._watches:
+            watch.gone = True
+        self._watches.clear()
+        release(self._hooked, keep=keep)
+        self._observed = weakref.WeakSet()
+        self._pending.clear()
+        if not keep:
+            self._hooked.clear()
+            self._model = None
 
     @contextmanager
     def unhooked(self) -> Iterator[None]:
@@ -264,23 +235,13 @@ class Capture:
             if self._model is model and not self._observed and model is not None:
                 self.attach(cast(nn.Module, model()), layers)
 
-    def _dismiss(self) -> None:
-        """Watch nothing any more; the hooks stay."""
-        for watch in self._watches:
-            watch.gone = True
-        self._watches.clear()
-        release(self._hooked, keep=True)
-        self._observed = weakref.WeakSet()
-        self._root = None
-        self._pending.clear()
-
     # --------------------------------------------------------------------------- what hooks see
 
     def observe(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
     ) -> None:
         """See a call of a layer; in a training pass, wait for the gradient of its output."""
-        if not self.enabled or cast(Any, torch.jit).is_tracing():
+        if not self.gate.open or cast(Any, torch.jit).is_tracing():
             return
         attention = is_attention(module)
         both = (module, cast(nn.Module, module.out_proj)) if attention else (module,)
@@ -288,23 +249,23 @@ class Capture:
         if autograd.transformed():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
-        wanted = [layer for layer in layers if self._wanted(layer)]
+        wanted = [layer for layer in layers if self._consumer.wants(layer)]
         if not (wanted and torch.is_grad_enabled()):
             return
-        if attention:
-            if output[0].requires_grad:
-                with self.timed():
-                    self._observe_attention(module, args, kwargs, output[0], wanted)
-            return
-        x = input_in(args, kwargs)
-        if not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+        x: Any = input_in(args, kwargs)
+        if not attention and not (isinstance(x, Tensor) and isinstance(output, Tensor)):
             self.missed[module] = NOT_TENSORS
-        elif output.requires_grad:
+        elif (output[0] if attention else output).requires_grad:
             with self.timed():
-                source = self._source_of(x)
-                self._remember(
-                    module, _node_of(output), autograd.as_used(x), source, shape=output.shape
-                )
+                if attention:
+                    self._observe_attention(module, args, kwargs, output[0], wanted)
+                    return
+                last, node = self._last_input, _node_of(output)
+                if last is None or last[1] != x._version or last[0]() is not x:
+                    self._sources += 1
+                    self._last_input = weakref.ref(x), x._version
+                used, shape = autograd.as_used(x), output.shape
+                self._remember(module, node, used, self._sources, shape=shape)
 
     def _observe_attention(
         self,
@@ -315,19 +276,14 @@ class Capture:
         wanted: Sequence[nn.Module],
     ) -> None:
         """Wait for the gradients of an attention's products."""
-        inputs = inputs_of(module, args, kwargs)
+        inputs, products = projections(module, args, kwargs, output, self.fsdp)
         whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
-        both = (module, cast(nn.Module, module.out_proj))
-        owners = {
-            p: owner for owner in both for p in autograd.params_in_pass(owner, self.fsdp).values()
-        }
-        products = projections(module, output, (*args, *kwargs.values()), owners)
-        unseen = set(wanted).difference(product.owner for product in products)
-        self.missed.update(dict.fromkeys(unseen, COMPILED))
+        saving: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
+        checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
         for owner, node, thirds in products:
             if owner not in wanted:
                 continue
-            if owner is not module and is_checkpointed():
+            if owner is not module and checkpointed:
                 self.missed[owner] = CHECKPOINTED
                 continue
             # Of the output's projection autograd alone has the input.
@@ -336,42 +292,38 @@ class Capture:
             self._sources += 1
             self._remember(owner, edge, x, self._sources, thirds=thirds, assembly=assembly)
 
-    def miss_attention(self, module: nn.Module) -> None:
-        """Note a call of an attention inside a graph, where nobody sees its products."""
-        layers = module, cast(nn.Module, module.out_proj)
-        self.missed.update(dict.fromkeys(layers, COMPILED))
-
     def _remember(
         self, module: nn.Module, edge: GradientEdge, x: Tensor | None, source: int, **more: Any
     ) -> None:
-        """Wait for the gradient that comes to a node; with drawn labels, until they are drawn."""
-        if self._sampler is None:
-            read = input_of if x is None else autograd.keep(x)  # a hook of a node must not hold it
-            self._await(edge, _Call(module, read, source, *_repeated_in(), **more))
-        elif self._inside_root:
-            read = partial(input_of, edge.node) if x is None else x.detach
-            self._pending.append((_Call(module, read, source, **more), edge))
-            if "assembly" not in more and self._consumer.looks(module):
-                call = _Call(module, read, source, *_repeated_in(), looks=True, **more)
-                self._await(edge, call)
-
-    def _await(self, edge: GradientEdge, call: _Call) -> None:
+        """Wait for the gradient that comes to a node; no hook of the node may hold it."""
+        sampled = self._sampler is not None
+        if sampled and not self._inside_root:
+            return
+        read: Any = input_of
+        if x is not None:
+            # Detached, as x may be changed in place and have the node behind it.
+            read = x.detach().detach if sampled else autograd.keep(x)
+        call = _Call(module, read, source, *_repeated_in(), **more)
+        if sampled:
+            self._pending.append((call, edge))
         hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
         cast(Any, edge.node).register_prehook(hook)
-
-    def _source_of(self, x: Tensor) -> int:
-        """A number for an input as it is now, the same if the last layer had the same input."""
-        last = self._last_input
-        if last is None or last[0]() is not x or self._last_version != x._version:
-            self._sources += 1
-            self._last_input, self._last_version = (weakref.ref(x), self._sources), x._version
-        return self._sources
 
     # --------------------------------------------------------------------------------- gradients
 
     def take(self, call: _Call, gradient: Tensor) -> None:
-        """Take the gradient that a call has waited for."""
-        if autograd.reaches_parameters(call.module, self.fsdp):
+        """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
+        if not autograd.reaches_parameters(call.module, self.fsdp):
+            self.missed[call.module] = NOT_ACCUMULATED
+        elif self._sampler is not None:
+            drawn, call.drawn = call.drawn, None
+            if drawn is not None:
+                x, d, number = drawn
+                self.emit(call.module, x, d, number, call.source, False)
+            if call.assembly is None:
+                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
+                    self._consumer.look(call.module, *cast(Any, call.pair(gradient)))
+        else:
             # A reentrant checkpoint runs a backward pass inside another, in which the forward was
             # repeated: the outer one is meant.
             pass_id = autograd.current_pass() if call.outer == autograd.NO_PASS else call.outer
@@ -381,17 +333,11 @@ class Capture:
                 if "inplace operation" not in str(error):
                     raise
                 # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
-                reason = "its input was changed in place after its forward"
-                self._consumer.lose(call.module, reason)
+                self.missed[call.module] = CHANGED
                 return
             again, call.used = call.used, True
-            if pair is not None and call.looks:
-                with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                    self._consumer.look(call.module, *pair)
-            elif pair is not None:
+            if pair is not None:
                 self.emit(call.module, *pair, pass_id, call.source, again)
-        else:
-            self.missed[call.module] = NOT_ACCUMULATED
         if not autograd.keeps_graph():
             call.read = None  # autograd frees its own inputs now, however long the loss is kept
 
@@ -422,20 +368,17 @@ class Capture:
 
     def enter_root(self, module: nn.Module) -> None:
         """See the beginning of the model's forward, and let it run without a compiler."""
-        if self._root is None or module is not self._root():
-            return
         self._pending.clear()
         self._inside_root, self._compiler = True, None
-        if self.enabled and torch.is_grad_enabled() and (compiler := autograd.set_eval_frame(None)):
-            self._compiler = compiler  # which puts itself back, too, where the forward raises
-            if not self._told:
+        if self.gate.open and torch.is_grad_enabled():
+            # A compiler puts itself back, too, where the forward raises.
+            self._compiler = autograd.set_eval_frame(None)
+            if self._compiler and not self._told:
                 self._told = True
                 self._consumer.warn(RUNS_EAGERLY)
 
     def leave_root(self, module: nn.Module, output: Any) -> None:
         """See the model's output: draw labels from it, and take the gradients of their loss."""
-        if self._root is None or module is not self._root():
-            return
         self._inside_root = False
         pending, self._pending = self._pending, []
         if self._sampler is not None and pending:
@@ -457,29 +400,20 @@ class Capture:
             loss = sampler(output, self.root_calls)
         if not loss.requires_grad:
             return
-        ends = [edge for *_, edge in pending]
+        edges = [edge for _, edge in pending]
         try:
             with autograd.drawing_from(loss):
                 gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                    loss, ends, retain_graph=True, allow_unused=True
+                    loss, edges, retain_graph=True, allow_unused=True
                 )
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise
-            raise RuntimeError(
-                "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
-                "checkpoint(..., use_reentrant=False), or fisher='empirical'"
-            ) from error
-        found = [
-            (call, call.pair(gradient))
-            for (call, _), gradient in zip(pending, gradients, strict=True)
-            if gradient is not None
-        ]
-        pairs = [(c.module, p[0], c.source, p[1]) for c, p in found if p is not None]
-        # These pairs count once the user's own backward reaches the output, and not before.
-        deliver = partial(_delivery_hook, weakref.ref(self), pairs, self.root_calls)
-        for tensor in autograd.differentiable_tensors(output):
-            tensor.register_hook(deliver)
+            raise RuntimeError(NOT_DRAWN) from error
+        # These pairs count once the user's own backward comes by, and not before.
+        for (call, edge), gradient in zip(pending, gradients, strict=True):
+            if gradient is not None and (pair := call.pair(gradient, edge.node)) is not None:
+                call.drawn = (*pair, self.root_calls)
         self.root_calls += 1
 
 
@@ -487,8 +421,135 @@ for _function in (Capture.enter_root, Capture.leave_root):
     autograd.skip_code(_function.__code__)
 
 
-def _let_go(watches: list[Watch], modules: weakref.WeakSet[nn.Module]) -> None:
-    """Release the modules of a capture that is no more."""
-    for watch in watches:
-        watch.gone = True
-    release(modules)
+# ------------------------------------------------------------------------ from pairs to statistics
+
+
+@dataclass(frozen=True)
+class GradientScale:
+    """The factor for captured gradients that undoes a GradScaler and accumulation."""
+
+    accumulation_steps: int
+    scaler: Any
+
+    def __call__(self, gradient: Tensor) -> Tensor | float:
+        """The factor, as a number or as a scalar on the gradient's device."""
+        if self.scaler is None or not self.scaler.is_enabled():
+            return float(self.accumulation_steps)
+        # scale(1) is the scale as a tensor: get_scale() would wait for the device.
+        one = torch.ones((), dtype=torch.float32, device=gradient.device)
+        scale: Tensor = self.scaler.scale(one)
+        return self.accumulation_steps / scale
+
+
+@dataclass
+class StatisticsCollector:
+    """Turns captured pairs into staged statistics."""
+
+    approximation: Approximation
+    factor_dtype: torch.dtype  # in which statistics are formed, or float32 if that is wider
+    reduction: Callable[[], Reduction]  # what the loss of a pass is
+    gradient_scale: Callable[[Tensor], Tensor | float]  # a further factor of captured gradients
+    conv_approximation: Approximation | None = None  # for convolutions; None for the same
+    warn: Callable[[str], None] = warnings.warn
+    blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)  # of each module
+    counted: KroneckerBlock | None = None  # whose terms are counted, whether it gets pairs or not
+    fsdp: FSDPParams | None = None
+    heard: Callable[[KroneckerBlock], None] = lambda block: None  # of statistics that have grown
+    sampled: bool = False  # the pairs are of drawn labels, and say nothing of the gradient
+    # Of one input and pass; to be let go when the step's statistics are taken.
+    last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
+
+    def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Set the blocks that get the pairs of their modules from now on."""
+        self.blocks.clear()
+        for block in blocks:
+            for module in block.watched:
+                self.blocks.setdefault(module, []).append(block)
+
+    def _training(self, module: nn.Module) -> list[KroneckerBlock]:
+        return [block for block in self.blocks.get(module, ()) if block.trainable]
+
+    def _counted(self, module: nn.Module) -> list[KroneckerBlock]:
+        """The block whose terms are counted, if it is a module's and trains."""
+        block = self.counted
+        if block is None or not block.trainable or module not in block.watched:
+            return []
+        return [block]
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether any block of a module trains now."""
+        return bool(self._training(module) or self._counted(module))
+
+    def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
+        """Compare a pair of the user's own loss with the gradient, if that is due."""
+        for block in self._training(module):
+            if block.looks and block.fits_pair(module, x, d):
+                with span("capture"), ieee_matmul(d.device):
+                    block.look(module, x, d, self.fsdp)
+
+    def consume(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        d: Tensor,
+        pass_id: int,
+        source: int = -1,
+        again: bool = False,
+    ) -> None:
+        """Add one pair to the staged statistics of its blocks.
+
+        ``pass_id`` is one number for all pairs of a backward pass, ``source`` one for layers called
+        in a row on one tensor, -1 if that is not known; ``again``: a backward pass has come through
+        this call of the layer before.
+        """
+        training, reduction = self._training(module), self.reduction()
+        counted = self._counted(module) if reduction == "step_mean" else []
+        # With drawn labels one backward pass brings pairs of several calls of the model.
+        backward = autograd.current_pass() if self.sampled else pass_id
+        for block in {*training, *counted}:
+            begins = block.last_backward != backward and not block.staged.knows(pass_id)
+            block.last_backward = backward
+            if begins:
+                block.follow_requires_grad()
+                unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
+                if block.starts_anew(unreduced):
+                    block.staged.clear()
+        for block in counted:
+            block.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
+        if not self.sampled:
+            self.look(module, x, d)
+        for block in training:
+            if not block.fits_pair(module, x, d):
+                block.judge(1.0)
+            elif not block.state.unexplained:
+                with span("capture"), ieee_matmul(d.device):
+                    pair = self._statistics(block, module, x, d, (source, pass_id))
+                    scale = self.gradient_scale(d)
+                    block.staged.add(pair, scale, pass_id, again=again, reduction=reduction)
+                inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
+                block.staged.work += 6 * d.numel() * inputs
+                block.state.work = block.staged.work
+                block.state.heard = True
+                self.heard(block)
+
+    def _statistics(
+        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, key: tuple[int, int]
+    ) -> PairStatistics:
+        approximation = self.approximation
+        if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
+            approximation = self.conv_approximation
+        # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
+        plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and key[0] >= 0
+        plain = plain and not block.shape.marginal
+        mine, last, known = (*key, block.trains_bias), self.last_a, None
+        if plain and last is not None and last[0] == mine and last[1] is not block:
+            known = last[2]
+        wide = torch.promote_types(self.factor_dtype, torch.float32)
+        form = Form(block.trains_bias, approximation, block.staged.triangular, known)
+        x = x.to(wide) if x.is_floating_point() else x
+        pair = block.statistics(module, x, d.to(wide), form)
+        if known is not None and pair.factors["A"] is known.factors["A"]:
+            return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})
+        if plain:
+            self.last_a = (mine, block, pair)
+        return pair

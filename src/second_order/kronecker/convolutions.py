@@ -23,8 +23,8 @@ d₁ x d₂, output H x W with H' = H + (k₁ - 1) d₁ and W' = W + (k₂ - 1) 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache, reduce
 from typing import TypeAlias, cast
 
@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from second_order.kronecker.layers import (
+    CONVOLUTIONS,
     KINDS,
     FactorShape,
     Form,
@@ -105,8 +106,7 @@ def sum_patches(x: Tensor, conv: Convolution) -> Tensor:
     """The sum of all patches of each example, without the patches where that is faster.
 
     Every tap of the kernel meets some of the inputs: a product of the input with a matrix of zeros
-    and ones, or, as the taps of one spatial dimension do not ask for those of another, with one for
-    each dimension. ``(N, groups, in)``, with the order of ``conv.weight.flatten(1)``.
+    and ones. ``(N, groups, in)``, with the order of ``conv.weight.flatten(1)``.
     """
     dims, sizes = len(conv.kernel_size), zip(x.shape[2:], conv.kernel_size, strict=True)
     if any(size * kernel > TAPS_A_DIMENSION for size, kernel in sizes):
@@ -115,19 +115,19 @@ def sum_patches(x: Tensor, conv: Convolution) -> Tensor:
     sides = padding_per_side(conv)
     if conv.padding_mode != "zeros":
         x, sides = pad_input(x, conv), [(0, 0)] * len(sides)
-    spatial, taps = x.shape[2:], math.prod(conv.kernel_size)
-    each = zip(spatial, conv.kernel_size, conv.stride, conv.dilation, sides, strict=True)
+    each = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, sides, strict=True)
     met = [_taps_met(*one, x.dtype, x.device) for one in each]
-    if taps * spatial.numel() <= TAPS_AT_ONCE:
+    if math.prod(conv.kernel_size) * x.shape[2:].numel() > TAPS_AT_ONCE:
+        # The taps of one spatial dimension do not ask for those of another.
+        x = x @ met[-1].mT
+        for i in reversed(range(dims - 1)):
+            x = met[i] @ x.flatten(3 + i)
+    else:
         all_met = reduce(torch.kron, met)
         if x.is_contiguous():
             x = x.flatten(2) @ all_met.mT
         else:  # channels last, as a rule
             x = (all_met @ x.movedim(1, -1).flatten(1, -2)).mT
-    else:
-        x = x @ met[-1].mT
-        for i in reversed(range(dims - 1)):
-            x = met[i] @ x.flatten(3 + i)
     return torch.unflatten(x.flatten(1), 1, (conv.groups, -1))
 
 
@@ -163,15 +163,8 @@ def patch_second_moment(
     The sum is made in bands of rows, so that the whole ``(groups, c k₁ k₂, c k₁ k₂)`` need not
     exist; the taps of a channel are next to each other, as in ``weight.flatten(1)``.
 
-    Args:
-        x: Padded input, ``(N, C, H', W')``.
-        kernel: ``(k₁, k₂)``.
-        dilation: ``(d₁, d₂)``.
-        groups: Channels of different groups are not multiplied.
-
-    Yields:
-        The first row of a band, and the band as
-        :func:`~second_order.kronecker.triangles.write_band` takes it.
+    Of the padded input ``(N, C, H', W')``. Yields the first row of each band, and the band as
+    :func:`~second_order.kronecker.triangles.write_band` takes it.
     """
     c, taps = x.shape[1] // groups, kernel[0] * kernel[1]
     x = x.contiguous(memory_format=torch.channels_last)  # a quarter faster for narrow layers
@@ -302,16 +295,13 @@ def _shift_rows(blocks: Tensor, change: Tensor) -> None:
 def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     """Whether the second moment of the patches is taken without them.
 
-    Only at stride 1, on the CPU and in one or two dimensions. A larger stride shares next to
-    nothing between taps: 3 x 3 at stride 2 has 8 distinct pairs of taps out of 9 in each dimension.
-    On CUDA nothing is measured, and float32 convolutions round to TF32.
-
-    Measured on one core, float32, 3 x 3, times faster than patches: 2.4 to 4.9 at 16 x 16 positions
-    and above with 16 to 128 channels, 1.7 at 8 x 8. Below a million patch elements the many small
-    operations are the slower way, and so they are where the window is not more than twice as long
-    as the kernel's reach: 0.6 to 1.1 at 4 x 4 positions.
+    At stride 1, as larger ones share next to nothing between taps, and on the CPU; on CUDA nothing
+    is measured, and float32 convolutions round to TF32. On one core, float32, 3 x 3, it is 2.4 to
+    4.9 times as fast at 16 x 16 positions and above with 16 to 128 channels, 1.7 at 8 x 8. Below a
+    million patch elements, or with a window of less than twice the kernel's reach, it is slower.
     """
-    if x.device.type != "cpu" or isinstance(conv, nn.Conv3d) or any(s > 1 for s in conv.stride):
+    usual = isinstance(conv, nn.Conv1d | nn.Conv2d) and x.device.type == "cpu"
+    if not usual or any(stride > 1 for stride in conv.stride):
         return False
     padded = [n + sum(p) for n, p in zip(x.shape[2:], padding_per_side(conv), strict=True)]
     reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
@@ -358,54 +348,39 @@ def _live_images(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor, LiveR
 
 
 def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+    """Statistics of a convolution, whose rows are patches of x, or a transposed one, those of d."""
     conv = cast(Convolution, module)
-    dims = len(conv.kernel_size)
+    dims, groups, packed = len(conv.kernel_size), conv.groups, form.triangular
     x, d, live, rows = _live_images(x, d, dims)
     count, examples = len(d), live.count
-    d = d.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, out / groups, T)
-    locations = d.shape[-1]
-    if form.approximation == "expand":
-        # Copied along the locations, which lie next to each other in most inputs.
-        rows_d = d.permute(1, 2, 0, 3).reshape(conv.groups, -1, count * locations).mT
-        g = gram(rows_d, False, form.triangular).div_(locations)
-        if _spares_patches(conv, x):
-            padded = pad_input(x, conv)
-            a = _autocorrelation_gram(padded, conv, form.bias, form.triangular, examples)
-        else:
-            patches = extract_patches(x, conv)  # (N, groups, C / groups, *kernel, *output)
-            order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
-            columns = patches.permute(order).reshape(conv.groups, -1, count * locations)
-            a = gram(columns.mT, form.bias, form.triangular, examples * locations)
-        return PairStatistics({"A": a, "G": g}, examples, rows)
-    rows_x = sum_patches(x, conv).div_(locations).transpose(0, 1)
-    rows_d = d.sum(-1).transpose(0, 1)
-    a, g = gram(rows_x, form.bias, form.triangular, examples), gram(rows_d, False, form.triangular)
-    return PairStatistics({"A": a, "G": g}, examples, rows)
-
-
-def _patches_of_output(module: nn.Module, bias: bool) -> FactorShape:
-    weight, groups = cast(Tensor, module.weight), cast(int, module.groups)
-    return FactorShape(groups, weight.shape[0] // groups, weight.shape[1:].numel(), transposed=True)
-
-
-def _transposed_conv_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, form: Form
-) -> PairStatistics:
-    conv = cast(nn.Conv2d, module)
-    dims = len(conv.kernel_size)
-    x, d, live, rows = _live_images(x, d, dims)
-    patches = extract_patches(d, conv)  # (N, groups, out / groups, *kernel, *locations)
-    for i, size in enumerate(x.shape[2:]):  # output padding can make room for more
-        patches = patches.narrow(3 + dims + i, 0, size)
-    d = patches.flatten(3 + dims).flatten(2, 2 + dims)  # (N, groups, out, T)
-    x = x.flatten(2).unflatten(1, (conv.groups, -1))  # (N, groups, in, T)
-    locations = x.shape[-1]
+    if conv.transposed:
+        d = extract_patches(d, conv)  # (N, groups, out / groups, *kernel, *locations)
+        for i, size in enumerate(x.shape[2:]):  # output padding can make room for more
+            d = d.narrow(3 + dims + i, 0, size)
+        d = d.flatten(3 + dims).flatten(2, 2 + dims)
+        maps = x.flatten(2).unflatten(1, (groups, -1))  # (N, groups, in, T)
+    else:
+        d = d.flatten(2).unflatten(1, (groups, -1))
+    locations = d.shape[-1]  # (N, groups, out, T)
     if form.approximation == "reduce":
-        parts = [t.transpose(0, 1) for t in (x.mean(-1), d.sum(-1))]
-        a, g = (gram(part, False, form.triangular) for part in parts)
-        return PairStatistics({"A": a, "G": g}, live.count, rows)
-    a, g = (gram(t.permute(1, 0, 3, 2).flatten(1, 2), False, form.triangular) for t in (x, d))
-    return PairStatistics({"A": a, "G": g.div_(locations)}, live.count, rows)
+        means = maps.mean(-1) if conv.transposed else sum_patches(x, conv).div_(locations)
+        g = gram(d.sum(-1).transpose(0, 1), False, packed)
+        a = gram(means.transpose(0, 1), form.bias, packed, examples)
+        return PairStatistics({"A": a, "G": g}, examples, rows)
+    # Copied along the locations, which lie next to each other in most inputs.
+    rows_d = d.permute(1, 2, 0, 3).reshape(groups, -1, count * locations).mT
+    g = gram(rows_d, False, packed).div_(locations)
+    if _spares_patches(conv, x):
+        a = _autocorrelation_gram(pad_input(x, conv), conv, form.bias, packed, examples)
+        return PairStatistics({"A": a, "G": g}, examples, rows)
+    if conv.transposed:
+        columns = maps.permute(1, 2, 0, 3)
+    else:  # from (N, groups, C / groups, *kernel, *output)
+        order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
+        columns = extract_patches(x, conv).permute(order)
+    columns = columns.reshape(groups, -1, count * locations)
+    a = gram(columns.mT, form.bias, packed, examples * locations)
+    return PairStatistics({"A": a, "G": g}, examples, rows)
 
 
 def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
@@ -430,28 +405,30 @@ def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     return cast(Tensor, gradient)
 
 
+def _patches_of_output(module: nn.Module, bias: bool) -> FactorShape:
+    weight, groups = cast(Tensor, module.weight), cast(int, module.groups)
+    return FactorShape(groups, weight.shape[0] // groups, weight.shape[1:].numel(), transposed=True)
+
+
 def _conv_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
     """Whether a pair has the sizes of a convolution's input and output, transposed or not."""
     conv = cast(Convolution, module)
     at = -len(conv.kernel_size) - 1
-    sizes = (x.shape[at], d.shape[at]) == (conv.in_channels, conv.out_channels)
-    if x.dim() != d.dim() or x.shape[:at] != d.shape[:at] or not sizes:
+    channels = (*x.shape[at : at + 1], *d.shape[at : at + 1])
+    if x.shape[:at] != d.shape[:at] or channels != (conv.in_channels, conv.out_channels):
         return False
     narrow, wide = (t.shape[at + 1 :] for t in ((x, d) if conv.transposed else (d, x)))
-    window = (conv.dilation, conv.kernel_size, conv.stride)
-    ends = zip(wide, padding_per_side(conv), *window, strict=True)
-    outputs = tuple((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in ends)
-    # A transposed one may add to its output's end.
-    return outputs == narrow or (conv.transposed and all(map(operator.ge, outputs, narrow)))
+    windows = (padding_per_side(conv), conv.dilation, conv.kernel_size, conv.stride)
+    for found, size, sides, dilation, kernel, stride in zip(narrow, wide, *windows, strict=True):
+        expected = (size + sum(sides) - dilation * (kernel - 1) - 1) // stride + 1
+        # A transposed one may add to its output's end.
+        if found > expected or (found < expected and not conv.transposed):
+            return False
+    return True
 
 
-for _kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d):
-    KINDS[_kind] = LayerKind(_conv_statistics, gradient=_conv_gradient, fits=_conv_fits)
-for _transposed in (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d):
-    KINDS[_transposed] = LayerKind(
-        _transposed_conv_statistics,
-        _patches_of_output,
-        with_bias=False,
-        gradient=_conv_gradient,
-        fits=_conv_fits,
-    )
+CONV = LayerKind(_conv_statistics, gradient=_conv_gradient, fits=_conv_fits)
+KINDS.update(dict.fromkeys(CONVOLUTIONS[:3], CONV))
+KINDS.update(
+    dict.fromkeys(CONVOLUTIONS[3:], replace(CONV, shape=_patches_of_output, with_bias=False))
+)

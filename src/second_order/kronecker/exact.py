@@ -1,8 +1,15 @@
-"""Exact curvature blocks of gains and biases, from per-example gradients (Ba et al. 2017, app. C).
+"""The blocks of Ba et al. 2017 beside A ⊗ G: of gains and biases, and doubly factored Linears.
 
-With ĝ the gradient of one example's loss with respect to the gain and the bias of a normalisation,
-or to a bias alone, the block is E[ĝ ĝᵀ], a matrix of all their entries; or its diagonal alone where
-they are many. It is kept as the G of a layer whose A is 1: (1, d, d), or d groups of (1, 1).
+Exact blocks (appendix C): with ĝ the gradient of one example's loss with respect to the gain and
+the bias of a normalisation, or to a bias alone, the block is E[ĝ ĝᵀ], a matrix of all their
+entries; or its diagonal alone where they are many. It is kept as the G of a layer whose A is 1:
+(1, d, d), or d groups of (1, 1).
+
+Doubly factored blocks (section 4), of Linears fed by flattened feature maps: an example's input is
+a matrix, channels by locations. Its best approximation of rank one is ψ κᵀ, by the first singular
+triple, with √σ on each side: F ≈ E[ψψᵀ] ⊗ E[κκᵀ] ⊗ E[ddᵀ], kept as A, L and G. It does not reduce
+to plain K-FAC where there is one location, as inputs are not averaged over examples before they are
+squared but after.
 """
 
 from __future__ import annotations
@@ -14,110 +21,71 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import batch_norm, group_norm, layer_norm
+from torch.nn.functional import batch_norm, group_norm, layer_norm, rms_norm
 
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import (
+    CONVOLUTIONS,
     Approximation,
     FactorShape,
+    Form,
     PairStatistics,
     gram,
-    is_convolution,
     live_rows,
 )
 
-__all__ = ["GAINS", "NORMALISATIONS", "ExactBlock", "Gain", "is_normalisation", "names_of_gain"]
+__all__ = ["GAINS", "NORMALISATIONS", "DoublyFactoredBlock", "ExactBlock", "Gain", "gain_of"]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS, nn.SyncBatchNorm)
-
 
 CANCELLED = 1e-4  # share of a mean's square: sums of squares cannot resolve a smaller variance
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The rule of a class whose output is a gain times a factor, and perhaps a bias more.
+    """The rule of a class whose output is a gain times a factor, and perhaps a bias more."""
 
-    Attributes:
-        factor: Gives the factor from the module and its input, of the output's shape.
-        weight: Name of the gain, which is along the last dimensions of the output.
-        bias: Name of the bias, of the gain's shape; None if there is none.
-    """
-
-    factor: Callable[[nn.Module, Tensor], Tensor]
-    weight: str = "weight"
-    bias: str | None = "bias"
+    factor: Callable[[nn.Module, Tensor], Tensor]  # from the module and its input
+    weight: str = "weight"  # name of the gain, which is along the last dimensions of the output
+    bias: str | None = "bias"  # name of the bias, of the gain's shape; None if there is none
 
 
 GAINS: dict[type[nn.Module], Gain] = {}
 """The rules that users have registered."""
 
 
-def _gain_of(module: nn.Module) -> Gain | None:
-    """The registered rule of a module's class, or of one whose forward it keeps."""
-    kind = next((kind for kind in type(module).__mro__ if kind in GAINS), None)
-    return GAINS[kind] if kind is not None and type(module).forward is kind.forward else None
+def gain_of(module: nn.Module) -> Gain | None:
+    """The rule by which the gain and the bias of a module can have an exact block, if any.
 
-
-def names_of_gain(module: nn.Module) -> list[str]:
-    """The names of a normalisation's gain and bias."""
-    gain = _gain_of(module)
-    if gain is None:
-        return ["weight", "bias"]
-    return [name for name in (gain.weight, gain.bias) if name is not None]
-
-
-def is_normalisation(module: nn.Module) -> bool:
-    """Whether the gain and the bias of a module can have an exact block.
-
-    A class that is not known is taken for a norm if it is called one, until its first statistics,
-    which show whether it is: see :mod:`second_order.kronecker.explained`.
+    A class that is not known is taken for a norm over the last dimension if it is called one, until
+    its first statistics, which show whether it is.
     """
-    return _gain_of(module) is not None or _is_known(module) or _is_supposed(module)
-
-
-def _is_supposed(module: nn.Module) -> bool:
-    """Whether a module of an unknown class may be a norm over the last dimension."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return False
+    kind = type(module)
+    told = next((each for each in kind.__mro__ if each in GAINS), None)
+    if told is not None and kind.forward is told.forward:
+        return GAINS[told]
+    if isinstance(module, (torch.jit.ScriptModule, *INSTANCE_NORMS)):
+        return None
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    return (
-        "norm" in type(module).__name__.lower()
-        and not isinstance(module, (*NORMALISATIONS, *INSTANCE_NORMS))
-        and isinstance(weight, nn.Parameter)
-        and not isinstance(weight, nn.parameter.UninitializedParameter)
-        and weight.dim() == 1
-        and len(weight) > 1
-        and (bias is None or bias.shape == weight.shape)
-    )
-
-
-def _is_known(module: nn.Module) -> bool:
-    # The variance that SyncBatchNorm divides by is known to all processes together only.
-    if not isinstance(module, NORMALISATIONS) or isinstance(module, nn.SyncBatchNorm):
-        return False
-    kind = next(k for k in type(module).__mro__ if k.__module__.startswith("torch.nn"))
-    weight, own, theirs = module._parameters.get("weight"), type(module), cast(Any, kind)
-    known = isinstance(weight, nn.Parameter) and own.forward is theirs.forward
-    return known and not isinstance(weight, nn.parameter.UninitializedParameter)
+    if weight is None or isinstance(weight, nn.parameter.UninitializedParameter):
+        return None
+    if isinstance(module, NORMALISATIONS):
+        theirs: Any = next(each for each in kind.__mro__ if each.__module__.startswith("torch.nn"))
+        # The variance that SyncBatchNorm divides by is known to all processes together only.
+        known = kind.forward is theirs.forward and not isinstance(module, nn.SyncBatchNorm)
+        return NORM if known else None
+    vectors = weight.dim() == 1 and (bias is None or bias.shape == weight.shape)
+    return SUPPOSED if "norm" in kind.__name__.lower() and vectors and len(weight) > 1 else None
 
 
 def normalised(module: nn.Module, x: Tensor) -> Tensor:
     """x̂, the normalised input, which is multiplied by the gain; of the shape of ``x``."""
-    gain = _gain_of(module)
-    if gain is not None:
-        return gain.factor(module, x)
-    if not _is_known(module):  # with a bias it is a LayerNorm, without one an RMSNorm
-        found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
-        eps = next((value for value in found if isinstance(value, float)), 1e-6)
-        plain = module._parameters.get("bias") is None
-        return (nn.functional.rms_norm if plain else layer_norm)(x, x.shape[-1:], eps=eps)
     if isinstance(module, nn.LayerNorm):
         return layer_norm(x, module.normalized_shape, eps=module.eps)
     if isinstance(module, nn.RMSNorm):
-        return nn.functional.rms_norm(x, list(module.normalized_shape), eps=module.eps)
+        return rms_norm(x, list(module.normalized_shape), eps=module.eps)
     if isinstance(module, nn.GroupNorm):
         return group_norm(x, module.num_groups, eps=module.eps)
     norm = cast(nn.BatchNorm2d, module)
@@ -125,6 +93,17 @@ def normalised(module: nn.Module, x: Tensor) -> Tensor:
         return batch_norm(x, None, None, training=True, eps=norm.eps)
     mean, variance = norm.running_mean.to(x), cast(Tensor, norm.running_var).to(x)
     return batch_norm(x, mean, variance, eps=norm.eps)
+
+
+def _normalised_as_supposed(module: nn.Module, x: Tensor) -> Tensor:
+    """As by a LayerNorm if the module has a bias, by an RMSNorm if it has none."""
+    found = (getattr(module, name, None) for name in ("variance_epsilon", "eps", "epsilon"))
+    eps = next((value for value in found if isinstance(value, float)), 1e-6)
+    plain = module._parameters.get("bias") is None
+    return (rms_norm if plain else layer_norm)(x, x.shape[-1:], eps=eps)
+
+
+NORM, SUPPOSED = Gain(normalised), Gain(_normalised_as_supposed)
 
 
 def gain_gradients(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
@@ -150,13 +129,8 @@ def gain_gradients(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
 class ExactBlock(KroneckerBlock):
     """Gain and bias of a normalisation, or the bias of any layer, and their exact curvature.
 
-    Args:
-        name: Name of the module.
-        module: The module that has the gain and the bias.
-        owned: The optimizer's parameters of the module that belong to the block, gain first.
-        most: Number d of entries beyond which the diagonal alone is kept.
-        factor_dtype: Dtype in which the block is kept.
-        triangular: Whether to keep the upper triangle.
+    ``owned`` are the optimizer's parameters of the module that belong to the block, gain first;
+    beyond ``most`` entries the diagonal alone is kept.
     """
 
     def __init__(
@@ -168,27 +142,30 @@ class ExactBlock(KroneckerBlock):
         factor_dtype: torch.dtype,
         triangular: bool,
     ) -> None:
-        self.owned = list(owned)
-        gain = module._parameters.get(names_of_gain(module)[0])
-        self._gains = [p is gain for p in owned]  # during a pass FSDP2 puts others in their place
+        self.owned, self.most, self.gain = list(owned), most, gain_of(module)
         own = module._parameters.items()
-        self._names = [next(name for name, other in own if other is p) for p in owned]
-        self.most = most
+        # By name: during a pass FSDP2 puts others in their place.
+        self._letters = [next(name for name, other in own if other is p) for p in owned]
         super().__init__([name], [module], None, factor_dtype, triangular)
-
-    @property
-    def name(self) -> str:
-        """The module's name; with ".bias" where a Kronecker block has the name."""
-        module = self.modules[0]
-        return super().name if is_normalisation(module) else f"{super().name}.bias"
+        self.name += "" if self.gain else ".bias"  # beside a Kronecker block
 
     def _key_parameter(self) -> nn.Parameter:
         return self.owned[0]
 
     @property
+    def training(self) -> tuple[bool, ...]:
+        """Whether each parameter of the block trains now."""
+        return tuple(p.requires_grad for p in self.owned)
+
+    @property
     def trainable(self) -> bool:
         """Whether any of the parameters asks for a gradient now."""
-        return any(p.requires_grad for p in self.owned)
+        return any(self.training)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The block's parameters that train now."""
+        return [p for p in self.owned if p.requires_grad]
 
     def _reset(self) -> None:
         self._staged_for = self.training
@@ -201,23 +178,13 @@ class ExactBlock(KroneckerBlock):
         super().follow_requires_grad()
 
     @property
-    def training(self) -> tuple[bool, ...]:
-        """Whether each parameter of the block trains now."""
-        return tuple(p.requires_grad for p in self.owned)
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The block's parameters that train now."""
-        return [p for p in self.owned if p.requires_grad]
-
-    @property
     def size(self) -> int:
         """Number of scalar parameters in the block."""
         return sum(p.numel() for p in self.owned)
 
     def looked_at(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
-        return next(n for n, p in zip(self._names, self.owned, strict=True) if p.requires_grad)
+        return self._letters[self.training.index(True)]
 
     def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
@@ -227,11 +194,10 @@ class ExactBlock(KroneckerBlock):
         return rows[:, : p.numel()].sum(0).view(p.shape)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair's sizes can be those of the layer."""
-        if _gain_of(module) is not None or not is_normalisation(module):
-            return True
-        last = not _is_supposed(module) or x.shape[-1:] == cast(Tensor, module.weight).shape
-        return last and x.shape == d.shape
+        """Whether a pair's sizes can be those of the layer; of a registered gain all can."""
+        if self.gain is SUPPOSED and x.shape[-1:] != cast(Tensor, module.weight).shape:
+            return False
+        return self.gain not in (NORM, SUPPOSED) or x.shape == d.shape
 
     def _current_shape(self) -> FactorShape:
         size = sum(p.numel() for p in self.params or self.owned)
@@ -239,44 +205,37 @@ class ExactBlock(KroneckerBlock):
             return FactorShape(size, 1, 1, diagonal_a=True, exact=True)
         return FactorShape(1, 1, size, diagonal_a=True, exact=True)
 
-    def statistics(
-        self,
-        module: nn.Module,
-        x: Tensor,
-        d: Tensor,
-        approximation: Approximation,
-        dtype: torch.dtype,
-        known: PairStatistics | None = None,
-    ) -> PairStatistics:
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
         """Sums of ĝ ĝᵀ over the examples of a pair.
 
         Positions of a sequence are examples with "expand", parts of one with "reduce"; locations of
         a feature map always are parts of one.
         """
-        dtype = torch.promote_types(dtype, torch.float32)
-        rows = self._example_gradients(module, x.to(dtype), d.to(dtype), approximation)
+        rows = self._example_gradients(module, x, d, form.approximation)
         # As many parts of d make an example as there are rows; without a gradient they are none.
         examples = live_rows(d.reshape(len(rows), -1)).count if d.numel() else 0
         if self.shape.groups > 1:
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
-            g = gram(rows.unsqueeze(0), False, self.staged.triangular)
-        ones = torch.ones(self.shape.groups, 1, dtype=dtype, device=d.device) * examples
+            g = gram(rows.unsqueeze(0), False, form.triangular)
+        ones = torch.ones(self.shape.groups, 1, dtype=d.dtype, device=d.device) * examples
         return PairStatistics({"A": ones, "G": g}, examples, len(rows))
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
     ) -> Tensor:
         """ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
-        owned = zip(self.owned, self._gains, strict=True)
-        gains = [gain for p, gain in owned if p.requires_grad]
-        if isinstance(module, BATCH_NORMS) and _is_known(module):
+        rule = self.gain
+        named = zip(self._letters, self.owned, strict=True)
+        training = [letter for letter, p in named if p.requires_grad]
+        factors = [rule.factor if rule and letter == rule.weight else None for letter in training]
+        if isinstance(module, BATCH_NORMS) and rule is NORM:
             plain = d.flatten(2).sum(2) if d.dim() > 2 else d
-            return torch.cat([gain_gradients(module, x, d) if gain else plain for gain in gains], 1)
-        parts = [d * normalised(module, x) if gain else d for gain in gains]
+            return torch.cat([gain_gradients(module, x, d) if f else plain for f in factors], 1)
+        parts = [d * f(module, x) if f else d for f in factors]
         dims = self.params[0].dim()
         # Of maps of channels the second dimension is the bias's; of all else the last ones are.
-        if not (is_convolution(module) or isinstance(module, nn.GroupNorm)):
+        if not isinstance(module, (*CONVOLUTIONS, nn.GroupNorm)):
             rows = [part.reshape(-1, *part.shape[-dims:]).flatten(1) for part in parts]
             positions = math.prod(d.shape[1 : d.dim() - dims])
             if approximation == "expand" or positions == 1:
@@ -288,9 +247,9 @@ class ExactBlock(KroneckerBlock):
 
     def gradient(self, dtype: torch.dtype) -> Tensor | None:
         """All gradients in one column, ``(1, d, 1)`` or ``(d, 1, 1)``; None without gradients."""
-        params = self.params
         if self.without_gradient:
             return None
+        params = self.params
         flat = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params]
         return torch.cat(flat).to(dtype).view(self.shape.gradient_size)
 
@@ -301,3 +260,63 @@ class ExactBlock(KroneckerBlock):
         for p, part in zip(params, parts, strict=True):
             if p.grad is not None:
                 p.grad.copy_(part.view_as(p) * coefficient)
+
+
+# -------------------------------------------------------------------------------- doubly factored
+
+
+def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
+    """ψ and κ of the best approximations ψ κᵀ, by eigenvectors of the smaller second moment.
+
+    Of ``(N, channels, locations)`` they are ``(N, channels)`` and ``(N, locations)``, each of norm
+    √σ, σ the largest singular value.
+    """
+    _, channels, locations = x.shape
+    if channels < locations:
+        kappa, psi = rank_one(x.mT)
+        return psi, kappa
+    # Divided by its size, so that squares stay in range.
+    size = x.abs().amax((1, 2), keepdim=True)
+    scaled = x / torch.where(size > 0, size, 1.0)
+    _, vectors = torch.linalg.eigh(scaled.mT @ scaled)
+    right = vectors[..., -1:]
+    left = scaled @ right
+    sigma = torch.linalg.vector_norm(left, dim=1, keepdim=True)
+    left = left / torch.where(sigma > 0, sigma, 1.0)
+    root = (sigma * size).sqrt()
+    return (left * root).squeeze(-1), (right * root).squeeze(-1)
+
+
+class DoublyFactoredBlock(KroneckerBlock):
+    """A Linear's weight; its bias has a block of its own.
+
+    ``locations`` is their number T; ``nn.Flatten`` makes the input of (channels, locations).
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        modules: Sequence[nn.Module],
+        locations: int,
+        factor_dtype: torch.dtype,
+        triangular: bool,
+    ) -> None:
+        self.locations = locations
+        super().__init__(names, modules, None, factor_dtype, triangular)
+
+    def _current_shape(self) -> FactorShape:
+        out_dim, in_dim = self.weight.shape
+        return FactorShape(1, in_dim, out_dim, locations=self.locations)
+
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        """Sums of ψψᵀ, ddᵀ and κκᵀ over the rows of a pair."""
+        rows = d.reshape(-1, d.shape[-1])
+        live = live_rows(rows)
+        maps = live.pick(x.reshape(-1, self.shape.dims["A"], self.locations))
+        # Inputs that are not finite fail in eigh; the statistics drop them.
+        finite = torch.isfinite(maps).flatten(1).all(1)
+        psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
+        psi = torch.where(finite[:, None], psi, torch.nan)
+        parts = {"A": psi, "G": live.pick(rows), "L": kappa}
+        factors = {k: gram(part[None], False, form.triangular) for k, part in parts.items()}
+        return PairStatistics(factors, live.count, len(rows))

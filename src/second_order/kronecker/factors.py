@@ -15,8 +15,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.kronecker.explained import Explanation
-from second_order.kronecker.layers import FactorShape, PairStatistics
+from second_order.kronecker.layers import Explanation, FactorShape, PairStatistics
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_trace,
@@ -38,20 +37,12 @@ Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
 
 @dataclass
 class StatisticsSums:
-    """One step's statistics of a layer, as the ranks add them up.
+    """One step's statistics of a layer, as the ranks add them up."""
 
-    Attributes:
-        factors: By letter, the sum over examples of a factor, stored as the running average is.
-        head: ``(1 + 2 groups,)``: the number of examples, and the sums of the mean eigenvalues of
-            A's groups and of G's; ``(4,)`` with those of L.
-    """
-
+    # By letter, the sum over examples of a factor, stored as the running average is.
     factors: dict[str, Tensor]
+    # The number of examples, then the sums of the mean eigenvalues of A's groups, G's, and L's.
     head: Tensor
-
-    def to(self, dtype: torch.dtype) -> StatisticsSums:
-        """The same sums, with those of the factors in a dtype."""
-        return StatisticsSums({k: f.to(dtype) for k, f in self.factors.items()}, self.head)
 
     def times(self, scale: float | Tensor, groups: int) -> StatisticsSums:
         """The same sums, with those of a layer's G times a number."""
@@ -67,7 +58,9 @@ class StagedStatistics:
     at a time. A pair with a non-finite statistic counts nothing and is counted in :attr:`dropped`.
 
     Attributes:
+        dtype: Dtype of the sums; they leave in ``factor_dtype``.
         pairs: Number of pairs since the last :meth:`clear`.
+        micro_batches: Number of backward passes that were the first through some forward.
         work: Operations of their passes.
         revision: A number that changes whenever the sums may have.
         explanation: The gradient in these passes beside the pairs, where they are compared.
@@ -76,37 +69,28 @@ class StagedStatistics:
     explanation: Explanation | None = None
 
     def __init__(
-        self, shape: FactorShape, device: torch.device, dtype: torch.dtype, triangular: bool
+        self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype, triangular: bool
     ) -> None:
-        self.shape = shape
-        self.device = device
-        self.triangular = triangular
-        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.shape, self.device = shape, device
+        self.factor_dtype, self.triangular = factor_dtype, triangular
+        self.dtype = torch.promote_types(factor_dtype, torch.float32)
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
         self.revision = 0
+        self._head_size = 1 + len(shape.letters) * shape.groups
         self.clear()
 
     def clear(self) -> None:
         """Drop every pair since the last step."""
-        if self.explanation is not None:
-            self.explanation.close()
-            self.explanation = None
-        self.pairs = 0
-        self.work = 0
+        self.explanation = None
+        self.pairs = self.micro_batches = self.work = 0
         self.revision += 1
         self._sums: dict[str, Tensor] = {}
-        head = 1 + len(self.shape.letters) * self.shape.groups
-        self._head = torch.zeros(head, dtype=self.dtype, device=self.device)
+        self._head = torch.zeros(self._head_size, dtype=self.dtype, device=self.device)
         # By pass, each call's rows and its part of the head.
         self._passes: dict[int, list[tuple[float | Tensor, Tensor]]] = {}
         self._reduction: Reduction = "sum"
         self._first_passes: set[int] = set()
         self._terms: dict[int, int | Tensor] = {}  # by pass
-
-    @property
-    def micro_batches(self) -> int:
-        """Number of backward passes so far that were the first through some forward."""
-        return len(self._first_passes)
 
     def knows(self, pass_id: int) -> bool:
         """Whether a backward pass has brought a pair."""
@@ -114,7 +98,7 @@ class StagedStatistics:
 
     @property
     def empty(self) -> bool:
-        """True if no pair arrived since the last :meth:`clear`, be it one to be counted alone."""
+        """Whether no pair has arrived, be it one to be counted alone."""
         return not (self._sums or self._terms)
 
     def count(self, terms: int | Tensor, pass_id: int) -> None:
@@ -138,9 +122,8 @@ class StagedStatistics:
     ) -> None:
         """Add a pair of a backward pass: sums over its examples.
 
-        ``gradient_scale`` turns the captured gradient into that of the pass's loss, of which G
-        takes the square; ``reduction`` is what that loss is; ``again`` says that an earlier pass
-        has come through the same forward.
+        ``gradient_scale`` turns the captured gradient into that of the pass's loss; ``again``: an
+        earlier pass has come through the same forward.
         """
         self.pairs += 1
         self.revision += 1
@@ -154,7 +137,7 @@ class StagedStatistics:
             found["G"].mul_(square)
             if self.shape.marginal:  # both are of gradients
                 found["A"].mul_(square)
-        means = [mean_eigenvalue(factor, self.shape.dim(k)) for k, factor in found.items()]
+        means = [mean_eigenvalue(factor, self.shape.dims[k]) for k, factor in found.items()]
         examples = torch.as_tensor(pair.examples, dtype=means[0].dtype, device=self.device)
         head = torch.cat([examples.view(1), *means])
         finite = torch.isfinite(head.sum())
@@ -175,6 +158,7 @@ class StagedStatistics:
         self._passes.setdefault(pass_id, []).append((rows, head))
         if not again:
             self._first_passes.add(pass_id)
+            self.micro_batches = len(self._first_passes)
 
     def sums(self, micro_batches: int = 1) -> StatisticsSums:
         """The sums of the step, to be added over ranks and divided by the number of examples.
@@ -186,14 +170,17 @@ class StagedStatistics:
         multiplied by its square.
         """
         if not self._sums:
-            blank = partial(torch.zeros, dtype=self.dtype, device=self.device)
+            blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
             shapes = {k: self.shape.stored_shape(k, self.triangular) for k in self.shape.letters}
             return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, self._head)
-        counted = [_uses_and_rows(calls) for calls in self._passes.values()]
-        uses = sum(n for n, _ in counted) / len(counted)
+        uses: float | Tensor = 0.0
+        rows: float | Tensor = 0.0
+        for calls in self._passes.values():
+            in_pass = (1.0, calls[0][0]) if len(calls) == 1 else _uses_and_rows(calls)
+            uses, rows = uses + in_pass[0], rows + in_pass[1]
+        uses = uses / len(self._passes)
         scale: float | Tensor = uses * micro_batches**2
         if self._reduction == "mean":
-            rows = sum(rows for _, rows in counted)
             if isinstance(rows, Tensor):  # a number where that costs no waiting
                 share: float | Tensor = self._head[0] / rows.clamp_min(1.0)
             else:
@@ -204,21 +191,21 @@ class StagedStatistics:
             counted_again = uses * len(self._passes) / max(self.micro_batches, 1)
             scale = scale / counted_again**2
         found = StatisticsSums(dict(self._sums), self._head)
-        if isinstance(scale, float) and scale == 1.0:
-            return found
-        return found.times(scale, self.shape.groups)
+        if not (isinstance(scale, float) and scale == 1.0):
+            found = found.times(scale, self.shape.groups)
+        for letter, factor in found.factors.items():
+            found.factors[letter] = factor.to(self.factor_dtype)
+        return found
 
 
 def _uses_and_rows(
     calls: Sequence[tuple[float | Tensor, Tensor]],
 ) -> tuple[float | Tensor, float | Tensor]:
-    """Uses of a module in a pass, and its rows; numbers where that costs no waiting.
+    """Uses of a module called again in a pass, and its rows; numbers where that costs no waiting.
 
     A call without an example (one beyond the end of every sequence, or one whose output's gradient
     a derivative of ReLU has zeroed) counts only where all calls are like it.
     """
-    if len(calls) == 1:
-        return 1.0, calls[0][0]
     present = torch.stack([head[0] for _, head in calls]) > 0
     counts = present | ~present.any()
     if counts.device.type == "cpu":  # nobody waits for an answer
@@ -262,30 +249,12 @@ class KroneckerFactors:
                 size = shape.stored_shape(k, triangular)
                 self.stored[k] = torch.zeros(size, dtype=dtype, device=device)
 
-    @property
-    def a(self) -> Tensor | None:
-        """A as stored."""
-        return self.stored["A"]
-
-    @property
-    def g(self) -> Tensor | None:
-        """G as stored."""
-        return self.stored["G"]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the factors that are kept here."""
-        return sum(0 if factor is None else factor.nbytes for factor in self.stored.values())
-
     def store(self, matrix: Tensor) -> Tensor:
         """A symmetric matrix, or a diagonal, in the form in which this layer keeps and sends it."""
         return _stored(matrix, self.triangular).to(self.dtype)
 
     def update(self, sums: StatisticsSums, decay: float) -> None:
-        """Take in one step's sums over all ranks, which are used up; ``decay`` is β.
-
-        Nothing changes where nobody had an example.
-        """
+        """Take in one step's sums over all ranks, which are used up; ``decay`` is β."""
         sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums
         examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
         present = examples > 0
@@ -305,29 +274,22 @@ class KroneckerFactors:
 
     def matrix(self, which: str, dtype: torch.dtype) -> Tensor:
         """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal."""
-        stored, dim = self.stored[which], self.shape.dim(which)
+        stored = self.stored[which]
         assert stored is not None, f"factor {which} is kept elsewhere"
         if not self.triangular or (which == "A" and self.shape.diagonal_a):
             return stored.to(dtype, copy=True)
-        return unpack_upper_triangular(stored.to(dtype), dim)
+        return unpack_upper_triangular(stored.to(dtype), self.shape.dims[which])
 
     def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A and G, each as :meth:`matrix` gives it."""
         return self.matrix("A", dtype), self.matrix("G", dtype)
 
     def mean_curvature(self) -> Tensor:
-        """Mean eigenvalue of A ⊗ G, tr A tr G / (dim A dim G), over the groups; a scalar.
-
-        For a doubly factored layer, that of A ⊗ L ⊗ G.
-        """
+        """Mean eigenvalue of A ⊗ G, or A ⊗ L ⊗ G, over the groups; a scalar."""
         return self.means.prod(0).mean()
 
     def to_dense(self) -> Tensor:
-        """The curvature block G ⊗ A of the row-major gradient matrix.
-
-        Returns:
-            Shape ``(groups, out in, out in)``; multiply it with ``gradient.flatten(1)``.
-        """
+        """G ⊗ A, ``(groups, out in, out in)``, which multiplies ``gradient.flatten(1)``."""
         a, g = self.matrices(self.dtype)
         a = torch.diag_embed(a) if self.shape.diagonal_a else a
         if self.shape.locations:
@@ -339,9 +301,8 @@ def _with_unit_trace(sums: StatisticsSums, shape: FactorShape) -> StatisticsSums
     """The sums of gradients' factors with A's trace the number of examples: that of its mean is 1.
 
     Both factors of gradients have the trace of the curvature, which their product is to have once.
-    All ranks know the trace from the head, whoever keeps A.
     """
-    head, size = sums.head.clone(), shape.dim("A")
+    head, size = sums.head.clone(), shape.dims["A"]
     trace = head[1] * size
     scale = torch.where(trace > 0, head[0] / trace.where(trace > 0, 1.0), 0.0)
     head[1] *= scale
@@ -365,8 +326,7 @@ def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
     No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
     all ranks knows: on all ranks, whoever keeps the factors, so that all come to the same verdict.
     """
-    widest = max(shape.dim(letter) for letter in shape.letters)
-    bound = torch.finfo(sums.factors["A"].dtype).max / widest
+    bound = torch.finfo(sums.factors["A"].dtype).max / max(shape.dims.values())
     over = ~(sums.head[1:].amax() <= bound)  # NaN is no sound sum either
     # On the CPU nobody waits for an answer.
     if over.device.type != "cpu" or bool(over):

@@ -49,51 +49,38 @@ LIKELIHOODS: dict[str, Callable[[Tensor, torch.Generator], Tensor]] = {
 }
 
 
-def _logits(output: Any) -> Tensor | None:
-    """The tensor of an output that the named likelihoods read, None if there is none."""
-    if isinstance(output, Mapping):
-        output = output.get("logits")
-    elif hasattr(output, "logits"):
-        output = output.logits
-    elif isinstance(output, (tuple, list)) and output:
-        output = output[0]
-    return output if isinstance(output, Tensor) else None
-
-
 def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
-    """Summed negative log-likelihood of labels drawn from the model's output.
+    """Summed negative log-likelihood of labels drawn from the model's output, by a seed alone.
 
-    Args:
-        output: The model's output. For the named likelihoods a tensor, a mapping or object with
-            ``logits``, or a tuple whose first entry is the tensor. "categorical": logits, classes
-            on the last dimension; "bernoulli": logits of any shape; "gaussian": means, with unit
-            variance.
-        likelihood: A name, or a callable ``output -> loss`` that does its own drawing.
-        seed: Labels depend on this alone; the global random state is left as it is.
+    The named likelihoods read a tensor, a mapping or object with ``logits``, or a tuple whose first
+    entry is the tensor. "categorical": logits, classes on the last dimension; "bernoulli": logits
+    of any shape; "gaussian": means, with unit variance. A callable ``output -> loss`` draws itself.
 
     Raises:
         TypeError: If no tensor can be found in the output.
     """
     if callable(likelihood):
         return likelihood(output)
-    tensor = _logits(output)
-    if tensor is None:
+    kind = type(output).__name__
+    if isinstance(output, Mapping):
+        output = output.get("logits")
+    elif hasattr(output, "logits"):
+        output = output.logits
+    elif isinstance(output, (tuple, list)) and output:
+        output = output[0]
+    if not isinstance(output, Tensor):
         raise TypeError(
-            f"fisher='sampled' found no tensor of logits in the model's output of type "
-            f"{type(output).__name__}; pass likelihood= a callable that takes the output, draws "
-            f"labels from it and returns their summed negative log-likelihood"
+            f"fisher='sampled' found no tensor of logits in the model's output of type {kind}; "
+            f"pass likelihood= a callable that takes the output, draws labels from it and returns "
+            f"their summed negative log-likelihood"
         )
     # Half precision logits make poor distributions, and float32 costs nothing here.
-    tensor = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-    generator = torch.Generator(tensor.device).manual_seed(seed)
-    return LIKELIHOODS[likelihood](tensor, generator)
+    output = output.to(torch.promote_types(output.dtype, torch.float32))
+    return LIKELIHOODS[likelihood](output, torch.Generator(output.device).manual_seed(seed))
 
 
 class LabelSampler:
-    """Draws labels whose seed is a function of the step, the pass and the rank alone.
-
-    The optimizer sets ``step``, the number of the step, before the step's passes.
-    """
+    """Draws labels by a seed of the rank, the pass and ``step``, which is set before the passes."""
 
     def __init__(self, likelihood: Likelihood, rank: int) -> None:
         self.step = 0
@@ -104,6 +91,5 @@ class LabelSampler:
         """The loss on labels drawn for the ``call``-th pass since the beginning."""
         if self._last[0] != self.step:
             self._last = (self.step, call)
-        first_call = self._last[1]
-        seed = hash((self.step, call - first_call, self._rank)) % 2**63
+        seed = hash((self.step, call - self._last[1], self._rank)) % 2**63
         return sampled_loss(output, self._likelihood, seed)

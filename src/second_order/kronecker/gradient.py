@@ -27,7 +27,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.layers import FactorShape
 
-__all__ = ["GradientBlock", "folded", "is_matrix"]
+__all__ = ["GradientBlock", "folded"]
 
 
 def folded(shape: Sequence[int]) -> tuple[int, int]:
@@ -57,14 +57,10 @@ class GradientBlock(KroneckerBlock):
     ) -> None:
         self.owned, self.most = parameter, most
         super().__init__([name], [module], None, factor_dtype, triangular)
+        self.watched = []  # no pass of a module is looked at
 
     def _key_parameter(self) -> nn.Parameter:
         return self.owned
-
-    @property
-    def watched(self) -> Sequence[nn.Module]:
-        """No module: no pass is looked at."""
-        return ()
 
     def _current_shape(self) -> FactorShape:
         rows, columns = folded(self.owned.shape)
@@ -85,17 +81,15 @@ class GradientBlock(KroneckerBlock):
         """Overwrite the gradient by a preconditioned matrix times a coefficient."""
         grad = self.owned.grad
         assert grad is not None
-        flat = matrix.squeeze(0) * coefficient
-        rows, columns = folded(grad.shape)
-        flat = flat if flat.shape == (rows, columns) else flat.mT
-        grad.copy_(flat.reshape(grad.shape))
+        flat, size = matrix.squeeze(0) * coefficient, folded(grad.shape)
+        grad.copy_((flat if flat.shape == size else flat.mT).reshape(grad.shape))
 
     def sums(self, examples: Tensor, scale: Tensor) -> StatisticsSums | None:
         """The statistics of the gradient that is here, for so many examples; None without one.
 
         A gradient that is zero, or so small that its squares lose their digits, counts no example,
-        nor does one that is not finite, which is counted as dropped. The scale brings M Mᵀ to that
-        of an example's: N where the loss is a mean.
+        nor does one that is not finite, which is counted as dropped. The scale brings M Mᵀ to an
+        example's: N where the loss is a mean.
         """
         found = self.gradient(self.staged.dtype)
         if found is None:
@@ -113,14 +107,9 @@ class GradientBlock(KroneckerBlock):
                 factors[letter] = found.new_empty(0, dtype=self.factor_dtype)
                 continue
             half = found if letter == "A" else found.mT
-            whole = half.square().sum(-2) if shape.is_diagonal(letter) else half.mT @ half
+            whole = half.square().sum(-2) if letter in shape.diagonals else half.mT @ half
             whole = whole if letter == "A" else whole * (scale * examples)
             factors[letter] = self.ensure_factors().store(whole)
         traces = [size / shape.in_dim, size * scale * examples / shape.out_dim]
         self.state.heard = True
         return StatisticsSums(factors, torch.stack([examples, *traces]).to(self.staged.dtype))
-
-
-def is_matrix(p: Tensor) -> bool:
-    """Whether a parameter can have a :class:`GradientBlock`: it is no vector in disguise."""
-    return p.dim() > 1 and p.numel() > 0 and min(folded(p.shape)) > 1

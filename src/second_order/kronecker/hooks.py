@@ -16,8 +16,7 @@ and runs Python. The anchor is a scalar with two tasks. Its value is the number 
 input of the graph, so that blocks of one kind share a graph. And it asks for a gradient: as a
 result of the backward graph that keeps the call, which would be dropped as dead code otherwise.
 
-Drawn labels need a model that is not compiled: the hook before the model's forward ends the graph,
-where they are due.
+For drawn labels, where they are due, the hook before the model's forward ends the graph.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ import itertools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
-from second_order.kronecker.attention import is_attention
-from second_order.kronecker.autograd import as_used, skip_code, transformed
+from second_order.kronecker.autograd import as_used, is_attention, skip_code, transformed
 
 __all__ = ["LayerHook", "RootHook", "RootPreHook", "Watch", "hook_of", "release"]
 
@@ -50,11 +48,6 @@ PART = (
     "know of parts compiled by themselves, as by block.compile(), or called by themselves: compile "
     "the whole model that the optimizer was given, and call that, or use fisher='empirical'"
 )
-ATTENTION = (
-    "the products of nn.MultiheadAttention cannot be watched in a graph: leave fullgraph off, or "
-    "name the attention in skip_layers"
-)
-
 _numbers = itertools.count()
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()
 
@@ -66,16 +59,13 @@ class Gate:
 
 
 class Watch:
-    """A capture's interest in a module, as the module's hooks and compiled graphs see it.
-
-    ``drawn``: gradients are those of drawn labels, of which graphs know nothing. ``anchor`` is the
-    scalar that graphs know the watch by; ``gone`` tells that the interest is over.
-    """
+    """A capture's interest in a module, as the module's hooks and compiled graphs see it."""
 
     def __init__(self, capture: Any, module: nn.Module, gate: Gate, drawn: bool) -> None:
         self.capture, self.module = weakref.ref(capture), weakref.ref(module)
-        self.gate, self.drawn, self.gone = gate, drawn, False
-        number = next(_numbers)
+        self.gate, self.gone = gate, False  # the interest is over
+        self.drawn = drawn  # gradients are those of drawn labels, of which graphs know nothing
+        number = next(_numbers)  # that graphs know the watch by
         with torch.inference_mode(False):
             anchor = torch.tensor(float(number), dtype=torch.float64, device="cpu")
             self.anchor = anchor.requires_grad_()
@@ -100,13 +90,6 @@ class WatchHook:
         """The captures that are told."""
         return [found for watch in self.watches if (found := watch.capture()) is not None]
 
-    def wanted(self) -> bool:
-        """Whether any capture wants calls now."""
-        return torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches)
-
-
-H = TypeVar("H", bound=WatchHook)
-
 
 class LayerHook(WatchHook):
     """The hook on a layer, or on an ``nn.MultiheadAttention``, which calls none of its layers."""
@@ -120,8 +103,8 @@ class LayerHook(WatchHook):
         if torch.compiler.is_dynamo_compiling():
             if not is_attention(module):
                 return _traced(self.watches, module, input_in(args, kwargs), output)
-            if self.wanted():
-                _miss(self, module)
+            if "forward" in vars(module):  # else its products cannot be seen
+                _outside(self, module, args, kwargs, output)
             return None
         for capture in self.captures():
             capture.observe(module, args, kwargs, output)
@@ -136,7 +119,7 @@ class RootPreHook(WatchHook):
         if torch.compiler.is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
-            if self.wanted():
+            if torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches):
                 _end_graph()
             return
         for capture in self.captures():
@@ -164,6 +147,7 @@ def input_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return args[0] if args else next((t for t in kwargs.values() if isinstance(t, Tensor)), None)
 
 
+# By itself: where `_refuse` breaks the graph, it runs as it is, and the caller does not.
 def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) -> Any:
     """The output, watched inside a graph; a part of the graph, like every condition here."""
     for watch in watches:
@@ -172,6 +156,12 @@ def _traced(watches: Sequence[Watch], module: nn.Module, x: Any, output: Any) ->
                 _refuse()
             output = torch.ops.second_order.watch(as_used(x).detach(), output, watch.anchor)
     return output
+
+
+@partial(torch.compiler.disable, reason="the attention's forward is kept out of the graph")
+def _outside(hook: LayerHook, *call: Any) -> None:
+    """Tell of a call outside of the graph, where a disabled forward has been, too."""
+    hook(*call)
 
 
 def _is_watchable(module: nn.Module, x: Any, output: Any) -> bool:
@@ -193,12 +183,6 @@ def _end_graph() -> None:
 @partial(torch.compiler.disable, reason=PART)
 def _refuse() -> None:
     raise SecondOrderError(PART)
-
-
-@partial(torch.compiler.disable, reason=ATTENTION)
-def _miss(hook: LayerHook, module: nn.Module) -> None:
-    for capture in hook.captures():
-        capture.miss_attention(module)
 
 
 # ------------------------------------------------------------------------- operators inside graphs
@@ -257,13 +241,13 @@ def _hooks(module: nn.Module) -> Iterable[tuple[dict[int, Any], int, WatchHook]]
                 yield hooks, key, hook
 
 
-def hook_of(module: nn.Module, kind: type[H]) -> H:
+def hook_of(module: nn.Module, kind: type[WatchHook]) -> WatchHook:
     """A module's hook of a kind, which is hung on it if need be; a copy has brought its own."""
     found = next((hook for _, _, hook in _hooks(module) if type(hook) is kind), None)
     if found is not None:
         return found
     hook = kind()
-    called = cast(Any, hook)
+    called: Any = hook
     if kind is RootPreHook:
         module.register_forward_pre_hook(called)
     else:
@@ -272,10 +256,10 @@ def hook_of(module: nn.Module, kind: type[H]) -> H:
 
 
 def release(modules: Iterable[nn.Module], *, keep: bool = False) -> None:
-    """Forget watches that are gone, and take off hooks by which nobody watches, or keep them."""
+    """Forget watches of nobody, and take off hooks by which nobody watches, or keep them."""
     for module in modules:
         for hooks, key, hook in _hooks(module):
-            hook.watches[:] = [watch for watch in hook.watches if not watch.gone]
+            hook.watches[:] = [w for w in hook.watches if not w.gone and w.capture() is not None]
             if not (hook.watches or keep):
                 del hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)

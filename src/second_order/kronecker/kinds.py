@@ -16,10 +16,10 @@ width. The block is the product of the two over the trace that both have.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,26 +45,17 @@ from second_order.kronecker.layers import (
     live_rows,
     reduced,
     rows_of_embedding,
-    unsupported_reason,
 )
 
 __all__ = ["found_kind", "register_layer", "ties_of"]
 
 TIED_EMBEDDING, TIED_OUTPUT = "tied embedding", "tied output"
-TRANSPOSED, SCALED = "transposed linear", "scaled embedding"
+TRANSPOSED = "transposed linear"
 TRANSPOSED_CLASSES = ("transformers.pytorch_utils.Conv1D",)
 """Classes of Linears whose weight is (in, out), by their full names."""
 
-Rows: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
-Factor: TypeAlias = Callable[[nn.Module, Tensor], Tensor]
-
 
 # --------------------------------------------------------------------------------------- attention
-
-
-def _thirds_of_weight(module: nn.Module, bias: bool) -> FactorShape:
-    width = cast(int, module.embed_dim)
-    return FactorShape(3, width + int(bias), width)
 
 
 def _attention_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
@@ -95,37 +86,7 @@ def _attention_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     return torch.cat([linear_gradient(module, part, of) for part, of in zip(x, d, strict=True)])
 
 
-# -------------------------------------------------------------------------------------- embeddings
-
-
-def _scale_of(module: nn.Module) -> Tensor | float:
-    """The number that an embedding's subclass multiplies entries by, 1 for an embedding itself."""
-    return cast("Tensor | float", getattr(module, "embed_scale", 1.0))
-
-
-def _scaled_embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    return embedding_gradient(module, x, d * _scale_of(module))
-
-
-def _entries_by_width(module: nn.Module, bias: bool) -> FactorShape:
-    entries, width = cast(Tensor, module.weight).shape
-    return FactorShape(1, entries, width, diagonal_a=True, marginal=True)
-
-
-def _tied_embedding_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, form: Form
-) -> PairStatistics:
-    embedding, d = cast(nn.Embedding, module), d * _scale_of(module)
-    tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
-    live = live_rows(rows)
-    if embedding.padding_idx is not None:
-        rows = rows * (tokens != embedding.padding_idx).unsqueeze(1)
-    entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
-    entries.scatter_add_(0, tokens.long(), rows.square().sum(1))
-    factors = {"A": entries.unsqueeze(0), "G": gram(rows.unsqueeze(0), False, form.triangular)}
-    if form.approximation == "expand" or x.dim() < 2:
-        return PairStatistics(factors, live.count, len(rows))
-    return PairStatistics(factors, live_rows(d.flatten(1)).count, len(d))
+# ---------------------------------------------------------------------------- tied output layers
 
 
 def _tied_output_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
@@ -140,50 +101,53 @@ def _tied_output_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form)
     return PairStatistics(factors, live.count, len(d))
 
 
+def _sizes(module: nn.Module, bias: bool, *, weight: str, transposed: bool) -> FactorShape:
+    size = cast(Tensor, getattr(module, weight)).shape
+    out_dim, in_dim = (size[1], size[0]) if transposed else (size[0], size[1:].numel())
+    return FactorShape(1, in_dim + int(bias), out_dim, transposed=transposed)
+
+
 KINDS[TRANSPOSED] = LayerKind(
     linear_statistics,
-    lambda module, bias: _sizes("weight", True, module, bias),
+    partial(_sizes, weight="weight", transposed=True),
     gradient=lambda module, x, d: linear_gradient(module, d, x),
     fits=partial(linear_fits, transposed=True),
 )
 KINDS[nn.MultiheadAttention] = LayerKind(
     _attention_statistics,
-    _thirds_of_weight,
+    lambda module, bias: FactorShape(3, module.embed_dim + int(bias), module.embed_dim),  # type: ignore[operator, arg-type]
     "in_proj_weight",
     "in_proj_bias",
     gradient=_attention_gradient,
-    fits=lambda module, x, d: True,  # put together from its own products
-)
-KINDS[SCALED] = LayerKind(
-    lambda module, x, d, form: embedding_statistics(module, x, d * _scale_of(module), form),
-    rows_of_embedding,
-    gradient=_scaled_embedding_gradient,
-    fits=embedding_fits,
 )
 KINDS[TIED_EMBEDDING] = LayerKind(
-    _tied_embedding_statistics,
-    _entries_by_width,
+    partial(embedding_statistics, tied=True),
+    partial(rows_of_embedding, tied=True),
     with_bias=False,
-    gradient=_scaled_embedding_gradient,
+    gradient=embedding_gradient,
     fits=embedding_fits,
 )
-KINDS[TIED_OUTPUT] = LayerKind(_tied_output_statistics, _entries_by_width, with_bias=False)
+KINDS[TIED_OUTPUT] = LayerKind(
+    _tied_output_statistics,
+    partial(rows_of_embedding, tied=True),
+    with_bias=False,
+    fits=linear_fits,
+)
 
 
 # ------------------------------------------------------------------------------------ what is what
 
 
-def ties_of(model: nn.Module) -> dict[nn.Module, Key]:
+def ties_of(kinds: Mapping[nn.Module, Key | None]) -> dict[nn.Module, Key]:
     """The modules that use one weight both as an embedding and as an output layer, and how."""
-    uses: dict[Key | None, Key] = dict.fromkeys((nn.Embedding, SCALED), TIED_EMBEDDING)
+    uses: dict[Key | None, Key] = {nn.Embedding: TIED_EMBEDDING}
     uses |= dict.fromkeys((nn.Linear, "linear"), TIED_OUTPUT)
     sharing: dict[int, dict[nn.Module, Key | None]] = {}
-    for module in model.modules():
+    for module, key in kinds.items():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None:
-            sharing.setdefault(id(weight), {})[module] = uses.get(found_kind(module)[0])
-    both = {TIED_EMBEDDING, TIED_OUTPUT}
-    tied = [how for how in sharing.values() if set(how.values()) == both]
+            sharing.setdefault(id(weight), {})[module] = uses.get(key)
+    tied = [how for how in sharing.values() if set(how.values()) == {TIED_EMBEDDING, TIED_OUTPUT}]
     return {module: cast(Key, key) for how in tied for module, key in how.items()}
 
 
@@ -192,44 +156,47 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
 
     A module of a class that is not known, whose weight is a matrix of its ``in_features`` and
     ``out_features``, is taken for a Linear until its first statistics, which show whether it is
-    one: see :mod:`second_order.kronecker.explained`.
+    one: see :class:`~second_order.kronecker.layers.Explanation`.
     """
-    reason = unsupported_reason(module)
-    if reason is None:
-        return key_of(module), None
-    if (
-        isinstance(module, nn.MultiheadAttention)
-        and module._parameters.get("in_proj_weight") is None
-    ):
-        return None, "its queries, keys and values have weights of their own"
-    return (key, None) if (key := _supposed_kind(module)) else (None, reason)
-
-
-def _supposed_kind(module: nn.Module) -> Key | None:
-    """The kind that a module of an unknown class, or with a forward of its own, may be of."""
+    key, kind = key_of(module), type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        return None
+        return None, f"{kind} has no Kronecker factors here"
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    forward = type(module).forward
+    scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
+    if isinstance(key, type) and (forward is key.forward or scaled):
+        weight = module._parameters.get(KINDS[key].weight)
+        if isinstance(weight, nn.parameter.UninitializedParameter):
+            reason = "run one forward before making the optimizer"
+            return None, f"its weight is not initialised yet: {reason}"
+        if getattr(module, "sparse", False):
+            return None, "its gradient is sparse"
+        if getattr(module, "scale_grad_by_freq", False):
+            return None, "its gradient is scaled by how often entries are looked up"
+        if isinstance(weight, nn.Parameter):
+            return key, None
+        if isinstance(module, nn.MultiheadAttention):
+            return None, "its queries, keys and values have weights of their own"
+        return None, "its weight is computed (parametrization, weight norm or pruning)"
     if (
-        not isinstance(weight, nn.Parameter)
-        or isinstance(weight, nn.parameter.UninitializedParameter)
-        or weight.dim() != 2
-        or min(weight.shape) < 2
-        or not weight.is_floating_point()
-        or (bias is not None and bias.dim() != 1)
-        or getattr(module, "sparse", False)
-        or any(True for child in module.children() for _ in child.parameters())
+        isinstance(weight, nn.Parameter)
+        and not isinstance(module, nn.Embedding)
+        and not isinstance(weight, nn.parameter.UninitializedParameter)
+        and weight.dim() == 2
+        and min(weight.shape) > 1
+        and weight.is_floating_point()
+        and (bias is None or bias.dim() == 1)
+        and not any(True for child in module.children() for _ in child.parameters())
     ):
-        return None
-    if isinstance(module, nn.Embedding):
-        return SCALED if hasattr(module, "embed_scale") else None
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
-    if any(name in TRANSPOSED_CLASSES for name in names):
-        return TRANSPOSED
-    sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
-    if list(weight.shape) == sizes:
-        return "linear"
-    return TRANSPOSED if list(weight.shape) == sizes[::-1] else None
+        names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
+        sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
+        if any(name in TRANSPOSED_CLASSES for name in names):
+            return TRANSPOSED, None
+        if list(weight.shape) in (sizes, sizes[::-1]):
+            return ("linear" if list(weight.shape) == sizes else TRANSPOSED), None
+    if isinstance(key, type):
+        return None, f"{kind} overrides {key.__name__}.forward"
+    return None, f"{kind} has no Kronecker factors here"
 
 
 # ------------------------------------------------------------------------- users' own classes
@@ -238,8 +205,8 @@ def _supposed_kind(module: nn.Module) -> Key | None:
 def register_layer(
     kind: type[nn.Module],
     *,
-    rows: Rows | None = None,
-    gain: Factor | None = None,
+    rows: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    gain: Callable[[nn.Module, Tensor], Tensor] | None = None,
     transposed: bool = False,
     weight: str = "weight",
     bias: str | None = "bias",
@@ -287,32 +254,25 @@ def register_layer(
             "register_layer: gain= is for a layer that multiplies its input by a vector, rows= and "
             "transposed= for one that multiplies it by a matrix; give one or the other"
         )
+    KINDS.pop(kind, None)
+    GAINS.pop(kind, None)
     if gain is not None:
-        KINDS.pop(kind, None)
         GAINS[kind] = Gain(gain, weight, bias)
         return
-
-    def rows_of(module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-        return (x, d) if rows is None else rows(module, x, d)
+    rows_of: Any = (lambda module, x, d: (x, d)) if rows is None else rows
 
     def gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
         x, d = rows_of(module, x, d)
         return linear_gradient(module, *((d, x) if transposed else (x, d)))
 
-    GAINS.pop(kind, None)
+    def statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        x, d = rows_of(module, x, d)
+        return linear_statistics(module, x, d, replace(form, known=None))
+
     KINDS[kind] = LayerKind(
-        lambda module, x, d, form: linear_statistics(
-            module, *rows_of(module, x, d), replace(form, known=None)
-        ),
-        partial(_sizes, weight, transposed),
+        statistics,
+        partial(_sizes, weight=weight, transposed=transposed),
         weight,
         "" if bias is None else bias,
         gradient=gradient,
-        fits=lambda module, x, d: True,  # who tells of rows has told of their sizes
     )
-
-
-def _sizes(weight: str, transposed: bool, module: nn.Module, bias: bool) -> FactorShape:
-    size = cast(Tensor, getattr(module, weight)).shape
-    out_dim, in_dim = (size[1], size[0]) if transposed else (size[0], size[1:].numel())
-    return FactorShape(1, in_dim + int(bias), out_dim, transposed=transposed)

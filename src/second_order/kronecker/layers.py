@@ -17,13 +17,17 @@ are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from second_order.kronecker.autograd import is_reached
 from second_order.kronecker.triangles import (
     GATHERED_UP_TO,
     empty_symmetric,
@@ -33,7 +37,15 @@ from second_order.kronecker.triangles import (
     write_last_row,
 )
 
-__all__ = ["KINDS", "Approximation", "FactorShape", "PairStatistics", "gram", "is_convolution"]
+__all__ = [
+    "CONVOLUTIONS",
+    "KINDS",
+    "TOLERANCE",
+    "Explanation",
+    "FactorShape",
+    "PairStatistics",
+    "gram",
+]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
 
@@ -42,50 +54,37 @@ LOOKED_AT = 32  # entries of each row that are looked at before all are
 
 @dataclass(frozen=True)
 class FactorShape:
-    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``.
-
-    ``diagonal_a``: A is diagonal and kept as ``groups x in``; of an embedding, whose weight is
-    ``(in, out)``. ``locations``: the layer is doubly factored, its inputs being ``in / locations``
-    channels, of which A is, times so many locations, of which L is. ``exact``: G is the whole
-    curvature, and A is 1. ``transposed``: the weight is ``(groups in, out)``. ``marginal``: the
-    factors are those of gradients, G of their rows and A of their columns; A has the trace 1.
-    """
+    """Sizes of a layer's factors: A is ``groups x in x in``, G is ``groups x out x out``."""
 
     groups: int
     in_dim: int
     out_dim: int
-    diagonal_a: bool = False
-    locations: int = 0
-    exact: bool = False
-    transposed: bool = False
-    marginal: bool = False
+    diagonal_a: bool = False  # A is kept as groups x in; of an embedding, whose weight is (in, out)
+    locations: int = 0  # if doubly factored, with A of in / locations channels, and L of locations
+    exact: bool = False  # G is the whole curvature, and A is 1
+    transposed: bool = False  # the weight is (groups in, out)
+    marginal: bool = False  # G is of gradients' rows and A of their columns; A has the trace 1
+    letters: str = field(init=False, repr=False, compare=False)  # names of the factors
+    dims: dict[str, int] = field(init=False, repr=False, compare=False)  # their sizes n
+    diagonals: str = field(init=False, repr=False, compare=False)  # those kept as diagonals
+    gradient_size: tuple[int, int, int] = field(init=False, repr=False, compare=False)
 
-    @property
-    def letters(self) -> str:
-        """The names of the factors."""
-        return "AGL" if self.locations else "AG"
-
-    def dim(self, letter: str) -> int:
-        """Size n of a factor, by its letter."""
-        if letter == "A":
-            return self.in_dim // (self.locations or 1)
-        return self.out_dim if letter == "G" else self.locations
-
-    def is_diagonal(self, letter: str) -> bool:
-        """Whether a factor, by its letter, is kept as its diagonal."""
-        return letter == "A" and self.diagonal_a
+    def __post_init__(self) -> None:
+        dims = {"A": self.in_dim // (self.locations or 1), "G": self.out_dim}
+        dims |= {"L": self.locations} if self.locations else {}
+        vars(self).update(
+            letters="".join(dims),
+            dims=dims,
+            diagonals="A" if self.diagonal_a else "",
+            gradient_size=(self.groups, self.out_dim, self.in_dim),
+        )
 
     def stored_shape(self, letter: str, triangular: bool) -> tuple[int, ...]:
         """Shape of a factor as it is stored."""
-        dim = self.dim(letter)
-        if self.is_diagonal(letter):
+        dim = self.dims[letter]
+        if letter in self.diagonals:
             return self.groups, dim
         return (self.groups, *((packed_length(dim),) if triangular else (dim, dim)))
-
-    @property
-    def gradient_size(self) -> tuple[int, int, int]:
-        """Shape of the gradient as a matrix."""
-        return self.groups, self.out_dim, self.in_dim
 
 
 @dataclass(frozen=True)
@@ -174,16 +173,10 @@ CONVOLUTIONS = (
 def gram(
     x: Tensor, homogeneous: bool, triangular: bool, ones: int | Tensor | None = None
 ) -> Tensor:
-    """Sum of the outer products of the rows of ``x``, batched.
+    """Sum of the outer products of the rows of ``x``, ``(groups, rows, dim)``.
 
-    Args:
-        x: Shape ``(groups, rows, dim)``.
-        homogeneous: Append a 1 to every row, without a copy of the rows.
-        triangular: Whether to return upper triangles.
-        ones: Number of rows that get the 1, if the others are zero; None for all.
-
-    Returns:
-        Shape ``(groups, dim, dim)``, or ``dim + 1`` with ``homogeneous``; or those as triangles.
+    ``homogeneous`` appends a 1 to every row, without a copy of the rows; or to so many ``ones``, if
+    the others are zero. Of shape ``(groups, n, n)``, or those as triangles.
     """
     _, rows, dim = x.shape
     column = x.sum(1) if homogeneous else None
@@ -205,10 +198,9 @@ def symmetric(
     rows: int | Tensor,
     triangular: bool,
 ) -> Tensor:
-    """Assemble a symmetric matrix from bands of its rows and the homogeneous coordinate.
+    """A symmetric matrix from bands of its rows, as for :func:`write_band`, of the dtype of ``x``.
 
-    The bands are as for :func:`write_band`, of the dtype of ``x``. The column, ``(groups, dim)``,
-    is the sum of the rows, None without that coordinate; ``rows`` is their number.
+    ``column``, ``(groups, dim)``, is the sum of ``rows`` rows; None without a row of ones.
     """
     total, matrix = dim + (column is not None), None
     small = triangular and total <= GATHERED_UP_TO  # by way of the whole matrix
@@ -280,56 +272,72 @@ def _rows_of_weight(module: nn.Module, bias: bool) -> FactorShape:
 
 
 Key: TypeAlias = type[nn.Module] | str
-"""The name of a kind of layer: a class, or a word for what is known by what it computes."""
+"""The name of a kind of layer: its class, or a word for what it computes."""
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The rules for one kind of layer.
+    """The rules for one kind of layer."""
 
-    ``statistics`` makes those of a pair, in float32 at least. ``shape`` gives the sizes
-    of a module's factors; ``with_bias``: the bias is the homogeneous coordinate of A. ``gradient``
-    gives a pair's part of the weight's gradient, ``fits`` tells whether it can be the layer's.
-    """
-
-    statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]
+    statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]  # of a pair (x, d)
     shape: Callable[[nn.Module, bool], FactorShape] = _rows_of_weight
     weight: str = "weight"
     bias: str = "bias"
-    with_bias: bool = True
+    with_bias: bool = True  # the bias is the homogeneous coordinate of A
+    # A pair's part of the weight's gradient, and whether its sizes can be the layer's.
     gradient: Callable[[nn.Module, Tensor, Tensor], Tensor] = linear_gradient
-    fits: Callable[[nn.Module, Tensor, Tensor], bool] = linear_fits
+    fits: Callable[[nn.Module, Tensor, Tensor], bool] = lambda module, x, d: True
 
 
 KINDS: dict[Key, LayerKind] = {}
 """All kinds of layers, those of users among them."""
 
-KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics)
+KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics, fits=linear_fits)
 
 
 # --------------------------------------------------------------------------------------- embeddings
 
 
-def embedding_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``."""
+def _scaled(module: nn.Module, d: Tensor) -> Tensor:
+    """Gradients with respect to an embedding's entries; a subclass may multiply these by a number.
+
+    As the embeddings of BART, Gemma and their kin do.
+    """
+    own = type(module).forward is not nn.Embedding.forward
+    return d * cast(float, module.embed_scale) if own else d
+
+
+def embedding_statistics(
+    module: nn.Module, x: Tensor, d: Tensor, form: Form, tied: bool = False
+) -> PairStatistics:
+    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``.
+
+    ``tied`` to an output layer, A has ‖d‖² at a token in the place of a 1.
+    """
     # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
     # has a term per example, the tokens are treated as the locations of a convolution are.
-    embedding = cast(nn.Embedding, module)
+    embedding, d = cast(nn.Embedding, module), _scaled(module, d)
     tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
-    live = live_rows(rows)
-    ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
-    if live.mask is not None:
-        ones.masked_fill_(~live.mask, 0.0)
-    if embedding.padding_idx is not None:
-        ones.masked_fill_(tokens == embedding.padding_idx, 0.0)
-    counts = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
-    counts.scatter_add_(0, tokens.long(), ones)
-    g = gram(live.pick(rows).unsqueeze(0), False, form.triangular)
+    live, padding = live_rows(rows), embedding.padding_idx
+    if tied:
+        rows = rows if padding is None else rows * (tokens != padding).unsqueeze(1)
+        ones = rows.square().sum(1)
+    else:
+        ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
+        if live.mask is not None:
+            ones.masked_fill_(~live.mask, 0.0)
+        if padding is not None:
+            ones.masked_fill_(tokens == padding, 0.0)
+    entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
+    entries.scatter_add_(0, tokens.long(), ones)
+    g = gram((rows if tied else live.pick(rows)).unsqueeze(0), False, form.triangular)
+    factors = {"A": entries.unsqueeze(0), "G": g}
     if form.approximation == "expand" or x.dim() < 2:
-        return PairStatistics({"A": counts.unsqueeze(0), "G": g}, live.count, len(rows))
+        return PairStatistics(factors, live.count, len(rows))
     examples = live_rows(d.flatten(1)).count
-    g.mul_(examples / at_least_one(live.count))
-    return PairStatistics({"A": counts.unsqueeze(0), "G": g}, examples, len(d))
+    if not tied:
+        g.mul_(examples / at_least_one(live.count))
+    return PairStatistics(factors, examples, len(d))
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:
@@ -339,23 +347,23 @@ def at_least_one(count: int | Tensor) -> int | Tensor:
 
 def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     """The sum of d at the entries looked up, ``(entries, width)``."""
-    embedding, tokens, rows = cast(nn.Embedding, module), x.reshape(-1), d.flatten(0, -2)
-    found = rows.new_zeros(embedding.weight.shape).index_add_(0, tokens, rows)
-    if (padding := embedding.padding_idx) is not None:
-        found[padding] = 0.0
+    embedding, rows = cast(nn.Embedding, module), _scaled(module, d).flatten(0, -2)
+    found = rows.new_zeros(embedding.weight.shape).index_add_(0, x.reshape(-1), rows)
+    if embedding.padding_idx is not None:
+        found[embedding.padding_idx] = 0.0
     return found
+
+
+def rows_of_embedding(module: nn.Module, bias: bool, tied: bool = False) -> FactorShape:
+    """Sizes of an embedding's factors."""
+    entries, width = cast(Tensor, module.weight).shape
+    return FactorShape(1, entries, width, diagonal_a=True, marginal=tied)
 
 
 def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
     """Whether a pair has a row for each index."""
     width = cast(Tensor, module.weight).shape[1]
     return not x.is_floating_point() and d.shape == (*x.shape, width)
-
-
-def rows_of_embedding(module: nn.Module, bias: bool) -> FactorShape:
-    """Sizes of an embedding's factors."""
-    entries, width = cast(Tensor, module.weight).shape
-    return FactorShape(1, entries, width, diagonal_a=True)
 
 
 KINDS[nn.Embedding] = LayerKind(
@@ -369,30 +377,6 @@ KINDS[nn.Embedding] = LayerKind(
 def key_of(module: nn.Module) -> Key | None:
     """The key of a module's kind by its class, or the nearest class that it is made from."""
     return next((kind for kind in type(module).__mro__ if kind in KINDS), None)
-
-
-def is_convolution(module: nn.Module) -> bool:
-    """Whether a module is one of the convolutions that have Kronecker factors."""
-    return isinstance(module, CONVOLUTIONS)
-
-
-def unsupported_reason(module: nn.Module) -> str | None:
-    """Why a module's class tells of no way to precondition it; None if it does."""
-    key = key_of(module)
-    if not isinstance(key, type):
-        return f"{type(module).__name__} has no Kronecker factors here"
-    if type(module).forward is not key.forward:
-        return f"{type(module).__name__} overrides {key.__name__}.forward"
-    if getattr(module, "sparse", False):
-        return "its gradient is sparse"
-    if getattr(module, "scale_grad_by_freq", False):
-        return "its gradient is scaled by how often entries are looked up"
-    weight = module._parameters.get(KINDS[key].weight)
-    if not isinstance(weight, nn.Parameter):
-        return "its weight is computed (parametrization, weight norm or pruning)"
-    if isinstance(weight, nn.parameter.UninitializedParameter):
-        return "its weight is not initialised yet: run one forward before making the optimizer"
-    return None
 
 
 def gradient_to_matrix(
@@ -431,3 +415,106 @@ def gradient_from_matrix(
         matrix = matrix[..., :-1]
     matrix = matrix.mT if shape.transposed else matrix
     torch.mul(matrix.reshape(weight.shape), coefficient, out=weight)
+
+
+# ----------------------------------------------------------------- do pairs explain the gradient
+
+
+TOLERANCE = 0.1
+"""The largest r of a layer whose gradient counts as explained: low precision rounds by 4 %."""
+
+VECTORS = 8  # columns of R
+ROUNDING = 8 * torch.finfo(torch.float32).eps  # of sums; TF32's is wider
+TF32_ROUNDING = 2.0**-11
+
+
+class Explanation:
+    """Whether what the hooks on a layer see explains the gradient of its weight in a step's passes.
+
+    Of a layer whose calls are all seen, the sum over passes of dᵀ x (of patches, of one-hot rows)
+    is the gradient of its weight, whatever the loss is. Where it is not, A and G are not the
+    layer's curvature: its forward computes something else, its weight is used without a call of it,
+    the loss contains derivatives. Both are compared by their products with a few random vectors,
+
+        E = Σ dᵀ x R          of the pairs
+        Γ = Σ ∇ R             as it arrives at the weight, before anything averages or clips it
+        r = min over c of ‖Γ - E - c W R‖ / max(‖Γ‖, ‖E‖)
+
+    c leaves room for a penalty on the weight's length in the loss, whose curvature is no layer's. A
+    hook hangs on the weight from a pair until the gradient arrives, in the same pass.
+    """
+
+    def __init__(self) -> None:
+        self._complete = True  # no hook of the user's changes the gradient before it arrives
+        self._pairs: Tensor | float = 0.0
+        self._gradient: Tensor | float = 0.0
+        self._weight: Tensor | None = None
+        self._noise: Tensor | float = 0.0
+        self._hook: RemovableHandle | None = None
+
+    def add(self, product: Tensor, x: Tensor, d: Tensor, weight: Tensor) -> None:
+        """Add a pair, whose part of the gradient of a leaf is a product of the leaf's shape."""
+        if self._hook is None and weight._backward_hooks:
+            self._complete = False
+        if not self._complete:
+            return
+        part = _sketch(product)
+        self._pairs = self._pairs + part
+        number, size = torch.finfo(d.dtype), float(x.numel()) ** 0.5
+        tf32 = d.device.type == "cuda" and d.dtype is torch.float32
+        rounding = (TF32_ROUNDING if tf32 else ROUNDING) * d.float().norm()
+        rounding = rounding * (x.float().norm() if x.is_floating_point() else size)
+        least = number.smallest_normal * number.eps * weight.numel() ** 0.5
+        self._noise = self._noise + number.eps * part.norm() + rounding + least  # of adding up
+        if self._hook is None:
+            hook = partial(_arrive, weakref.ref(self), weakref.ref(weight))
+            self._hook = weight.register_hook(hook)
+            weakref.finalize(self, self._hook.remove).atexit = False
+
+    def take(self, gradient: Tensor, weight: Tensor) -> None:
+        """Add a pass's gradient, as it arrives at the weight."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        self._gradient = self._gradient + _sketch(gradient.to(wide))
+        self._weight = _sketch(weight.detach().to(wide)) if weight.dim() > 1 else None
+
+    def residual(self) -> Tensor | None:
+        """r, a scalar tensor, less what rounding may make; None if it is not all seen."""
+        gradient, pairs = self._gradient, self._pairs
+        if not (self._complete and isinstance(gradient, Tensor) and isinstance(pairs, Tensor)):
+            return None
+        left, weight = gradient - pairs, self._weight
+        if weight is not None:
+            left = left - weight * ((left * weight).sum() / weight.square().sum().clamp_min(1e-30))
+        size = torch.maximum(gradient.norm(), pairs.norm())
+        residual: Tensor = (left.norm() - self._noise).clamp_min(0.0) / size
+        return residual.float()
+
+
+def _arrive(
+    explanation: weakref.ref[Explanation], weight: weakref.ref[Tensor], gradient: Tensor
+) -> None:
+    alive, leaf = explanation(), weight()
+    # torch.autograd.grad comes by here, too.
+    if alive is not None and leaf is not None and is_reached(leaf):
+        with torch.no_grad():
+            alive.take(gradient.detach(), leaf)
+
+
+def _sketch(tensor: Tensor) -> Tensor:
+    """The product of a tensor, as a matrix of its first dimension's rows, with R; or a vector."""
+    if tensor.dim() < 2:
+        return tensor
+    matrix = tensor.flatten(1)
+    return matrix @ _signs(matrix.shape[1], matrix.dtype, matrix.device)
+
+
+@lru_cache(maxsize=256)
+def _signs(rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """R, ``(rows, VECTORS)``: independent signs of a size by which ‖M R‖² is ‖M‖² on average."""
+    generator = torch.Generator().manual_seed(rows)
+    signs = torch.randint(2, (rows, VECTORS), generator=generator, device="cpu")
+    found: Tensor = (2 * signs - 1).to(device, dtype) / VECTORS**0.5
+    return found

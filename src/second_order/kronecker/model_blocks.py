@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.attention import is_attention
+from second_order.kronecker.autograd import is_attention
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.doubly_factored import DoublyFactoredBlock
-from second_order.kronecker.exact import ExactBlock, is_normalisation, names_of_gain
-from second_order.kronecker.gradient import GradientBlock, is_matrix
+from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_of
+from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
-from second_order.kronecker.layers import (
-    KINDS,
-    FactorShape,
-    Key,
-    is_convolution,
-)
+from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape, Key
 from second_order.patterns import first_match
 from second_order.sharded import plain_type
 
@@ -51,22 +45,18 @@ class LeftToBase:
 
 @dataclass(frozen=True)
 class BlockRules:
-    """Rules for layers that are not plain Kronecker blocks.
+    """Rules for layers that are not plain Kronecker blocks."""
 
-    Attributes:
-        max_factor_dim: Layers with a larger factor are left to the base; None for no bound.
-        doubly_factored: (locations, channels) of the inputs of Linears, by their names; "auto" for
-            those whose A would be too large, from the channels of the convolution before them.
-        max_exact_dim: Normalisations and lone biases have exact blocks, up to so many entries, and
-            diagonals above; None leaves them to the base.
-        other_matrices: Whether matrices without a block, also those of layers that are too large,
-            get factors from their "gradient"; "base" leaves them to the base; "auto": only where
-            they are a tenth of the parameters or more.
-    """
-
+    # Layers with a larger factor are left to the base; None for no bound.
     max_factor_dim: int | None = None
+    # (locations, channels) of the inputs of Linears, by their names; "auto" for those whose A would
+    # be too large, from the channels of the convolution before them.
     doubly_factored: Mapping[str, tuple[int, int]] | str = field(default_factory=dict)
+    # Normalisations and lone biases have exact blocks, up to so many entries, and diagonals above;
+    # None leaves them to the base.
     max_exact_dim: int | None = None
+    # Matrices without a block, also those of layers that are too large, get factors from their
+    # "gradient"; "base": none do; "auto": where they are a tenth of the parameters or more.
     other_matrices: str = "base"
 
     def locations(self, name: str, module: nn.Module, channels: int | None) -> int:
@@ -76,12 +66,12 @@ class BlockRules:
         """
         if not isinstance(module, nn.Linear):
             return 0
-        if isinstance(self.doubly_factored, str):
-            bound, size = self.max_factor_dim, module.in_features
-            wide = bound is not None and size + (module.bias is not None) > bound
-            fits = wide and channels and size % channels == 0 and size > channels
-            return size // channels if fits and channels else 0
-        return self.doubly_factored.get(name, (0, 0))[0]
+        if not isinstance(self.doubly_factored, str):
+            return self.doubly_factored.get(name, (0, 0))[0]
+        bound, size = self.max_factor_dim, module.in_features
+        if bound is None or size + (module.bias is not None) <= bound or not channels:
+            return 0
+        return size // channels if size % channels == 0 and size > channels else 0
 
     def check(self, model: nn.Module) -> None:
         """Raise ValueError unless the doubly factored layers are Linears of those sizes."""
@@ -101,7 +91,7 @@ class BlockRules:
 
     def too_large(self, shape: FactorShape) -> str | None:
         """Why a layer's factors are too large to be kept; None if they are not."""
-        largest = max(shape.dim(k) for k in shape.letters if not shape.is_diagonal(k))
+        largest = max(shape.dims[k] for k in shape.letters if k not in shape.diagonals)
         if self.max_factor_dim is None or largest <= self.max_factor_dim:
             return None
         return f"a factor of {largest} rows exceeds max_factor_dim={self.max_factor_dim}"
@@ -116,20 +106,17 @@ def find_blocks(
     triangular: bool,
     rules: BlockRules | None = None,
 ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
-    """Sort the model's modules into blocks and what is left to the base.
+    """Sort a model's modules into blocks, in their order, and what is left to the base.
 
     Args:
         model: The user's module, unwrapped.
         owned: Sizes of the parameters in the optimizer's groups by their ``id``.
-        skip: Patterns (shell style) of module names or class names to leave to the base, with all
+        skip: Patterns (shell style) of names of modules or classes to leave to the base, with all
             that is inside them.
         known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
         factor_dtype: Dtype of the factors of new blocks.
         triangular: Whether new blocks keep upper triangles.
         rules: Rules for layers that are not plain Kronecker blocks; None for none.
-
-    Returns:
-        The blocks in the order of the model's modules, and the parameters left to the base.
 
     Raises:
         ValueError: If the rules do not fit the model.
@@ -140,13 +127,14 @@ def find_blocks(
     patterns, everything = list(skip), dict(model.named_modules(remove_duplicate=False))
     channels: int | None = None
     for name, module in model.named_modules():
-        if is_convolution(module):
-            channels = cast(int, module.out_channels)
+        if isinstance(module, CONVOLUTIONS):
+            channels = module.out_channels
         fed_by, channels = channels, None if isinstance(module, nn.Linear) else channels
         if any(id(p) in owned for p in module.parameters(recurse=False)):
             search.sort(name, module, first_match(patterns, everything, name), fed_by)
     blocks = [block for key in search.sharing for block in search.blocks_of(key)]
-    return search.with_others(blocks)
+    blocks += search.others(blocks)
+    return blocks, search.left_by(blocks)
 
 
 class _Search:
@@ -168,31 +156,32 @@ class _Search:
         self.in_exact: set[int] = set()
         self.rows: list[tuple[LeftToBase, list[int]]] = []  # and the parameters that each may have
         self.left: set[nn.Module] = set()
-        self.barred: set[nn.Module] = set()  # their parameters are the base's, whatever the rules
-        self.keys: dict[nn.Module, Key | None] = {}
+        self.barred: set[int] = set()  # parameters that are the base's, whatever the rules
         self.locations: dict[nn.Module, int] = {}
-        self.ties = ties_of(model)
-        self.kinds = {module: found_kind(module) for module in model.modules()}
-        named = [(m, KINDS[key]) for m, (key, _) in self.kinds.items() if key is not None]
+        found = {module: found_kind(module) for module in model.modules()}
+        self.reasons = {module: reason for module, (_, reason) in found.items()}
+        self.keys = {module: key for module, (key, _) in found.items()}
+        self.ties = ties_of(self.keys)
+        self.keys.update(self.ties)
+        named = [(module, KINDS[key]) for module, key in self.keys.items() if key is not None]
         tensors = [m._parameters.get(n) for m, kind in named for n in (kind.weight, kind.bias)]
         self.layers_own = {id(p) for p in tensors if p is not None}
 
-    def leave(self, name: str, module: nn.Module, reason: str, unexpected: bool = False) -> None:
-        """Leave a module's parameters to the base."""
-        kind = plain_type(module).__name__
-        row = LeftToBase(name or "(model)", kind, reason, 0, unexpected, _is_norm(module))
-        self.rows.append((row, list(map(id, module.parameters(recurse=False)))))
-        self.left.add(module)
-
-    def leave_alone(self, name: str, kind: str, reason: str, *params: Tensor) -> None:
-        """Leave parameters to the base by a name of their own."""
-        self.rows.append((LeftToBase(name.lstrip("."), kind, reason, 0), list(map(id, params))))
+    def leave(self, name: str, module: nn.Module, reason: str, **more: Any) -> None:
+        """Leave a module's parameters to the base, or some ``alone``, of another ``kind``."""
+        alone, unexpected = more.get("alone"), more.get("unexpected", False)
+        kind = more.get("kind", plain_type(module).__name__)
+        norm = alone is None and _is_norm(module)
+        row = LeftToBase(name.lstrip(".") or "(model)", kind, reason, 0, unexpected, norm)
+        params = module.parameters(recurse=False) if alone is None else alone
+        self.rows.append((row, list(map(id, params))))
+        if alone is None:
+            self.left.add(module)
 
     def add_exact(self, name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
         """Add an exact block of some of a module's parameters, if the rules ask for one."""
         named = [module._parameters.get(letter) for letter in letters]
-        params = [p for p in named if p is not None and id(p) in self.owned]
-        params = [p for p in params if id(p) not in self.in_exact]
+        params = [p for p in named if p is not None and id(p) in self.owned.keys() - self.in_exact]
         if self.rules.max_exact_dim is None or not params:
             return False
         block = self.known.get(id(params[0]))
@@ -205,28 +194,23 @@ class _Search:
     def sort(self, name: str, module: nn.Module, pattern: str | None, fed_by: int | None) -> None:
         """Find out what a module is: a layer, the place of an exact block, or the base's."""
         own, rules = dict(module.named_parameters(recurse=False)), self.rules
-        reason: str | None = None
-        key: Key | None = None
-        weight, unexpected = own.get("weight"), True
+        key, weight, bar = self.keys[module], own.get("weight"), ""
         if pattern:
-            reason, unexpected = f"skip_layers: {pattern!r}", False
+            bar = f"skip_layers: {pattern!r}"
         elif isinstance(module, torch.jit.ScriptModule):
-            reason = "torch.jit has compiled it and runs no hooks; train the plain module"
+            bar = "torch.jit has compiled it and runs no hooks; train the plain module"
         elif weight is not None and weight.numel() == 0:
-            reason = f"its weight is empty: {tuple(weight.shape)}"
-        barred = reason is not None
-        if not barred:
-            (key, reason), unexpected = self.kinds[module], False
-            if key is None and all(id(p) in self.layers_own for p in own.values()):
-                return  # another name of a layer's bias, as BERT's head has it
-        self.keys[module] = key = self.ties.get(module, key)
-        kind = KINDS[nn.Linear if key is None else key]
+            bar = f"its weight is empty: {tuple(weight.shape)}"
+        elif key is None and all(id(p) in self.layers_own for p in own.values()):
+            return  # another name of a layer's bias, as BERT's head has it
+        reason, unexpected = bar or self.reasons[module], bool(bar and not pattern)
+        kind, gain = KINDS[nn.Linear if key is None else key], gain_of(module)
         weight = own.get(kind.weight)
         if pattern or getattr(module, "sparse", False):
-            self.barred.add(module)
-        if not barred and rules.max_exact_dim is not None and is_normalisation(module):
-            letters = names_of_gain(module)
-            after = id(own.get(letters[0]))
+            self.barred.update(map(id, own.values()))
+        if not bar and gain is not None:
+            after = id(own.get(gain.weight))
+            letters = [letter for letter in (gain.weight, gain.bias) if letter]
             if after not in self.exact and self.add_exact(name, module, after, letters):
                 self.sharing.setdefault(after, [])
                 return
@@ -238,15 +222,14 @@ class _Search:
         if reason is None:
             locations = self.locations[module] = rules.locations(name, module, fed_by)
             wider = kind.with_bias and own.get(kind.bias) is not None and not locations
-            shape = replace(kind.shape(module, wider), locations=locations)
-            reason = rules.too_large(shape)
+            reason = rules.too_large(replace(kind.shape(module, wider), locations=locations))
             unexpected = reason is not None
-        if reason is not None and not barred and key is None and _has_lone(module):
+        if reason is not None and not bar and key is None and _has_lone(module):
             for letter, p in own.items():
-                self.leave_alone(f"{name}.{letter}", LONE, reason, p)
+                self.leave(f"{name}.{letter}", module, reason, alone=[p], kind=LONE)
             self.left.add(module)
         elif reason is not None:
-            self.leave(name, module, reason, unexpected)
+            self.leave(name, module, reason, unexpected=unexpected)
         if weight is not None and id(weight) in self.owned:
             self.sharing.setdefault(id(weight), []).append((name, module))
 
@@ -258,23 +241,22 @@ class _Search:
         if key in self.exact:  # an exact block would not see what the other module does with it
             norm = self.exact[key]
             self.in_exact.difference_update(map(id, norm.owned))
-            self.leave_alone(norm.name, type(norm.modules[0]).__name__, TIED, *norm.owned)
+            self.leave(norm.name, norm.modules[0], TIED, alone=norm.owned)
             return []
-        modules = [module for _, module in members]
-        if not self.left.isdisjoint(modules):
+        names, modules = [name for name, _ in members], [module for _, module in members]
+        keys, tied = [self.keys[m] for m in modules], all(m in self.ties for m in modules)
+        reason = None if self.left.isdisjoint(modules) else TIED
+        if reason is None:
+            kinds = [KINDS[cast(Key, key)] for key in keys]
+            first, own = modules[0], kinds[0]
+            found = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
+            shapes = {(plain_type(m), cast(Tensor, getattr(m, own.weight)).shape) for m in modules}
+            if not tied and (len(set(map(id, found))) > 1 or len(shapes) > 1):
+                reason = "tied weights with separate biases or types"
+        if reason is not None:
             for name, module in members:
                 if module not in self.left:
-                    self.leave(name, module, TIED)
-            return []
-        keys = [self.keys[module] for module in modules]
-        kinds = [KINDS[k] for k in keys if k is not None]
-        first, own = modules[0], kinds[0]
-        found = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
-        tied = all(module in self.ties for module in modules)
-        shapes = {(plain_type(m), cast(Tensor, getattr(m, own.weight)).shape) for m in modules}
-        if not tied and (len(set(map(id, found))) > 1 or len(shapes) > 1):
-            for name, module in members:
-                self.leave(name, module, "tied weights with separate biases or types")
+                    self.leave(name, module, reason)
             return []
         biases = [b if b is not None and id(b) in self.owned else None for b in found]
         bias, locations = None if tied else biases[0], self.locations[first]
@@ -294,43 +276,45 @@ class _Search:
                     bias = None  # also once the weight thaws
                 elif apart:
                     reason = f"its weight is {apart}, and there are no exact blocks"
-                    lone = f"{name}.{own.bias}"
-                    self.leave_alone(lone, type(module).__name__, reason, each)
+                    self.leave(f"{name}.{own.bias}", module, reason, alone=[each])
             bias = None if apart else bias
-        block, names = self.known.get(key), [name for name, _ in members]
-        if locations:
-            if not isinstance(block, DoublyFactoredBlock) or block.modules != modules:
-                block = DoublyFactoredBlock(names, modules, locations, *self.stored)
-        elif (
-            block is None
-            or (block.modules, block.keys) != (modules, keys)
-            or block.bias is not bias
-        ):
+        block = self.known.get(key)
+        same = block is not None and block.modules == modules and block.bias is bias
+        if locations and not (same and isinstance(block, DoublyFactoredBlock)):
+            block = DoublyFactoredBlock(names, modules, locations, *self.stored)
+        elif not locations and not (same and block is not None and block.keys == keys):
             block = KroneckerBlock(names, modules, bias, *self.stored, keys)
-        return [*blocks, block]
+        return [*blocks, cast(KroneckerBlock, block)]
 
-    def with_others(
-        self, blocks: list[KroneckerBlock]
-    ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
-        """The blocks, those of matrices that no rule knows with them, and what is left."""
-        ours = {id(p) for b in blocks for p in (b.weight, b.bias) if p is not None} | self.in_exact
-        others: list[KroneckerBlock] = []
-        if self.rules.other_matrices != "base":
-            taken = ours | {id(p) for m in self.barred for p in m.parameters(recurse=False)}
-            for name, module in self.model.named_modules():
-                for letter, p in module.named_parameters(recurse=False):
-                    if id(p) in self.owned and id(p) not in taken and is_matrix(p):
-                        taken.add(id(p))
-                        block = self.known.get(id(p))
-                        if not isinstance(block, GradientBlock) or block.modules != [module]:
-                            full, most = f"{name}.{letter}".lstrip("."), self.rules.max_factor_dim
-                            block = GradientBlock(full, module, p, most, *self.stored)
-                        others += [] if self.rules.too_large(block.shape) else [block]
-        least = MUCH * sum(self.owned.values()) if self.rules.other_matrices == "auto" else 0.0
-        if sum(block.weight.numel() for block in others) < least:
-            others = []
-        theirs = {id(block.weight) for block in others}
-        counted, left = ours | theirs, []
+    def others(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+        """The blocks of matrices that no rule knows."""
+        rules = self.rules
+        found: list[KroneckerBlock] = []
+        if rules.other_matrices == "base":
+            return []
+        taken = self.barred | self.taken_by(blocks)
+        for name, module in self.model.named_modules():
+            for letter, p in module.named_parameters(recurse=False):
+                vector = p.dim() < 2 or p.numel() == 0 or min(folded(p.shape)) == 1
+                if id(p) not in self.owned or id(p) in taken or vector:
+                    continue
+                taken.add(id(p))
+                block = self.known.get(id(p))
+                if not isinstance(block, GradientBlock) or block.modules != [module]:
+                    full = f"{name}.{letter}".lstrip(".")
+                    block = GradientBlock(full, module, p, rules.max_factor_dim, *self.stored)
+                found += [] if rules.too_large(block.shape) else [block]
+        least = MUCH * sum(self.owned.values()) if rules.other_matrices == "auto" else 0.0
+        return found if sum(block.weight.numel() for block in found) >= least else []
+
+    def taken_by(self, blocks: Sequence[KroneckerBlock]) -> set[int]:
+        """The ids of the parameters in blocks."""
+        return {id(p) for b in blocks for p in (b.weight, b.bias) if p is not None} | self.in_exact
+
+    def left_by(self, blocks: Sequence[KroneckerBlock]) -> list[LeftToBase]:
+        """What is left to the base, each parameter counted once."""
+        theirs = {id(block.weight) for block in blocks if isinstance(block, GradientBlock)}
+        counted, left = self.taken_by(blocks), []
         for row, params in self.rows:
             mine = [key for key in dict.fromkeys(params) if key in self.owned]
             size = sum(self.owned[key] for key in mine if key not in counted)
@@ -340,7 +324,7 @@ class _Search:
         strays = sum(size for key, size in self.owned.items() if key not in counted)
         if strays:
             left.append(LeftToBase("(no module)", LONE, "not in a module of the model", strays))
-        return [*blocks, *others], left
+        return left
 
 
 def _is_norm(module: nn.Module) -> bool:

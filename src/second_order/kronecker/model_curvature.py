@@ -78,11 +78,8 @@ class LayerCurvature:
         """By letter, eigenvalues ``(groups, n)`` and eigenvectors; None where it is diagonal."""
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for letter, factor in self.factors.items():
-            if factor.dim() == 2:
-                found[letter] = factor.clamp_min(0), None
-            else:
-                values, vectors = torch.linalg.eigh(factor)
-                found[letter] = values.clamp_min(0), vectors
+            values, vectors = (factor, None) if factor.dim() == 2 else torch.linalg.eigh(factor)
+            found[letter] = values.clamp_min(0), vectors
         return found
 
     @cached_property
@@ -120,34 +117,13 @@ class LayerCurvature:
 
     def apply(self, matrix: Tensor) -> Tensor:
         """F V for ``(groups, out, in)``."""
-        a, g = self.factors["A"], self.factors["G"]
-        if "L" in self.factors:
-            maps = matrix.view(-1, a.shape[-1], self.factors["L"].shape[-1])
-            matrix = (a[0] @ maps @ self.factors["L"][0]).view_as(matrix)
-            return g @ matrix
-        return g @ (matrix @ a if a.dim() == 3 else matrix * a.unsqueeze(-2))
+        return _product(matrix, self.factors)
 
     def function(self, matrix: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
         """f(F) V for ``(groups, out, in)``, f of the eigenvalues, element by element."""
-        return self._rotated(self._rotated(matrix, back=False) * f(self.values), back=True)
-
-    def _rotated(self, matrix: Tensor, *, back: bool) -> Tensor:
-        """Qᵀ V into the eigenvectors' coordinates, or Q V back from them."""
-
-        def turned(letter: str) -> Tensor | None:
-            q = self.eigen[letter][1]
-            return q if q is None or back else q.mT
-
-        q_a, q_g = turned("A"), turned("G")
-        if "L" in self.eigen:
-            q_l = turned("L")
-            assert q_a is not None
-            assert q_l is not None
-            maps = matrix.view(-1, q_a.shape[-1], q_l.shape[-1])
-            matrix = (q_a[0] @ maps @ q_l[0].mT).view_as(matrix)
-        elif q_a is not None:
-            matrix = matrix @ q_a.mT
-        return matrix if q_g is None else q_g @ matrix
+        vectors = {k: q for k, (_, q) in self.eigen.items() if q is not None}
+        rotated = _product(matrix, {k: q.mT for k, q in vectors.items()})
+        return _product(rotated * f(self.values), vectors)
 
     def solve(self, matrix: Tensor, damping: float) -> Tensor:
         """(F + γ)⁻¹ V for ``(groups, out, in)``."""
@@ -166,7 +142,8 @@ class LayerCurvature:
         """A sample of N(0, (F + γ)⁻¹) as a matrix ``(groups, out, in)``."""
         like = self.values
         normal = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
-        return self._rotated(normal * (like + damping).rsqrt(), back=True)
+        vectors = {k: q for k, (_, q) in self.eigen.items() if q is not None}
+        return _product(normal * (like + damping).rsqrt(), vectors)
 
     def to_dense(self) -> Tensor:
         """F ``(n, n)`` of the parameters flattened one after the other; for small layers."""
@@ -178,6 +155,17 @@ class LayerCurvature:
             product = self.to_vector(self.apply(self.to_matrix(vector)))
             columns.append(torch.cat([part.reshape(-1) for part in product.values()]))
         return torch.stack(columns, 1)
+
+
+def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:
+    """G V Aᵀ, or G V (A ⊗ L)ᵀ, for ``(groups, out, in)``; one that is missing counts as 1."""
+    a, g, locations = by.get("A"), by.get("G"), by.get("L")
+    if a is not None and locations is not None:
+        maps = matrix.reshape(-1, a.shape[-1], locations.shape[-1])
+        matrix = (a[0] @ maps @ locations[0].mT).view(matrix.shape)
+    elif a is not None:
+        matrix = matrix @ a.mT if a.dim() == 3 else matrix * a.unsqueeze(-2)
+    return matrix if g is None else g @ matrix
 
 
 class KroneckerCurvature(Mapping[str, LayerCurvature]):

@@ -21,7 +21,6 @@ from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_length,
-    packed_times,
     times_packed,
     unpack_upper_triangular,
 )
@@ -36,7 +35,6 @@ __all__ = [
     "InverseSolver",
     "SolverName",
     "condition_estimate",
-    "factored_damping",
     "round_definite",
     "round_to",
 ]
@@ -56,19 +54,14 @@ class EigenInverse:
 
     Q and v are those of A, or of A ⊗ L where an input is channels by locations. Equal to the dense
     solve with A ⊗ G + γ I, or A ⊗ L ⊗ G + γ I.
-
-    Attributes:
-        vectors: By letter, eigenvectors ``(groups, n, n)`` as columns; none for a diagonal A.
-        scale: 1 / (v_G vᵀ + γ), ``(groups, out, in)``, or ``(1, out, channels, locations)``.
     """
 
-    vectors: dict[str, Tensor]
-    scale: Tensor
+    vectors: dict[str, Tensor]  # by letter, (groups, n, n), as columns; none for a diagonal A
+    scale: Tensor  # 1 / (v_G vᵀ + γ), (groups, out, in) or (1, out, channels, locations)
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
-        q_a, q_g, q_l = (self.vectors.get(letter) for letter in "AGL")
-        assert q_g is not None
+        q_a, q_g, q_l = self.vectors.get("A"), self.vectors["G"], self.vectors.get("L")
         rotated = q_g.mT @ gradient
         if q_l is not None:
             assert q_a is not None
@@ -90,24 +83,19 @@ class FactoredInverse:
     """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3).
 
     With L, the inverse on the inputs is that of A ⊗ L, each damped apart (Ba et al. 2017, eq. 9).
-
-    Attributes:
-        inverses: By letter, ``(groups, n, n)``; as triangles ``(groups, n (n + 1) / 2)``, but not
-            beside an L; or ``(groups, in)`` if A is diagonal.
-        times: A number that is in the inverse of G besides, a scalar; None for 1.
     """
 
+    # By letter, (groups, n, n); triangles (groups, n (n + 1) / 2), but not beside an L; or
+    # (groups, in) if A is diagonal.
     inverses: dict[str, Tensor]
-    times: Tensor | None = None
+    times: Tensor | None = None  # a scalar that is in the inverse of G besides
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
-        a, g, locations = (self.inverses.get(letter) for letter in "AGL")
-        assert a is not None
-        assert g is not None
-        half = packed_times(g, gradient) if g.dim() == 2 else g @ gradient
+        a, g, locations = self.inverses["A"], self.inverses["G"], self.inverses.get("L")
+        half = times_packed(gradient.mT, g).mT if g.dim() == 2 else g @ gradient
         if locations is not None:
-            maps = half.view(-1, a.shape[-1], locations.shape[-1])
+            maps = half.reshape(-1, a.shape[-1], locations.shape[-1])
             return (a[0] @ maps @ locations[0]).view_as(gradient)
         if a.dim() == 3:
             return half @ a
@@ -124,21 +112,6 @@ class FactoredInverse:
 Inverse: TypeAlias = EigenInverse | FactoredInverse
 
 
-def factored_damping(*means: Tensor, damping: Damping) -> tuple[Tensor, ...]:
-    """Split γ over N Kronecker factors: factor i gets πᵢ γ^(1/N) on its diagonal, ``(groups,)``.
-
-    With nᵢ = tr Fᵢ / dim Fᵢ, the ``means`` ``(groups,)``, πᵢ = nᵢ / (Π n)^(1/N). These πᵢ, whose
-    product is 1, minimise the bound on the error that the cross terms make (Ba et al. 2017, section
-    4.1). Two factors have π √γ and √γ / π, π² = (tr A / dim A) / (tr G / dim G) (Martens & Grosse
-    2015, section 6.3). A zero trace gives πᵢ = 1.
-    """
-    stacked = torch.stack(means)
-    usable = (stacked > 0).all(0)
-    logarithms = torch.where(usable, stacked, 1.0).log()  # logarithms: the product may overflow
-    pi = (logarithms - logarithms.mean(0)).exp()
-    return tuple((pi * damping ** (1 / len(means))).unbind())
-
-
 def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
     """The tensor in a dtype, copied if it is a view of a larger batch or message."""
     part = part.to(dtype).contiguous()
@@ -153,10 +126,9 @@ def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
 def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Round symmetric matrices ``(groups, n, n)`` to ones that are at least as large, M̂ ⪰ M.
 
-    Numbers off the diagonal are rounded to the nearest. That changes M by E. The diagonal grows by
+    Numbers off the diagonal are rounded to the nearest, which changes M by E. The diagonal grows by
     Σ_j |E_ij|, and is rounded up: M̂ - M is then diagonally dominant, and so without negative
-    eigenvalues (Golub & Van Loan 2013, section 4.1.1). Rounding alone would leave a matrix whose
-    condition number is above some 2⁸ with negative ones.
+    eigenvalues (Golub & Van Loan 2013, section 4.1.1).
     """
     rounded = round_to(matrix, dtype)
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
@@ -170,21 +142,23 @@ def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return rounded
 
 
-# Solvers turn factors into a damped inverse. `dampings`: what each factor's diagonal gets before it
-# is decomposed, ``(groups,)`` or None, from the mean eigenvalues of A and of G ``(2, groups)``, or
-# of A, G and L; `exact` if G is the whole curvature. `decompose`: the parts of each damped factor
-# in the dtype in which they are kept and sent, or None where there are no sound ones; `triangular`
-# if large symmetric ones go as upper triangles. `kept_shapes`: the shapes of these parts.
-# `rounded`: the parts with numbers that a narrower dtype has, of which `combine` still makes a
-# positive definite inverse. `combine`: the layer's inverse, times a scalar.
-
-
 class EigenSolver:
-    """Eigendecomposition of the factors; damping enters when the two meet."""
+    """Eigendecomposition of the factors; damping enters when the two meet.
+
+    dampings      what each factor's diagonal gets before it is decomposed, ``(groups,)`` or None,
+                  of the mean eigenvalues of A, G, and L if there is one, ``(2 or 3, groups)``;
+                  ``exact`` if G is the whole curvature
+    decompose     the parts of each damped factor in the dtype in which they are kept and sent, or
+                  None where there are no sound ones; large symmetric ones may go as triangles
+    kept_shapes   the shapes of these parts
+    rounded       the parts with numbers that a narrower dtype has, of which ``combine`` still makes
+                  a positive definite inverse
+    combine       the layer's inverse, times a scalar
+    """
 
     def dampings(
         self, means: Tensor, damping: Damping, exact: bool = False
-    ) -> tuple[Tensor | None, ...]:
+    ) -> Sequence[Tensor | None]:
         """None for each factor: γ is added to the products of eigenvalues, in :meth:`combine`."""
         return (None,) * len(means)
 
@@ -192,12 +166,10 @@ class EigenSolver:
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
     ) -> list[Decomposition | None]:
         """Decompose into ``(eigenvectors, eigenvalues)``, a diagonal into ``(eigenvalues,)``."""
-        return decompose_batched(
-            problems,
-            eigh,
-            lambda entries: (entries.clamp_min(0),),
-            lambda parts: tuple(_owned(part, dtype) for part in parts),
-        )
+        found: list[Decomposition | None] = [None] * len(problems)
+        for i, parts in decompose_batched(problems, eigh):
+            found[i] = tuple(_owned(part, dtype) for part in parts)
+        return found
 
     def kept_shapes(
         self, groups: int, dim: int, is_diagonal: bool, triangular: bool
@@ -210,17 +182,14 @@ class EigenSolver:
         return tuple(round_to(part, dtype) for part in parts)
 
     def combine(
-        self,
-        parts: Mapping[str, Decomposition],
-        damping: Damping,
-        times: Tensor | None = None,
+        self, parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
     ) -> Inverse:
         """Form 1 / (v_G vᵀ + γ) once, for all steps until the next refresh."""
-        values = {letter: decomposition[-1] for letter, decomposition in parts.items()}
-        curvature = values["A"].unsqueeze(-2)
+        curvature = parts["A"][-1].unsqueeze(-2)
         if "L" in parts:
-            curvature = curvature.unsqueeze(-1) * values["L"].unsqueeze(-2).unsqueeze(-2)
-        g = values["G"].view(*values["G"].shape, *[1] * (curvature.dim() - 2))
+            curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
+        g = parts["G"][-1]
+        g = g.view(*g.shape, *[1] * (curvature.dim() - 2))
         # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
         scale = (g * curvature).add_(damping).reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
         if times is not None:
@@ -230,29 +199,34 @@ class EigenSolver:
 
 
 class InverseSolver:
-    """Cholesky inverses of the damped factors."""
+    """Cholesky inverses of the damped factors; its methods are those of :class:`EigenSolver`."""
 
     def dampings(
         self, means: Tensor, damping: Damping, exact: bool = False
-    ) -> tuple[Tensor | None, ...]:
-        """Split γ: π √γ and √γ/π, or πᵢ γ^(1/3) with an L; γ itself for an exact block."""
+    ) -> Sequence[Tensor | None]:
+        """Split γ over N factors: factor i gets πᵢ γ^(1/N); γ itself for an exact block.
+
+        With nᵢ = tr Fᵢ / dim Fᵢ, the ``means``, πᵢ = nᵢ / (Π n)^(1/N); a zero trace gives πᵢ = 1.
+        These πᵢ, whose product is 1, minimise the bound on the error that the cross terms make (Ba
+        et al. 2017, section 4.1). Two factors have π √γ and √γ / π, π² = (tr A / dim A) / (tr G /
+        dim G) (Martens & Grosse 2015, section 6.3).
+        """
         if exact:
             return None, torch.zeros_like(means[1]) + damping
-        return factored_damping(*means.unbind(), damping=damping)
+        usable = (means > 0).all(0)
+        logarithms = torch.where(usable, means, 1.0).log()  # logarithms: the product may overflow
+        pi = (logarithms - logarithms.mean(0)).exp()
+        return (pi * damping ** (1 / len(means))).unbind()
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
     ) -> list[Decomposition | None]:
         """Decompose each factor into ``(inverse,)``."""
-
-        def keep(parts: Decomposition) -> Decomposition:
-            (inverse,) = parts
+        found: list[Decomposition | None] = [None] * len(problems)
+        for i, (inverse,) in decompose_batched(problems, cholesky_inverse):
             packed = triangular and inverse.dim() == 3 and inverse.shape[-1] >= TRIANGULAR_FROM
-            return (_owned(pack_upper_triangular(inverse) if packed else inverse, dtype),)
-
-        return decompose_batched(
-            problems, cholesky_inverse, lambda entries: (entries.reciprocal(),), keep
-        )
+            found[i] = (_owned(pack_upper_triangular(inverse) if packed else inverse, dtype),)
+        return found
 
     def kept_shapes(
         self, groups: int, dim: int, is_diagonal: bool, triangular: bool
@@ -273,13 +247,12 @@ class InverseSolver:
         return (rounded if inverse.dim() == 3 else pack_upper_triangular(rounded),)
 
     def combine(
-        self,
-        parts: Mapping[str, Decomposition],
-        damping: Damping,
-        times: Tensor | None = None,
+        self, parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
     ) -> Inverse:
         """Collect the factors' inverses; beside an L, triangles are unpacked."""
-        inverses = {letter: _owned(part[0], part[0].dtype) for letter, part in parts.items()}
+        inverses = {}
+        for letter, (part,) in parts.items():
+            inverses[letter] = _owned(part, part.dtype)
         if times is not None:
             inverses["G"] = (inverses["G"] * times).to(inverses["G"].dtype)
         if "L" in parts:
@@ -298,9 +271,8 @@ def _whole(inverse: Tensor) -> Tensor:
 def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
     """The condition number of the damped block that an inverse inverts; a scalar.
 
-    Of eigenvalues it is exact. Of inverses it is the product over factors of the largest eigenvalue
-    of the factor, as it is now, and that of its inverse, by the power method; where the factor is
-    kept elsewhere, its trace stands for the largest eigenvalue.
+    Of eigenvalues it is exact. Of inverses it is the product over factors of the largest
+    eigenvalues of the factor and of its inverse; of a factor kept elsewhere its trace.
     """
     if isinstance(inverse, EigenInverse):
         scale = inverse.scale.flatten(1)
@@ -309,12 +281,12 @@ def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
     shape, conditions = factors.shape, []
     for letter, stored in inverse.inverses.items():
         kept = stored if letter != "G" or inverse.times is None else stored / inverse.times
-        if shape.is_diagonal(letter):
+        if letter in shape.diagonals:
             conditions.append(kept.amax(1) / kept.amin(1))
             continue
         whole = _whole(kept)
         if factors.stored[letter] is None:
-            largest = factors.means[shape.letters.index(letter)] * shape.dim(letter)
+            largest = factors.means[shape.letters.index(letter)] * shape.dims[letter]
         else:
             largest = _largest_eigenvalue(factors.matrix(letter, whole.dtype))
         conditions.append((largest * _largest_eigenvalue(whole)).clamp_min(1.0))

@@ -24,7 +24,6 @@ __all__ = [
     "pack_from_upper",
     "pack_upper_triangular",
     "packed_length",
-    "packed_times",
     "packed_trace",
     "times_packed",
     "unpack_upper_triangular",
@@ -33,7 +32,6 @@ __all__ = [
 ]
 
 MIRROR_BLOCK = 256
-HALVED_FROM = 1024  # size below which four small products are slower than one product and a copy
 # Packed by a gather: on one core 5 µs instead of 70 at n = 65, 45 instead of 120 at 320, 160 of 260
 # at 577. The indices of a size take 6 n² bytes.
 GATHERED_UP_TO = 320
@@ -180,26 +178,11 @@ def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
 def times_packed(left: Tensor, packed: Tensor) -> Tensor:
     """``left @ X``, left ``(groups, m, n)``, for a packed X; a quarter is unpacked at a time."""
     dim = left.shape[-1]
-    if dim < HALVED_FROM:
-        return left @ unpack_upper_triangular(packed, dim)
     first, upper, lower = _blocks(packed, dim)
     left1, left2 = left[..., : dim // 2], left[..., dim // 2 :]
     right = torch.baddbmm(left1 @ first, left2, _mirrored(lower, lower=True))
     return torch.cat(
         [torch.baddbmm(left2 @ first.mT, left1, _mirrored(upper, lower=False)), right], -1
-    )
-
-
-def packed_times(packed: Tensor, right: Tensor) -> Tensor:
-    """``X @ right``, right ``(groups, n, m)``, for a packed X; as :func:`times_packed`."""
-    dim = right.shape[-2]
-    if dim < HALVED_FROM:
-        return unpack_upper_triangular(packed, dim) @ right
-    first, upper, lower = _blocks(packed, dim)
-    right1, right2 = right[..., : dim // 2, :], right[..., dim // 2 :, :]
-    bottom = torch.baddbmm(first.mT @ right1, _mirrored(lower, lower=True), right2)
-    return torch.cat(
-        [torch.baddbmm(first @ right2, _mirrored(upper, lower=False), right1), bottom], -2
     )
 
 

@@ -1,8 +1,14 @@
 """Curvature of a loss without forming it: eigenpairs, spectral density, trace and diagonal."""
 
 from second_order.lanczos.closure import Outputs, losses_over
-from second_order.lanczos.density import SpectralDensity, spectral_density
-from second_order.lanczos.estimates import Diagonal, Trace, diagonal, trace
+from second_order.lanczos.estimates import (
+    Diagonal,
+    SpectralDensity,
+    Trace,
+    diagonal,
+    spectral_density,
+    trace,
+)
 from second_order.lanczos.hvp import Hessian
 from second_order.lanczos.spectrum import Eigenpairs, eigenpairs
 

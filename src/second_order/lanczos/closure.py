@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
@@ -62,8 +64,8 @@ class Evaluation:
     leaves: list[Tensor]  # the detached outputs that it was evaluated at, with "gauss-newton"
 
 
-def check_curvature(value: Any) -> None:
-    """Raise ValueError unless ``value`` names a curvature matrix."""
+def check_curvature(value: Any, hvp: str = "auto") -> None:
+    """Raise ValueError unless ``value`` names a curvature matrix that has such products."""
     if value == "fisher":
         raise ValueError(
             "curvature='fisher' may mean two matrices: the Fisher information of a softmax with "
@@ -73,6 +75,11 @@ def check_curvature(value: Any) -> None:
     if value not in get_args(CurvatureKind):
         known = ", ".join(map(repr, get_args(CurvatureKind)))
         raise ValueError(f"curvature={value!r} is not one of {known}")
+    if value != "hessian" and hvp == "differences":
+        raise ValueError(
+            f"hvp='differences' with curvature={value!r}: it is multiplied by derivatives alone; "
+            f"use hvp='auto', or curvature='hessian'"
+        )
 
 
 def check_closure(given: Any) -> None:
@@ -104,9 +111,22 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
     value, examples = value if counted else (value, 1.0)
     if not isinstance(value, Outputs):
         if curvature != "hessian":
-            raise CurvatureError(_needs_outputs(curvature, value))
+            loss = 'cross_entropy(z, y, reduction="none")'
+            raise CurvatureError(
+                f"curvature={curvature!r} needs the model's outputs and their loss, and the "
+                f"curvature closure returned {_described(value)}; return "
+                f"second_order.lanczos.Outputs(model(x), lambda z: "
+                f"{loss if curvature == 'empirical-fisher' else 'criterion(z, y)'}), or use "
+                f"curvature='hessian'"
+            )
         return Evaluation(_scalar(value), _weight(examples), [], [])
-    roots, leaves, given = _tensors(value.outputs), list[Tensor](), value.outputs
+    given, leaves = value.outputs, list[Tensor]()
+    roots: Any = [given] if isinstance(given, Tensor) else given
+    if not isinstance(roots, (tuple, list)) or not all(isinstance(z, Tensor) for z in roots):
+        raise CurvatureError(
+            f"the curvature closure returned Outputs of {_described(given)}; give the tensor "
+            f"that the loss is a function of, or a tuple of tensors"
+        )
     if curvature == "gauss-newton":
         copies = [z.detach().requires_grad_(z.requires_grad) for z in roots]
         if isinstance(given, Tensor):
@@ -134,16 +154,6 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
     return Evaluation(_scalar(losses.mean() if each else losses), _weight(examples), roots, leaves)
 
 
-def _tensors(outputs: Any) -> list[Tensor]:
-    found = [outputs] if isinstance(outputs, Tensor) else outputs
-    if not isinstance(found, (tuple, list)) or not all(isinstance(z, Tensor) for z in found):
-        raise CurvatureError(
-            f"the curvature closure returned Outputs of {_described(outputs)}; give the tensor "
-            f"that the loss is a function of, or a tuple of tensors"
-        )
-    return list(found)
-
-
 def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
@@ -151,18 +161,7 @@ def _described(value: Any) -> str:
     return f"a {kind} of {len(value)}" if isinstance(value, (tuple, list)) else f"a {kind}"
 
 
-def _needs_outputs(curvature: str, value: Any) -> str:
-    loss = 'cross_entropy(z, y, reduction="none")'
-    loss = loss if curvature == "empirical-fisher" else "criterion(z, y)"
-    return (
-        f"curvature={curvature!r} needs the model's outputs and their loss, and the curvature "
-        f"closure returned {_described(value)}; return second_order.lanczos.Outputs(model(x), "
-        f"lambda z: {loss}), or use curvature='hessian'"
-    )
-
-
 def _scalar(value: Any) -> Tensor:
-    """The loss as a scalar with a graph."""
     said = f"the curvature closure returned {_described(value)}"
     if not isinstance(value, Tensor):
         raise CurvatureError(
@@ -179,17 +178,13 @@ def _scalar(value: Any) -> Tensor:
 
 
 def _weight(examples: Any) -> float:
-    try:
+    weight = math.nan
+    with suppress(TypeError, ValueError, RuntimeError):
         weight = float(examples)
-    except (TypeError, ValueError, RuntimeError):
+    if not 0.0 < weight < math.inf:
         raise CurvatureError(
-            f"the curvature closure returned (loss, {type(examples).__name__}); return the loss "
-            f"alone, or (loss, number of examples)"
-        ) from None
-    if not 0.0 < weight < float("inf"):
-        raise CurvatureError(
-            f"the curvature closure returned {weight:g} examples; return (loss, number of "
-            f"examples), at least one"
+            f"the curvature closure returned (loss, {type(examples).__name__}) of {weight:g} "
+            f"examples; return the loss alone, or (loss, number of examples), at least one"
         )
     return weight
 
@@ -212,7 +207,8 @@ def losses_over(
     Args:
         model: Evaluates the outputs, in the train/eval mode that it is in then.
         batches: Pairs (inputs, targets), as a ``DataLoader`` gives them. Inputs are a tensor,
-            a tuple or list of positional arguments, or a mapping of keyword arguments.
+            a tuple or list of positional arguments, or a mapping of keyword arguments; targets a
+            tensor, an example a row.
         criterion: The loss of (outputs, targets): its mean over the batch's examples, or a loss an
             example.
 
@@ -234,8 +230,11 @@ def losses_over(
                 f"batch {len(found)} is {_described(batch)}, not a pair (inputs, targets); give "
                 f"such pairs, or write a closure a batch"
             )
-        if _count(batch[1]) == 0:
-            raise ValueError(f"batch {len(found)} has no targets; leave it out")
+        if not isinstance(batch[1], Tensor) or not batch[1].numel() or batch[1].dim() == 0:
+            raise ValueError(
+                f"the targets of batch {len(found)} are {_described(batch[1])}; give a tensor, an "
+                f"example a row, and leave empty batches out"
+            )
         found.append(partial(_loss, model, criterion, *batch))
     if not found:
         raise ValueError("there is no batch; give a loader, or a list of (inputs, targets)")
@@ -243,15 +242,15 @@ def losses_over(
 
 
 def _loss(
-    model: nn.Module, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Any
+    model: nn.Module, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Tensor
 ) -> tuple[Outputs, int]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    inputs, targets = _moved(inputs, device), _moved(targets, device)
+    inputs, targets = _moved(inputs, device), targets.to(device)
     if isinstance(inputs, Mapping):
         outputs = model(**inputs)
     else:
         outputs = model(*inputs) if isinstance(inputs, list) else model(inputs)
-    return Outputs(outputs, lambda z: criterion(z, targets)), _count(targets)
+    return Outputs(outputs, lambda z: criterion(z, targets)), len(targets)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
@@ -262,17 +261,3 @@ def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, (tuple, list)):
         return [_moved(each, device) for each in value]
     return value
-
-
-def _count(targets: Any) -> int:
-    """Number of examples: the length of the targets, or of the first of several."""
-    if isinstance(targets, Mapping):
-        targets = list(targets.values())
-    if isinstance(targets, (tuple, list)) and targets and isinstance(targets[0], Tensor):
-        targets = targets[0]
-    try:
-        return len(targets)
-    except TypeError:
-        raise ValueError(
-            f"targets are {_described(targets)}; give a tensor, an example a row"
-        ) from None

@@ -13,7 +13,7 @@ What cannot be differentiated twice is told, with the operation and the remedy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import Evaluation
 
-__all__ = ["Graph", "Parts", "derivatives", "outputs_curvature", "remedied"]
+__all__ = ["Graph", "Parts", "derivatives", "remedied"]
 
 Parts: TypeAlias = Sequence[Tensor | None]
 """A part for each parameter; None for zeros."""
@@ -42,10 +42,12 @@ class Graph:
     """
 
     def __init__(self, evaluation: Evaluation, params: Sequence[Tensor]) -> None:
-        self._params, self._roots = params, evaluation.roots
+        self._params, self._roots, self._leaves = params, evaluation.roots, evaluation.leaves
+        self._slopes: Parts = []
+        if self._leaves:
+            self._slopes = derivatives([evaluation.loss], self._leaves, twice=True)
         self._cotangents: list[Tensor] | None = None
         if self._roots:
-            self._bend = outputs_curvature(evaluation)
             self._cotangents = [torch.zeros_like(z, requires_grad=True) for z in self._roots]
         roots = self._roots or [evaluation.loss]
         self.gradients = derivatives(roots, params, self._cotangents, twice=True)
@@ -54,25 +56,14 @@ class Graph:
         """Multiply by a vector, a part for each parameter; ``retain`` if another one follows."""
         if self._cotangents is None:  # a gradient without a graph is constant
             return _along(self.gradients, self._params, directions, retain=retain)
-        pushed = _along(self.gradients, self._cotangents, directions, retain=True)
-        return _along(self._roots, self._params, self._bend(pushed), retain=retain)
-
-
-def outputs_curvature(evaluation: Evaluation) -> Callable[[Parts], list[Tensor]]:
-    """The product with the curvature of the loss as a function of the roots, u -> H u.
-
-    Raises:
-        CurvatureError: If the loss cannot be differentiated twice with respect to the outputs.
-    """
-    roots, leaves = evaluation.roots, evaluation.leaves
-    if not leaves:
-        return lambda pushed: [u / len(u) for u in _whole(pushed, roots)]
-    slopes = derivatives([evaluation.loss], leaves, twice=True)
-
-    def bend(pushed: Parts) -> list[Tensor]:
-        return _whole(_along(slopes, leaves, _whole(pushed, leaves), retain=True), leaves)
-
-    return bend
+        found = _along(self.gradients, self._cotangents, directions, retain=True)
+        pushed = _whole(found, self._roots)
+        if self._leaves:  # times the curvature of the loss as a function of the outputs
+            curved = _along(self._slopes, self._leaves, pushed, retain=True)
+            pushed = _whole(curved, self._leaves)
+        else:
+            pushed = [u / len(u) for u in pushed]
+        return _along(self._roots, self._params, pushed, retain=retain)
 
 
 def _along(
@@ -101,11 +92,8 @@ def derivatives(
 ) -> list[Tensor | None]:
     """Compute the derivatives of roots with respect to parameters; None for one not reached.
 
-    Args:
-        roots: What to differentiate.
-        params: With respect to what.
-        along: A cotangent of each root; None for scalar roots.
-        twice: Whether they get a graph, to be differentiated again.
+    ``along`` are cotangents of roots that are no scalars; ``twice`` gives a graph, to be
+    differentiated again.
 
     Raises:
         CurvatureError: If they cannot be differentiated, or not again though they are to be.
@@ -119,14 +107,21 @@ def derivatives(
     finally:
         for hook in hooks:
             hook.remove()
-    if twice:
-        _require_second_derivatives(used)
+    for function in used if twice else ():  # where the loss is linear in it, torch gives zeros
+        if function.__name__ == "CompiledFunction":
+            raise CurvatureError(_COMPILED)
+        if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
+            raise CurvatureError(
+                f"the autograd.Function {function.__name__} cannot be differentiated twice: it is "
+                f"marked with @once_differentiable; write its backward in differentiable "
+                f"operations, {_DIFFERENCES}"
+            )
     if any(g is None for g in found) and any(f is CheckpointFunction for _, f in custom):
         raise CurvatureError(_REENTRANT)
     return list(found)
 
 
-_DIFFERENCES = 'or use hvp="differences"'
+_DIFFERENCES = 'or use hvp="differences", which the Hessian has'
 _REENTRANT = (
     "reentrant checkpointing cannot be differentiated by torch.autograd.grad; use "
     "checkpoint(..., use_reentrant=False)"
@@ -193,16 +188,3 @@ def _custom_functions(roots: Sequence[Tensor]) -> list[tuple[Any, Any]]:
                 seen.add(following)
                 stack.append(following)
     return found
-
-
-def _require_second_derivatives(functions: Sequence[Any]) -> None:
-    """Raise if a function has none: torch takes it for constant if the loss is linear in it."""
-    for function in functions:
-        if function.__name__ == "CompiledFunction":
-            raise CurvatureError(_COMPILED)
-        if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
-            raise CurvatureError(
-                f"the autograd.Function {function.__name__} cannot be differentiated twice: it is "
-                f"marked with @once_differentiable; write its backward in differentiable "
-                f"operations, {_DIFFERENCES}"
-            )

@@ -1,4 +1,6 @@
-"""Trace and diagonal of a curvature matrix: the steep directions exactly, the rest by random signs.
+"""Trace, diagonal and spectral density of a curvature matrix, by random vectors.
+
+The steep directions are taken exactly, the rest by random signs:
 
     Q = orth(H S) of some normal vectors S, P = I − QQᵀ;  H = QQᵀH + HQQᵀ − QQᵀHQQᵀ + PHP
     trace      tr(QᵀHQ), and the mean of zᵀPHPz over sign vectors z: Hutch++ (Meyer, Musco, Musco,
@@ -7,6 +9,9 @@
                estimator of Bekas, Kokiopoulou, Saad, 2007
 
 What is left to chance is a mean of independent samples, and so has a standard error.
+
+    density    by stochastic Lanczos quadrature, tr f(H)/n ≈ mean over random probes of
+               Σᵢ s_{1i}² f(θᵢ) (Ghorbani, Krishnan, Xiao, 2019)
 """
 
 from __future__ import annotations
@@ -15,18 +20,28 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import ProductMode
-from second_order.lanczos.spectrum import ParamsOrModel, measurement, seed_of, whole
+from second_order.lanczos.lanczos import tridiagonalise
+from second_order.lanczos.spectrum import (
+    UNDECOMPOSED,
+    ParamsOrModel,
+    everybodys_ritz,
+    measurement,
+    seed_of,
+    whole,
+)
 from second_order.lanczos.vector_space import RowSpace
+from second_order.options import check_number
 
-__all__ = ["Diagonal", "Trace", "diagonal", "trace"]
+__all__ = ["Diagonal", "SpectralDensity", "Trace", "diagonal", "spectral_density", "trace"]
 
 LEAST_SAMPLES = 2  # for a standard error
 FAIR_SAMPLES = 4  # of two, χ² distributed, it is 1.6 times too small on average, of four 1.3 times
@@ -243,3 +258,101 @@ class _Steep:
 
 def _dot(space: RowSpace, a: Tensor, b: Tensor) -> float:
     return float(space.total((a.double() @ b.double()).reshape(1)))
+
+
+@dataclass(frozen=True)
+class SpectralDensity:
+    """A quadrature of the density of a Hessian's eigenvalues.
+
+    Attributes:
+        nodes: ``(probes, m)`` Ritz values; float64 on the CPU. A probe that ended early is padded
+            with nodes of weight 0.
+        weights: ``(probes, m)`` weights of the nodes; those of each probe sum to 1.
+        size: n, the number of eigenvalues.
+        products: Number of Hessian-vector products taken.
+    """
+
+    nodes: Tensor
+    weights: Tensor
+    size: int
+    products: int
+
+    def expectation(self, function: Any) -> float:
+        """The value of tr f(H) / n; ``lambda x: x`` gives the mean eigenvalue."""
+        return float((self.weights * function(self.nodes)).sum() / len(self.nodes))
+
+    def on(self, grid: Tensor, width: float) -> Tensor:
+        """The density on a grid, each node a Gaussian of a standard deviation of ``width``.
+
+        Args:
+            grid: Points to evaluate at, ``(g,)``, in units of eigenvalues.
+            width: Standard deviation, in units of eigenvalues.
+
+        Returns:
+            The density, ``(g,)``, with an integral of 1.
+
+        Raises:
+            TypeError: If the width is no number.
+            ValueError: If it is not above 0.
+        """
+        remedy = "use a percent of the spectrum's width, perhaps"
+        check_number("width", width, low=0.0, open_low=True, open_high=True, remedy=remedy)
+        grid = grid.to("cpu", torch.float64)
+        distance = (grid[:, None, None] - self.nodes[None]) / width
+        bumps = torch.exp(-0.5 * distance.square()) / (width * math.sqrt(2 * math.pi))
+        return (bumps * self.weights).sum(dim=(1, 2)) / len(self.nodes)
+
+
+def spectral_density(
+    loss_fn: LossFn | Sequence[LossFn],
+    params: ParamsOrModel,
+    *,
+    probes: int = 4,
+    iterations: int = 64,
+    seed: int = 0,
+    hvp: ProductMode = "auto",
+    dtype: torch.dtype | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    curvature: CurvatureKind = "hessian",
+    layers: str | Iterable[str] = (),
+) -> SpectralDensity:
+    """Estimate the density of all eigenvalues of the Hessian of a loss.
+
+    Args:
+        loss_fn: Evaluates the loss, as for :func:`eigenpairs`.
+        params: A module or its parameters, as there.
+        probes: Random vectors to average over.
+        iterations: Products for each; details finer than the spectrum's width divided by it blur.
+        seed: Seed of the random vectors.
+        hvp: How products are made, as for :func:`eigenpairs`.
+        dtype: Dtype of the vectors, as there.
+        process_group: Processes that call together, as there.
+        curvature: Which matrix, as there.
+        layers: A block of it, as there.
+
+    Raises:
+        CurvatureError: As :func:`eigenpairs` does.
+        TypeError: If a count or a seed is no whole number.
+        ValueError: For counts outside their bounds, or a pattern that matches no layer.
+    """
+    probes = whole("probes", probes, 1, "4")
+    iterations = whole("iterations", iterations, 1, "64")
+    seed = seed_of(seed)
+    nodes, weights, products = [], [], 0
+    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
+    with measured as space:
+        length = min(iterations, space.size)
+        for probe in range(probes):
+            run = tridiagonalise(space, space.random(seed + probe, 1.0), length)
+            space.raise_together()
+            if not run.finite:
+                raise CurvatureError("a Hessian-vector product is not finite; look at the loss")
+            ritz = everybodys_ritz(space, run, run.basis.device)
+            if not bool(ritz.vectors.isfinite().all()):
+                raise CurvatureError(UNDECOMPOSED)
+            products += len(ritz.values)
+            padding = (0, length - len(ritz.values))
+            nodes.append(nn.functional.pad(ritz.values, padding))
+            weights.append(nn.functional.pad(ritz.vectors[0].square(), padding))
+        size = space.size
+    return SpectralDensity(torch.stack(nodes), torch.stack(weights), size, products)

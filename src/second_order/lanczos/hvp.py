@@ -3,8 +3,7 @@
     retained     one forward, g = ∇L with its graph; then H v = ∇(gᵀv), one backward a product
     recomputed   the same for each micro-batch, forward and all, at every product: one graph at a
                  time in memory
-    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice;
-                 Gauss-Newton: J v alike, from outputs, then J'H as it is
+    differences  H v ≈ (∇L(w + εv) − ∇L(w − εv)) / 2ε, for what cannot be differentiated twice
 
 What curvature there is beside the Hessian, `differentiable.py` tells.
 Vectors are flat: the parameters in their order, each in the order of ``p.reshape(-1)``.
@@ -14,11 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Literal, TypeAlias, get_args
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from second_order.distributed.world import World
 from second_order.lanczos.closure import (
@@ -29,19 +31,104 @@ from second_order.lanczos.closure import (
     check_curvature,
     evaluated,
 )
-from second_order.lanczos.differentiable import (
-    Graph,
-    Parts,
-    derivatives,
-    outputs_curvature,
-    remedied,
-)
-from second_order.lanczos.undisturbed import Undisturbed
+from second_order.lanczos.differentiable import Graph, Parts, derivatives, remedied
 from second_order.sharded import dtypes_of_passes, local
 
 __all__ = ["Hessian", "ProductMode", "ShardedHessian"]
 
 ProductMode: TypeAlias = Literal["auto", "retained", "recomputed", "differences"]
+
+# Otherwise its reducer would wait for a backward pass that never comes.
+_DDP_FLAGS = {
+    "require_backward_grad_sync": False,
+    "require_forward_param_sync": False,
+    "_static_graph_delay_allreduce_enqueued": True,
+}
+
+_cuda = torch.backends.cuda
+_SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], object], bool], ...] = (
+    (torch.is_grad_enabled, torch.set_grad_enabled, True),
+    # Fused attention has no second derivative.
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp, False),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp, False),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp, False),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp, True),
+    # An outer autocast would go on with casts of weights that differences have moved since.
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
+)
+"""What says how a setting of torch's is, what sets it, and how it is while a loss is evaluated."""
+
+
+class Undisturbed:
+    """Evaluate and differentiate inside, and find everything as before outside.
+
+    Put back are torch's random state and settings, every buffer of every module that is called,
+    ``.grad`` of the parameters, the state of DistributedDataParallel's reducer, and ``training`` of
+    ``model`` and its parts. Attention runs without fused kernels inside.
+    """
+
+    def __init__(self, params: Sequence[Tensor], model: nn.Module | None = None) -> None:
+        self._params, self._model = params, model
+        self._random: list[Callable[[], object]] = []  # set generators back
+        self._seen: set[int] = set()
+        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        self._put_back = ExitStack()
+
+    def __enter__(self) -> Undisturbed:
+        self._random = [partial(torch.set_rng_state, torch.get_rng_state())]
+        for device in {p.device for p in self._params if p.is_cuda}:
+            state = torch.cuda.get_rng_state(device)
+            self._random.append(partial(torch.cuda.set_rng_state, state, device))
+        with ExitStack() as stack:  # left in the reverse order, after an error here, too
+            for module in () if self._model is None else self._model.modules():
+                stack.callback(setattr, module, "training", module.training)
+            for p in self._params:
+                stack.callback(setattr, p, "grad", p.grad)
+                p.grad = None
+            stack.callback(self.rewind)
+            stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
+            for setting, put, inside in _SETTINGS:
+                stack.callback(put, setting())
+                put(inside)
+            self._put_back = stack.pop_all()
+        if self._model is not None:  # compiled code may call it unseen
+            self._about_to_call(self._model)
+        self._put_back.callback(register_module_forward_pre_hook(self._about_to_call).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put_back.close()
+
+    def _about_to_call(self, module: nn.Module, _: Any = None) -> None:
+        """Note the state of a module and its parts, once."""
+        if torch.compiler.is_compiling() or id(module) in self._seen:
+            return
+        for part in module.modules():
+            if id(part) in self._seen:
+                continue
+            self._seen.add(id(part))
+            for name, buffer in part._buffers.items():
+                if buffer is not None:
+                    entry = (part._buffers, name, buffer, buffer.detach().clone())
+                    self._buffers.append(entry)
+            if isinstance(part, nn.RNNBase):  # cuDNN has no second derivative of them
+                torch.backends.cudnn.enabled = False
+            if isinstance(part, DistributedDataParallel):
+                for flag, value in _DDP_FLAGS.items():
+                    if hasattr(part, flag):
+                        self._put_back.callback(setattr, part, flag, getattr(part, flag))
+                        setattr(part, flag, value)
+
+    def rewind(self) -> None:
+        """Set random state and buffers back to those of the first evaluation.
+
+        Buffers unseen by the version counters: a graph outside may hold them.
+        """
+        for restore in self._random:
+            restore()
+        for place, name, buffer, value in self._buffers:
+            buffer.data.copy_(value)
+            place[name] = buffer
 
 
 class Hessian:
@@ -60,9 +147,9 @@ class Hessian:
         params: The parameters to differentiate with respect to, any of the model.
         mode: "retained" keeps one graph and multiplies through it; "recomputed" evaluates every
             function again at each product; "differences" takes finite differences of gradients, for
-            what cannot be differentiated twice. The last two have the random numbers of the first
-            time: the batch must be the same, too. "auto": "retained" for one function, "recomputed"
-            for several.
+            what cannot be differentiated twice, and of the Hessian alone. The last two have the
+            random numbers of the first time: the batch must be the same, too. "auto": "retained"
+            for one function, "recomputed" for several.
         model: The module whose train/eval mode is kept as it is.
         curvature: "hessian"; "gauss-newton" for J'HJ, with J the Jacobian of the outputs and H the
             Hessian of the loss with respect to them; "empirical-fisher" for the mean of ggᵀ over
@@ -90,7 +177,7 @@ class Hessian:
         model: nn.Module | None = None,
         curvature: CurvatureKind = "hessian",
     ) -> None:
-        check_curvature(curvature)
+        check_curvature(curvature, mode)
         if mode not in get_args(ProductMode):
             raise ValueError(f"hvp={mode!r} is not one of {', '.join(get_args(ProductMode))}")
         self._loss_fns = list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
@@ -98,6 +185,7 @@ class Hessian:
             mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
         self._mode, self._model, self._curvature = mode, model, curvature
         self.params = list(params)
+        self._dtypes = {p.dtype for p in self.params}
         self._device = self.params[0].device if self.params else torch.device("cpu")
         kind = self._device.type
         self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -131,11 +219,7 @@ class Hessian:
     def product(self, v: Tensor) -> Tensor:
         """H v times :attr:`examples`: sums over batches, micro-batches and processes add up.
 
-        Args:
-            v: The vector, ``(n,)``, in any floating dtype.
-
-        Returns:
-            The product, ``(n,)``, in the dtype of v.
+        Of a vector ``(n,)`` in any floating dtype, and in that dtype.
         """
         self.products += 1
         directions = [
@@ -144,10 +228,8 @@ class Hessian:
         ]
         total: Tensor | None = None
         with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-            if self._mode == "differences" and self._curvature == "hessian":
+            if self._mode == "differences":
                 total = self._differences(directions, v.dtype)
-            elif self._mode == "differences":
-                total = self._output_differences(directions, v.dtype)
             else:
                 retain = self._mode == "retained"
                 graphs = self._graphs if retain else map(self._linearised, self._again())
@@ -176,13 +258,19 @@ class Hessian:
         return flat if total is None else total.add_(flat)
 
     def _differences(self, directions: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-        """H v from the gradients at w ± εv."""
+        """H v from the gradients at w ± εv; the parameters are w again at the end."""
         step = self._step_along(directions)
         total: Tensor | None = None
-        with self._movable() as move:
+        here = [local(p).data for p in self.params]
+        before = [w.clone() for w in here]
+        try:
             for sign in (1.0, -1.0) if step else ():
-                move(directions, sign * step)
+                for p, w, v in zip(here, before, directions, strict=True):
+                    p.copy_(w).add_(v, alpha=sign * step)
                 total = self._add_gradients(total, sign / (2 * step), dtype)
+        finally:
+            for p, w in zip(here, before, strict=True):
+                p.copy_(w)
         return total
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
@@ -194,45 +282,6 @@ class Hessian:
         assert total is not None
         return total
 
-    def _output_differences(
-        self, directions: Sequence[Tensor], dtype: torch.dtype
-    ) -> Tensor | None:
-        """J'HJ v, with J v from the outputs at w ± εv."""
-        step = self._step_along(directions)
-        if not step:
-            return None
-        pushed: list[list[Tensor]] = [[] for _ in self._loss_fns]
-        with self._movable() as move:
-            for sign in (1.0, -1.0):
-                move(directions, sign * step)
-                for terms, loss_fn in zip(pushed, self._again(), strict=True):
-                    outputs = [z.detach() for z in self._called(loss_fn).roots]
-                    pairs = zip(terms, outputs, strict=bool(terms))
-                    terms[:] = [(a - b) / (2 * step) for a, b in pairs] or outputs
-        total: Tensor | None = None
-        for terms, loss_fn in zip(pushed, self._again(), strict=True):
-            found = self._evaluate(loss_fn)
-            bent = outputs_curvature(found)(terms)
-            parts = self._reached(derivatives(found.roots, self.params, bent, twice=False))
-            total = self._add(total, parts, found.examples, dtype)
-        return total
-
-    @contextmanager
-    def _movable(self) -> Iterator[Callable[[Sequence[Tensor], float], None]]:
-        """Yield a function that sets the parameters w to w + εv; they are w again at the end."""
-        here = [local(p).data for p in self.params]
-        before = [w.clone() for w in here]
-
-        def move(directions: Sequence[Tensor], step: float) -> None:
-            for p, w, v in zip(here, before, directions, strict=True):
-                p.copy_(w).add_(v, alpha=step)
-
-        try:
-            yield move
-        finally:
-            for p, w in zip(here, before, strict=True):
-                p.copy_(w)
-
     def _step_along(self, directions: Sequence[Tensor]) -> float:
         """ε for a direction; 0 for one of length 0."""
         norm = self._length(directions)
@@ -241,13 +290,9 @@ class Hessian:
             return 0.0
         # Central differences: the cube root balances rounding and curvature's own change. An
         # element of the direction moves by its length over the root of n.
-        eps = max(torch.finfo(dtype).eps for dtype in self._dtypes())
+        eps = max(torch.finfo(dtype).eps for dtype in self._dtypes)
         step: float = 0.25 * eps ** (1 / 3) * (1.0 + size / math.sqrt(self.size)) / norm
         return step
-
-    def _dtypes(self) -> set[torch.dtype]:
-        """The dtypes of parameters and passes."""
-        return {p.dtype for p in self.params}
 
     def _length(self, parts: Sequence[Tensor]) -> float:
         """The length of a whole vector, of which these are the parts here."""
@@ -258,15 +303,11 @@ class Hessian:
         for loss_fn in self._again():
             self._evaluate(loss_fn)
 
-    def _called(self, loss_fn: LossFn) -> Evaluation:
-        """The loss, evaluated under the autocast that was on where this object was made."""
+    def _evaluate(self, loss_fn: LossFn) -> Evaluation:
+        """The loss under the autocast that was on where this object was made; it counts in them."""
         enabled, dtype = self._autocast
         with torch.autocast(self._device.type, dtype=dtype, enabled=enabled):
-            return evaluated(loss_fn(), self._curvature)
-
-    def _evaluate(self, loss_fn: LossFn) -> Evaluation:
-        """The loss, which counts in :attr:`loss` and :attr:`examples`."""
-        found = self._called(loss_fn)
+            found = evaluated(loss_fn(), self._curvature)
         loss, examples = found.loss, found.examples
         self.examples += examples
         self.loss += examples * loss.detach().double()
@@ -304,8 +345,11 @@ class ShardedHessian(Hessian):
         super().__init__(loss_fns, params, mode="differences", model=model)
         self._world = world
 
-    def _dtypes(self) -> set[torch.dtype]:
-        return super()._dtypes() | (set() if self._model is None else dtypes_of_passes(self._model))
+    def __enter__(self) -> ShardedHessian:
+        if self._model is not None:
+            self._dtypes |= dtypes_of_passes(self._model)
+        super().__enter__()
+        return self
 
     def _length(self, parts: Sequence[Tensor]) -> float:
         squares = torch.zeros((), dtype=torch.float64, device=self._device)

@@ -79,10 +79,6 @@ class Tridiagonal:
     off_diagonal: Tensor  # (m,), B's m − 1 entries beside it, and ‖h‖ after the last step
     finite: bool  # whether every number has been
 
-    def ritz(self) -> Ritz:
-        """The Ritz pairs of B."""
-        return ritz_pairs(self.diagonal, self.off_diagonal)
-
 
 def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
     """The eigenpairs of B, as :class:`Tridiagonal` has it."""
@@ -104,19 +100,12 @@ def tridiagonalise(
     finished: Callable[[Ritz], bool] | None = None,
     seed: int = 0,
 ) -> Tridiagonal:
-    """Run the Lanczos recurrence.
+    """Run the Lanczos recurrence from this process's rows of a vector, for m iterations at most.
 
     B is kept in float64, D in the dtype of ``start``. The host reads coefficients at each
-    iteration, and so waits for the device.
-
-    Args:
-        space: The product and the sums.
-        start: ``(rows,)``, this process's rows of the start vector, of any length but 0.
-        iterations: Number m of iterations at most; no more than n are made.
-        at_least: Where the Krylov space is exhausted earlier than after so many vectors, the
-            recurrence goes on from a random vector orthogonal to it, of this ``seed``.
-        finished: Called after each iteration from ``at_least`` on; True ends the run.
-        seed: Seed of those random vectors.
+    iteration, and so waits for the device. From ``at_least`` iterations on the run ends where
+    ``finished`` says so, or the Krylov space is exhausted; if that is so earlier, the recurrence
+    goes on from a random vector orthogonal to it, of this ``seed``.
     """
     iterations = min(iterations, space.size)
     D = start.new_empty((iterations, start.numel()))
@@ -147,11 +136,15 @@ def tridiagonalise(
         scale = max(scale, abs(alpha), beta)
         exhausted = beta <= 8 * torch.finfo(h.dtype).eps * scale
         off_diagonal.append(0.0 if exhausted else beta)
-        asked = j < ASK_ALWAYS or j % ASK_EVERY == 0
-        if j + 1 >= at_least and (
-            exhausted or (asked and _agreed(space, diagonal, off_diagonal, finished, h.device))
-        ):
-            break
+        if j + 1 >= at_least:
+            done = exhausted
+            if finished is not None and not done and (j < ASK_ALWAYS or j % ASK_EVERY == 0):
+                # As the first process finds: rounding must not part them.
+                numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
+                verdict = float(finished(ritz_pairs(*numbers)))
+                done = bool(space.first(torch.tensor([verdict], device=h.device)))
+            if done:
+                break
         d = _orthogonal(space, basis, seed + j + 1) if exhausted else h / beta
     return Tridiagonal(
         D[: len(diagonal)],
@@ -159,21 +152,6 @@ def tridiagonalise(
         torch.tensor(off_diagonal, dtype=torch.float64),
         finite,
     )
-
-
-def _agreed(
-    space: Space,
-    diagonal: list[float],
-    off_diagonal: list[float],
-    finished: Callable[[Ritz], bool] | None,
-    device: torch.device,
-) -> bool:
-    """Whether the run is finished, as the first process finds: rounding must not part them."""
-    if finished is None:
-        return False
-    numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
-    verdict = float(finished(ritz_pairs(*numbers)))
-    return bool(space.first(torch.tensor([verdict], device=device)))
 
 
 def _square(x: Tensor) -> Tensor:

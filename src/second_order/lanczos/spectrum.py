@@ -21,7 +21,7 @@ from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode
-from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
+from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, ritz_pairs, tridiagonalise
 from second_order.lanczos.vector_space import RowSpace
 from second_order.options import check_number, check_seed, check_whole
 from second_order.patterns import first_match
@@ -95,9 +95,8 @@ def extreme_pairs(
 ) -> Pairs:
     """The algebraically largest and smallest eigenpairs, by one recurrence from ``(rows,)``.
 
-    Of ``iterations`` at most, by default :func:`default_iterations`; it ends once every wanted pair
-    has a residual of at most tol |θ|. The seed is of random vectors where the Krylov space is
-    exhausted early.
+    It ends once every wanted pair has a residual of at most tol |θ|. The seed is of random vectors
+    where the Krylov space is exhausted early.
     """
     wanted = min(largest + smallest, space.size)
     largest = min(largest, wanted)
@@ -133,7 +132,7 @@ def extreme_pairs(
 
 def everybodys_ritz(space: Space, run: Tridiagonal, device: torch.device) -> Ritz:
     """The first process's Ritz pairs, so that signs, degenerate vectors and failures agree."""
-    ritz = run.ritz()
+    ritz = ritz_pairs(run.diagonal, run.off_diagonal)
     packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
     packed = space.first(packed.to(device)).cpu()
     return Ritz(packed[0], packed[2:].t(), packed[1])
@@ -301,9 +300,9 @@ def whole(name: str, value: Any, low: int, remedy: str) -> int:
 
 def seed_of(seed: Any) -> int:
     """A seed as Python's number; raise unless torch's generators take it, steps added."""
-    seed = whole("seed", seed, 0, "0")
-    check_seed("seed", seed)
-    return int(seed)
+    number = whole("seed", seed, 0, "0")
+    check_seed("seed", number)
+    return number
 
 
 def measurement(
@@ -320,32 +319,35 @@ def measurement(
     Raises:
         ValueError: If no parameter is left, or they are no vector with a Hessian.
     """
-    chosen, model = _parameters(params, layers)
+    patterns = [layers] if isinstance(layers, str) else list(layers)
+    model = params if isinstance(params, nn.Module) else None
+    if patterns and model is None:
+        raise ValueError(f"layers={layers!r} are names in a module; give it in place of parameters")
+    each: Iterable[Any] = [params] if isinstance(params, Tensor) else params  # type: ignore[assignment]
+    if model is not None:
+        layers_of = dict(model.named_modules(remove_duplicate=False))
+        for pattern in patterns:
+            if all(first_match([pattern], layers_of, name) is None for name in layers_of):
+                names = ", ".join(filter(None, layers_of))
+                raise ValueError(
+                    f"layers={pattern!r} matches no layer of the model; it has {names}"
+                )
+        each = [
+            p
+            for name, module in layers_of.items()
+            if not patterns or first_match(patterns, layers_of, name) is not None
+            for p in module.parameters(recurse=False)
+        ]
+    named = (p[1] if isinstance(p, tuple) else p for p in each)
+    chosen = [p for p in dict.fromkeys(named) if p.requires_grad]
+    if not chosen:
+        raise ValueError("there is no parameter that requires a gradient")
+    if not all(p.is_leaf for p in chosen):
+        raise ValueError("a parameter is the result of a computation; give the leaves themselves")
+    check_one_device(chosen)
     world = World.alone() if process_group is None else World(process_group)
     hessian = Hessian(loss_fn, chosen, mode=hvp, model=model, curvature=curvature)
     return RowSpace(hessian, world, dtype or lanczos_dtype(chosen))
-
-
-def _parameters(
-    given: ParamsOrModel, layers: str | Iterable[str]
-) -> tuple[list[Tensor], nn.Module | None]:
-    patterns = [layers] if isinstance(layers, str) else list(layers)
-    model = given if isinstance(given, nn.Module) else None
-    each: Iterable[Any]
-    if model is not None:
-        each = _parameters_of(model, patterns) if patterns else model.parameters()
-    elif patterns:
-        raise ValueError(f"layers={layers!r} are names in a module; give it in place of parameters")
-    else:
-        each = [given] if isinstance(given, Tensor) else given  # type: ignore[assignment]
-    named = (p[1] if isinstance(p, tuple) else p for p in each)
-    params = [p for p in dict.fromkeys(named) if p.requires_grad]
-    if not params:
-        raise ValueError("there is no parameter that requires a gradient")
-    if not all(p.is_leaf for p in params):
-        raise ValueError("a parameter is the result of a computation; give the leaves themselves")
-    check_one_device(params)
-    return params, model
 
 
 def check_one_device(params: Sequence[Tensor]) -> None:
@@ -358,17 +360,3 @@ def check_one_device(params: Sequence[Tensor]) -> None:
         raise ValueError(
             f"the parameters are on {devices}: eigenvectors span all of them; use one device"
         )
-
-
-def _parameters_of(model: nn.Module, patterns: list[str]) -> list[Tensor]:
-    everything = dict(model.named_modules(remove_duplicate=False))
-    for pattern in patterns:
-        if all(first_match([pattern], everything, name) is None for name in everything):
-            names = ", ".join(filter(None, everything))
-            raise ValueError(f"layers={pattern!r} matches no layer of the model; it has {names}")
-    return [
-        p
-        for name, module in everything.items()
-        if first_match(patterns, everything, name) is not None
-        for p in module.parameters(recurse=False)
-    ]

@@ -19,7 +19,7 @@ from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import Hessian
 from second_order.lanczos.lanczos import Space, normal
 
-__all__ = ["RowSpace", "ShardSpace", "row_bounds"]
+__all__ = ["RowSpace", "row_bounds"]
 
 
 def row_bounds(size: int, processes: int) -> list[int]:
@@ -33,20 +33,23 @@ class RowSpace(Space):
     A context to multiply in, with autocast off for all but the loss. A process whose loss cannot be
     evaluated raises its error on entering, and all others with it. A product that fails on one
     process gives NaN on all of them, so that no process is left waiting; there :attr:`error` tells
-    why. With a sign of −1 it is the Hessian of the negative loss.
-
-    Attributes:
-        rows: The slice of the n rows that this process holds.
-        error: The error of a product on this process, or None.
+    why. With a sign of −1 it is the Hessian of the negative loss. This process has the slice
+    :attr:`rows` of the n rows; or, of a :class:`~second_order.lanczos.hvp.ShardedHessian`, those
+    that FSDP2 has left it of the parameters, which ``mine`` takes out of a whole vector.
     """
 
     def __init__(
-        self, hessian: Hessian, world: World, dtype: torch.dtype, sign: float = 1.0
+        self,
+        hessian: Hessian,
+        world: World,
+        dtype: torch.dtype,
+        sign: float = 1.0,
+        mine: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(hessian.product, hessian.size, dtype, hessian.params[0].device)
         bounds = row_bounds(hessian.size, world.size)
         self.error: Exception | None = None
-        self._hessian, self._world, self._sign = hessian, world, sign
+        self._hessian, self._world, self._sign, self._mine = hessian, world, sign, mine
         self.rows = slice(bounds[world.rank], bounds[world.rank + 1])
         self._sizes = [b - a for a, b in pairwise(bounds)]
         self._entered = ExitStack()
@@ -69,7 +72,9 @@ class RowSpace(Space):
 
     def random(self, seed: int, scale: float) -> Tensor:
         """This process's rows of a seeded normal vector, the same for any number of processes."""
-        return normal(self.size, seed, scale)[self.rows].to(self.device, self.dtype)
+        whole = normal(self.size, seed, scale)
+        rows = whole[self.rows] if self._mine is None else self._mine(whole)
+        return rows.to(self.device, self.dtype)
 
     def gathered(self, rows: Tensor) -> Tensor:
         """The whole vector, gathered from all processes' rows."""
@@ -81,7 +86,12 @@ class RowSpace(Space):
         return whole
 
     def apply(self, d: Tensor) -> Tensor:
-        """This process's rows of the Hessian of all processes' batches times d."""
+        """This process's rows of the Hessian of all processes' batches times d.
+
+        Of FSDP2's shards an error is raised at once: others stand in its collectives, not in ours.
+        """
+        if self._mine is not None:
+            return self._hessian.product(d).mul_(self._sign)
         d = self.gathered(d)
         try:
             h = self._hessian.product(d)
@@ -133,33 +143,3 @@ class RowSpace(Space):
                 "the curvature closure's loss depends on none of the parameters given, so that "
                 "they have no curvature; evaluate the model that they are of"
             )
-
-
-class ShardSpace(RowSpace):
-    """Vectors of which this process holds the rows that FSDP2 has left it of the parameters.
-
-    Of a :class:`~second_order.lanczos.hvp.ShardedHessian`; ``mine`` takes the rows here out of a
-    whole vector, in the parameters' order.
-    """
-
-    def __init__(
-        self,
-        hessian: Hessian,
-        world: World,
-        dtype: torch.dtype,
-        sign: float,
-        mine: Callable[[Tensor], Tensor],
-    ) -> None:
-        super().__init__(hessian, world, dtype, sign)
-        self._mine = mine
-
-    def random(self, seed: int, scale: float) -> Tensor:
-        """This process's rows of a seeded normal vector, the same however it is sharded."""
-        return self._mine(normal(self.size, seed, scale)).to(self.device, self.dtype)
-
-    def apply(self, d: Tensor) -> Tensor:
-        """This process's rows of the Hessian of all processes' batches times d.
-
-        An error is raised at once: the others stand in collectives of FSDP2, and not in ours.
-        """
-        return self._hessian.product(d).mul_(self._sign)

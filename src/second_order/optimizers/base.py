@@ -8,12 +8,12 @@
     curvature.correct()                what is left to do to the parameters
 
 Nothing here is numerical. ``state[p]`` holds two parts: ``"base"``, which the wrapped optimizer
-sees as its whole state for p, and ``"curvature"``, which belongs to the curvature.
+sees as its whole state for p, and ``"curvature"``, which is put there for ``state_dict()``.
 """
 
 from __future__ import annotations
 
-import traceback
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,7 +31,6 @@ from second_order.contract.arguments import (
     refuse_meta,
     tell_of_strangers,
 )
-from second_order.contract.averaging import start_average
 from second_order.contract.checkpoint import (
     add_collected,
     check_is_state,
@@ -41,17 +40,22 @@ from second_order.contract.checkpoint import (
     require_whole,
 )
 from second_order.contract.consistency import Consistency
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import (
+from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
+from second_order.contract.training import (
+    ARRIVED,
     NAMES,
+    Curvature,
+    Training,
+    check_step,
+    follow_learning_rates,
     members_of,
     named_like,
     nameless,
-    unhooked_step,
+    start_average,
+    unhooked,
+    warns_at_its_end,
     whole_group,
 )
-from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
-from second_order.contract.training import Training, warns_at_its_end
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, recipe_of, switch_of
 from second_order.distributed.roles import Role, whole_models
 from second_order.distributed.world import World
@@ -62,11 +66,10 @@ from second_order.options import (
     check_learning_rate,
     check_rank,
     check_rest,
-    follow_learning_rates,
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
-from second_order.sharded import dtensors_exist, is_checkpointing, is_dtensor, like
+from second_order.sharded import DTENSORS, is_checkpointing, is_dtensor, like
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -74,7 +77,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 ParamsOrModel: TypeAlias = nn.Module | Iterable[Any]
 Self = TypeVar("Self", bound="SecondOrderOptimizer")
-NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
 
 
 def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
@@ -90,12 +92,8 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
 class SecondOrderOptimizer(torch.optim.Optimizer):
     """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
 
-    Args:
-        own_keywords: Names of the optimizer's own options, for messages.
-        curvature: Makes the curvature of a training.
-        needs_model: Whether a model is required.
-        helper_role: Role of the ranks that help, if there are several ranks; None where all train.
-        helpers: How many ranks help then.
+    ``own_keywords`` are the names of the optimizer's own options, for messages; ``curvature`` makes
+    the curvature of a training; of several ranks, so many ``helpers`` have the ``helper_role``.
     """
 
     def __init__(
@@ -152,7 +150,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
-        self._look_for_places()
+        self._step_base = unhooked(self._base)
+        training.look_for_places()
         training.trained = set(training.training_params())
         self._curvature = curvature(training)
         training_ranks = world.size - helpers * (helper_role is not None)
@@ -169,25 +168,26 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             sharded = any(map(is_dtensor, training.model.parameters()))
             if any(world.all_gather_object(sharded)):  # all raise, whoever has shards
                 raise ValueError(whole_models(training.name, helper_role))
-        self._curvature.check_processes()  # of equal options, so that all raise or none
-        if training.averages:
+        averages, self._constructed = training.averages, True
+        self._curvature.begin()  # with equal options, so that all raise or none
+        if averages:
             tensors = [*training.model.parameters(), *training.model.buffers()]
             with torch.no_grad():
                 world.broadcast_from_first([t for t in tensors if not is_dtensor(t)])
-        self._constructed = True
-        self._curvature.begin()
 
     def _bind_base(self) -> None:
         """Let the base work on the very groups and state of this optimizer."""
         self._base.param_groups = self.param_groups
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
-        self._training.base, self._training.base_name = self._base, name_of(self._base)
+        training = self._training
+        training.base, training.base_name = self._base, name_of(self._base)
+        training.groups = self.param_groups
         # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
-        self._training.publish = partial(_share_state_of, weakref.ref(self))
+        training.publish = partial(_share_state_of, weakref.ref(self))
 
-    def _agree(self, doing: str, named: bool = False) -> None:
+    def agree(self, doing: str, named: bool = False) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
-        if self._curvature.instead is None:  # a helper does as it is told
+        if not self._curvature.helps:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
             self._consistency.check(self._training, self._curvature, doing, named=named)
 
@@ -212,106 +212,76 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 base is not in train mode.
         """
         training, curvature, loss = self._training, self._curvature, None
-        self._check_step(closure)
+        check_step(training, curvature.scaler_matters, closure, self._unwatched)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         # By a step of lr 0 and zero gradients torch.distributed.checkpoint makes state exist. It
         # moves no counter and starts no collective: one rank alone may take it.
-        empty = not self.state and training.steps == 0 and is_checkpointing()
-        if self._take_shards() and empty:  # torch has set the gradients of those before
+        empty = training.steps == 0 and not self.state and is_checkpointing()
+        if DTENSORS in sys.modules and self.take_shards() and empty:
+            # torch has set the gradients of those before
             for p in members_of(self.param_groups):
                 p.grad = torch.zeros_like(p) if p.requires_grad else None
         if empty:
             self._share_state()
-            unhooked_step(self._base)
+            self._step_base()
             return loss
-        if curvature.instead is not None:
-            curvature.instead()
+        if curvature.helps:
+            curvature.prepare()
             return loss
-        if self._training.collected is not None:
-            self._training.collected = None
+        if training.collected is not None:
+            training.collected = None
             self._share_state()
-        with training.meter.stage("compare"):
-            doing = f"take a step of {training.name}"
-            self._consistency.check(training, curvature, doing, tensors=True)
+        if training.world.size > 1:
+            with training.meter.stage("compare"):
+                doing = f"take a step of {training.name}"
+                self._consistency.check(training, curvature, doing, tensors=True)
         follow_learning_rates(self.param_groups)
         curvature.prepare()
-        with training.meter.stage("average_gradients"):
-            pending = start_average(training, curvature.route)
+        pending = ARRIVED
+        if training.averages:
+            with training.meter.stage("average_gradients"):
+                pending = start_average(training, curvature.route)
         curvature.precondition(pending)
         with training.meter.stage("base"):
-            curvature.step_base(partial(unhooked_step, self._base))
+            curvature.step_base(self._step_base)
         curvature.correct()
-        training.trained = set(training.training_params())
+        if training.world.size > 1:
+            training.trained = set(training.training_params())
         training.steps += 1
-        if training.steps == 1:
-            self._share_state()
+        if training.steps == 1:  # the rest of it is put there for whoever asks for a checkpoint
+            for group in self.param_groups:
+                for p in group["params"]:
+                    self.state[p].setdefault(CURVATURE, {})
         curvature.watch()
         training.meter.lap()
         return loss
 
-    def _check_step(self, closure: Any) -> None:
-        """Raise unless a step can be taken now: before anything has changed."""
-        training, matters = self._training, self._curvature.scaler_matters
-        if torch._C._current_graph_task_id() != NO_BACKWARD:
-            raise RuntimeError(
-                f"{training.name}.step() is called while backward() runs, from a parameter's hook, "
-                f"perhaps: a layer's curvature is of its weight and bias together, and complete "
-                f"once backward() has returned. Make one optimizer of the model, "
-                f"{training.name}(model, lr=...), and call step() after backward()"
-            )
-        if any(group.get("train_mode") is False for group in self.param_groups):
-            raise RuntimeError(
-                f"{training.name}.step() with a schedule-free base that is not in train mode: call "
-                f"optimizer.train() before training, and optimizer.eval() before evaluation"
-            )
-        if self._unwatched:
-            raise RuntimeError(
-                f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
-                f"statistics; train after the block"
-            )
-        if closure is not None and not callable(closure):
-            raise TypeError(f"closure={closure!r} is not a function; use step() without one")
-        if training.steps == 0 and training.scaler is None and matters and _called_by_scaler():
-            raise ValueError(
-                f"{training.name}.step() is called by a GradScaler that it was not told of: "
-                f"{matters}; write {training.name}(..., grad_scaler=scaler)"
-            )
-
-    def _look_for_places(self) -> None:
-        """Find the modules' entries that the parameters have, to see later what replaces them."""
-        ours = {id(p) for p in members_of(self.param_groups) if not is_dtensor(p)}
-        self._training.places = [
-            (module, name, p)
-            for module in self._training.model.modules()
-            if not isinstance(module, torch.jit.ScriptModule)
-            for name, p in module._parameters.items()
-            if p is not None and id(p) in ours
-        ]
-
-    def _take_shards(self) -> bool:
+    def take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
-        training, others = self._training, dict[Tensor, Tensor]()
-        for module, name, p in training.places if dtensors_exist() else ():
-            new = module._parameters.get(name)
-            if new is not p and new is not None and is_dtensor(new) and new.shape == p.shape:
-                others[p] = new
+        training, others = self._training, self._training.new_shards()
         if not others:
             return False
         check_sharding(training.model)
         check_mesh(training.model, training.world)
-        self._curvature.replace_params(others)
+        before = [[*group["params"]] for group in self.param_groups]
         for group in self.param_groups:
             group["params"][:] = [others.get(p, p) for p in group["params"]]
+        try:
+            self._curvature.replace_params(others)
+        except Exception:
+            for group, params in zip(self.param_groups, before, strict=True):
+                group["params"][:] = params
+            raise
         for p in others.keys() & self.state.keys():
             parts = self.state[others[p]] = self.state.pop(p)
             for key, value in parts.get(BASE, {}).items():
                 if isinstance(value, Tensor):
                     parts[BASE][key] = like(others[p], value)
         training.trained = {others.get(p, p) for p in training.trained}
-        self._look_for_places()
-        self._curvature.replaced()
+        training.look_for_places()
+        training.publish()  # what the curvature has dropped is in the parts that have moved
         return True
 
     def _share_state(self) -> None:
@@ -326,7 +296,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     @between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients, and drop the statistics that the last backward left."""
-        self._take_shards()
+        self.take_shards()
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
 
@@ -381,7 +351,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
 
     def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group the default entries that it lacks, those of the base that trains it."""
+        """Give a group the entries that it lacks, of the base that trains it."""
         for key, value in {**self.defaults, **base_of(self._base, group).defaults}.items():
             group.setdefault(key, value)
 
@@ -412,14 +382,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 doing = f"refuse a parameter group ({error})"
                 raise
             finally:
-                self._agree(doing, named=True)
+                self.agree(doing, named=True)
             self._curvature.replan()
         except Exception:
             self.param_groups[:] = before
             raise
         newcomers = members_of(self.param_groups[len(before) :])
         training.trained |= {p for p in newcomers if p.requires_grad}
-        self._look_for_places()
+        training.look_for_places()
 
     @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
@@ -437,7 +407,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         size = self._training.world.size
         check_rank("consolidate", to, size)
         if self._curvature.kept_elsewhere:
-            self._agree(f"consolidate(to={to})")
+            self.agree(f"consolidate(to={to})")
             ranks = range(size) if to is None else [to]
             self._training.collected = self._curvature.gather(ranks), to
 
@@ -448,11 +418,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
 
         Raises:
-            SecondOrderError: If other processes keep some of it, it has not been collected by
-                :meth:`consolidate` since the last step, and it is not
-                ``torch.distributed.checkpoint`` that asks for this process's part.
+            SecondOrderError: If other processes keep some of it, :meth:`consolidate` has not
+                collected it, and ``torch.distributed.checkpoint`` does not ask for a part.
         """
-        self._take_shards()
+        self.take_shards()
         require_whole(self._training, self._curvature)
         if self.state:
             self._share_state()
@@ -481,7 +450,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         check_is_state(state_dict)
-        self._take_shards()
+        self.take_shards()
         training, names, groups = self._training, self._training.names(), self.param_groups
         saved: dict[Tensor, SavedPart] = {}
         steps, absent = 0, list[str]()
@@ -517,6 +486,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------ odds and ends
 
+    @property
+    def training(self) -> Training:
+        """What the optimizer and its curvature share."""
+        return self._training
+
     def summary(self) -> Summary:
         """A table of the layers preconditioned, by which ranks, and of those left to the base.
 
@@ -528,13 +502,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Numbers to log: of the last step, of the curvature in use, seconds and bytes by stage.
 
         The names are the same on every process, and on the page *Instruments*; a number that this
-        process does not know is NaN. Nothing is sent and nothing changes. Reading it waits for the
-        device.
+        process does not know is NaN. Nothing is sent, and the device is waited for.
         """
-        curvature = self._curvature
-        steps = {"step": float(self._training.steps)}
-        accounts = self._training.meter.read(curvature.accounts)
-        return {**steps, **curvature.metrics(), **accounts}
+        training, curvature = self._training, self._curvature
+        accounts = training.meter.read(curvature.accounts)
+        return {"step": float(training.steps), **curvature.metrics(), **accounts}
 
     def recipe(self) -> Recipe:
         """A table of which base trains each parameter, how, and whether it is preconditioned."""
@@ -581,12 +553,3 @@ def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:
     alive = optimizer()
     if alive is not None and alive.state:
         alive._share_state()
-
-
-def _called_by_scaler() -> bool:
-    """Whether a GradScaler is calling ``step``.
-
-    If it is unknown, captured gradients are not unscaled: the factors would be too large by the
-    square of the scale, and training would stall without a word.
-    """
-    return any(f.f_code.co_name == "_maybe_opt_step" for f, _ in traceback.walk_stack(None))

@@ -83,7 +83,7 @@ class EigenpairOptimizer(SecondOrderOptimizer):
                 closure, or its loss cannot be evaluated or differentiated twice. Nothing has
                 changed then, but that eigenpairs of other parameters than train now are dropped.
         """
-        if curvature_closure is not None and self._training.world.size == 1:
+        if curvature_closure is not None and self.training.world.size == 1:
             check_closure(curvature_closure)  # several processes hear of it together, once due
         self._curvature.closure_of_step = curvature_closure
         try:

@@ -25,16 +25,14 @@ from second_order.kfac.options import (
     DistKFACOptions,
     KFACOptions,
     checked_doubly_factored,
-    half_the_cores,
 )
 from second_order.kfac.plan import System, distkfac_plan
-from second_order.kfac.solve_async import Background, SolvesOnThreads
+from second_order.kfac.solve_async import SolvesOnThreads
 from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.kaisa import KroneckerOptimizer
 from second_order.optimizers.keywords import RestOptions, settled, signed, typed
 from second_order.options import picked
-from second_order.report import Summary
 
 __all__ = ["DistKFAC"]
 
@@ -44,7 +42,7 @@ class DistKFACKeywords(KFACOptions, DistKFACOptions, RestOptions):
     """The keywords of DistKFAC."""
 
 
-@signed(DistKFACKeywords, without=["eigen_refresh"], defaults={"exact_blocks": True})
+@signed(DistKFACKeywords, defaults={"exact_blocks": True})
 class DistKFAC(KroneckerOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
@@ -86,30 +84,17 @@ class DistKFAC(KroneckerOptimizer):
                 f"a number, 20 perhaps, for when they are gone"
             )
         wide = checked_doubly_factored(own.doubly_factored)
-        background = Background(
-            threads=own.inverse_threads or half_the_cores(),
-            device=own.inverse_device,
-            max_staleness=own.staleness,
-            deterministic=own.deterministic,
-        )
         system = System(
             partial(distkfac_plan, keeps_all=True),
             replace(options.block_rules, doubly_factored=wide),
             str(replace(own, inverse_threads=None)),  # ranks may have other numbers of cores
             conv_approximation="reduce" if own.conv_factors == "cheap" else None,
-            solves=partial(SolvesOnThreads, background=background),
+            solves=partial(SolvesOnThreads, own=own),
             waits=own.staleness == 0,
         )
         super().__init__(
             params_or_model,
-            curvature=partial(
-                with_stats_workers,
-                options=options,
-                system=system,
-                count=own.stats_workers,
-                patience=float(own.helper_timeout),
-                on_device=own.inverse_device == "cuda",
-            ),
+            curvature=partial(with_stats_workers, options=options, system=system, own=own),
             helper_role="stats" if own.stats_workers else None,
             helpers=own.stats_workers,
             **common,
@@ -123,14 +108,14 @@ class DistKFAC(KroneckerOptimizer):
     @property
     def worker_group(self) -> Any:
         """The process group of the gradient workers; of the stats workers, on one of them."""
-        return self._training.world.group
+        return self.training.world.group
 
     @property
     def staleness(self) -> dict[str, int]:
         """By layer, the age in steps of the factors of the inverse in use at the next step."""
         if isinstance(self._curvature, StatsWorker):
             return {}
-        taken, steps = self._curvature.solves.taken_at, self._training.steps
+        taken, steps = self._curvature.solves.taken_at, self.training.steps
         return {block.name: steps - step for block, step in taken.items()}
 
     @property
@@ -159,23 +144,8 @@ class DistKFAC(KroneckerOptimizer):
         """
         if not isinstance(self._curvature, StatsWorker):
             raise SecondOrderError(
-                f"rank {self._training.world.rank} is a worker: it trains, and serve() is for the "
+                f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'stats'"
             )
-        self._take_shards()
+        self.take_shards()
         return self._curvature.serve(batches, loss_fn)
-
-    def summary(self) -> Summary:
-        """A table of every layer, with how old the inverses in use are.
-
-        Bytes are those of this process. Reading it waits for the device.
-        """
-        ages, delays = sorted(self.staleness.values()), sorted(self.delays.values())
-        note = "no inverses yet"
-        if ages and isinstance(self._curvature, KFAC):
-            note = (
-                f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took "
-                f"{delays[0]} to {delays[-1]} steps; {len(self._curvature.solves.under_way)} under "
-                f"way"
-            )
-        return replace(super().summary(), age=note)

@@ -102,10 +102,10 @@ class DPKFAC(KroneckerOptimizer):
             ValueError: If ``ddp`` has another model, with a GradScaler, whose verdict on overflows
                 would differ between processes, or with ``gradient_exchange="all_reduce"``.
         """
-        scaler, curvature = self._training.scaler, self._curvature
+        scaler, curvature = self.training.scaler, self._curvature
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"{type(ddp).__name__} is not a DistributedDataParallel model")
-        if ddp.module is not self._training.model:
+        if ddp.module is not self.training.model:
             raise ValueError("the DistributedDataParallel model wraps another model than this")
         if scaler is not None and scaler.is_enabled():
             raise ValueError(
@@ -117,4 +117,4 @@ class DPKFAC(KroneckerOptimizer):
                 "gradient_exchange='all_reduce' averages gradients everywhere, as "
                 "the model does without a hook; use gradient_exchange='owner' with it"
             )
-        curvature.hook = OwnerHook(self._training.world, curvature.owners, ddp)
+        curvature.hook = OwnerHook(self.training.world, curvature.owners, ddp)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from second_order.contract.training import Curvature
 from second_order.distributed.assignment import AssignmentCost
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
@@ -32,13 +33,15 @@ from second_order.options import (
     one_of,
     picked,
 )
-from second_order.planning.fraction import AutoFraction
+from second_order.planning.machine import AutoFraction
 
 __all__ = ["KAISA", "KroneckerOptimizer"]
 
 
 class KroneckerOptimizer(SecondOrderOptimizer):
     """A base optimizer and the Kronecker factors of a model's layers."""
+
+    _curvature: Curvature
 
     def curvature(
         self, *, dtype: torch.dtype = torch.float64, gather: bool = True
@@ -60,11 +63,11 @@ class KroneckerOptimizer(SecondOrderOptimizer):
         curvature = self._curvature
         if not isinstance(curvature, KFAC):
             raise SecondOrderError(
-                f"rank {self._training.world.rank} computes statistics for others, and keeps no "
+                f"rank {self.training.world.rank} computes statistics for others, and keeps no "
                 f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"
             )
         if gather and curvature.kept_elsewhere:
-            self._agree("curvature()")
+            self.agree("curvature()")
         return curvature.fitted(dtype, gather)
 
 
@@ -132,22 +135,20 @@ class KAISA(KroneckerOptimizer):
                     f"exchange_dtype={sent} is wider than {name}={kept}: more would travel than is "
                     f"kept; use exchange_dtype=None"
                 )
-        cost, colocate = own.assignment, own.colocate_factors
-        keeps_all, fraction = own.factor_exchange != "reduce", own.grad_worker_fraction
-        automatic = fraction == AUTO
+        fraction = own.grad_worker_fraction
+        plan = partial(
+            kaisa_plan,
+            cost=own.assignment,
+            colocate=own.colocate_factors,
+            keeps_all=own.factor_exchange != "reduce",
+        )
         system = System(
-            partial(
-                kaisa_plan,
-                fraction=1.0 if fraction == AUTO else float(fraction),
-                cost=cost,
-                colocate=colocate,
-                keeps_all=keeps_all,
-            ),
+            partial(plan, fraction=1.0 if fraction == AUTO else float(fraction)),
             options.block_rules,
             str(own),
             pipelined=own.factor_exchange == "pipelined",
             exchange_dtype=own.exchange_dtype,
-            chooser=AutoFraction(options, cost, colocate, keeps_all) if automatic else None,
+            chooser=AutoFraction(options, plan) if fraction == AUTO else None,
         )
         super().__init__(
             params_or_model,

@@ -122,13 +122,7 @@ def typed(
 def signed(
     kind: type, without: Collection[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> Callable[[type[T]], type[T]]:
-    """Give an optimizer the keywords of a dataclass, in its signature and its docstring.
-
-    Args:
-        kind: The dataclass; of its fields, those that ``keyword`` has made.
-        without: Keywords that this optimizer has not.
-        defaults: Defaults in place of those of the fields.
-    """
+    """Give an optimizer the keywords of a dataclass, in its signature and its docstring."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters, texts = [own, own.replace(name="params_or_model")], {"params_or_model": PARAMS}
     hints, meanings, only = get_type_hints(kind), _meanings(kind), inspect.Parameter.KEYWORD_ONLY
@@ -170,15 +164,7 @@ def _meanings(kind: type) -> dict[str, str]:
 
 
 def settled(optimizer: type, keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of all keywords, and what of them ``SecondOrderOptimizer`` takes.
-
-    Args:
-        optimizer: A class that is :func:`signed`.
-        keywords: The keywords given.
-
-    Raises:
-        TypeError: If ``lr`` is missing.
-    """
+    """The values of all keywords of a signed class, and what ``SecondOrderOptimizer`` takes."""
     bound = inspect.signature(optimizer).bind(None, **keywords)
     bound.apply_defaults()
     values = bound.arguments

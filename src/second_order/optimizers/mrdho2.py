@@ -23,7 +23,8 @@ from typing import Any
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
-from second_order.fosi.epochs import Accelerating, Divided, divided_curvature
+from second_order.fosi.accelerator import Accelerating, divided_curvature
+from second_order.fosi.epochs import Divided
 from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.dho2 import EigenpairOptimizer
@@ -39,19 +40,10 @@ class MRDHO2Keywords(PairOptions, EpochOptions, CommonOptions):
     """The keywords of MRDHO2."""
 
 
-@signed(
-    MRDHO2Keywords,
-    without=[
-        "preset",
-        "curvature_interval",
-        "overhead",
-        "lr_scale_guard",
-        "subspace_momentum",
-        "warm_start",
-        "trust_region",
-        "layout",
-    ],
-)
+WITHOUT = "preset curvature_interval overhead lr_scale_guard subspace_momentum warm_start"
+
+
+@signed(MRDHO2Keywords, without=f"{WITHOUT} trust_region layout".split())
 class MRDHO2(EigenpairOptimizer):
     """DHO2 whose eigenpairs are computed by processes of their own, while the others train.
 
@@ -97,12 +89,12 @@ class MRDHO2(EigenpairOptimizer):
     @property
     def worker_group(self) -> Any:
         """The process group of the workers; of the accelerators, on one of them."""
-        return self._training.world.group
+        return self.training.world.group
 
     @property
     def epochs(self) -> Sequence[EpochReport]:
         """Reports of the last 1,000 epochs, on a worker."""
-        return self._curvature.epochs.reports
+        return self._curvature.reports
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute eigenpairs until the workers close; an accelerator calls this, not ``step``.
@@ -120,10 +112,10 @@ class MRDHO2(EigenpairOptimizer):
             CurvatureError: If the loss cannot be evaluated or differentiated twice.
             ValueError: If there is no batch.
         """
-        self._take_shards()
+        self.take_shards()
         if not isinstance(self._curvature, Accelerating):
             raise SecondOrderError(
-                f"rank {self._training.world.rank} is a worker: it trains, and serve() is for the "
+                f"rank {self.training.world.rank} is a worker: it trains, and serve() is for the "
                 f"ranks whose optimizer.role is 'accelerator'"
             )
         return self._curvature.serve(batches, loss_fn)

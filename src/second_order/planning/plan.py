@@ -1,64 +1,68 @@
 """Which system with which setting: time, memory and bytes of each, and the one to take.
 
-Each setting's costs are those of :mod:`second_order.planning.record`: the optimizer's own code
-takes a step, and nothing is sent.
+``python -m second_order plan`` is the command. Costs are those of
+:mod:`second_order.planning.record`: the optimizer's own code takes a step, and nothing is sent.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
+import importlib
 import inspect
+import itertools
 import json
+import os
+import re
+import runpy
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
-from second_order.errors import CurvatureError
-from second_order.fosi.pieces import works_by_element
-from second_order.optimizers.dho2 import DHO2
+from second_order.errors import SecondOrderError
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
 from second_order.optimizers.kaisa import KAISA
-from second_order.optimizers.mrdho2 import MRDHO2
-from second_order.options import check_choice, check_count, check_number
-from second_order.planning.calibration import DEFAULT_NETWORKS, measure_machine
-from second_order.planning.fraction import SIMILAR, workers_of
-from second_order.planning.machine import Interconnect, Machine
-from second_order.planning.record import Record, loss_of, record
+from second_order.options import check_count, check_number
+from second_order.planning.machine import (
+    DEFAULT_NETWORKS,
+    SIMILAR,
+    Interconnect,
+    Machine,
+    measure_machine,
+    workers_of,
+)
+from second_order.planning.record import loss_of, record
 from second_order.report import aligned
 from second_order.stages import ELSEWHERE
 
-__all__ = ["SYSTEMS", "Choice", "Plan", "bytes_of", "plan"]
+__all__ = ["SOLVERS", "SYSTEMS", "Choice", "Plan", "add_command", "plan"]
 
-SYSTEMS: dict[str, Any] = {c.__name__: c for c in (KAISA, DPKFAC, DistKFAC, DHO2, MRDHO2)}
-OF_PAIRS = ("DHO2", "MRDHO2")
+SYSTEMS: dict[str, Any] = {c.__name__: c for c in (KAISA, DPKFAC, DistKFAC)}
+SOLVERS = ("inverse", "eigen")
+FUNCTION = "model_and_batch"
+"""The function that the command calls where none is named."""
+
 PASSES = "passes"
 """The account of forward and backward."""
 
 PLANNED = {
-    "solver": "use solvers=",
-    "factor_update_steps": "use intervals=",
-    "inv_update_steps": "use intervals=",
-    "grad_worker_fraction": "MEM-OPT, HYBRID and COMM-OPT differ in it; leave it out",
-    "factor_exchange": "settings of KAISA differ in it; leave it out",
-    "layout": "DHO2's rows and columns; leave it out",
-    "stats_workers": "messages of stats workers come when they come; leave it out",
-    "process_group": "ranks are pretended; leave it out",
+    *("solver", "factor_update_steps", "inv_update_steps", "grad_worker_fraction"),
+    *("factor_exchange", "stats_workers", "process_group"),
 }
 """Options that are planned themselves, or that a pretended world has not."""
 
 STATISTICS = ("statistics", "statistics_exchange")
-REFRESH = ("solve", "solve_exchange", "lanczos", "final_update", "pairs", "wait")
-COLUMNS = {
-    "statistics": STATISTICS[:1],
-    "solve": ("solve", "lanczos"),
-    "precondition": ("precondition", "split", "newton"),
-}
+REFRESH = ("solve", "solve_exchange", "wait")
+COLUMNS = ("statistics", "solve", "precondition")
 """Columns of the table that are stages; those of no column are messages."""
 
 
@@ -70,8 +74,7 @@ class Choice:
         system: The optimizer's class.
         setting: The setting in words.
         keywords: The keywords that have the optimizer do this.
-        intervals: Steps between statistics and between refreshes; for eigenpairs both times the
-            steps from one refresh to the next.
+        intervals: Steps between statistics and between refreshes.
         stages: Seconds a step by stage, those of statistics and refreshes shared out over their
             intervals.
         seconds: Seconds a step.
@@ -81,7 +84,6 @@ class Choice:
         sent: Bytes a step that the busiest rank hands to ``torch.distributed``.
         hidden: Seconds a step of solves on threads, beside training.
         fits: Whether the memory allowed is enough.
-        ranks: What each recorded rank takes at a step with statistics and a refresh.
     """
 
     system: str
@@ -95,7 +97,6 @@ class Choice:
     sent: float
     hidden: float = 0.0
     fits: bool = True
-    ranks: tuple[Record, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -148,9 +149,9 @@ class Plan:
         return "\n".join([title, *aligned(table, set(range(4, 12))), *more, self.reason])
 
     def _row(self, choice: Choice) -> list[str]:
-        of = {name: sum(choice.stages.get(s, 0.0) for s in ss) for name, ss in COLUMNS.items()}
+        of = [choice.stages.get(name, 0.0) for name in COLUMNS]
         others = sum(choice.stages.get(s, 0.0) for s in (PASSES, "base", "wait"))
-        messages = sum(choice.stages.values()) - sum(of.values()) - others
+        messages = sum(choice.stages.values()) - sum(of) - others
         note = "recommended" if choice is self.recommended else ""
         return [
             choice.system,
@@ -159,31 +160,23 @@ class Plan:
             "/".join(map(str, choice.intervals)),
             f"{1000 * choice.seconds:,.3g}",
             f"{choice.seconds / self.base - 1:+.0%}",
-            *(f"{1000 * max(seconds, 0.0):,.3g}" for seconds in (*of.values(), messages)),
+            *(f"{1000 * max(seconds, 0.0):,.3g}" for seconds in (*of, messages)),
             _said(choice.memory),
             _said(choice.sent),
             note if choice.fits else "does not fit",
         ]
 
-    def as_json(self) -> dict[str, Any]:
-        """The plan as primitives; the recommended setting with what its ranks take."""
-
-        def primitive(choice: Choice) -> dict[str, Any]:
-            return {k: v for k, v in vars(choice).items() if k != "ranks"}
-
-        best = self.recommended
-        return {
+    def to_json(self, indent: int | None = 1) -> str:
+        """The plan as JSON."""
+        found = {
             **{k: getattr(self, k) for k in ("world_size", "memory", "reason")},
             "base_seconds": self.base,
-            "recommended": best and primitive(best) | {"ranks": [vars(r) for r in best.ranks]},
-            "choices": [primitive(choice) for choice in self.choices],
+            "recommended": self.recommended and vars(self.recommended),
+            "choices": [vars(choice) for choice in self.choices],
             "machine": self.machine.as_json(),
             "network": self.network.as_json(),
         }
-
-    def to_json(self, indent: int | None = 1) -> str:
-        """The plan as JSON."""
-        return json.dumps(self.as_json(), indent=indent)
+        return json.dumps(found, indent=indent)
 
     def __str__(self) -> str:
         return self.summary()
@@ -198,7 +191,7 @@ def plan(
     network: Interconnect | None = None,
     memory: int | str | None = None,
     systems: Sequence[str] = tuple(SYSTEMS),
-    solvers: Sequence[str] = ("inverse", "eigen"),
+    solvers: Sequence[str] = SOLVERS,
     intervals: Sequence[tuple[int, int]] = ((10, 10),),
     base: type[torch.optim.Optimizer] = torch.optim.SGD,
     base_kwargs: Mapping[str, Any] | None = None,
@@ -213,7 +206,7 @@ def plan(
     The model stays as it is.
 
     Args:
-        model: The model; on the meta device with ``machine`` alone.
+        model: The model.
         sample_batch: A rank's batch, as the model's arguments: a tensor, a tuple or list of
             arguments, or a dictionary by name.
         world_size: Number of ranks to plan for; or some such numbers: the plan is for the first,
@@ -226,7 +219,7 @@ def plan(
         systems: Names of the optimizers.
         solvers: The solvers: "inverse" (Cholesky) and "eigen".
         intervals: Pairs of ``factor_update_steps`` and ``inv_update_steps``. The recommendation is
-            for the first. DHO2 and MRDHO2 have intervals of their own, among ``options``.
+            for the first.
         base: Class of the base.
         base_kwargs: Arguments of the base.
         options: Further keywords of the optimizers; each gets those that it knows.
@@ -234,106 +227,83 @@ def plan(
 
     Raises:
         TypeError: For values of the wrong type.
-        ValueError: For values out of range, a model that does not take the batch, a model on the
-            meta device without a machine, or where a process group is initialised.
+        ValueError: For values out of range, a model that does not take the batch or is on the meta
+            device, or where a process group is initialised.
     """
     sizes = list(world_size) if isinstance(world_size, Sequence) else [world_size]
-    _check(sizes, systems, solvers, intervals, options or {})
+    options = dict(options or {})
+    _check(model, sizes, {"systems": systems, "solvers": solvers}, intervals, options)
     check_number("seconds", seconds, low=0.0, open_low=True, high=60.0, remedy="10 is usual")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
-    device = next((p.device for p in model.parameters() if p.requires_grad), None)
-    if device is None:
-        raise ValueError("no parameter of the model trains; set requires_grad")
-    if device.type == "meta" and machine is None:
-        raise ValueError(
-            "the model is on the meta device, and no machine is given to plan for; give "
-            "machine=Machine.given(...), or the model on the device to measure"
-        )
-    allowed = None if memory is None else bytes_of(memory)
-    positional, named = _arguments_of(sample_batch)
+    allowed = None if memory is None else _bytes_of(memory)
+    keywords = {"lr": 0.1, "base": base, **(base_kwargs or {})}
+    if base is torch.optim.SGD:
+        keywords.setdefault("momentum", 0.9)
+    device = next(p.device for p in model.parameters() if p.requires_grad)
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        if device.type == "meta":  # no number matters, but there have to be some
-            model, device = copy.deepcopy(model).to_empty(device="cpu"), torch.device("cpu")
-            with torch.no_grad():
-                for x in (*model.parameters(), *model.buffers()):
-                    x.fill_(0.01 if x.is_floating_point() else 0)
-            positional, named = tree_map_only(
-                Tensor, lambda x: torch.zeros_like(x, device="cpu"), (positional, named)
-            )
-
-        def run(model: nn.Module) -> Any:
-            return model(*positional, **named)
-
-        passes = _measured(model, run, device, 5 if machine is None else 0)
+        run, passes = _ready(model, sample_batch, 5 if machine is None else 0)
         machine = machine or measure_machine(device, seconds=seconds)
-        keywords = {"lr": 0.1, "base": base, **(base_kwargs or {})}
-        if base is torch.optim.SGD:
-            keywords.setdefault("momentum", 0.9)
         network = network or DEFAULT_NETWORKS[machine.device]
         allowed = machine.memory if allowed is None else allowed
-        given = passes, keywords, dict(options or {}), tuple(intervals), machine, network, allowed
-        planner = _Planner(model, run, *given)
+        costs = machine, network, allowed
+        planner = _Planner(model, run, passes, keywords, options, tuple(intervals), *costs)
         first, *others = (planner.plan(n, systems, solvers) for n in dict.fromkeys(sizes))
     return replace(first, others=tuple(others))
 
 
 def _check(
+    model: Any,
     sizes: Sequence[Any],
-    systems: Sequence[str],
-    solvers: Sequence[str],
+    named: Mapping[str, Sequence[str]],
     intervals: Sequence[Any],
     options: Mapping[str, Any],
 ) -> None:
     """Raise TypeError or ValueError for what cannot be planned."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give a torch.nn.Module")
+    device = next((p.device for p in model.parameters() if p.requires_grad), None)
+    if device is None:
+        raise ValueError("no parameter of the model trains; set requires_grad")
+    if device.type == "meta":
+        raise ValueError("the model is on the meta device; give one with numbers, by to_empty()")
     if not sizes or not intervals:
         raise ValueError("world_size and intervals: give one of each at least")
     for size in sizes:
         check_count("world_size", size, "ranks")
-    allowed = {"systems": (systems, tuple(SYSTEMS)), "solvers": (solvers, ("inverse", "eigen"))}
-    for name, (values, known) in allowed.items():
-        if isinstance(values, str) or not values:
+    for (name, values), known in zip(named.items(), (SYSTEMS, SOLVERS), strict=True):
+        if isinstance(values, str) or not values or not set(values) <= set(known):
             raise ValueError(f"{name}={values!r}; give a list of some of {', '.join(known)}")
-        for value in values:
-            check_choice(name, value, known)
     for pair in intervals:
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise ValueError(f"intervals: {pair!r} is not a pair of two numbers, as (10, 100)")
-        check_count("factor_update_steps", pair[0], "steps")
-        check_count("inv_update_steps", pair[1], "steps")
-    for name in options.keys() & PLANNED.keys():
-        raise ValueError(f"options[{name!r}] is planned: {PLANNED[name]}")
-    unknown = set(options).difference(*(inspect.signature(SYSTEMS[s]).parameters for s in systems))
-    if unknown:
-        raise TypeError(f"options: none of {', '.join(systems)} knows {', '.join(sorted(unknown))}")
-
-
-def _arguments_of(sample_batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as a model's positional and named arguments."""
-    if isinstance(sample_batch, Tensor):
-        sample_batch = (sample_batch,)
-    if isinstance(sample_batch, str) or not isinstance(sample_batch, Mapping | Sequence):
+        for steps in pair:
+            check_count("intervals", steps, "steps")
+    systems = named["systems"]
+    known = set().union(*(inspect.signature(SYSTEMS[s]).parameters for s in systems)) - PLANNED
+    for name in options.keys() - known:
         raise TypeError(
-            f"sample_batch is a {type(sample_batch).__name__}; give the model's arguments: a "
-            f"tensor, a tuple or a list of them, or a dictionary by name"
+            f"options: {name!r} is a setting that is planned, or unknown to {', '.join(systems)}"
         )
-    if not any(isinstance(x, Tensor) and x.dim() and len(x) for x in tree_leaves(sample_batch)):
-        raise ValueError(
-            "sample_batch has no tensor with a batch dimension; give one example at least"
-        )
-    if isinstance(sample_batch, Mapping):
-        return (), dict(sample_batch)
-    return tuple(sample_batch), {}
 
 
-def _measured(
-    model: nn.Module, run: Callable[[nn.Module], Any], device: torch.device, times: int
-) -> float | None:
-    """Seconds of the fastest of some passes of a copy; None if they are not to be taken."""
-    model, found = copy.deepcopy(model).train(), []
+def _ready(
+    model: nn.Module, batch: Any, times: int
+) -> tuple[Callable[[nn.Module], Any], float | None]:
+    """A run of the model on the batch, and seconds of the fastest of some passes of a copy."""
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    if isinstance(batch, str) or not isinstance(batch, Mapping | Sequence):
+        raise TypeError(
+            f"sample_batch is a {type(batch).__name__}; give the model's arguments: a tensor, a "
+            f"tuple or a list of them, or a dictionary by name"
+        )
+
+    def run(model: nn.Module) -> Any:
+        return model(**batch) if isinstance(batch, Mapping) else model(*batch)
+
+    twin, found = copy.deepcopy(model).train(), []
     try:
         with torch.no_grad():
-            run(model)
+            run(twin)
     except Exception as error:
         raise ValueError(
             f"the model does not take sample_batch: {type(error).__name__}: {error}; give the "
@@ -341,11 +311,11 @@ def _measured(
         ) from error
     for _ in range(times):
         start = time.perf_counter()
-        loss_of(run(model)).backward()
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
+        loss_of(run(twin)).backward()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
         found.append(time.perf_counter() - start)
-    return min(found, default=None)
+    return run, min(found, default=None)
 
 
 @dataclass(frozen=True)
@@ -354,8 +324,7 @@ class _Planner:
 
     model: nn.Module
     run: Callable[[nn.Module], Any]
-    passes: float | None
-    """Measured seconds of forward and backward; None for simulated ones."""
+    passes: float | None  # measured seconds of forward and backward; None for simulated ones
     keywords: Mapping[str, Any]
     options: Mapping[str, Any]
     intervals: tuple[tuple[int, int], ...]
@@ -367,133 +336,67 @@ class _Planner:
         """The plan for a number of ranks."""
         choices: list[Choice] = []
         for system in systems:
-            for setting, keywords in _settings(system, world_size, solvers, self._by_element):
-                try:
-                    choices += self._choices(system, setting, keywords, world_size)
-                except CurvatureError:  # noqa: PERF203  # no second derivatives: factors are planned
-                    if set(systems) <= set(OF_PAIRS):
-                        raise
-        if not choices:
-            raise ValueError(
-                f"MRDHO2 needs more ranks than accelerators, and there is {world_size}"
-            )
+            for setting, keywords in _settings(system, world_size, solvers):
+                choices += self._choices(system, setting, keywords, world_size)
         choices.sort(key=lambda choice: choice.seconds)
         base = choices[0].stages[PASSES] + choices[0].stages.get("base", 0.0)
         if world_size > 1:
             trained = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
             base += self.network.all_reduce(trained, range(world_size))
-        of_factors = [
-            c for c in choices if c.intervals == self.intervals[0] and c.system not in OF_PAIRS
-        ]
-        best, reason = _recommended(of_factors or choices, self.memory, self.machine)
-        if len(of_factors) < len(choices) and any(s in OF_PAIRS for s in systems):
-            reason += (
-                "; DHO2 and MRDHO2 have another curvature: seconds of a step do not tell which "
-                "makes more progress"
-            )
+        asked = [choice for choice in choices if choice.intervals == self.intervals[0]]
+        best, reason = _recommended(asked, self.memory, self.machine)
         links = self.machine, self.network, self.memory
         return Plan(world_size, tuple(choices), best, reason, base, *links)
-
-    @property
-    def _by_element(self) -> bool:
-        """Whether the base suits rows of the parameters."""
-        return works_by_element(self.keywords["base"])
-
-    def _option(self, name: str, system: Any = DHO2) -> Any:
-        return self.options.get(name, inspect.signature(system).parameters[name].default)
-
-    def _records(self, system: str, keywords: Mapping[str, Any], ranks: int) -> list[Record]:
-        """What the first rank and one in the middle take, if all is due at each step."""
-        known = inspect.signature(SYSTEMS[system]).parameters
-        own = {k: v for k, v in self.options.items() if k in known}
-
-        def make(model: nn.Module, closure: Callable[[], Tensor]) -> Any:
-            every: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 1}
-            if system in OF_PAIRS:  # with as many products as a refresh may take
-                every = {"curvature_closure": closure, "warmup_steps": 0}
-                every |= {"curvature_interval": 1, "lanczos_tol": 0.0, "curvature": "hessian"}
-            return SYSTEMS[system](model, **{**self.keywords, **own, **keywords, **every})
-
-        setting = self.model, self.run, self.machine, self.network
-        return [record(make, *setting, rank, ranks) for rank in sorted({0, ranks // 2})]
 
     def _choices(
         self, system: str, setting: str, keywords: dict[str, Any], ranks: int
     ) -> Iterator[Choice]:
-        """A setting at each of the intervals."""
-        epoch, helpers = 1, 0
-        if system == "MRDHO2":
-            epoch, helpers = (self._option(k, MRDHO2) for k in ("epoch_steps", "accelerators"))
-            if helpers >= ranks:
-                return
-            # Workers step as DHO2's do; of an epoch's end they get the pairs of the accelerators.
-            layout = "row" if self._by_element else "column"
-            records = self._records("DHO2", {"layout": layout}, ranks - helpers)
-        else:
-            records = self._records(system, keywords, ranks)
+        """A setting at each of the intervals; recorded are the first rank and one in the middle."""
+        known = inspect.signature(SYSTEMS[system]).parameters
+        own = {k: v for k, v in self.options.items() if k in known}
+        every = {"factor_update_steps": 1, "inv_update_steps": 1}
+        make = partial(SYSTEMS[system], **{**self.keywords, **own, **keywords, **every})
+        given = make, self.model, self.run, self.machine, self.network
+        records = [record(*given, rank, ranks) for rank in sorted({0, ranks // 2})]
         due = {k: max(r.seconds.get(k, 0.0) for r in records) for r in records for k in r.seconds}
         sent = {k: max(r.sent.get(k, 0.0) for r in records) for r in records for k in r.sent}
         simulated = due.pop(ELSEWHERE)
         due = {PASSES: simulated if self.passes is None else self.passes, **due}
         hidden = max(r.hidden for r in records)
-        if helpers:
-            hidden = due.pop("lanczos", 0.0) * (ranks - helpers) / helpers
-            sent.pop("lanczos", None)
-            due["wait"] = max(hidden - epoch * sum(due.values()), 0.0)
-        elif not self.machine.solves_beside:
+        if not self.machine.solves_beside:
             due["solve"], hidden = due.get("solve", 0.0) + hidden, 0.0
         fullest = max(records, key=lambda r: r.peak)
         memory = sum(p.nbytes for p in self.model.parameters()) + fullest.peak
-        for pair in [self._interval(system, due, epoch)] if system in OF_PAIRS else self.intervals:
-            every = dict.fromkeys(STATISTICS, pair[0]) | dict.fromkeys(REFRESH, pair[1])
-            stages = {stage: s / every.get(stage, 1) for stage, s in due.items()}
-            total, beside = sum(stages.values()), hidden / pair[1]
-            if system not in OF_PAIRS:
-                keywords = {**keywords, "factor_update_steps": pair[0], "inv_update_steps": pair[1]}
+        for pair in self.intervals:
+            often = dict.fromkeys(STATISTICS, pair[0]) | dict.fromkeys(REFRESH, pair[1])
+            stages = {stage: s / often.get(stage, 1) for stage, s in due.items()}
             yield Choice(
                 system,
                 setting,
-                keywords,
+                {**keywords, "factor_update_steps": pair[0], "inv_update_steps": pair[1]},
                 pair,
                 stages,
-                total if helpers else max(total, beside),
+                max(sum(stages.values()), hidden / pair[1]),
                 memory,
                 fullest.kept,
-                sum(nbytes / every.get(stage, 1) for stage, nbytes in sent.items()),
-                beside,
+                sum(nbytes / often.get(stage, 1) for stage, nbytes in sent.items()),
+                hidden / pair[1],
                 self.memory is None or memory <= self.memory,
-                tuple(records),
             )
-
-    def _interval(self, system: str, due: Mapping[str, float], epoch: int) -> tuple[int, int]:
-        """Steps from one refresh of eigenpairs to the next: an epoch, a number, or by budget."""
-        every = epoch if system == "MRDHO2" else self._option("curvature_interval")
-        if not isinstance(every, int):
-            overhead = self._option("overhead") or 0.15
-            alone = due[PASSES] + due.get("base", 0.0) + due.get("average_gradients", 0.0)
-            every = max(round(due.get("lanczos", 0.0) / (overhead * alone)), 1)
-        return every, every
 
 
 def _settings(
-    system: str, ranks: int, solvers: Sequence[str], by_element: bool
+    system: str, ranks: int, solvers: Sequence[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """A system's settings that are compared, in words and as keywords."""
-    if system == "MRDHO2":
-        yield "", {}
-    elif system == "DHO2":
-        layouts = ("row", "column") if by_element else ("column",)
-        for layout in layouts if ranks > 1 else ("row",):
-            yield f"{layout}s" if ranks > 1 else "", {"layout": layout}
-    elif system != "KAISA" or ranks == 1:
+    if system != "KAISA" or ranks == 1:
         yield from (("", {"solver": solver}) for solver in solvers)
-    else:
-        for solver in solvers:
-            for workers in workers_of(ranks, 4):
-                name = {1: "MEM-OPT", ranks: "COMM-OPT"}.get(workers, f"HYBRID {workers}/{ranks}")
-                words = {"solver": solver, "grad_worker_fraction": workers / ranks}
-                yield name, words
-                yield f"{name}, reduce", {**words, "factor_exchange": "reduce"}
+        return
+    for solver, workers in itertools.product(solvers, workers_of(ranks, 4)):
+        name = {1: "MEM-OPT", ranks: "COMM-OPT"}.get(workers, f"HYBRID {workers}/{ranks}")
+        words = {"solver": solver, "grad_worker_fraction": workers / ranks}
+        yield name, words
+        yield f"{name}, reduce", {**words, "factor_exchange": "reduce"}
 
 
 def _recommended(
@@ -523,39 +426,25 @@ def _recommended(
     unfit = [choice for choice in choices if not choice.fits]
     if unfit:
         quicker = sum(c.seconds < best.seconds for c in unfit)
-        said += f"; {len(unfit)} do not fit into {_said(memory or 0)}"
-        said += f", {quicker} of them faster" if quicker else ""
+        said += f"; {len(unfit)} do not fit into {_said(memory or 0)}, {quicker} of them faster"
     if best.system == "DPKFAC":
         said += "; its factors are of their owner's batches alone"
-    if best.system == "MRDHO2":
-        said += "; its accelerators do not train, and the step is of fewer examples"
-    if best.system == "DistKFAC" and best.hidden:
-        said += "; its solves need cores of their own beside training"
-    if any(choice.system == "DistKFAC" for choice in choices) and not machine.solves_beside:
-        said += (
-            "; no core is left to DistKFAC's threads (spare_cores of the machine): its solves take "
-            "training's time, and are counted in full"
-        )
+    if not machine.solves_beside and any(choice.system == "DistKFAC" for choice in choices):
+        said += "; no core is left to DistKFAC's threads (spare_cores of the machine): its solves "
+        said += "take training's time, and are counted in full"
     return best, said
 
 
-def bytes_of(size: int | str) -> int:
-    """A number of bytes from a number, or a text like "80GB" or "512 MiB".
-
-    Raises:
-        ValueError: For anything else, or less than one byte.
-    """
-    text = str(size).strip()
-    digits = text.rstrip("BbKkMmGgTtIi ")
-    unit = text[len(digits) :].strip().upper().removesuffix("B")
-    try:
-        power = " KMGT".index(unit[:1] or " ")
-        found = int(float(digits) * (1024 if unit.endswith("I") else 1000) ** power)
-    except (ValueError, OverflowError):
-        found = 0
-    if found < 1:
+def _bytes_of(size: int | str) -> int:
+    """A number of bytes from a number, or a text like "80GB" or "512 MiB"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?(?:E\d+)?) *([KMGT]?)(I?)B?", str(size).strip().upper())
+    nbytes = 0
+    if found:
+        unit = (1024 if found[3] else 1000) ** " KMGT".index(found[2] or " ")
+        nbytes = int(float(found[1]) * unit)
+    if nbytes < 1:
         raise ValueError(f"memory={size!r} is not a number of bytes; write 80GB or 512MiB")
-    return found
+    return nbytes
 
 
 def _said(size: float) -> str:
@@ -565,3 +454,88 @@ def _said(size: float) -> str:
             return f"{size:.3g} {unit}"
         size /= 1000
     return f"{size:.3g} TB"
+
+
+def add_command(commands: Any) -> None:
+    """Add ``plan`` to the commands of ``python -m second_order``."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict time, memory and bytes of every system and setting, and recommend one",
+        description="Predict time, memory and bytes of every system and setting for some "
+        "numbers of ranks, and recommend one. The machine at hand is measured for some seconds, "
+        "unless numbers of another are given.",
+    )
+    parser.add_argument(
+        "target",
+        help=f"train.py, train.py:function or module:function; the function ({FUNCTION} where none "
+        f"is named) takes no arguments and returns (model, batch): the batch of one rank, as the "
+        f"model's arguments",
+    )
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 8, 64], metavar="N")
+    parser.add_argument("--memory", help="what a rank may use, as 80GB")
+    parser.add_argument("--machine", type=Path, help="JSON of a machine's numbers; see the docs")
+    parser.add_argument("--network", type=Path, help="JSON of a network's levels")
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--solvers", nargs="+", choices=SOLVERS, default=list(SOLVERS))
+    words = "factor_update_steps/inv_update_steps, as 10/100; the first is recommended for"
+    parser.add_argument("--intervals", type=_intervals, nargs="+", default=[(10, 10)], help=words)
+    parser.add_argument("--seconds", type=float, default=10.0, help="of measurement, up to 60")
+    parser.add_argument("--json", type=Path, help="where to write the plans")
+    parser.set_defaults(run=_run)
+
+
+def _intervals(word: str) -> tuple[int, int]:
+    first, slash, second = word.partition("/")
+    if not (slash and first.isdecimal() and second.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{word!r} is not two intervals, as 10/100")
+    return int(first), int(second)
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    """Plan, print a table for each number of ranks, and write JSON if it is asked for."""
+    try:
+        machine, network = _read(chosen.machine, Machine), _read(chosen.network, Interconnect)
+        model, batch = _called(chosen.target)
+        names = "memory", "systems", "solvers", "intervals", "seconds"
+        wanted = {name: getattr(chosen, name) for name in names}
+        first = plan(model, batch, chosen.world_sizes, machine=machine, network=network, **wanted)
+    except (ValueError, TypeError, OSError, ImportError, SecondOrderError) as error:
+        sys.stderr.write(f"python -m second_order plan: {error}\n")
+        return 2
+    plans = [first, *first.others]
+    for each in plans:
+        sys.stdout.write(f"{each.summary()}\n\n")
+    if chosen.json is not None:
+        chosen.json.parent.mkdir(parents=True, exist_ok=True)
+        chosen.json.write_text(f"[{','.join(each.to_json() for each in plans)}]", "utf-8")
+        sys.stdout.write(f"written: {chosen.json}\n")
+    return 0 if all(each.recommended is not None for each in plans) else 1
+
+
+def _read(path: Path | None, kind: Any) -> Any:
+    """A machine or a network from a file, if one is named."""
+    try:
+        return path and kind.of_json(json.loads(path.read_text("utf-8")))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} has no numbers of a {kind.__name__}: {error}") from None
+
+
+def _called(target: str) -> tuple[nn.Module, Any]:
+    """A model and a batch from a script's or a module's function."""
+    place, _, name = target.partition(":")
+    is_script = place.endswith(".py")
+    first = str(Path(place).resolve().parent) if is_script else os.getcwd()  # noqa: PTH109
+    with patch.multiple(sys, path=[first, *sys.path], argv=[place]):
+        if is_script:  # not as __main__: a script's training stays behind its guard
+            names = runpy.run_path(place, run_name="second_order_plan")
+        else:
+            names = vars(importlib.import_module(place))
+        function = names.get(name or FUNCTION)
+        found: Any = function() if callable(function) else None
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], nn.Module):
+        return found
+    raise ValueError(
+        f"{place} has no function {name or FUNCTION}() that takes nothing and returns (model, "
+        f"batch), a torch.nn.Module and its arguments for one rank's batch; write it, or name "
+        f"yours as {place}:function"
+    )

@@ -14,9 +14,11 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,20 +29,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from second_order.kfac.solve_async import WorkerPool
 from second_order.kronecker import decompositions
-from second_order.kronecker.background import Ticket, WorkerPool
 from second_order.planning.machine import Interconnect, Machine
 from second_order.stages import ELSEWHERE, PAPER_NAMES
 
-__all__ = ["Record", "Simulation", "loss_of", "pretended", "record"]
+__all__ = ["Record", "Simulation", "loss_of", "record"]
 
 LARGE = 2**14
 """Elements of an operand from which on dense operations are not computed."""
 
 aten = torch.ops.aten
 EIGH, CHOLESKY = aten._linalg_eigh, aten.linalg_cholesky_ex
-# By the decomposition, its floating point operations over n^3 (Golub & Van Loan 2013).
-DECOMPOSITIONS = {EIGH: 9.0, CHOLESKY: 1 / 3, aten.cholesky_inverse: 2 / 3, aten.linalg_qr: 8 / 3}
+# The seconds of Cholesky are with the inverse from its factor.
+DECOMPOSITIONS = {EIGH, CHOLESKY, aten.cholesky_inverse}
 
 
 @dataclass(frozen=True)
@@ -48,37 +50,28 @@ class Record:
     """One rank at a step with statistics and a refresh.
 
     Attributes:
-        rank: The rank.
         seconds: Simulated seconds by stage; "elsewhere" are forward and backward.
         sent: Bytes handed to ``torch.distributed``, by stage.
-        operations: Floating point operations of dense linear algebra, of passes too.
         hidden: Simulated seconds of solves on threads.
         kept: Bytes of tensors that are there after the step: of optimizer and gradients.
         peak: Bytes at the highest, above the model itself.
     """
 
-    rank: int
     seconds: Mapping[str, float]
     sent: Mapping[str, float]
-    operations: float
     hidden: float
     kept: int
     peak: int
 
 
 class Simulation(TorchDispatchMode):
-    """A clock that operations and messages advance, and the memory of tensors.
-
-    Args:
-        machine: What operations take.
-        links: What messages take; None for a process alone.
-    """
+    """A clock that operations and messages advance, and the memory of tensors."""
 
     def __init__(self, machine: Machine, links: Interconnect | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.machine, self.links = machine, links
-        self.clock = self.hidden = self.operations = 0.0
-        self.calls = self.now = self.peak = 0
+        self.clock = self.hidden = 0.0
+        self.now = self.peak = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._noise = torch.empty(0)
 
@@ -88,20 +81,19 @@ class Simulation(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.overloadpacket
         dense = name in flop_registry or name in DECOMPOSITIONS
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        if dense and max(t.numel() for t in given) > LARGE:
-            result = self._pretended(func, args, kwargs)
+        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if dense and max(t.numel() for t in operands) > LARGE:
+            result = self._pretended(func, args, kwargs, operands[0].device)
         else:
             result = func(*args, **kwargs)
         if func.is_view:
             return result
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        seconds = 0.0
-        if dense:
-            flops, seconds = self._dense(name, args, kwargs, result)
-            self.operations += flops
-        self._pass(seconds, sum(t.nbytes for t in (*given, *made)))
-        old = {id(t.untyped_storage()) for t in given}
+        machine, nbytes = self.machine, sum(t.nbytes for t in (*operands, *made))
+        kernel = self._dense(name, args, kwargs, result) if dense else 0.0
+        kernel, host = max(kernel, nbytes / machine.bandwidth), machine.launch + machine.python
+        self.clock += kernel + host if machine.device == "cpu" else max(kernel, host)
+        old = {id(t.untyped_storage()) for t in operands}
         for storage in (t.untyped_storage() for t in made):
             if id(storage) not in old and storage not in self._known:
                 self._known.add(storage)
@@ -113,9 +105,8 @@ class Simulation(TorchDispatchMode):
     def _give_back(self, nbytes: int) -> None:
         self.now -= nbytes
 
-    def _pretended(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _pretended(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         """A result of the right shape, and of positive numbers; status words are 0."""
-        device = next(t.device for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
         shapes = func(*tree_map_only(Tensor, lambda t: t.to("meta"), args), **kwargs)
 
         def fill(x: Tensor) -> Tensor:
@@ -128,27 +119,17 @@ class Simulation(TorchDispatchMode):
 
         return tree_map_only(Tensor, fill, shapes)
 
-    def _dense(self, name: Any, args: Any, kwargs: Any, result: Any) -> tuple[float, float]:
-        """Floating point operations, and seconds."""
+    def _dense(self, name: Any, args: Any, kwargs: Any, result: Any) -> float:
+        """Seconds of a dense operation."""
         x = next(t for t in tree_leaves(args) if isinstance(t, Tensor))
-        if name in DECOMPOSITIONS:
-            n, count = x.shape[-1], x.shape[:-2].numel()
-            flops = DECOMPOSITIONS[name] * n**3
-            if name in (EIGH, CHOLESKY):  # with the inverse from its factor
-                seconds = self.machine.decomposition("eigen" if name is EIGH else "inverse", n)
-            else:
-                seconds = 0.0 if name is aten.cholesky_inverse else self.machine.dense(flops)
+        n, count = x.shape[-1], x.shape[:-2].numel()
+        if name in (EIGH, CHOLESKY):
+            seconds = count * self.machine.decomposition("eigen" if name is EIGH else "inverse", n)
+        elif name in DECOMPOSITIONS:
+            seconds = 0.0
         else:
-            flops, count = float(flop_registry[name](*args, **kwargs, out_val=result)), 1
-            seconds = self.machine.dense(flops)
-        wide = 2.0 if x.dtype is torch.float64 else 1.0
-        return count * flops, wide * count * seconds
-
-    def _pass(self, dense: float, nbytes: int) -> None:
-        machine = self.machine
-        self.calls += 1
-        kernel, host = max(dense, nbytes / machine.bandwidth), machine.launch + machine.python
-        self.clock += kernel + host if machine.device == "cpu" else max(kernel, host)
+            seconds = self.machine.dense(flop_registry[name](*args, **kwargs, out_val=result))
+        return (2.0 if x.dtype is torch.float64 else 1.0) * seconds
 
     def message(self, verb: str, group: Any, *sizes: int) -> None:
         """Let the time of a collective pass."""
@@ -156,27 +137,18 @@ class Simulation(TorchDispatchMode):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.clock += getattr(self.links, verb)(*sizes, ranks)
 
-    def aside(self, work: Callable[[], Any]) -> Ticket[Any]:
+    def aside(self, work: Callable[[], Any]) -> Future[Any]:
         """Do at once what a thread would do, and count its time apart."""
-        before, ticket = self.clock, Ticket(work)
-        ticket.run()
+        before, ticket = self.clock, Future[Any]()
+        ticket.set_result(work())
         self.hidden += self.clock - before
         self.clock = before
         return ticket
 
 
-class _Done:
-    def wait(self) -> None:
-        """Return at once: nothing travels."""
-
-
 @contextmanager
-def pretended(simulation: Simulation, rank: int, ranks: int) -> Iterator[None]:
-    """Be one rank of a world whose others are pretended to be like it.
-
-    Raises:
-        ValueError: Where a process group is initialised: it is the world of whatever is built here.
-    """
+def _pretended(simulation: Simulation, rank: int, ranks: int) -> Iterator[None]:
+    """Be one rank of a world whose others are pretended to be like it."""
     if dist.is_available() and dist.is_initialized():
         raise ValueError(
             "a plan pretends process groups, and torch.distributed is initialised here; plan in a "
@@ -186,38 +158,38 @@ def pretended(simulation: Simulation, rank: int, ranks: int) -> Iterator[None]:
         yield
         return
 
-    def all_reduce(x: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> _Done:
-        simulation.message("all_reduce", group, x.nbytes)
-        return _Done()
+    done = SimpleNamespace(wait=lambda: None)  # nothing travels
 
-    def broadcast(x: Tensor, *_: Any, group: Any = None, **__: Any) -> _Done:
-        simulation.message("broadcast", group, x.nbytes)
-        return _Done()
+    def all_reduce(x: Tensor, *_: Any, group: Any = None, **__: Any) -> Any:
+        simulation.message("all_reduce", group, x.nbytes)
+        return done
 
     def all_to_all_single(
         output: Tensor, x: Tensor, received: list[int], sent: list[int], group: Any = None, **_: Any
-    ) -> _Done:
+    ) -> Any:
         here = dist.get_rank(group)
         simulation.message("all_to_all", group, x.nbytes, output.nbytes)
         if sent[here] and set(received) == {sent[here]}:  # as if all were alike
             output.view(len(received), -1).copy_(x.split(sent)[here])
         else:  # a matrix of ones has no negative eigenvalue
             output.fill_(1.0)
-        return _Done()
+        return done
 
-    def all_gather(output: Tensor, x: Tensor, group: Any = None, **_: Any) -> _Done:
+    def all_gather(output: Tensor, x: Tensor, group: Any = None, **_: Any) -> Any:
         simulation.message("all_gather", group, x.nbytes)
         output.view(-1, x.numel()).copy_(x.view(1, -1).expand(output.numel() // x.numel(), -1))
-        return _Done()
+        return done
 
     def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
         values[:] = [value] * len(values)
 
     dist.init_process_group("fake", rank=rank, world_size=ranks)
     verbs: dict[str, Any] = {
-        v.__name__: v for v in (all_reduce, broadcast, all_to_all_single, all_gather_object)
+        **dict.fromkeys(("all_reduce", "broadcast"), all_reduce),
+        **dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), all_gather),
+        "all_to_all_single": all_to_all_single,
+        "all_gather_object": all_gather_object,
     }
-    verbs |= dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), all_gather)
     try:
         with patch.multiple(dist, **{k: v for k, v in verbs.items() if hasattr(dist, k)}):
             yield
@@ -226,11 +198,7 @@ def pretended(simulation: Simulation, rank: int, ranks: int) -> Iterator[None]:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The mean square of a model's outputs, in place of a loss, whose own cost is next to nothing.
-
-    Raises:
-        ValueError: If no output depends on a parameter.
-    """
+    """The mean square of a model's outputs, in place of a loss: its cost is next to nothing."""
     outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
     if not outputs:
         raise ValueError("no output of the model depends on a parameter that trains")
@@ -238,7 +206,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def record(
-    make: Callable[[nn.Module, Callable[[], Tensor]], Any],
+    make: Callable[[nn.Module], Any],
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     machine: Machine,
@@ -248,45 +216,38 @@ def record(
 ) -> Record:
     """Have one rank of so many take two steps, and tell what the second one takes.
 
-    Args:
-        make: Makes the optimizer for a model and a closure of its loss; all is due at every step.
-        model: The model, which is copied.
-        run: Runs the model on a batch.
-        machine: The machine of every rank.
-        links: The links between them.
-        rank: The rank.
-        ranks: Their number.
+    ``make`` makes the optimizer, of which all is due at every step, of a copy of the model, which
+    ``run`` runs on a batch.
     """
     model = copy.deepcopy(model).train()
     simulation = Simulation(machine, links)
     with (
         warnings.catch_warnings(action="ignore"),  # of a training that nobody sees
-        pretended(simulation, rank, ranks),
+        _pretended(simulation, rank, ranks),
         patch.object(WorkerPool, "submit", lambda _, work: simulation.aside(work)),
         # Of matrices that mean nothing every decomposition is sound.
-        patch.multiple(decompositions, RESIDUAL_TOLERANCE=inf, REFINEMENT_TOLERANCE=inf),
+        patch.object(decompositions, "RESIDUAL_TOLERANCE", inf),
         torch.enable_grad(),
     ):
         with simulation:
-            optimizer = make(model, lambda: loss_of(run(model)))
+            optimizer = make(model)
         try:
-            optimizer._training.meter.now = lambda: simulation.clock
+            optimizer.training.meter.now = lambda: simulation.clock
             with simulation:
                 for _ in range(2):
                     optimizer.zero_grad()
                     gc.collect()  # of tensors that only circles hold
-                    simulation.peak = simulation.now
-                    simulation.operations = simulation.hidden = 0.0
+                    simulation.peak, simulation.hidden = simulation.now, 0.0
                     loss_of(run(model)).backward()
                     optimizer.step()
             gc.collect()
             kept = simulation.now
-            found = optimizer._training.meter.read((ELSEWHERE, *PAPER_NAMES))
+            found = optimizer.training.meter.read((ELSEWHERE, *PAPER_NAMES))
         finally:
             optimizer.close()
     seconds, sent = (
         {n.removeprefix(kind): v for n, v in found.items() if n.startswith(kind) and v}
         for kind in ("seconds/", "bytes/")
     )
-    counted = simulation.operations, simulation.hidden, kept, simulation.peak
-    return Record(rank, {ELSEWHERE: 0.0, **seconds}, sent, *counted)
+    seconds.setdefault(ELSEWHERE, 0.0)
+    return Record(seconds, sent, simulation.hidden, kept, simulation.peak)

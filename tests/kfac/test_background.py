@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import ast
-import gc
 import os
 import threading
-import time
-import traceback
-import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
-from second_order.kronecker.background import Ticket, WorkerPool, retrieve, take_snapshot
+from second_order.kfac.solve_async import WorkerPool, retrieve, take_snapshot
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from concurrent.futures import Future
 
     from conftest import Launcher
 
@@ -25,28 +22,11 @@ CPU = torch.device("cpu")
 SOON = 20.0  # seconds in which a loaded machine gets round to anything
 
 
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    pool = WorkerPool(1)
-    yield pool
-    pool.close()
-
-
 def ours() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("second_order inverses")]
 
 
-def until(condition: Callable[[], bool]) -> bool:
-    """Whether it comes true in time."""
-    end = time.monotonic() + SOON
-    while not condition():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.002)
-    return True
-
-
-def blocked(pool: WorkerPool) -> tuple[threading.Event, Ticket[str]]:
+def blocked(pool: WorkerPool) -> tuple[threading.Event, Future[str]]:
     """A piece of work that is under way until the event is set."""
     begun, go = threading.Event(), threading.Event()
 
@@ -58,61 +38,6 @@ def blocked(pool: WorkerPool) -> tuple[threading.Event, Ticket[str]]:
     ticket = pool.submit(work)
     assert begun.wait(SOON)
     return go, ticket
-
-
-# Work.
-
-
-def test_results(pool: WorkerPool) -> None:
-    tickets = [pool.submit(lambda i=i: torch.full((2,), float(i))) for i in range(20)]
-    assert [float(t.result()[0]) for t in tickets] == list(range(20))
-    assert all(t.done for t in tickets)
-    assert tickets[3].result() is tickets[3].result()
-
-
-class Odd(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("kind", [ValueError, RuntimeError, Odd, SystemExit, KeyboardInterrupt])
-def test_an_error_reaches_whoever_asks_for_the_result(
-    pool: WorkerPool, kind: type[BaseException]
-) -> None:
-    def work() -> None:
-        raise kind("from the thread")
-
-    ticket, other = pool.submit(work), pool.submit(lambda: 3)
-    for _ in range(2):  # as often as they ask
-        with pytest.raises(kind, match="from the thread") as raised:
-            ticket.result()
-        assert any(frame.name == "work" for frame in traceback.extract_tb(raised.tb))
-    assert ticket.done
-    assert other.result() == 3  # the thread lives on
-
-
-def test_work_is_taken_up_in_the_order_in_which_it_comes(pool: WorkerPool) -> None:
-    go, first = blocked(pool)
-    order: list[int] = []
-    tickets = [pool.submit(lambda i=i: order.append(i)) for i in range(30)]
-    assert not any(t.done for t in tickets)
-    assert not first.done
-    go.set()
-    for ticket in tickets:
-        ticket.wait()
-    assert first.result() == "went"
-    assert order == list(range(30))
-
-
-def test_what_work_holds_is_let_go_when_it_is_done(pool: WorkerPool) -> None:
-    tensor = torch.zeros(3)
-    gone = weakref.ref(tensor)
-    ticket = pool.submit(lambda held=tensor: float(held.sum()))
-    assert ticket.result() == 0
-    del tensor
-    assert until(lambda: gone() is None)
-
-
-# Cores.
 
 
 def test_one_core_in_the_work_and_as_many_as_before_elsewhere() -> None:
@@ -142,21 +67,6 @@ def test_one_core_in_the_work_and_as_many_as_before_elsewhere() -> None:
         torch.set_num_threads(before)
 
 
-# The end.
-
-
-def test_close_ends_the_threads_and_refuses_more() -> None:
-    pool = WorkerPool(2)
-    pool.submit(lambda: None).wait()
-    threads = ours()
-    assert len(threads) == 2
-    pool.close()
-    assert not any(t.is_alive() for t in threads)
-    pool.close()  # again: nothing
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.submit(lambda: None)
-
-
 def test_close_waits_for_what_is_under_way_and_drops_the_rest() -> None:
     pool = WorkerPool(1)
     go, first = blocked(pool)
@@ -165,24 +75,16 @@ def test_close_waits_for_what_is_under_way_and_drops_the_rest() -> None:
     pool.close()
     assert first.result() == "went"
     assert not ours()
-    for ticket in rest:
-        with pytest.raises(RuntimeError, match="closed"):
-            ticket.result()
-
-
-def test_a_pool_that_nobody_has_any_more_ends_its_threads() -> None:
-    pool = WorkerPool(2)
-    pool.submit(lambda: None).wait()
-    assert len(ours()) == 2
-    del pool
-    gc.collect()
-    assert until(lambda: not ours())
+    assert all(ticket.cancelled() for ticket in rest)
+    pool.close()  # again: nothing
+    with pytest.raises(RuntimeError, match="shutdown"):
+        pool.submit(lambda: None)
 
 
 ENDS = """
 import gc, os, sys, threading, time, torch
 torch.set_num_threads(1)
-from second_order.kronecker.background import WorkerPool
+from second_order.kfac.solve_async import WorkerPool
 gc.freeze()  # an interpreter ends sooner
 
 def end(how):
@@ -233,35 +135,21 @@ def test_the_interpreter_ends_with_work_under_way(launch: Launcher) -> None:
     assert not said.replace("solved\n", "")
 
 
-# Forks.
-
-
 def in_child(check: Callable[[], bool]) -> bool:
     """Whether something holds in a forked child, which ends at once."""
     pid = os.fork()
     if pid == 0:
-        status = 1
         try:
-            status = 0 if check() else 2
-        except BaseException:
-            traceback.print_exc()
+            os._exit(0 if check() else 2)
         finally:
-            os._exit(status)
-    end = time.monotonic() + SOON
-    while time.monotonic() < end:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        if found:
-            return os.waitstatus_to_exitcode(status) == 0
-        time.sleep(0.005)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return False
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_child_has_no_threads_of_its_parents(pool: WorkerPool) -> None:
+def test_a_child_has_no_threads_of_its_parents() -> None:
     """It is told, and the parent is undisturbed; a pool that has not begun is anybody's."""
-    unused = WorkerPool(1)
-    pool.submit(lambda: 1).wait()
+    pool, unused = WorkerPool(1), WorkerPool(1)
+    pool.submit(lambda: 1).result()
 
     def child() -> bool:
         with pytest.raises(RuntimeError, match="forked"):
@@ -272,9 +160,7 @@ def test_a_child_has_no_threads_of_its_parents(pool: WorkerPool) -> None:
 
     assert in_child(child)
     assert pool.submit(lambda: 4).result() == 4
-
-
-# Copies.
+    pool.close()
 
 
 def test_a_snapshot_does_not_see_what_comes_later() -> None:

@@ -2,6 +2,8 @@
 
     optimizer = KAISA(model, lr=0.1, momentum=0.9, **paper_settings(KAISA))
 
+Copy what you need; the tests hold the trajectories by these settings to the papers' equations.
+
 [K] Pauloski 2022 (KAISA). [Z] Zhang et al. 2023 (DP-KFAC). [B] Ba, Grosse, Martens 2017 (DistKFAC).
 [M] Martens, Grosse 2015 (K-FAC). [D] DHO2 and MR-DHO2, 2025. [F] Sivan et al. 2024 (FOSI), which
 [D] spreads over processes. What a paper does not speak of keeps its default.
@@ -12,13 +14,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from second_order.kfac.options import DecayingClip
-from second_order.optimizers.base import SecondOrderOptimizer
-from second_order.optimizers.dho2 import DHO2
-from second_order.optimizers.distkfac import DistKFAC
-from second_order.optimizers.dpkfac import DPKFAC
-from second_order.optimizers.kaisa import KAISA
-from second_order.optimizers.mrdho2 import MRDHO2
+from second_order import (
+    DHO2,
+    DPKFAC,
+    KAISA,
+    MRDHO2,
+    DecayingClip,
+    DistKFAC,
+    SecondOrderOptimizer,
+)
 
 __all__ = ["paper_settings"]
 
