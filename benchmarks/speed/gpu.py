@@ -180,7 +180,7 @@ def tests(tiny: bool) -> dict[str, Any]:
     """The suite's CUDA tests; in a tiny run one folder's, which are skipped."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda", "-p", "no:cacheprovider"]
     if tiny:
-        command.append("tests/kronecker/test_solvers_failures.py")
+        command.append("tests/test_cuda.py")
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return {"exit": run.returncode, "said": run.stdout.splitlines()[-8:]}
 
