@@ -317,7 +317,7 @@ def measured(part: str, tiny: bool) -> dict[str, Any]:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ})
         try:
-            process.wait(LIMITS[part])
+            process.wait(LIMITS[part] * (4 if tiny else 1))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
