@@ -90,8 +90,7 @@ structure: venv ## files, functions and lines that a step of each system takes a
 	$(BENCH)/reading/structure.py --json benchmarks/results/structure.json $(ARGS)
 
 gpu: venv ## all that a GPU should answer, in one table: under eight minutes; ARGS=--tiny without one
-	PYTHONPATH=examples:benchmarks:benchmarks/speed:tests $(BIN)/python benchmarks/speed/gpu.py \
-		--json benchmarks/results/gpu.json $(ARGS)
+	$(BENCH)/speed/gpu.py --json benchmarks/results/gpu.json $(ARGS)
 
 many-ranks: venv ## one rank of 64, 1,024 and 4,096: its messages, memory and time, simulated: many minutes
 	$(BENCH)/speed/many_ranks.py --json benchmarks/results/many_ranks.json $(ARGS)

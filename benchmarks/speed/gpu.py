@@ -247,6 +247,7 @@ def counted(training: Training) -> dict[str, int]:
 
 def waits(tiny: bool) -> dict[str, Any]:
     """Waits and launches of each kind of step; and what the pretended device says of them."""
+    sys.path.append(str(ROOT / "tests"))
     from pretended import pretend_device  # type: ignore[import-not-found]  # noqa: PLC0415
 
     rows: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 import gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = ("src", "examples", "benchmarks", "benchmarks/speed", "tests")
+PATHS = ("src", "examples", "benchmarks", "benchmarks/speed")
 
 
 def test_every_part_of_the_command_runs_on_the_cpu(tmp_path: Path) -> None:
