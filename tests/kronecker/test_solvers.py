@@ -138,7 +138,9 @@ def test_an_inverse_as_triangles_is_that_inverse(
 def clip(
     P: list[Tensor], gradients: list[Tensor], rates: list[float | Tensor], kappa: float
 ) -> Tensor:
-    return kl_clip_coefficient(kl_change(P, gradients, rates), kappa)
+    layers = zip(P, gradients, rates, strict=True)
+    changes = [kl_change(p[None], g[None], [rate]) for p, g, rate in layers]
+    return kl_clip_coefficient(torch.stack(changes).sum(), kappa)
 
 
 @given(

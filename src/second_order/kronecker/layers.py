@@ -18,10 +18,10 @@ are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Literal, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,12 @@ __all__ = [
     "TOLERANCE",
     "Explanation",
     "FactorShape",
+    "Layout",
     "PairStatistics",
+    "as_matrices",
     "gram",
+    "layout_of",
+    "of_parameters",
 ]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
@@ -59,7 +63,7 @@ class FactorShape:
     groups: int
     in_dim: int
     out_dim: int
-    diagonal_a: bool = False  # A is kept as groups x in; of an embedding, whose weight is (in, out)
+    diagonal_a: bool = False  # A is kept as groups x in
     locations: int = 0  # if doubly factored, with A of in / locations channels, and L of locations
     exact: bool = False  # G is the whole curvature, and A is 1
     transposed: bool = False  # the weight is (groups in, out)
@@ -357,7 +361,7 @@ def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
 def rows_of_embedding(module: nn.Module, bias: bool, tied: bool = False) -> FactorShape:
     """Sizes of an embedding's factors."""
     entries, width = cast(Tensor, module.weight).shape
-    return FactorShape(1, entries, width, diagonal_a=True, marginal=tied)
+    return FactorShape(1, entries, width, diagonal_a=True, transposed=True, marginal=tied)
 
 
 def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
@@ -379,42 +383,52 @@ def key_of(module: nn.Module) -> Key | None:
     return next((kind for kind in type(module).__mro__ if kind in KINDS), None)
 
 
-def gradient_to_matrix(
-    weight: Tensor, bias: Tensor | None, shape: FactorShape, dtype: torch.dtype
-) -> Tensor:
-    """Gradients of weight and bias as one matrix of shape ``(groups, out, in)``.
+# ------------------------------------------------------------------- gradients as matrices
 
-    Without a bias the matrix is a view of the weight's gradient wherever that is possible.
-    """
+
+class Layout(NamedTuple):
+    """How a matrix ``(groups, out, in)`` is made of the gradients of a layer's parameters."""
+
+    axis: int  # along which they are joined
+    views: tuple[tuple[int, int, int], ...]  # the shape of each
+    flipped: bool = False  # the last two dimensions change places thereafter
+
+
+def layout_of(shape: FactorShape, sizes: Iterable[int]) -> Layout:
+    """The layout of a layer whose parameters have so many elements, the weight first."""
     groups, out = shape.groups, shape.out_dim
-    if shape.diagonal_a:
-        return weight.mT.unsqueeze(0).to(dtype)
-    flat = weight.reshape(groups, -1, out).mT if shape.transposed else None
-    flat = weight.reshape(groups, out, -1) if flat is None else flat
-    if bias is None:
-        return flat.to(dtype)
-    matrix = torch.empty(groups, out, shape.in_dim, dtype=dtype, device=weight.device)
-    matrix[..., :-1].copy_(flat)
-    matrix[..., -1].copy_(bias.reshape(groups, out))
-    return matrix
+    if shape.exact:  # all in one column, or each entry in a group of its own
+        whole = groups == 1
+        return Layout(int(whole), tuple((1, n, 1) if whole else (n, 1, 1) for n in sizes))
+    columns = [n // (groups * out) for n in sizes]
+    if shape.transposed:
+        return Layout(1, tuple((groups, n, out) for n in columns), True)
+    return Layout(2, tuple((groups, out, n) for n in columns))
 
 
-def gradient_from_matrix(
-    matrix: Tensor,
-    coefficient: Tensor | float,
-    weight: Tensor,
-    bias: Tensor | None,
-    shape: FactorShape,
-) -> None:
-    """Write a matrix of :func:`gradient_to_matrix`, times a coefficient, into the gradients."""
-    if shape.diagonal_a:
-        torch.mul(matrix.squeeze(0).mT, coefficient, out=weight)
-        return
-    if bias is not None:
-        torch.mul(matrix[..., -1].reshape(bias.shape), coefficient, out=bias)
-        matrix = matrix[..., :-1]
-    matrix = matrix.mT if shape.transposed else matrix
-    torch.mul(matrix.reshape(weight.shape), coefficient, out=weight)
+def as_matrices(gradients: Sequence[Tensor], layout: Layout) -> Tensor:
+    """The gradients of equal layers, one after the other, as ``(layers x groups, out, in)``.
+
+    It is a view of a single one wherever that is possible.
+    """
+    axis, views, flipped = layout
+    number = len(views)
+    parts = [gradient.reshape(views[i % number]) for i, gradient in enumerate(gradients)]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+    if len(parts) > number:
+        layers = len(parts) // number
+        whole = whole.unflatten(axis, (layers, -1)).movedim(axis, 0).flatten(0, 1)
+    return whole.mT if flipped else whole
+
+
+def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> list[Tensor]:
+    """The parts of equal layers' ``(layers x groups, out, in)`` by parameter, stacked.
+
+    Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
+    """
+    axis, views, flipped = layout
+    stacked = (matrices.mT if flipped else matrices).unflatten(0, (layers, -1))
+    return list(stacked.split([view[axis] for view in views], axis + 1))
 
 
 # ----------------------------------------------------------------- do pairs explain the gradient
