@@ -529,7 +529,7 @@ a clip of one's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
     torch.stack(changes).sum()  =>  changes[world.rank]
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
-    terms = terms * first**2  =>  terms = terms * first
+    terms.abs() * first**2  =>  terms.abs() * first
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
   - .clamp(max=1.0)
 a bound that grows with the batch alone
@@ -697,7 +697,7 @@ layers in groups of their own without statistics
 
 == kronecker/bank.py
 what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
-    part * scale.to(part.device, part.dtype)  =>  part
+    if scale is not None:  =>  if False:
 inverses of some layers of a bank are others'
   <-  banks::a_bank_is_its_layers_one_by_one
     torch.cat([t[i] for i in here])  =>  torch.cat([t[0] for i in here])

@@ -115,8 +115,6 @@ def test_a_layer_solved_again_alone_leaves_the_others_theirs(keeps: bool) -> Non
 def test_banks_hold_what_is_alike_and_fits() -> None:
     blocks = blocks_of("linear", 5, True, "inverse") + blocks_of("linear", 2, False, "inverse")
     assert [len(bank.blocks) for bank in banks_of(blocks)] == [5, 2]
-    apart = {block: i == 1 for i, block in enumerate(blocks)}
-    assert [len(bank.blocks) for bank in banks_of(blocks, apart)] == [4, 1, 2]
     with patch.object(banks, "CPU_BANK_BYTES", 2 * 8 * 3 * 5):
         assert [len(bank.blocks) for bank in banks_of(blocks)] == [2, 2, 1, 2]
 

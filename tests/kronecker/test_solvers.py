@@ -138,9 +138,8 @@ def test_an_inverse_as_triangles_is_that_inverse(
 def clip(
     P: list[Tensor], gradients: list[Tensor], rates: list[float | Tensor], kappa: float
 ) -> Tensor:
-    layers = zip(P, gradients, rates, strict=True)
-    changes = [kl_change(p[None], g[None], [rate]) for p, g, rate in layers]
-    return kl_clip_coefficient(torch.stack(changes).sum(), kappa)
+    products = [(p * g).sum().unsqueeze(0) for p, g in zip(P, gradients, strict=True)]
+    return kl_clip_coefficient(kl_change(products, rates), kappa)
 
 
 @given(

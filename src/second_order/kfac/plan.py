@@ -232,7 +232,8 @@ class StepPlan:
     to_send: Mapping[Item, int] = field(default_factory=dict)
     rows: Mapping[KroneckerBlock, int] = field(default_factory=dict)  # that precondition each layer
     costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)  # of the layers' solves
-    banks: Sequence[Bank] = ()  # of layers that are alike, and are preconditioned here, or are not
+    banks: Sequence[Bank] = ()  # of layers that this rank preconditions, those alike in one
+    everywhere: Sequence[Bank] = ()  # of all layers, the same on every rank
 
 
 def compile_step(
@@ -265,7 +266,8 @@ def compile_step(
         },
         {block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
         {block: dims_of(block).cost for block in layers},
-        banks_of(layers, {block: rank in layer.workers for block, layer in layers.items()}),
+        banks_of(block for block, layer in layers.items() if rank in layer.workers),
+        banks_of(layers),
     )
 
 

@@ -46,23 +46,21 @@ USUAL_BOUND = 1e-4  # what serves the digits best: docs/defaults.md, "The clip"
 USUAL_LR = 0.1  # at a lower rate steps are shorter, by the root of the rate: lowering it helps
 
 
-def kl_change(
-    preconditioned: Tensor, gradients: Tensor, learning_rates: Sequence[float | Tensor]
-) -> Tensor:
+def kl_change(products: Sequence[Tensor], learning_rates: Sequence[float | Tensor]) -> Tensor:
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
-    whose product is not finite does not count, so that it spoils no other. P and ∇ are ``(layers x
-    groups, out, in)``; lr is of each layer, at least one. The scalar is on the layers' device;
+    whose product is not finite does not count, so that it spoils no other. P·∇ are stacks of some
+    layers' each, lr is of each layer, at least one. The scalar is on the first stack's device;
     nothing waits for it.
     """
-    products = (preconditioned * gradients).unflatten(0, (len(learning_rates), -1))
-    terms = products.flatten(1).sum(1).abs()
-    first = learning_rates[0]
+    terms, first = products[0], learning_rates[0]
+    if len(products) > 1:
+        terms = torch.cat([each.to(terms) for each in products])
     if all(rate is first or rate == first for rate in learning_rates):
-        terms = terms * first**2
+        terms = terms.abs() * first**2
     else:
-        scaled = zip(terms.unbind(), learning_rates, strict=True)
+        scaled = zip(terms.abs().unbind(), learning_rates, strict=True)
         terms = torch.stack([term * rate**2 for term, rate in scaled])
     change: Tensor = terms.nan_to_num(0.0, posinf=0.0).sum()
     return change
@@ -89,6 +87,12 @@ class Preconditioned(NamedTuple):
     bank: Bank
     gradient: Tensor
     results: Tensor
+
+    def product(self) -> Tensor:
+        """P·∇ of each layer, ``(layers,)``."""
+        products: Tensor = (self.results * self.gradient).flatten(1).sum(1)
+        layers = len(self.bank.blocks)
+        return products if len(products) == layers else products.view(layers, -1).sum(1)
 
 
 class Clip:
@@ -127,7 +131,7 @@ class Clip:
                 check_clip(kl_clip)
         return cast("float | None", kl_clip)
 
-    def rates(self, blocks: Sequence[KroneckerBlock]) -> list[float | Tensor]:
+    def _rates(self, blocks: Sequence[KroneckerBlock]) -> list[float | Tensor]:
         """The learning rates of layers by which the change is bounded."""
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
@@ -160,15 +164,11 @@ class Clip:
 
         κ follows the batches of the layers ``among``, or else of these.
         """
-        parts: list[Tensor] = []
-        blocks: list[KroneckerBlock] = []
-        for bank, gradient, results in found:
-            change = kl_change(results, gradient, self.rates(bank.blocks))
-            parts.append(change.to(parts[0]) if parts else change)
-            blocks += bank.blocks
-        if not parts:
+        found = list(found)
+        if not found:
             return torch.zeros(())
-        total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+        blocks = [block for each in found for block in each.bank.blocks]
+        total = kl_change([each.product() for each in found], self._rates(blocks))
         if not self._by_batch:
             return total
         known, blocks, updates = self._batches, list(among or blocks), self._layers.updates
@@ -210,9 +210,21 @@ def write(
             gradient = gradient_of(p)
             if gradient is not None:
                 to.append(gradient)
-                written.append(piece.reshape(gradient.shape))
+                written.append(
+                    piece if piece.shape == gradient.shape else piece.reshape(gradient.shape)
+                )
     if to:
         torch._foreach_copy_(to, written)
+
+
+def _preconditioned(step: StepPlan, dtype: torch.dtype) -> list[Preconditioned]:
+    """What this rank preconditions."""
+    found: list[Preconditioned] = []
+    for bank in step.banks:
+        mine = [block for block in bank.blocks if block.inverse is not None and block.has_gradient]
+        if mine:
+            found.append(precondition_bank(bank.some(mine), dtype))
+    return found
 
 
 def precondition_by_workers(
@@ -223,21 +235,17 @@ def precondition_by_workers(
     Every rank has the mean gradients, gets all results, and clips by itself. Returns ν, a scalar;
     None where nothing is clipped.
     """
-    found: list[Preconditioned] = []
-    others: list[Bank] = []  # which other ranks precondition
-    for bank in step.banks:
-        solved = [b for b in bank.blocks if b.solved and b.has_gradient]
-        mine = [b for b in solved if b.inverse is not None]
-        if mine:
-            found.append(precondition_bank(bank.some(mine), dtype))
-        if len(mine) < len(solved):
-            others.append(Bank([b for b in solved if b.inverse is None]))
+    found = _preconditioned(step, dtype)
     if step.column.size > 1:
         with training.meter.stage("exchange"):
             given = _given_to_all(step, found, training.device)
-        for bank in others:
-            results = torch.cat([given[block] for block in bank.blocks])
-            found.append(Preconditioned(bank, bank.gradient(), results))
+        found = []  # ν is to be alike everywhere, bit for bit: of the same stacks
+        for bank in step.everywhere:
+            blocks = [block for block in bank.blocks if block.solved and block.has_gradient]
+            if blocks:
+                some = Bank(blocks)
+                results = torch.cat([given[block] for block in blocks])
+                found.append(Preconditioned(some, some.gradient(), results))
     if not found:
         return None
     with training.meter.stage("clip"):
@@ -296,11 +304,7 @@ def precondition_by_owners(
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
-    found: list[Preconditioned] = []
-    for bank in step.banks:
-        mine = [block for block in bank.blocks if block.inverse is not None and block.has_gradient]
-        if mine:
-            found.append(precondition_bank(bank.some(mine), dtype))
+    found = _preconditioned(step, dtype)
     changes: list[Tensor] = []
     with meter.stage("clip"):
         if bound is not None:

@@ -390,20 +390,20 @@ class Layout(NamedTuple):
     """How a matrix ``(groups, out, in)`` is made of the gradients of a layer's parameters."""
 
     axis: int  # along which they are joined
-    views: tuple[tuple[int, int, int], ...]  # the shape of each
+    views: tuple[tuple[int, ...], ...]  # the shape of each; without groups if there is but one
     flipped: bool = False  # the last two dimensions change places thereafter
 
 
 def layout_of(shape: FactorShape, sizes: Iterable[int]) -> Layout:
     """The layout of a layer whose parameters have so many elements, the weight first."""
     groups, out = shape.groups, shape.out_dim
+    head = (groups,) if groups > 1 else ()
     if shape.exact:  # all in one column, or each entry in a group of its own
-        whole = groups == 1
-        return Layout(int(whole), tuple((1, n, 1) if whole else (n, 1, 1) for n in sizes))
+        return Layout(0, tuple((n, 1, 1) if head else (n, 1) for n in sizes))
     columns = [n // (groups * out) for n in sizes]
     if shape.transposed:
-        return Layout(1, tuple((groups, n, out) for n in columns), True)
-    return Layout(2, tuple((groups, out, n) for n in columns))
+        return Layout(len(head), tuple((*head, n, out) for n in columns), True)
+    return Layout(len(head) + 1, tuple((*head, out, n) for n in columns))
 
 
 def as_matrices(gradients: Sequence[Tensor], layout: Layout) -> Tensor:
@@ -412,23 +412,34 @@ def as_matrices(gradients: Sequence[Tensor], layout: Layout) -> Tensor:
     It is a view of a single one wherever that is possible.
     """
     axis, views, flipped = layout
-    number = len(views)
-    parts = [gradient.reshape(views[i % number]) for i, gradient in enumerate(gradients)]
+    layers = len(gradients) // len(views)
+    pairs = zip(gradients, views * layers, strict=True)
+    parts = [
+        gradient if gradient.shape == view else gradient.reshape(view) for gradient, view in pairs
+    ]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-    if len(parts) > number:
-        layers = len(parts) // number
-        whole = whole.unflatten(axis, (layers, -1)).movedim(axis, 0).flatten(0, 1)
+    if layers > 1:
+        whole = whole.unflatten(axis, (layers, -1))
+        whole = whole.movedim(axis, 0) if axis > 0 else whole
+        whole = whole.flatten(0, 1) if len(views[0]) > 2 else whole
+    elif whole.dim() == 2:
+        whole = whole.unsqueeze(0)
     return whole.mT if flipped else whole
 
 
-def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> list[Tensor]:
+def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
     """The parts of equal layers' ``(layers x groups, out, in)`` by parameter, stacked.
 
     Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
     """
     axis, views, flipped = layout
-    stacked = (matrices.mT if flipped else matrices).unflatten(0, (layers, -1))
-    return list(stacked.split([view[axis] for view in views], axis + 1))
+    stacked = matrices.mT if flipped else matrices
+    if len(views[0]) > 2:
+        stacked = stacked.unflatten(0, (layers, -1))
+    if len(views) == 1:
+        return (stacked,)
+    parts: Sequence[Tensor] = stacked.split_with_sizes([view[axis] for view in views], axis + 1)
+    return parts
 
 
 # ----------------------------------------------------------------- do pairs explain the gradient
