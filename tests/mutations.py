@@ -529,7 +529,7 @@ a clip of one's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
     torch.stack(changes).sum()  =>  changes[world.rank]
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
-    .abs() * lr**2  =>  .abs() * lr
+    terms.abs() * first**2  =>  terms.abs() * first
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
   - .clamp(max=1.0)
 a bound that grows with the batch alone
@@ -546,7 +546,7 @@ a bound for the layer that sees least
     torch.stack(counts).max()  =>  torch.stack(counts).min()
 a clip that lowering lr does not lower
   <-  step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root
-    elif by_batch and rate < USUAL_LR:  =>  elif False:
+    elif self._by_batch and rate < USUAL_LR:  =>  elif False:
 
 == kfac/schedule.py
 factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
@@ -623,8 +623,7 @@ an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-  - received.pop(block), solve.damping, solve.scale
-  + received.pop(block), self.damping, solve.scale
+    (parts, solve.damping, solve.scale)  =>  (parts, self.damping, solve.scale)
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
@@ -695,6 +694,13 @@ values taken for queries  <-  attention::factors_are_those_of_separate_linears
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
+
+== kronecker/bank.py
+what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
+    if scale is not None:  =>  if False:
+inverses of some layers of a bank are others'
+  <-  banks::a_bank_is_its_layers_one_by_one
+    torch.cat([t[i] for i in here])  =>  torch.cat([t[0] for i in here])
 
 == kronecker/block.py
 failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
@@ -774,8 +780,6 @@ inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_in
 == kronecker/exact.py
 a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_far_from_one
     root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
-exact blocks are not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
-    p.grad.copy_(part.view_as(p) * coefficient)  =>  p.grad.copy_(part.view_as(p))
 a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
   - return layer_norm(x, module.normalized_shape, eps=module.eps)
   + return layer_norm(x, module.normalized_shape)
@@ -797,7 +801,7 @@ padding tokens count
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
-    matrix[..., -1].copy_(bias.reshape(groups, out))  =>  matrix[..., -1].zero_()
+    torch.cat(parts, axis)  =>  torch.cat(parts[::-1], axis)
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
   - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
   + a = gram(x.unsqueeze(0), form.bias, form.triangular)

@@ -29,7 +29,8 @@ from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping
+from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
+from second_order.sharded import is_dtensor
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
 
@@ -365,6 +366,7 @@ class Solves:
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
         """Put solved layers to use."""
         received = self._exchanged(verdicts)
+        inverses: dict[KroneckerBlock, Inverse] = {}
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -374,14 +376,19 @@ class Solves:
             if verdict is not Verdict.SOUND:
                 self._note_failure(block, verdict)
                 continue
-            inverse = None
             if block in received:
                 assert solve.damping is not None
-                inverse = self.solver.combine(received.pop(block), solve.damping, solve.scale)
+                parts = received.pop(block)
+                inverses[block] = self.solver.combine(parts, solve.damping, solve.scale)
                 self.dampings[block] = solve.damping
-            block.install(inverse, None if self.drift is None else self.options.inv_dtype)
+            block.installed()
             self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
+        compared = self.drift is not None
+        for bank in self.step.banks if inverses else ():
+            if compared:
+                bank.keep_before(filter(inverses.__contains__, bank.blocks), self.options.inv_dtype)
+            bank.install(inverses, keeps=compared and any(map(is_dtensor, bank.params)))
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]

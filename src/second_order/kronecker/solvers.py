@@ -77,6 +77,10 @@ class EigenInverse:
         """All tensors that this inverse holds."""
         return [*self.vectors.values(), self.scale]
 
+    def of(self, tensors: Sequence[Tensor]) -> EigenInverse:
+        """An inverse of other tensors, in the order of :attr:`tensors`."""
+        return EigenInverse(dict(zip(self.vectors, tensors, strict=False)), tensors[-1])
+
 
 @dataclass(frozen=True)
 class FactoredInverse:
@@ -107,6 +111,10 @@ class FactoredInverse:
     def tensors(self) -> list[Tensor]:
         """All tensors that this inverse holds."""
         return list(self.inverses.values())
+
+    def of(self, tensors: Sequence[Tensor]) -> FactoredInverse:
+        """An inverse of other tensors, in the order of :attr:`tensors`."""
+        return FactoredInverse(dict(zip(self.inverses, tensors, strict=True)), self.times)
 
 
 Inverse: TypeAlias = EigenInverse | FactoredInverse
