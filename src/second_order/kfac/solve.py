@@ -29,7 +29,7 @@ from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
+from second_order.kronecker.solvers import SOLVERS, Damping, combine_alike
 from second_order.sharded import is_dtensor
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
@@ -366,7 +366,7 @@ class Solves:
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
         """Put solved layers to use."""
         received = self._exchanged(verdicts)
-        inverses: dict[KroneckerBlock, Inverse] = {}
+        solves: dict[KroneckerBlock, Solve] = {}
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -378,17 +378,21 @@ class Solves:
                 continue
             if block in received:
                 assert solve.damping is not None
-                parts = received.pop(block)
-                inverses[block] = self.solver.combine(parts, solve.damping, solve.scale)
-                self.dampings[block] = solve.damping
+                solves[block], self.dampings[block] = solve, solve.damping
             block.installed()
             self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
         compared = self.drift is not None
-        for bank in self.step.banks if inverses else ():
+        for bank in self.step.banks:
+            renewed = [block for block in bank.blocks if block in solves]
             if compared:
-                bank.keep_before(filter(inverses.__contains__, bank.blocks), self.options.inv_dtype)
-            bank.install(inverses, keeps=compared and any(map(is_dtensor, bank.params)))
+                bank.keep_before(renewed, self.options.inv_dtype)
+            parts = [received.pop(block) for block in renewed]
+            dampings = [self.dampings[block] for block in renewed]
+            scales = [solves[block].scale for block in renewed]
+            inverses = combine_alike(self.solver, parts, dampings, scales)
+            found = dict(zip(renewed, inverses, strict=True))
+            bank.install(found, keeps=compared and any(map(is_dtensor, bank.params)))
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]

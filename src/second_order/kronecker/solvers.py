@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "Inverse",
     "InverseSolver",
     "SolverName",
+    "combine_alike",
     "condition_estimate",
     "round_definite",
     "round_to",
@@ -92,7 +93,7 @@ class FactoredInverse:
     # By letter, (groups, n, n); triangles (groups, n (n + 1) / 2), but not beside an L; or
     # (groups, in) if A is diagonal.
     inverses: dict[str, Tensor]
-    times: Tensor | None = None  # a scalar that is in the inverse of G besides
+    times: Tensor | None = None  # what is in the inverse of G besides, a scalar or (groups,)
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
@@ -161,7 +162,7 @@ class EigenSolver:
     kept_shapes   the shapes of these parts
     rounded       the parts with numbers that a narrower dtype has, of which ``combine`` still makes
                   a positive definite inverse
-    combine       the layer's inverse, times a scalar
+    combine       the layer's inverse, times a number; this and γ may be ``(groups,)``
     """
 
     def dampings(
@@ -201,9 +202,10 @@ class EigenSolver:
         g = parts["G"][-1]
         g = g.view(*g.shape, *[1] * (curvature.dim() - 2))
         # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
-        scale = (g * curvature).add_(damping).reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
+        scale = (g * curvature).add_(_of_groups(damping, g)).reciprocal_()
+        scale.nan_to_num_(nan=torch.nan, posinf=0.0)
         if times is not None:
-            scale.mul_(times)
+            scale.mul_(_of_groups(times, g))
         vectors = {k: _owned(v[0], v[0].dtype) for k, v in parts.items() if len(v) == 2}
         return EigenInverse(vectors, scale)
 
@@ -267,10 +269,44 @@ class InverseSolver:
         for letter, (part,) in parts.items():
             inverses[letter] = _owned(part, part.dtype)
         if times is not None:
-            inverses["G"] = (inverses["G"] * times).to(inverses["G"].dtype)
+            g = inverses["G"]
+            inverses["G"] = (g * _of_groups(times, g)).to(g.dtype)
         if "L" in parts:
             inverses |= {letter: _whole(inverses[letter]) for letter in "AL"}
         return FactoredInverse(inverses, times)
+
+
+def combine_alike(
+    solver: EigenSolver | InverseSolver,
+    parts: Sequence[Mapping[str, Decomposition]],
+    dampings: Sequence[Damping],
+    times: Sequence[Tensor | None],
+) -> list[Inverse]:
+    """The inverses of layers of one shape, combined together; several are views of stacks."""
+    layers = len(parts)
+    if layers < 2:
+        return list(map(solver.combine, parts, dampings, times))
+    stacks = {
+        letter: tuple(map(torch.cat, zip(*(each[letter] for each in parts), strict=True)))
+        for letter in parts[0]
+    }
+    groups = len(stacks["G"][0]) // layers
+    damping, scales = dampings[0], [x for x in times if x is not None]
+    if isinstance(damping, Tensor):
+        damping = torch.stack([torch.as_tensor(x) for x in dampings]).repeat_interleave(groups)
+    scaled = torch.stack(scales).repeat_interleave(groups) if scales else None
+    inverse = solver.combine(stacks, damping, scaled)
+    views = zip(*(x.unflatten(0, (layers, -1)).unbind() for x in inverse.tensors), strict=True)
+    if isinstance(inverse, EigenInverse):
+        return list(map(inverse.of, views))
+    return [replace(inverse.of(x), times=scale) for x, scale in zip(views, times, strict=True)]
+
+
+def _of_groups(number: Damping, like: Tensor) -> Damping:
+    """A number, or one for each group, that is to be broadcast with ``(groups, ...)``."""
+    if isinstance(number, Tensor) and number.dim() == 1:
+        return number.view(-1, *[1] * (like.dim() - 1))
+    return number
 
 
 def _whole(inverse: Tensor) -> Tensor:
