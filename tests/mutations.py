@@ -618,7 +618,7 @@ stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     due = list(self.plan) if self.wanted else due  =>  pass
 a dead layer as one without statistics  <-  examples::a_dead_layer_is_not_one_without_statistics
-    silent = block.state.asked and not block.state.heard  =>  silent = block.state.asked
+    if block.state.asked and not block.state.heard else  =>  if block.state.asked else
 an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:

@@ -34,7 +34,7 @@ from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
-from second_order.kfac.solve import Solves, stacked_means
+from second_order.kfac.solve import Asked, Solves, stacked_means
 from second_order.kronecker.block import KroneckerBlock
 from second_order.sharded import is_dtensor, local
 
@@ -45,6 +45,7 @@ __all__ = [
     "STEP_SIGN",
     "Lengths",
     "StepLength",
+    "before_refresh",
     "follow_refresh",
 ]
 
@@ -121,7 +122,8 @@ class StepLength:
         last, self._step, self.kept, self.measured = self._step, {}, False, None
         told, pairs = {*step.told}, list[tuple[Tensor, Tensor]]()
         for block in step.layers if last and refreshed else ():
-            if block.solved and (block in told or (rows and is_dtensor(block.weight))):
+            sound = block.solved and not block.lost and not block.state.unexplained
+            if sound and (block in told or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
                         pairs.append((local(p.grad), last[p]))
@@ -197,6 +199,19 @@ class StepLength:
         self._looked_at, self._rate_changed = int(looked_at) - 1, int(changed) - 1
 
 
+def before_refresh(
+    length: StepLength, blocks: Iterable[KroneckerBlock], device: torch.device
+) -> Asked:
+    """Ask for what a refresh does not change: s, and the mean curvature of layers."""
+    parts = [torch.zeros(1, device=device) if length.measured is None else length.measured.view(1)]
+    layers: list[KroneckerBlock] = []
+    for alike, means in stacked_means(blocks):
+        layers += alike
+        parts.append(means.prod(0).mean(-1))
+    numbers = torch.cat([part.to(device) for part in parts])
+    return Asked(numbers.to(torch.float32), layers)
+
+
 def follow_refresh(
     training: Training,
     options: KFACOptions,
@@ -204,6 +219,7 @@ def follow_refresh(
     drift: Drift | None,
     length: StepLength,
     step: StepPlan,
+    asked: Asked | None = None,
 ) -> None:
     """Let γ, intervals and the length of steps follow a refresh, alike on all ranks; a collective.
 
@@ -215,19 +231,18 @@ def follow_refresh(
     blocks, told, device = [*step.layers], {*step.told}, training.device
     with training.meter.stage("agree"):
         mine = dict.fromkeys(block for block in blocks if block.solved and block in told)
-        known = [block for block in mine if block.factors is not None]
-        nothing = torch.zeros(3, device=device)
-        s = nothing[0] if length.measured is None else length.measured
-        curvature = [means.prod(0).mean(-1).sum() for _, means in stacked_means(known)]
-        changes: list[Tensor] = []
-        for block in blocks if drift is not None else ():
-            change = block.take_change()
-            changes.append(change if block in mine and change is not None else nothing)
-        parts = [each.reshape(-1).to(device) for each in (s, *curvature, *changes)]
-        numbers = torch.cat(parts).to(torch.float32).tolist()  # a device is waited for once
-        total = sum(numbers[1 : 1 + len(curvature)])
-        counts = float(length.measured is not None), len(known), sum(b.state.work for b in mine)
-        heard = [*map(float, counts), numbers[0], total, *numbers[1 + len(curvature) :]]
+        if asked is None or asked.told is None:
+            asked = before_refresh(length, (b for b in mine if b.factors is not None), device)
+            nothing, parts = torch.zeros(3, device=device), [asked.numbers]
+            for block in blocks if drift is not None else ():
+                change = block.take_change()
+                parts.append(change if block in mine and change is not None else nothing)
+            numbers = torch.cat([part.to(device) for part in parts])
+            asked.told = numbers.to(torch.float32).tolist()  # a device is waited for once
+        s, count = asked.told[0], 1 + len(asked.blocks)
+        known = [x for b, x in zip(asked.blocks, asked.told[1:], strict=False) if b in mine]
+        counts = float(length.measured is not None), float(len(known)), sum(map(_work, mine))
+        heard = [*counts, s, sum(known), *asked.told[count:]]
         if training.world.size > 1:
             message = torch.tensor(heard, dtype=torch.float64)
             training.world.on_cpu().all_reduce([message]).wait()
@@ -247,3 +262,7 @@ def follow_refresh(
     if drift is not None:
         price = PRICE[options.solver] / training.world.size
         drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])
+
+
+def _work(block: KroneckerBlock) -> float:
+    return float(block.state.work)

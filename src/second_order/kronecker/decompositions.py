@@ -248,7 +248,7 @@ def _gathered(problems: Sequence[Problem]) -> Tensor:
     first, alone = problems[0], len(problems) == 1
     packed = first.stored.dim() == 2 and not first.is_diagonal
     batch = first.stored if alone else torch.cat([each.stored for each in problems])
-    batch = batch.to(first.device, first.dtype, copy=alone and not packed)
+    batch = batch.to(first.dtype, copy=alone and not packed)
     if packed:
         batch = unpack_upper_triangular(batch, first.dim)
     added = [each.added for each in problems if each.added is not None]

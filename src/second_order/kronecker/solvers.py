@@ -178,7 +178,7 @@ class EigenSolver:
 
         def attempt(matrix: Tensor) -> tuple[Decomposition, Tensor]:
             parts, errors = eigh(matrix)
-            return tuple(part.to(dtype).contiguous() for part in parts), errors
+            return tuple(part.to(dtype) for part in parts), errors
 
         return Attempts(problems, attempt)
 
@@ -239,7 +239,7 @@ class InverseSolver:
             (inverse,), errors = cholesky_inverse(matrix)
             packed = triangular and inverse.dim() == 3 and inverse.shape[-1] >= TRIANGULAR_FROM
             inverse = pack_upper_triangular(inverse) if packed else inverse
-            return (inverse.to(dtype).contiguous(),), errors
+            return (inverse.to(dtype),), errors
 
         return Attempts(problems, attempt)
 
@@ -293,13 +293,17 @@ def combine_alike(
     groups = len(stacks["G"][0]) // layers
     damping, scales = dampings[0], [x for x in times if x is not None]
     if isinstance(damping, Tensor):
-        damping = torch.stack([torch.as_tensor(x) for x in dampings]).repeat_interleave(groups)
-    scaled = torch.stack(scales).repeat_interleave(groups) if scales else None
-    inverse = solver.combine(stacks, damping, scaled)
+        damping = _for_groups([torch.as_tensor(x) for x in dampings], groups)
+    inverse = solver.combine(stacks, damping, _for_groups(scales, groups) if scales else None)
     views = zip(*(x.unflatten(0, (layers, -1)).unbind() for x in inverse.tensors), strict=True)
     if isinstance(inverse, EigenInverse):
         return list(map(inverse.of, views))
     return [replace(inverse.of(x), times=scale) for x, scale in zip(views, times, strict=True)]
+
+
+def _for_groups(numbers: Sequence[Tensor], groups: int) -> Tensor:
+    stacked = torch.stack(list(numbers))
+    return stacked if groups == 1 else stacked.repeat_interleave(groups)
 
 
 def _of_groups(number: Damping, like: Tensor) -> Damping:
