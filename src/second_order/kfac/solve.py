@@ -27,10 +27,11 @@ from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
-from second_order.kronecker.bank import of_groups, stacked
+from second_order.kronecker.bank import of_groups
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.solvers import SOLVERS, Damping
+from second_order.kronecker.stacks import as_stack
 from second_order.sharded import is_dtensor
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
@@ -392,14 +393,10 @@ class Solves:
                 continue
             if compared:
                 bank.keep_before(new, self.options.inv_dtype)
-            solved = [received.pop(block) for block in new]
-            columns = {
-                k: [list(part) for part in zip(*(each[k] for each in solved), strict=True)]
-                for k in solved[0]
-            }
-            del solved
-            parts = {k: tuple(map(stacked, each)) for k, each in columns.items()}
-            del columns
+            solved, parts = [received.pop(block) for block in new], dict[str, Decomposition]()
+            for letter in new[0].shape.letters:
+                columns = zip(*(each.pop(letter) for each in solved), strict=True)
+                parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
             damping = of_groups([self.dampings[block] for block in new], new[0].shape.groups)
             scales = [self.scales[block] for block in new if block in self.scales]
             times = of_groups(scales, new[0].shape.groups) if scales else None

@@ -21,7 +21,7 @@ from second_order.kronecker.layers import as_matrices, of_parameters
 from second_order.kronecker.solvers import Inverse
 from second_order.sharded import is_dtensor
 
-__all__ = ["Bank", "Gradients", "banks_of", "by_grad", "of_groups", "stacked"]
+__all__ = ["Bank", "Gradients", "banks_of", "by_grad", "of_groups"]
 
 # Bytes of gradients that are preconditioned together, unless one layer alone has more. On a CPU a
 # batch saves calls alone, and what has been computed is to be found in its cache.
@@ -171,24 +171,8 @@ class Bank:
 
 def _owned(tensor: Tensor) -> Tensor:
     """The tensor, copied if it is a view of a larger batch or message."""
-    owned = tensor._base is None and tensor.is_contiguous()
+    owned = tensor.is_contiguous() and not tensor._is_view()
     return tensor if owned else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def stacked(parts: list[Tensor]) -> Tensor:
-    """Tensors one after the other along their first dimension; a view where they lie so.
-
-    The list is emptied: the parts are freed.
-    """
-    first, base, at = parts[0], parts[0]._base, parts[0].storage_offset()
-    near = base is not None
-    for part in parts:
-        near = near and part._base is base and part.storage_offset() == at and part.is_contiguous()
-        at += part.numel()
-    size = sum(map(len, parts)), *first.shape[1:]
-    found = first.as_strided(size, first.stride()) if near else torch.cat(parts)
-    parts.clear()
-    return found
 
 
 def of_groups(numbers: Sequence[float | Tensor], groups: int) -> Any:
