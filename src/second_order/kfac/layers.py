@@ -360,13 +360,19 @@ class Layers:
 
     # ------------------------------------------------------------------------- what goes wrong
 
-    def tell_of_sums(self) -> None:
-        """Warn of layers whose sums since the last refresh have overflown."""
+    @property
+    def overflown(self) -> Tensor:
+        """Whether the sums since the last refresh have overflown, of layers that may have any."""
+        noted = [over.to(self._training.device) for over in self._overflown.values()]
+        return torch.cat(noted) if noted else torch.zeros(0, device="cpu")
+
+    def tell_of_sums(self, over: Sequence[float] | None = None) -> None:
+        """Warn of layers whose sums since the last refresh have overflown, unless they are told."""
         if not self._overflown:
             return
         training, noted = self._training, self._overflown
+        over = self.overflown.tolist() if over is None else over
         self._overflown = {}
-        over = torch.cat([each.to(training.device) for each in noted.values()]).tolist()
         blocks = [block for group in noted for block in group]
         names = [block.name for block, dropped in zip(blocks, over, strict=True) if dropped]
         for name in names:
