@@ -22,9 +22,10 @@ raises    what a device would refuse: operands on two devices, but for a number 
           elements; numpy() of its tensors
 beside    the same for the threads that the package starts, who wait on their own
 
-Bases take their foreach form by default, as on CUDA. It stands for the habits of any accelerator;
-times, streams, memory and rounding are not pretended, nor that an operation such as a decomposition
-is several kernels or that CUDA parts the lists of a _foreach_ of more than some 30 to 110 tensors.
+Bases take their foreach form by default, as on CUDA; generators are the CPU's. It stands for the
+habits of any accelerator; times, streams, memory and rounding are not pretended, nor that an
+operation such as a decomposition is several kernels, nor that CUDA parts the lists of a _foreach_
+of more than some 30 to 110 tensors.
 It is made with torch.utils.backend_registration and a tensor subclass, so it exists once a process.
 """
 
@@ -38,6 +39,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.optim.optimizer import _foreach_supported_types
@@ -119,7 +121,8 @@ def pretend_device() -> Iterator[Seen]:
     """Make the device "pretend" known for a block, and count from zero."""
     _register()
     _seen.clear()
-    with _Everywhere():
+    generator = torch.Generator
+    with _Everywhere(), patch.object(torch, "Generator", lambda device="cpu": generator()):
         yield _seen
 
 

@@ -62,8 +62,8 @@ class Block(nn.Module):
         q, k, v = (part(y).view(split).transpose(1, 2) for part in (self.q, self.k, self.v))
         weights = (q @ k.transpose(-1, -2) / (width // self.heads) ** 0.5).softmax(-1)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, length, width))
-        wider: Tensor = gelu(self.up(self.norms[1](x)))
-        return x + self.down(wider)
+        more: Tensor = self.down(gelu(self.up(self.norms[1](x))))
+        return x + more
 
 
 class Transformer(nn.Module):
