@@ -951,19 +951,19 @@ buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_
 
 == lanczos/lanczos.py
 orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
-    h.addmv_(basis.t(), again[:-1].to(h.dtype), alpha=-1)  =>  pass
+    h.addmv_(basis.t(), again.to(h.dtype), alpha=-1)  =>  pass
 a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
-    if not rest > 0.5 * again[-1]:  =>  if False:
+    square = left if left > 0.5 * both[-1] else None  =>  square = left
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    bool(space.first(torch.tensor([verdict], device=h.device)))  =>  bool(verdict)
+    int(space.first(torch.tensor([float(next(done, 0))])))  =>  next(done, 0)
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
   - sums[0], sums[1] = hessian.loss, hessian.examples
   + sums[0], sums[1] = hessian.loss / hessian.examples, 1.0
 each process has signs of its own  <-  lanczos_ranks::one_process_decides
-    packed = space.first(packed.to(device)).cpu()  =>  pass
+    packed = space.first(packed)  =>  pass
 it stops before all pairs have converged  <-  lanczos::it_stops_where_all_pairs_are_within_tol
   - return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
   + return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).any())
@@ -975,8 +975,8 @@ a loss of the positive Hessian under maximize  <-  dho2::the_guard_of_s_knows_wh
     return self._sign * float(loss) / float(examples)  =>  return float(loss) / float(examples)
 the Hessian of the negative loss has its sign
   <-  dho2_state::uphill_on_the_negative_loss_is_downhill
-  - weight = h.new_tensor([self._sign * self._hessian.examples])
-  + weight = h.new_tensor([self._hessian.examples])
+  - weight = self._sign * self._hessian.examples
+  + weight = self._hessian.examples
 
 == optimizers/base.py
 a first zero step taken for a checkpoint's
