@@ -36,6 +36,7 @@ from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
+from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, local
 
 __all__ = [
@@ -209,27 +210,32 @@ def follow_refresh(
                 changes.append(change if mine and change is not None else nothing.expand(3))
         s = nothing if length.measured is None else length.measured
         total = torch.stack(curvature).sum() if curvature else nothing
-        parts = [s, total, *changes]
+        rates = _rates(training, blocks) if options.follows_steps else []
+        parts = [s, total, *changes, *(rate for rate in rates if isinstance(rate, Tensor))]
         for i, each in enumerate(parts):
             parts[i] = each.reshape(-1).to(device, torch.float32)
         counts = float(length.measured is not None), float(len(curvature)), float(work)
         heard = [*counts, *torch.cat(parts).tolist()]  # a device is waited for once
+        end = len(counts) + 2 + 3 * len(changes)
+        rate = max([0.0, *(rate for rate in rates if isinstance(rate, float)), *heard[end:]])
+        heard = heard[:end]
         if training.world.size > 1:
             message = torch.tensor(heard, dtype=torch.float64)
             training.world.on_cpu().all_reduce([message]).wait()
             heard = message.tolist()
     looked, layers, passes, moved, mean, *changed = heard
-    rate = 0.0
-    if options.follows_steps:
-        ours: set[Tensor] = set()
-        for block in blocks:
-            ours.update(block.params)
-        for group in training.groups:
-            if not ours.isdisjoint(group["params"]):
-                rate = max(rate, float(group["lr"]))
     length.follow(moved if looked else math.nan, rate, training.steps)
     if layers and math.isfinite(mean):
         solves.mean_curvature = mean / layers
     if drift is not None:
         price = PRICE[options.solver] / training.world.size
         drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])
+
+
+def _rates(training: Training, blocks: Iterable[KroneckerBlock]) -> list[Scalar]:
+    """The learning rates of the groups with parameters of any block."""
+    ours: set[Tensor] = set()
+    for block in blocks:
+        ours.update(block.params)
+    groups = [group for group in training.groups if not ours.isdisjoint(group["params"])]
+    return [as_scalar(group["lr"]) for group in groups]

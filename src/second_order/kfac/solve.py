@@ -30,6 +30,7 @@ from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.solvers import SOLVERS, Damping
+from second_order.options import as_scalar
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
 
@@ -94,7 +95,8 @@ class Solves:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
         self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
-        self.damping, self.mean_curvature = math.nan, 0.0  # γ as the option has it; of all layers
+        self.damping: Damping = math.nan  # γ as the option has it
+        self.mean_curvature = 0.0  # of all layers
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
@@ -140,7 +142,7 @@ class Solves:
                 if callable(damping):
                     damping = damping(self.training.steps)
                     check_damping(damping)  # everywhere, before it begins
-                self.damping = float(damping)
+                self.damping = as_scalar(damping)
             heard, agreed = self.run(due, pending, news)
         except DecompositionError:
             raise

@@ -74,7 +74,7 @@ class TraceRefresh:
         self.settled: set[KroneckerBlock] = set()  # looked at no more; the same on every rank
 
     def keeping(
-        self, dampings: Mapping[KroneckerBlock, Damping], damping: float
+        self, dampings: Mapping[KroneckerBlock, Damping], damping: Damping
     ) -> dict[KroneckerBlock, Verdict]:
         """This rank's verdicts on layers that keep their inverses; a device is waited for once.
 
@@ -85,7 +85,9 @@ class TraceRefresh:
             return {}
         device = traces[0].device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        listed = torch.stack([trace.to(device, wide) for trace in traces]).tolist()
+        option = [damping] if isinstance(damping, Tensor) else []
+        listed = torch.stack([each.to(device, wide) for each in (*traces, *option)]).tolist()
+        damping = listed.pop() if option else damping
         found: dict[KroneckerBlock, Verdict] = {}
         for block, trace in zip(dampings, listed, strict=True):
             mark = self._coming[block] = Mark(trace, float(damping))
