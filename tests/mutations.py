@@ -151,7 +151,7 @@ gradients from before a freeze are not averaged
 the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
+    RATES = "lr", "initial_lr", "max_lr"  =>  RATES = ("lr",)
 steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
@@ -435,7 +435,7 @@ a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_leng
 
 == kfac/feedback.py
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    change if mine and change is not None else  =>  change if change is not None else
+    change if block in mine and change is not None else  =>  change if change is not None else
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
@@ -529,7 +529,7 @@ a clip of one's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
     torch.stack(changes).sum()  =>  changes[world.rank]
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
-    .abs() * lr**2  =>  .abs() * lr
+    terms.abs() * first**2  =>  terms.abs() * first
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
   - .clamp(max=1.0)
 a bound that grows with the batch alone
@@ -546,7 +546,7 @@ a bound for the layer that sees least
     torch.stack(counts).max()  =>  torch.stack(counts).min()
 a clip that lowering lr does not lower
   <-  step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root
-    elif by_batch and rate < USUAL_LR:  =>  elif False:
+    elif self._by_batch and rate < USUAL_LR:  =>  elif False:
 
 == kfac/schedule.py
 factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
@@ -607,10 +607,10 @@ one refresh too many before an error
     block.state.failures >= most  =>  block.state.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
-    damping * positive.clamp_min(least)  =>  damping * torch.ones_like(positive)
+    option * positive.clamp_min(least)  =>  option * torch.ones_like(positive)
 a gradient's scale without the damping
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
-    solve.scale = of_layer + solve.damping  =>  solve.scale = of_layer
+    damped = (of_layers + dampings)  =>  damped = (of_layers + 0 * dampings)
 damping for scale, from another process
   <-  distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled
     told[0], told[1] if  =>  told[0], told[0] if
@@ -623,8 +623,7 @@ an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-  - received.pop(block), solve.damping, solve.scale
-  + received.pop(block), self.damping, solve.scale
+    (parts, solve.damping, solve.scale)  =>  (parts, self.damping, solve.scale)
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
@@ -657,7 +656,7 @@ a solve on a thread that is older than drift allows
     late = self.drift is not None and age >= self.drift.interval(block) - 1  =>  late = False
 a thread solves each factor in another's place
   <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
-    stored = [factor for k in problems if  =>  stored = [factor for k in reversed(problems) if
+    stored = [each.stored for each in  =>  stored = [each.added for each in
 a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
     copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
 a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
@@ -683,8 +682,8 @@ hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistic
 
 == kfac/trace_rule.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
-  - block.ensure_factors().mean_curvature() + of
-  + block.ensure_factors().mean_curvature() + 0 * of
+  - mark = self._coming[block] = Mark(trace, float(damping))
+  + mark = self._coming[block] = Mark(trace - float(damping), float(damping))
 a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
     moved(now.damping, before.damping) > upper or distance  =>  distance
@@ -695,6 +694,13 @@ values taken for queries  <-  attention::factors_are_those_of_separate_linears
 layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
+
+== kronecker/bank.py
+what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
+    if scale is not None:  =>  if False:
+inverses of some layers of a bank are others'
+  <-  banks::a_bank_is_its_layers_one_by_one
+    torch.cat([t[i] for i in here])  =>  torch.cat([t[0] for i in here])
 
 == kronecker/block.py
 failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
@@ -760,27 +766,20 @@ one end of the window counts twice  <-  autocorrelation::autocorrelations_equal_
 
 == kronecker/decompositions.py
 eigenvectors of factors that are not scaled  <-  solvers::the_first_rung_will_do_at_any_scale
-  - scaled = matrix / size
-  -     values, vectors
-  + size = torch.ones_like(size)
-  +     scaled = matrix / size
-  +     values, vectors
+    size = _size(matrix)  =>  size = torch.ones_like(_size(matrix))
 large finite factors are given up
   <-  solvers::large_factors_are_finite_though_their_squares_are_not
-    exact = torch.isfinite(batch).flatten(1).all(1)  =>  exact = torch.isfinite(_norm(batch))
+    torch.isfinite(batch).flatten(1).all(1).tolist()  =>  torch.isfinite(_norm(batch)).tolist()
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
-    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE  =>  return error < RESIDUAL_TOLERANCE
+    return torch.maximum(error, skew)  =>  return error
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
-  - return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
-  + return (vectors, values * size.squeeze(-1)), _is_eigenbasis(
+    values.clamp_min(0) * size.squeeze(-1)  =>  values * size.squeeze(-1)
 inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_inverse
-    definite & (error < RESIDUAL_TOLERANCE)  =>  torch.ones_like(definite)
+    bad = info != 0  =>  bad = info != info
 
 == kronecker/exact.py
 a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_far_from_one
     root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
-exact blocks are not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
-    p.grad.copy_(part.view_as(p) * coefficient)  =>  p.grad.copy_(part.view_as(p))
 a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
   - return layer_norm(x, module.normalized_shape, eps=module.eps)
   + return layer_norm(x, module.normalized_shape)
@@ -802,7 +801,7 @@ padding tokens count
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
-    matrix[..., -1].copy_(bias.reshape(groups, out))  =>  matrix[..., -1].zero_()
+    torch.cat(parts, axis)  =>  torch.cat(parts[::-1], axis)
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
   - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
   + a = gram(x.unsqueeze(0), form.bias, form.triangular)

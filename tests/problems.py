@@ -29,7 +29,7 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
 def problem(matrix: Tensor, added: Tensor | None = None) -> Problem:
     """Of a matrix, or of a diagonal ``(groups, n)``."""
     groups, dim = matrix.shape[:2]
-    return Problem(groups, dim, matrix.dtype, matrix.device, matrix.clone, added, matrix.dim() == 2)
+    return Problem(groups, dim, matrix.dtype, matrix.device, matrix, added, matrix.dim() == 2)
 
 
 def damped(name: str, A: Tensor, G: Tensor, damping: Any) -> list[Problem]:
@@ -42,7 +42,7 @@ def solve(
     name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any, triangular: bool = False
 ) -> Tensor:
     solver = SOLVERS[name]
-    a, g = solver.decompose(damped(name, A, G, damping), A.dtype, triangular)
+    a, g = solver.decompose(damped(name, A, G, damping), A.dtype, triangular).finish()
     assert a is not None
     assert g is not None
     return solver.combine({"A": a, "G": g}, damping).precondition(gradient)
@@ -52,7 +52,7 @@ def decompose(
     name: str, *matrices: Tensor, dtype: torch.dtype | None = None, triangular: bool = False
 ) -> list[Any]:
     kept = dtype or next((matrix.dtype for matrix in matrices), torch.float32)
-    return SOLVERS[name].decompose([problem(m) for m in matrices], kept, triangular)
+    return SOLVERS[name].decompose([problem(m) for m in matrices], kept, triangular).finish()
 
 
 def restored(name: str, decomposition: tuple[Tensor, ...]) -> Tensor:

@@ -164,10 +164,10 @@ def dense(solver: str, A: Tensor, L: Tensor, G: Tensor, gradient: Tensor, dampin
 def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float, packed: bool) -> Any:
     means = torch.stack([f.diagonal().mean()[None] for f in (A, G, L)])
     problems = [
-        Problem(1, len(f), F64, f.device, f[None].clone, added, False)
+        Problem(1, len(f), F64, f.device, f[None], added, False)
         for f, added in zip((A, G, L), SOLVERS[solver].dampings(means, damping), strict=True)
     ]
-    found = SOLVERS[solver].decompose(problems, F64, packed)
+    found = SOLVERS[solver].decompose(problems, F64, packed).finish()
     parts = {k: part for k, part in zip("AGL", found, strict=True) if part is not None}
     return SOLVERS[solver].combine(parts, damping)
 

@@ -138,7 +138,8 @@ def test_an_inverse_as_triangles_is_that_inverse(
 def clip(
     P: list[Tensor], gradients: list[Tensor], rates: list[float | Tensor], kappa: float
 ) -> Tensor:
-    return kl_clip_coefficient(kl_change(P, gradients, rates), kappa)
+    products = [(p * g).sum().unsqueeze(0) for p, g in zip(P, gradients, strict=True)]
+    return kl_clip_coefficient(kl_change(products, rates), kappa)
 
 
 @given(

@@ -23,7 +23,7 @@ be taught to. Nothing is done while τ is 1, but at the step before a look.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -34,7 +34,7 @@ from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
-from second_order.kfac.solve import Solves
+from second_order.kfac.solve import Solves, stacked_means
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, local
@@ -60,6 +60,8 @@ STEP_LENGTH = (
 when τ was last looked at, the rate at the last refresh, and when that last moved. Of steps one more
 is saved, 0 for never."""
 
+JOINED_BYTES = 64 * 2**20  # of gradients and steps whose products are taken together
+
 PAST = 0.9  # weight of the past in S and Z
 LONGER, SHORTER = 0.2, 1.0  # a, for each step where τ grows, and where it falls
 COUNTED = 4  # steps between two looks that count where τ grows, at most
@@ -81,6 +83,27 @@ class Lengths(NamedTuple):
 PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
 
 
+def _product(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
+    """Σ x · y over pairs, a scalar in float32; None of none. On a device many are joined."""
+    joined: list[tuple[list[Tensor], list[Tensor]]] = []
+    current: dict[object, int] = {}
+    filled: dict[object, int] = {}
+    for x, y in pairs:
+        key, nbytes = (x.device, x.dtype, y.dtype), x.nbytes + y.nbytes
+        if x.device.type == "cpu" or key not in current or filled[key] + nbytes > JOINED_BYTES:
+            current[key], filled[key] = len(joined), 0
+            joined.append(([], []))
+        filled[key] += nbytes
+        for each, flat in zip(joined[current[key]], (x, y), strict=True):
+            each.append(flat.flatten())
+    found: list[Tensor] = []
+    for xs, ys in joined:
+        x, y = (each[0] if len(each) == 1 else torch.cat(each) for each in (xs, ys))
+        product = torch.vdot(x, y.to(x.dtype)).float()
+        found.append(product.to(found[0].device) if found else product)
+    return torch.stack(found).sum() if found else None
+
+
 class StepLength:
     """The factor of the steps of preconditioned weights; the same on every rank."""
 
@@ -97,24 +120,21 @@ class StepLength:
     def measure(self, step: StepPlan, refreshed: bool, rows: bool) -> None:
         """Look at the last step, at a refresh, before gradients are preconditioned."""
         last, self._step, self.kept, self.measured = self._step, {}, False, None
-        told, found = {*step.told}, list[Tensor]()
+        told, pairs = {*step.told}, list[tuple[Tensor, Tensor]]()
         for block in step.layers if last and refreshed else ():
             if block.solved and (block in told or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
-                        gradient = local(p.grad).flatten()
-                        s = torch.vdot(gradient, last[p].flatten().to(gradient.dtype)).float()
-                        found.append(s.to(found[0].device) if found else s)
-        if found:
-            self.measured = torch.stack(found).sum()
+                        pairs.append((local(p.grad), last[p]))
+        self.measured = _product(pairs)
 
     def keep(self, solved: Iterable[KroneckerBlock], asked: bool) -> None:
         """Keep what the base's step is scaled from, and looked at by if it is ``asked`` about."""
         self._step, self._before = {}, {}
         if (self._lengths is not None and asked) or self.factor != 1.0:
-            for block in solved:
-                for p in block.params if block.solved else ():
-                    self._before[p] = local(p).detach().clone()
+            params = [p for block in solved if block.solved for p in block.params]
+            copies = torch._foreach_mul([local(p).detach() for p in params], 1.0) if params else ()
+            self._before = dict(zip(params, copies, strict=True))
         self.kept = bool(self._before)
 
     def follow(self, s: float, rate: float, step: int) -> None:
@@ -195,30 +215,24 @@ def follow_refresh(
         return
     blocks, told, device = [*step.layers], {*step.told}, training.device
     with training.meter.stage("agree"):
-        nothing = torch.zeros((), device=device)
-        curvature: list[Tensor] = []
+        mine = dict.fromkeys(block for block in blocks if block.solved and block in told)
+        known = [block for block in mine if block.factors is not None]
+        nothing = torch.zeros(3, device=device)
+        s = nothing[0] if length.measured is None else length.measured
+        curvature = [means.prod(0).mean(-1).sum() for _, means in stacked_means(known)]
         changes: list[Tensor] = []
-        work = 0
-        for block in blocks:
-            mine = block.solved and block in told
-            if mine:
-                work += block.state.work
-            if mine and block.factors is not None:
-                curvature.append(block.factors.mean_curvature().to(device))
-            if drift is not None:
-                change = block.take_change()
-                changes.append(change if mine and change is not None else nothing.expand(3))
-        s = nothing if length.measured is None else length.measured
-        total = torch.stack(curvature).sum() if curvature else nothing
+        for block in blocks if drift is not None else ():
+            change = block.take_change()
+            changes.append(change if block in mine and change is not None else nothing)
         rates = _rates(training, blocks) if options.follows_steps else []
-        parts = [s, total, *changes, *(rate for rate in rates if isinstance(rate, Tensor))]
-        for i, each in enumerate(parts):
-            parts[i] = each.reshape(-1).to(device, torch.float32)
-        counts = float(length.measured is not None), float(len(curvature)), float(work)
-        heard = [*counts, *torch.cat(parts).tolist()]  # a device is waited for once
-        end = len(counts) + 2 + 3 * len(changes)
-        rate = max([0.0, *(rate for rate in rates if isinstance(rate, float)), *heard[end:]])
-        heard = heard[:end]
+        on_device = [rate for rate in rates if isinstance(rate, Tensor)]
+        parts = [each.reshape(-1).to(device) for each in (*on_device, s, *curvature, *changes)]
+        numbers = torch.cat(parts).to(torch.float32).tolist()  # a device is waited for once
+        lrs, numbers = numbers[: len(on_device)], numbers[len(on_device) :]
+        rate = max([0.0, *lrs, *(rate for rate in rates if isinstance(rate, float))])
+        total = sum(numbers[1 : 1 + len(curvature)])
+        counts = float(length.measured is not None), len(known), sum(b.state.work for b in mine)
+        heard = [*map(float, counts), numbers[0], total, *numbers[1 + len(curvature) :]]
         if training.world.size > 1:
             message = torch.tensor(heard, dtype=torch.float64)
             training.world.on_cpu().all_reduce([message]).wait()

@@ -361,13 +361,19 @@ class Layers:
 
     # ------------------------------------------------------------------------- what goes wrong
 
-    def tell_of_sums(self) -> None:
-        """Warn of layers whose sums since the last refresh have overflown."""
+    @property
+    def overflown(self) -> Tensor:
+        """Whether the sums since the last refresh have overflown, of layers that may have any."""
+        noted = list(self._overflown.values())
+        return torch.stack(noted) if noted else torch.zeros(0, device="cpu")
+
+    def tell_of_sums(self, over: Sequence[float] | None = None) -> None:
+        """Warn of layers whose sums since the last refresh have overflown, unless they are told."""
         if not self._overflown:
             return
         training, noted = self._training, self._overflown
+        over = self.overflown.tolist() if over is None else over
         self._overflown = {}
-        over = torch.stack(list(noted.values())).tolist()
         names = [block.name for block, dropped in zip(noted, over, strict=True) if dropped]
         for name in names:
             training.first_time(f"no:{name}")  # its statistics did arrive

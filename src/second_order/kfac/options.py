@@ -315,11 +315,11 @@ class KFACOptions:
     @property
     def said(self) -> str:
         """Damping, clip and memory, for the summary: what "auto" has come to."""
-        number, clip = self.damping, self.kl_clip
+        number, bound = self.damping, self.kl_clip
         relative = " of the mean curvature" if self.relative_damping else ""
         damping = "by a schedule" if callable(number) else f"{float(number):g}{relative}"
-        clip = float(clip) if isinstance(clip, Tensor) else clip
-        clip = "by a schedule" if callable(clip) else f"{clip}"
+        clip = "by a schedule" if callable(bound) else f"{bound}"
+        clip = f"{bound.item()}" if isinstance(bound, Tensor) else clip
         clip = {"None": "none", AUTO: "by the batch"}.get(clip, clip)
         memory = f"weight of the past {self.factor_decay} an update"
         if isinstance(self.factor_decay, PerStep):

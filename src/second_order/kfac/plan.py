@@ -33,6 +33,7 @@ from second_order.distributed.assignment import (
     spread_costs,
 )
 from second_order.distributed.world import World
+from second_order.kronecker.bank import Bank, banks_of
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.gradient import GradientBlock
@@ -231,6 +232,8 @@ class StepPlan:
     to_send: Mapping[Item, int] = field(default_factory=dict)
     rows: Mapping[KroneckerBlock, int] = field(default_factory=dict)  # that precondition each layer
     costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)  # of the layers' solves
+    banks: Sequence[Bank] = ()  # of layers that this rank preconditions, those alike in one
+    everywhere: Sequence[Bank] = ()  # of all layers, the same on every rank
 
 
 def compile_step(
@@ -263,6 +266,8 @@ def compile_step(
         },
         {block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
         {block: dims_of(block).cost for block in layers},
+        banks_of(block for block, layer in layers.items() if rank in layer.workers),
+        banks_of(layers),
     )
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,40 +23,47 @@ from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.layers import USUAL_BATCH, Layers
 from second_order.kfac.options import AUTO, KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
+from second_order.kronecker.bank import Bank, Gradients, by_grad
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import PEAK_LR
 
 __all__ = [
     "Clip",
     "OwnerHook",
+    "Preconditioned",
     "bound_for",
     "kl_change",
     "kl_clip_coefficient",
     "owners_of",
+    "precondition_bank",
     "precondition_by_owners",
     "precondition_by_workers",
+    "scale",
+    "write",
 ]
 
 USUAL_BOUND = 1e-4  # what serves the digits best: docs/defaults.md, "The clip"
 USUAL_LR = 0.1  # at a lower rate steps are shorter, by the root of the rate: lowering it helps
 
 
-def kl_change(
-    preconditioned: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    learning_rates: Sequence[float | Tensor],
-) -> Tensor:
+def kl_change(products: Sequence[Tensor], learning_rates: Sequence[float | Tensor]) -> Tensor:
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
-    whose product is not finite does not count, so that it spoils no other. P, ∇ and lr are of each
-    layer, at least one. The scalar is on the layers' device; nothing waits for it.
+    whose product is not finite does not count, so that it spoils no other. P·∇ are stacks of some
+    layers' each, lr is of each layer, at least one. The scalar is on the first stack's device;
+    nothing waits for it.
     """
-    terms: list[Tensor] = []
-    for p, g, lr in zip(preconditioned, gradients, learning_rates, strict=True):
-        term = torch.linalg.vecdot(p.flatten(), g.flatten()).abs() * lr**2
-        terms.append(term.to(terms[0]) if terms else term)
-    return torch.stack(terms).nan_to_num(0.0, posinf=0.0).sum()
+    terms, first = products[0], learning_rates[0]
+    if len(products) > 1:
+        terms = torch.cat([each.to(terms) for each in products])
+    if all(rate is first or rate == first for rate in learning_rates):
+        terms = terms.abs() * first**2
+    else:
+        scaled = zip(terms.abs().unbind(), learning_rates, strict=True)
+        terms = torch.stack([term * rate**2 for term, rate in scaled])
+    change: Tensor = terms.nan_to_num(0.0, posinf=0.0).sum()
+    return change
 
 
 def kl_clip_coefficient(change: Tensor, kl_clip: float) -> Tensor:
@@ -72,6 +79,20 @@ def bound_for(examples: Tensor) -> Tensor:
     """
     known = torch.where(examples > 0, examples, USUAL_BATCH)
     return USUAL_BOUND * (known / USUAL_BATCH) ** 1.5
+
+
+class Preconditioned(NamedTuple):
+    """Layers of a bank that have a gradient, that, and P: ``(layers x groups, out, in)``."""
+
+    bank: Bank
+    gradient: Tensor
+    results: Tensor
+
+    def product(self) -> Tensor:
+        """P·∇ of each layer, ``(layers,)``."""
+        products: Tensor = (self.results * self.gradient).flatten(1).sum(1)
+        layers = len(self.bank.blocks)
+        return products if len(products) == layers else products.view(layers, -1).sum(1)
 
 
 class Clip:
@@ -110,22 +131,12 @@ class Clip:
                 check_clip(kl_clip)
         return cast("float | None", kl_clip)
 
-    def change(
-        self,
-        results: Mapping[KroneckerBlock, Tensor],
-        gradients: Mapping[KroneckerBlock, Tensor],
-        among: Sequence[KroneckerBlock] = (),
-    ) -> Tensor:
-        """Σ lr² |P·∇| over the layers of ``gradients``, over κ where that follows the batch.
-
-        κ follows the batches of the layers ``among``, or else of these.
-        """
-        if not gradients:
-            return torch.zeros(())
+    def _rates(self, blocks: Sequence[KroneckerBlock]) -> list[float | Tensor]:
+        """The learning rates of layers by which the change is bounded."""
         # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
-        groups, by_batch, rates, mine = self._training.groups, self._by_batch, [], []
+        groups, rates = self._training.groups, list[float | Tensor]()
         same = len(groups) == len(self._groups)
         for group, (before, size) in zip(groups, self._groups, strict=False):
             same = same and group is before and len(group["params"]) == size
@@ -133,21 +144,37 @@ class Clip:
             found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
             self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
             self._groups = [(group, len(group["params"])) for group in groups]
-        for block in gradients:
-            rate = groups[self._group_of[block]][which]
-            mine.append(results[block])
-            if by_batch and isinstance(rate, Tensor):  # below 0.1 the geometric mean of the two
-                rate = torch.where(rate < USUAL_LR, (rate * USUAL_LR).sqrt(), rate)
-            elif by_batch and rate < USUAL_LR:
-                rate = math.sqrt(rate * USUAL_LR)
-            rates.append(rate)
-        change = kl_change(mine, list(gradients.values()), rates)
-        if not by_batch:
-            return change
-        known, blocks, updates = self._batches, list(among or gradients), self._layers.updates
+        by_group: dict[int, float | Tensor] = {}
+        for block in blocks:
+            number = self._group_of[block]
+            if number not in by_group:
+                rate = groups[number][which]
+                if self._by_batch and isinstance(rate, Tensor):  # below 0.1 the geometric mean
+                    rate = torch.where(rate < USUAL_LR, (rate * USUAL_LR).sqrt(), rate)
+                elif self._by_batch and rate < USUAL_LR:
+                    rate = math.sqrt(rate * USUAL_LR)
+                by_group[number] = rate
+            rates.append(by_group[number])
+        return rates
+
+    def change(
+        self, found: Iterable[Preconditioned], among: Sequence[KroneckerBlock] = ()
+    ) -> Tensor:
+        """Σ lr² |P·∇| over the layers that were preconditioned, over κ where it follows the batch.
+
+        κ follows the batches of the layers ``among``, or else of these.
+        """
+        found = list(found)
+        if not found:
+            return torch.zeros(())
+        blocks = [block for each in found for block in each.bank.blocks]
+        total = kl_change([each.product() for each in found], self._rates(blocks))
+        if not self._by_batch:
+            return total
+        known, blocks, updates = self._batches, list(among or blocks), self._layers.updates
         if known is None or known[0] != updates or known[1] != blocks:
             known = self._batches = updates, blocks, self._bound_for_batch(blocks)
-        return change / known[2].to(change)
+        return total / known[2].to(total)
 
     def _bound_for_batch(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
         """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
@@ -161,6 +188,45 @@ class Clip:
         return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))
 
 
+def precondition_bank(
+    bank: Bank, dtype: torch.dtype, gradient_of: Gradients = by_grad
+) -> Preconditioned:
+    """Precondition gradients of layers that all have one, and an inverse here."""
+    gradient = bank.gradient(gradient_of)
+    results = bank.precondition(gradient, dtype)
+    bank.note_change(gradient, results, dtype)
+    return Preconditioned(bank, gradient, results)
+
+
+def write(
+    found: Iterable[Preconditioned],
+    scale: Tensor | None = None,
+    gradient_of: Gradients = by_grad,
+) -> None:
+    """Write P, times a scale, into the gradients."""
+    to, written = list[Tensor](), list[Tensor]()
+    for bank, _, results in found:
+        for p, piece in zip(bank.params, bank.pieces(results, scale), strict=True):
+            gradient = gradient_of(p)
+            if gradient is not None:
+                to.append(gradient)
+                written.append(
+                    piece if piece.shape == gradient.shape else piece.reshape(gradient.shape)
+                )
+    if to:
+        torch._foreach_copy_(to, written)
+
+
+def _preconditioned(step: StepPlan, dtype: torch.dtype) -> list[Preconditioned]:
+    """What this rank preconditions."""
+    found: list[Preconditioned] = []
+    for bank in step.banks:
+        mine = [block for block in bank.blocks if block.inverse is not None and block.has_gradient]
+        if mine:
+            found.append(precondition_bank(bank.some(mine), dtype))
+    return found
+
+
 def precondition_by_workers(
     step: StepPlan, training: Training, clip: Clip, dtype: torch.dtype
 ) -> Tensor | None:
@@ -169,43 +235,46 @@ def precondition_by_workers(
     Every rank has the mean gradients, gets all results, and clips by itself. Returns ν, a scalar;
     None where nothing is clipped.
     """
-    gradients: dict[KroneckerBlock, Tensor] = {}
-    mine: dict[KroneckerBlock, Tensor] = {}
-    for block in step.layers:
-        if block.solved:
-            gradient = block.gradient(block.work_dtype)
-            if gradient is not None:
-                gradients[block] = gradient
-            if block.inverse is not None:  # without a gradient, too: others expect a message
-                mine[block] = block.precondition(gradient, dtype)
+    found = _preconditioned(step, dtype)
     if step.column.size > 1:
         with training.meter.stage("exchange"):
-            mine = _given_to_all(step, mine, training.device)
-    if not gradients:
+            given = _given_to_all(step, found, training.device)
+        found = []  # ν is to be alike everywhere, bit for bit: of the same stacks
+        for bank in step.everywhere:
+            blocks = [block for block in bank.blocks if block.solved and block.has_gradient]
+            if blocks:
+                some = Bank(blocks)
+                results = torch.cat([given[block] for block in blocks])
+                found.append(Preconditioned(some, some.gradient(), results))
+    if not found:
         return None
     with training.meter.stage("clip"):
-        bound, coefficient = clip.bound(), None
-        if bound is not None:
-            coefficient = kl_clip_coefficient(clip.change(mine, gradients), bound)
-        for block in gradients:
-            result, scale = mine[block], coefficient
-            if scale is not None:
-                scale = scale.to(result.device, result.dtype)
-            block.write_gradient(result, 1.0 if scale is None else scale)
+        bound = clip.bound()
+        coefficient = None if bound is None else kl_clip_coefficient(clip.change(found), bound)
+        write(found, coefficient)
     return coefficient
 
 
 def _given_to_all(
-    step: StepPlan, mine: Mapping[KroneckerBlock, Tensor], device: torch.device
+    step: StepPlan, found: Iterable[Preconditioned], device: torch.device
 ) -> dict[KroneckerBlock, Tensor]:
-    """P of all solved layers, from the rank of the column that has it."""
+    """P of all solved layers, from the rank of the column that has it; zeros without a gradient."""
     results: dict[KroneckerBlock, Tensor] = {}
+    mine: dict[KroneckerBlock, Tensor] = {}
+    for bank, _, stacked in found:
+        mine.update(zip(bank.blocks, bank.by_layer(stacked), strict=True))
     everybody = range(step.column.size)
     rows = {block: row for block, row in step.rows.items() if block.solved}
     for dtype in dict.fromkeys(block.work_dtype for block in rows):
         routes = {b: (row, everybody) for b, row in rows.items() if b.work_dtype == dtype}
         shapes = {block: (block.shape.gradient_size,) for block in routes}
-        ours = {block: (mine[block],) for block in routes if block in mine}
+        ours: dict[KroneckerBlock, tuple[Tensor]] = {}
+        for block in routes:
+            if block in mine:
+                ours[block] = (mine[block],)
+            elif block.inverse is not None:  # without a gradient, too: others expect a message
+                size, at = block.shape.gradient_size, block.weight.device
+                ours[block] = (torch.zeros(size, dtype=dtype, device=at),)
         received = deliver_parts(step.column, shapes, routes, ours, dtype, device)
         results.update({block: parts[0] for block, parts in received.items()})
     return results
@@ -235,19 +304,14 @@ def precondition_by_owners(
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
-    mine, gradients = {}, {}
-    for block in solved:
-        gradient = None if block.inverse is None else block.gradient(block.work_dtype)
-        if gradient is not None:
-            gradients[block], mine[block] = gradient, block.precondition(gradient, dtype)
+    found = _preconditioned(step, dtype)
     changes: list[Tensor] = []
     with meter.stage("clip"):
         if bound is not None:
             wide = torch.promote_types(dtype, torch.float32)
             changes = [*torch.zeros(world.size, dtype=wide, device=training.device).unbind()]
-            changes[world.rank].copy_(clip.change(mine, gradients))
-        for block, result in mine.items():  # not yet clipped: the whole sum comes with it
-            block.write_gradient(result, 1.0)
+            changes[world.rank].copy_(clip.change(found))
+        write(found)  # not yet clipped: the whole sum comes with it
     if world.size > 1:
         with meter.stage("exchange"):
             if owners is None:  # means already, wherever nobody has preconditioned them
@@ -262,10 +326,17 @@ def precondition_by_owners(
         return None
     with meter.stage("clip"):
         coefficient = kl_clip_coefficient(torch.stack(changes).sum(), bound)
-        for p in (p for block in solved for p in block.params):
-            if p.grad is not None:
-                p.grad.mul_(coefficient.to(p.grad.device, p.grad.dtype))
+        scale([p.grad for block in solved for p in block.params if p.grad is not None], coefficient)
     return coefficient
+
+
+def scale(gradients: Sequence[Tensor], coefficient: Tensor) -> None:
+    """Multiply gradients by a scalar, in place."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), some in alike.items():
+        torch._foreach_mul_(some, coefficient.to(device, dtype))
 
 
 def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:

@@ -24,7 +24,14 @@ from second_order.distributed.buckets import in_buckets
 from second_order.distributed.shard_layout import ShardLayout, layout_of
 from second_order.distributed.world import BUCKET_BYTES, World
 from second_order.kfac.plan import StepPlan
-from second_order.kfac.precondition import Clip, kl_clip_coefficient
+from second_order.kfac.precondition import (
+    Clip,
+    Preconditioned,
+    kl_clip_coefficient,
+    precondition_bank,
+    scale,
+    write,
+)
 from second_order.kronecker.block import KroneckerBlock
 from second_order.sharded import local
 
@@ -66,20 +73,17 @@ def precondition_rows(
     for bucket in buckets:
         with meter.stage("exchange"):
             whole = _gathered(bucket, world, training.device)
-        results: dict[KroneckerBlock, Tensor] = {}
-        gradients: dict[KroneckerBlock, Tensor] = {}
-        for block in dict.fromkeys(piece.block for piece in bucket.pieces[world.rank]):
-            with block.lent(whole):
-                gradient = block.gradient(block.work_dtype)
-                if gradient is not None and block.inverse is not None:
-                    gradients[block] = gradient
-                    results[block] = block.precondition(gradient, dtype)
+        mine = {piece.block for piece in bucket.pieces[world.rank]}
+        mine = {b for b in mine if b.has_gradient and b.inverse is not None}
+        found: list[Preconditioned] = []
+        for bank in step.banks:
+            some = [block for block in bank.blocks if block in mine]
+            if some:
+                found.append(precondition_bank(bank.some(some), dtype, whole.get))
         change = torch.zeros((), dtype=bucket.dtype)
         if bound is not None:
-            change = clip.change(results, gradients, among)
-        for block, result in results.items():
-            with block.lent(whole):
-                block.write_gradient(result, 1.0)
+            change = clip.change(found, among)
+        write(found, None, whole.get)
         with meter.stage("exchange"):
             changes += _returned(bucket, world, whole, change.to(training.device, bucket.dtype))
     if bound is None or not changes:
@@ -87,10 +91,8 @@ def precondition_rows(
     with meter.stage("clip"):
         total = torch.stack([change.to(changes[0].dtype) for change in changes]).sum()
         coefficient = kl_clip_coefficient(total, bound)
-        for p in (p for block in solved for p in block.params):
-            if p.grad is not None:
-                rows = local(p.grad)
-                rows.mul_(coefficient.to(rows.device, rows.dtype))
+        params = [p for block in solved for p in block.params]
+        scale([local(p.grad) for p in params if p.grad is not None], coefficient)
     return coefficient
 
 

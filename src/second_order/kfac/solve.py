@@ -10,10 +10,10 @@ install   decompositions go to the gradient workers of the layers that are solve
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import partial
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
@@ -29,10 +29,11 @@ from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping
+from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
 from second_order.options import as_scalar
+from second_order.sharded import is_dtensor
 
-__all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict"]
+__all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
@@ -69,9 +70,22 @@ class Solve:
     step: int
     damping: Damping | None = None  # γ at that step, on ranks that know it
     scale: Tensor | None = None  # what the inverse is multiplied by, on these; None for nothing
+    added: Sequence[Tensor | None] = ()  # to the factors' diagonals, on these
     verdict: Verdict = Verdict.OPEN
     solved: Solved = field(default_factory=dict)  # what this rank has decomposed
     ticket: Any = None  # of the thread that solves it, if one does
+
+
+def stacked_means(
+    blocks: Iterable[KroneckerBlock],
+) -> list[tuple[list[KroneckerBlock], Tensor]]:
+    """Layers that are alike, and their factors' mean eigenvalues, ``(factors, layers, groups)``."""
+    alike: dict[object, list[KroneckerBlock]] = {}
+    for block in blocks:
+        means = block.ensure_factors().means
+        key = means.shape, means.dtype, means.device, block.shape.exact
+        alike.setdefault(key, []).append(block)
+    return [(b, torch.stack([x.ensure_factors().means for x in b], 1)) for b in alike.values()]
 
 
 class Solves:
@@ -182,8 +196,8 @@ class Solves:
             filled += size
         for part in parts:
             with self.training.meter.stage("launch"):
-                self.submit(part)
-            self.layers.tell_of_sums()
+                over = self.submit(part)
+            self.layers.tell_of_sums(over)
             news, came = self.agree(pending, news)
             agreed += came
         if due:
@@ -192,8 +206,11 @@ class Solves:
 
     # ------------------------------------------------------------------------------------ solve
 
-    def submit(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Decompose this rank's factors of some layers; the others get their verdicts."""
+    def submit(self, blocks: Sequence[KroneckerBlock]) -> Sequence[float] | None:
+        """Decompose this rank's factors of some layers; the others get their verdicts.
+
+        Returns which layers' sums have overflown, if a device has been waited for.
+        """
         mine, others = [], []  # others know γ by themselves, unless it is sent
         for block in blocks:
             self.under_way[block] = Solve(self.training.steps)
@@ -203,22 +220,31 @@ class Solves:
             elif not self.heads and self.training.world.rank in self.plan[block].workers:
                 others.append(block)
         try:
-            self.solve(self.ready(mine, others))
+            return self.solve(self.ready(mine, others))
         except Exception as error:  # an exception must not part this rank from the others
             unknown = [b for b in others if self.under_way[b].damping is None]
             for block in (*mine, *unknown):
                 if self.under_way[block].verdict is Verdict.OPEN:
                     self.under_way[block].verdict = Verdict.FAILED
                     block.state.complaint = f" ({type(error).__name__}: {error})"
+            return None
 
-    def solve(self, ready: Sequence[KroneckerBlock]) -> None:
-        """Decompose this rank's factors of layers that can be solved."""
-        options, mine, problems = self.options, [], []
-        for block in ready:
-            for letter in self.step.to_solve[block]:
-                mine.append((block, letter))
-                problems.append(self.problem(block, letter, block.weight.device))
-        found = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
+    def solve(self, ready: Sequence[KroneckerBlock]) -> Sequence[float] | None:
+        """Decompose this rank's factors of layers that can be solved; a device is waited for once.
+
+        Factors of layers that are alike come one after the other, to be alike in their batches.
+        """
+        if not ready:
+            return None
+        options, over = self.options, self.layers.overflown
+        like = {shape: i for i, shape in enumerate(dict.fromkeys(b.shape for b in ready))}
+        mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
+        mine.sort(key=lambda item: (like[item[0].shape], item[1]))
+        problems = [self.problem(block, letter, block.weight.device) for block, letter in mine]
+        attempts = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
+        numbers = torch.cat([attempts.errors, over.to(attempts.errors)]).tolist()
+        count = len(attempts.errors)
+        found = attempts.finish(numbers[:count])
         for block in ready:
             self.under_way[block].verdict = Verdict.SOUND
         for (block, letter), parts in zip(mine, found, strict=True):
@@ -226,12 +252,12 @@ class Solves:
                 self.under_way[block].verdict = Verdict.FAILED
             else:
                 self.under_way[block].solved[letter] = parts
+        return numbers[count:]
 
     def ready(
         self, mine: Sequence[KroneckerBlock], others: Sequence[KroneckerBlock]
     ) -> list[KroneckerBlock]:
         """This rank's layers that it can solve now; their γ, and that of the others."""
-        options, damping = self.options, self.damping
         ready: list[KroneckerBlock] = []
         weights: dict[KroneckerBlock, Tensor] = {}
         for block in mine:
@@ -249,36 +275,50 @@ class Solves:
                 else:  # the pairs of a dead layer have been heard: they have no example
                     silent = block.state.asked and not block.state.heard
                     self.under_way[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
-        least = options.damping_floor * self.mean_curvature
-        for block in (*ready, *others):
-            solve, of_layer = self.under_way[block], block.ensure_factors().mean_curvature()
-            solve.damping = damping
-            if options.relative_damping:  # where gradients vanish there is no curvature
-                positive = torch.where(of_layer > 0, of_layer, 1.0)
-                solve.damping = damping * positive.clamp_min(least)
-            if options.preconditioner_scale == "gradient":
-                solve.scale = of_layer + solve.damping
+        traces = self.damp((*ready, *others))
         if self.traces is not None:
-            spared = self.traces.keeping({b: self.under_way[b].damping for b in ready}, damping)
+            of_ready = {block: traces[block] for block in ready}
+            spared = self.traces.keeping(of_ready, self.damping)
             spared = {} if self.budget.measuring else spared
             ready = [block for block in ready if block not in spared]
             for block, verdict in spared.items():
                 self.under_way[block].verdict = verdict
         return ready
 
+    def damp(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Tensor]:
+        """Tell γ and the scale of layers, of those that are alike at once; their damped means."""
+        options, traces = self.options, dict[KroneckerBlock, Tensor]()
+        least = options.damping_floor * self.mean_curvature
+        for alike, means in stacked_means(blocks):
+            of_layers = means.prod(0).mean(-1, keepdim=True)
+            option = self.damping
+            option = dampings = option.to(means) if isinstance(option, Tensor) else option
+            each: Iterable[Damping] = repeat(option)
+            if options.relative_damping:  # where gradients vanish there is no curvature
+                positive = of_layers.masked_fill(~(of_layers > 0), 1.0)
+                dampings = option * positive.clamp_min(least)
+                each = dampings.squeeze(-1).unbind()
+            on_factors = self.solver.dampings(means, dampings, alike[0].shape.exact)
+            columns = (repeat(None) if x is None else x.unbind() for x in on_factors)
+            damped = (of_layers + dampings).squeeze(-1).unbind()
+            for block, damping, trace, *added in zip(alike, each, damped, *columns, strict=False):
+                solve, traces[block] = self.under_way[block], trace
+                solve.damping, solve.added = damping, added
+                solve.scale = trace if options.preconditioner_scale == "gradient" else None
+        return traces
+
     def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
         """Describe a factor to decompose on a device, with its damping."""
         shape = block.shape
-        factors, damping = block.ensure_factors(), self.under_way[block].damping
-        assert damping is not None
-        position, dtype = shape.letters.index(letter), self.solve_dtype
+        stored, added = block.stored(letter), self.under_way[block].added
+        assert stored is not None, f"factor {letter} is kept elsewhere"
         return Problem(
             shape.groups,
             shape.dims[letter],
-            dtype,
+            self.solve_dtype,
             device,
-            partial(factors.matrix, letter, dtype),
-            added=self.solver.dampings(factors.means, damping, shape.exact)[position],
+            stored,
+            added=added[shape.letters.index(letter)],
             is_diagonal=letter in shape.diagonals,
         )
 
@@ -329,6 +369,7 @@ class Solves:
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
         """Put solved layers to use."""
         received = self._exchanged(verdicts)
+        inverses: dict[KroneckerBlock, Inverse] = {}
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -338,14 +379,19 @@ class Solves:
             if verdict is not Verdict.SOUND:
                 self._note_failure(block, verdict)
                 continue
-            inverse = None
             if block in received:
                 assert solve.damping is not None
-                inverse = self.solver.combine(received.pop(block), solve.damping, solve.scale)
+                parts = received.pop(block)
+                inverses[block] = self.solver.combine(parts, solve.damping, solve.scale)
                 self.dampings[block] = solve.damping
-            block.install(inverse, None if self.drift is None else self.options.inv_dtype)
+            block.installed()
             self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
+        compared = self.drift is not None
+        for bank in self.step.banks if inverses else ():
+            if compared:
+                bank.keep_before(filter(inverses.__contains__, bank.blocks), self.options.inv_dtype)
+            bank.install(inverses, keeps=compared and any(map(is_dtensor, bank.params)))
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]

@@ -31,13 +31,12 @@ from second_order.errors import DecompositionError
 from second_order.kfac.options import DistKFACOptions, half_the_cores
 from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.kronecker.decompositions import Attempts, Problem
 
 __all__ = ["SolvesOnThreads", "WorkerPool", "solve"]
 
 T = TypeVar("T")
-Decompose: TypeAlias = Callable[[Sequence[Problem]], list[Decomposition | None]]
+Decompose: TypeAlias = Callable[[Sequence[Problem]], Attempts]
 
 
 _STARTING = threading.Lock()
@@ -214,12 +213,11 @@ class SolvesOnThreads(Solves):
             problems = {k: self.problem(block, k, device) for k in block.shape.letters}
             if on_cuda:  # where float32 products obey a setting of the whole process
                 problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
-            factors = block.ensure_factors()
             added = [each.added for each in problems.values() if each.added is not None]
-            stored = [factor for k in problems if (factor := factors.stored[k]) is not None]
+            stored = [each.stored for each in problems.values()]
             fetch = take_snapshot([*stored, *added], device, streams)
             self.under_way[block].ticket = self.pool.submit(
-                partial(solve, fetch, problems, factors.triangular, decompose, streams)
+                partial(solve, fetch, problems, decompose, streams)
             )
 
     def _waits(self, block: KroneckerBlock) -> bool:
@@ -278,7 +276,6 @@ class SolvesOnThreads(Solves):
 def solve(
     fetch: Callable[[], list[Tensor]],
     problems: Mapping[str, Problem],
-    triangular: bool,
     decompose: Decompose,
     streams: Streams | None,
 ) -> Solved:
@@ -288,25 +285,18 @@ def solve(
     built = [
         replace(
             problem,
-            build=partial(_matrix, stored, problem, triangular),
+            stored=stored,
             added=None if problem.added is None else next(added),
         )
         for stored, problem in zip(snapshot, problems.values(), strict=False)
     ]
     with torch.no_grad():
         if streams is None:
-            found = decompose(built)
+            found = decompose(built).finish()
         elif built[0].device.type == "cpu":  # pinned, to be fetched without waiting
-            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(built)]
+            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(built).finish()]
         else:
             with torch.cuda.stream(streams.solves):
-                found = decompose(built)
+                found = decompose(built).finish()
             streams.solves.record_event().synchronize()
     return {letter: parts for letter, parts in zip(problems, found, strict=True) if parts}
-
-
-def _matrix(stored: Tensor, problem: Problem, triangular: bool) -> Tensor:
-    """A factor of a snapshot as a full matrix, or as a diagonal."""
-    if not triangular or problem.is_diagonal:
-        return stored.to(problem.dtype, copy=True)
-    return unpack_upper_triangular(stored.to(problem.dtype), problem.dim)

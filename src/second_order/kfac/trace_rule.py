@@ -23,7 +23,7 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 from second_order.kfac.solve import Verdict
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.solvers import Damping
+from second_order.options import Scalar
 
 __all__ = ["SETTLED", "Mark", "TraceRefresh", "judge", "moved"]
 
@@ -74,22 +74,23 @@ class TraceRefresh:
         self.settled: set[KroneckerBlock] = set()  # looked at no more; the same on every rank
 
     def keeping(
-        self, dampings: Mapping[KroneckerBlock, Damping], damping: Damping
+        self, traces: Mapping[KroneckerBlock, Tensor], damping: Scalar
     ) -> dict[KroneckerBlock, Verdict]:
         """This rank's verdicts on layers that keep their inverses; a device is waited for once.
 
+        The ``traces`` are scalars: the mean eigenvalues of A ⊗ G + γ.
         A layer without an inverse is solved, and one whose last solve failed.
         """
-        traces = [block.ensure_factors().mean_curvature() + of for block, of in dampings.items()]
         if not traces:
             return {}
-        device = traces[0].device
+        device = next(iter(traces.values())).device
         wide = torch.float32 if device.type == "mps" else torch.float64
         option = [damping] if isinstance(damping, Tensor) else []
-        listed = torch.stack([each.to(device, wide) for each in (*traces, *option)]).tolist()
+        asked = [each.to(device) for each in (*traces.values(), *option)]
+        listed = torch.stack(asked).to(wide).tolist()
         damping = listed.pop() if option else damping
         found: dict[KroneckerBlock, Verdict] = {}
-        for block, trace in zip(dampings, listed, strict=True):
+        for block, trace in zip(traces, listed, strict=True):
             mark = self._coming[block] = Mark(trace, float(damping))
             before = self._marks.get(block)
             if before is not None and block.solved and not block.state.failures:

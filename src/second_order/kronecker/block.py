@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -23,14 +22,14 @@ from second_order.kronecker.layers import (
     FactorShape,
     Form,
     Key,
+    Layout,
     PairStatistics,
-    gradient_from_matrix,
-    gradient_to_matrix,
     key_of,
+    layout_of,
 )
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
-from second_order.sharded import FSDPParams, is_dtensor, local
+from second_order.sharded import FSDPParams, local
 
 __all__ = ["KroneckerBlock", "LayerState"]
 
@@ -91,8 +90,8 @@ class KroneckerBlock:
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.state = LayerState()
-        self._before: Inverse | Tensor | None = None
-        self._change: Tensor | None = None
+        self.before: Inverse | Tensor | None = None  # P by the last one, or that, to be compared
+        self.change: Tensor | None = None
         self._expected_version = 0  # version of the weight's gradient at the next pass
         self.last_backward = -1  # the number of the pass that brought the last pair
         self._reset()
@@ -158,22 +157,6 @@ class KroneckerBlock:
                 setattr(self, name, others.get(value, value))
             elif isinstance(value, list):
                 value[:] = [others.get(v, v) if isinstance(v, Tensor) else v for v in value]
-
-    @contextmanager
-    def lent(self, gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
-        """Let the block work on whole gradients of its parameters instead of on ``p.grad``."""
-        others: dict[Tensor, Tensor] = {}
-        for p in self.params:
-            whole = gradients[p]
-            # A tensor of the shape, without memory, that a gradient can be hung on.
-            stand_in = whole.new_empty(()).expand(whole.shape).requires_grad_()
-            stand_in.grad = None if p.grad is None else whole
-            others[p] = stand_in
-        self.replace_params(others)
-        try:
-            yield
-        finally:
-            self.replace_params({stand_in: p for p, stand_in in others.items()})
 
     def follow_requires_grad(self) -> None:
         """Start anew where the bias was frozen or unfrozen, or the layer moved, if it trains."""
@@ -308,59 +291,30 @@ class KroneckerBlock:
         self.state.asked, self.state.failures = False, 0
         self.drop_inverse()
 
-    def install(self, inverse: Inverse | None, dtype: torch.dtype | None = None) -> None:
-        """Mark the layer as solved; a dtype of inverses if :meth:`take_change` is to tell of it."""
-        if dtype is not None:
-            before: Inverse | Tensor | None = self.inverse
-            if self.inverse is not None and not is_dtensor(self.weight):
-                gradient = self.gradient(self.work_dtype)
-                before = None if gradient is None else self.precondition(gradient, dtype)
-            self._before = before  # that inverse itself where gradients are in shards
-        self.inverse, self.solved = inverse, True
+    def installed(self) -> None:
+        """Mark the layer as solved by its gradient workers, this process or others."""
+        self.solved = True
         self.state.silent, self.state.failures, self.state.complaint = False, 0, ""
-
-    def precondition(self, gradient: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The inverse applied to a gradient matrix; zeros, for a message, if no rank has one."""
-        if gradient is None:
-            size = self.shape.gradient_size
-            return torch.zeros(size, dtype=self.work_dtype, device=self.weight.device)
-        assert self.inverse is not None
-        result = self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
-        before, self._before = self._before, None
-        if before is not None:
-            if not isinstance(before, Tensor):
-                before = before.precondition(gradient.to(dtype)).to(gradient.dtype)
-            old, new = before.flatten(), result.flatten()
-            change = torch.vdot(old, new), torch.vdot(old, old), torch.vdot(new, new)
-            self._change = torch.stack(change)
-        return result
 
     def take_change(self) -> Tensor | None:
         """P₀ · P, |P₀|² and |P|², ``(3,)``, by the last two inverses; None before P is computed."""
-        change, self._change = self._change, None
+        change, self.change = self.change, None
         return change
 
     def drop_inverse(self) -> None:
         """Forget the inverse: the layer runs on its base gradient until it is solved again."""
-        self.inverse = self._before = self._change = None
+        self.inverse = self.before = self.change = None
         self.solved = False
 
-    def gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradient as a matrix ``(groups, out, in)``, or a view of it; None without one."""
-        if self.weight.grad is None:
-            return None
-        bias = None
-        if self.trains_bias and self.bias is not None:
-            bias = torch.zeros_like(self.bias) if self.bias.grad is None else self.bias.grad
-        return gradient_to_matrix(self.weight.grad, bias, self.shape, dtype)
+    @property
+    def has_gradient(self) -> bool:
+        """Whether there is a gradient to precondition."""
+        return self.weight.grad is not None
 
-    def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
-        """Overwrite the gradient by a preconditioned matrix times a coefficient."""
-        assert self.weight.grad is not None
-        bias = self.bias.grad if self.trains_bias and self.bias is not None else None
-        if bias is None and self.trains_bias:
-            matrix = matrix[..., :-1]
-        gradient_from_matrix(matrix, coefficient, self.weight.grad, bias, self.shape)
+    @property
+    def layout(self) -> Layout:
+        """The places of the gradients of :attr:`params` in the layer's matrix."""
+        return layout_of(self.shape, [p.numel() for p in self.params])
 
     @property
     def size(self) -> int:

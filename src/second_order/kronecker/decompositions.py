@@ -1,7 +1,8 @@
 """Eigendecompositions and Cholesky inverses that do not fail quietly, batched by size.
 
 A decomposition climbs a ladder until its result is finite and accurate: the working precision,
-float64, float64 on the CPU. One bad member never spoils the others of its batch.
+float64, float64 on the CPU. One bad member never spoils the others of its batch. All first attempts
+are made before a device is waited for, once, to know which of them are accurate.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from second_order.kronecker.triangles import unpack_upper_triangular
+
 __all__ = [
+    "Attempts",
     "Decompose",
     "Decomposition",
     "Problem",
     "cholesky_inverse",
-    "decompose_batched",
     "diagonal",
     "eigh",
     "ieee_matmul",
@@ -28,9 +31,9 @@ __all__ = [
 
 Decomposition: TypeAlias = tuple[Tensor, ...]
 Decompose: TypeAlias = Callable[[Tensor], tuple[Decomposition, Tensor]]
-"""Takes ``(batch, n, n)``, gives the parts, and which members are sound, shape ``(batch,)``."""
+"""Takes ``(batch, n, n)``, gives the parts and each member's relative error, shape ``(batch,)``."""
 
-# Relative residual above which a float32 decomposition is taken again in float64. A sound one is
+# Relative error above which a float32 decomposition is taken again in float64. A sound one is
 # near 1e-6; a wrong one is near 1.
 RESIDUAL_TOLERANCE = 1e-3
 
@@ -61,13 +64,13 @@ def ieee_matmul(device: torch.device, dtype: torch.dtype = torch.float32) -> Ite
 
 @dataclass(frozen=True)
 class Problem:
-    """A factor to decompose, which is not built before its turn."""
+    """A factor to decompose, which is copied or unpacked when its turn comes."""
 
     groups: int
     dim: int  # n
     dtype: torch.dtype  # in which it is decomposed first, float32 at least
     device: torch.device
-    build: Callable[[], Tensor]  # a new tensor, (groups, n, n), or (groups, n) for a diagonal
+    stored: Tensor  # (groups, n, n); (groups, n (n + 1) / 2), a triangle; (groups, n), a diagonal
     added: Tensor | None = None  # damping added to the diagonals, (groups,)
     is_diagonal: bool = False
 
@@ -78,37 +81,51 @@ def diagonal(factor: Tensor) -> Tensor:
 
 
 def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Eigenvectors and eigenvalues (at least 0) of ``(batch, n, n)``, and which are sound.
+    """Eigenvectors and eigenvalues (at least 0) of ``(batch, n, n)``, and the errors.
 
-    Of diagonals ``(batch, n)`` the eigenvalues alone.
+    Of diagonals ``(batch, n)`` the eigenvalues alone. Members that are not finite are not shown to
+    the routine: some return garbage, some never return.
     """
     if matrix.dim() == 2:
-        return (matrix.clamp_min(0),), torch.isfinite(matrix).all(1)
+        return (matrix.clamp_min(0),), _zero_if_finite(matrix)
     size = _size(matrix)
     scaled = matrix / size
+    bad = ~(_norm(scaled) < torch.inf)
+    _fill(scaled, bad[:, None, None], 0.0)
     values, vectors = torch.linalg.eigh(scaled)
-    return (vectors, values.clamp_min(0) * size.squeeze(-1)), _is_eigenbasis(
-        scaled, vectors, values
-    )
+    error = _error_of_basis(scaled, vectors, values)
+    return (vectors, values.clamp_min(0) * size.squeeze(-1)), _fill(error, bad, torch.inf)
 
 
 def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
-    """Inverses of positive definite ``(batch, n, n)``, or of diagonals, and which are sound."""
+    """Inverses of positive definite ``(batch, n, n)``, or of diagonals, and the errors."""
     if matrix.dim() == 2:
         inverse = matrix.reciprocal()
-        return (inverse,), torch.isfinite(matrix + inverse).all(1)
+        return (inverse,), _zero_if_finite(matrix + inverse)
     factor, info = torch.linalg.cholesky_ex(matrix)
-    definite = info == 0
-    if not bool(definite.all()):
-        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-        factor = torch.where(definite[:, None, None], factor, identity)
-    inverse = torch.cholesky_inverse(factor)
+    bad = info != 0
+    _fill(diagonal(factor), bad[:, None], 1.0)  # some routines raise at a zero
+    inverse = torch.cholesky_inverse(factor).mT  # as rows
     del factor
-    probe = _probe(matrix)
+    probe, length = _probe(matrix.shape[-1], matrix.dtype, matrix.device)
     solved = inverse @ probe
     # The backward error: small whatever the condition number, unless the inverse is wrong.
-    error = _norm(matrix @ solved - probe) / (_norm(matrix) * _norm(solved) + _norm(probe))
-    return (inverse,), definite & (error < RESIDUAL_TOLERANCE)
+    error = _norm(torch.baddbmm(probe, matrix, solved, beta=-1))
+    error = error / torch.addcmul(length, _norm(matrix), _norm(solved))
+    return (inverse,), _fill(error, bad, torch.inf)
+
+
+def _fill(target: Tensor, where: Tensor, value: float) -> Tensor:
+    """Fill in place; on the CPU, where nobody waits for the answer, if there is anything to."""
+    if where.device.type != "cpu" or bool(where.any()):
+        target.masked_fill_(where, value)
+    return target
+
+
+def _zero_if_finite(x: Tensor) -> Tensor:
+    """0, or NaN, for each row."""
+    largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dim=-1)
+    return largest * 0.0
 
 
 def _size(matrix: Tensor) -> Tensor:
@@ -117,36 +134,105 @@ def _size(matrix: Tensor) -> Tensor:
     return diagonal(matrix).mean(-1).abs().clamp_min(tiny)[:, None, None]
 
 
-def _is_eigenbasis(matrix: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
-    probe = _probe(matrix)
+def _error_of_basis(matrix: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
+    probe, length = _probe(matrix.shape[-1], matrix.dtype, matrix.device)
     coordinates, expected = vectors.mT @ probe, matrix @ probe
-    error = _norm(vectors @ (values.unsqueeze(-1) * coordinates) - expected)
-    error = error / (_norm(expected) + _norm(probe))
+    error = _norm(torch.baddbmm(expected, vectors, values.unsqueeze(-1) * coordinates, beta=-1))
+    error = error / (_norm(expected) + length)
     # Q Λ Qᵀ alone would pass with a Q that is not orthogonal where Λ vanishes.
-    skew = _norm(vectors @ coordinates - probe) / _norm(probe)
-    return torch.maximum(error, skew) < RESIDUAL_TOLERANCE
+    skew = _norm(torch.baddbmm(probe, vectors, coordinates, beta=-1)) / length
+    return torch.maximum(error, skew)
 
 
-def _probe(matrix: Tensor) -> Tensor:
-    """A fixed vector with no zero and no pattern, shape ``(n, 1)``."""
-    steps = torch.arange(1, matrix.shape[-1] + 1, dtype=matrix.dtype, device=matrix.device)
-    wave: Tensor = torch.cos(steps * steps * 0.7)
-    return wave.add_(1.5).unsqueeze(-1)
+@lru_cache(maxsize=256)
+def _probe(dim: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A fixed vector with no zero and no pattern, shape ``(1, n, 1)``, and its length, ``(1,)``."""
+    with torch.inference_mode(False):
+        steps = torch.arange(1, dim + 1, dtype=dtype, device=device)
+        wave = torch.cos(steps * steps * 0.7).add_(1.5).view(1, -1, 1)
+        return wave, _norm(wave)
 
 
-def decompose_batched(
-    problems: Sequence[Problem], decompose: Decompose
-) -> Iterator[tuple[int, Decomposition]]:
-    """Decompose many factors, those of one size, dtype and device together.
+@dataclass
+class _Batch:
+    """Factors that are decomposed together, and what has come of it."""
 
-    Yields the index and the decomposition, with leading ``groups``, of each problem that has a
-    sound one for every group. The parts are views of their batch's.
+    indices: list[int]
+    parts: Decomposition = ()  # none where the routine has raised
+
+
+class Attempts:
+    """Many factors, decomposed together as size, dtype and device allow, by one attempt each.
+
+    Nothing has been waited for: ``errors``, one number for each group of each problem, in an order
+    of its own, tells on the device which of them are sound.
     """
+
+    def __init__(self, problems: Sequence[Problem], decompose: Decompose) -> None:
+        self._problems, self._decompose = problems, decompose
+        self._batches = list(map(_Batch, _batches(problems)))
+        errors: list[Tensor] = []
+        for batch in self._batches:
+            matrices = _gathered([problems[i] for i in batch.indices])
+            try:
+                with ieee_matmul(matrices.device, matrices.dtype):
+                    batch.parts, error = decompose(matrices)
+            except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
+                error = matrices.new_full((len(matrices),), torch.inf)
+            errors.append(error.to(errors[0].device) if errors else error)
+            del matrices
+        self.errors = torch.cat(errors) if errors else torch.zeros(0, device="cpu")
+
+    def finish(self, errors: Sequence[float] | None = None) -> list[Decomposition | None]:
+        """The parts of each problem, with leading ``groups``; None where not all are sound.
+
+        The ``errors`` are read if that has not been done. Members that are not sound climb the
+        ladder. Parts are views of their batch's.
+        """
+        told = iter(self.errors.tolist() if errors is None else errors)
+        found: list[Decomposition | None] = [None] * len(self._problems)
+        for batch in self._batches:
+            sizes = [self._problems[i].groups for i in batch.indices]
+            sound = [next(told) < RESIDUAL_TOLERANCE for _ in range(sum(sizes))]
+            if not all(sound):
+                self._mend(batch, sound)
+            pieces = zip(*(part.split(sizes) for part in batch.parts), strict=True)
+            start = 0
+            for i, size, parts in zip(batch.indices, sizes, pieces, strict=False):
+                found[i] = parts if all(sound[start : start + size]) else None
+                start += size
+        return found
+
+    def _mend(self, batch: _Batch, sound: list[bool]) -> None:
+        """Decompose a batch's members that are not ``sound`` by the ladder; tell which are now."""
+        rows = [i for i in batch.indices for _ in range(self._problems[i].groups)]
+        failed = dict.fromkeys(i for i, fine in zip(rows, sound, strict=True) if not fine)
+        problems = [self._problems[i] for i in failed]
+        if problems[0].is_diagonal:
+            return
+        again = [k for k, i in enumerate(rows) if i in failed]
+        matrices = _gathered(problems)
+        left = [j for j, k in enumerate(again) if not sound[k]]
+        with ieee_matmul(matrices.device, matrices.dtype):
+            climbed = _climb(self._decompose, matrices, left, raised=not batch.parts)
+        for j, parts in climbed.items():
+            if not batch.parts:
+                batch.parts = tuple(p.new_zeros(len(rows), *p.shape[1:]) for p in parts)
+            for whole, part in zip(batch.parts, parts, strict=True):
+                whole[again[j]].copy_(part[0])
+            sound[again[j]] = True
+
+
+def _batches(problems: Sequence[Problem]) -> list[list[int]]:
+    """Indices of problems that are decomposed together, in their order."""
     batches: list[list[int]] = []
     current: dict[object, list[int]] = {}
     filled: dict[object, int] = {}
     for i, each in enumerate(problems):
-        key = each.dim, each.dtype, each.device, each.is_diagonal
+        key = (
+            *(each.dim, each.dtype, each.device, each.is_diagonal),
+            *(each.stored.dim(), each.added is None),
+        )
         nbytes = each.groups * each.dim**2 * each.dtype.itemsize
         most = CPU_BATCH_BYTES if each.device.type == "cpu" else BATCH_BYTES
         if key not in current or filled[key] + nbytes > most:
@@ -154,66 +240,51 @@ def decompose_batched(
             batches.append(current[key])
         current[key].append(i)
         filled[key] += nbytes
-    for indices in batches:
-        matrices: list[Tensor] = []
-        sizes: list[int] = []
-        for i in indices:
-            problem, matrix = problems[i], problems[i].build()
-            if problem.added is not None:
-                diagonal(matrix).add_(problem.added.to(matrix.dtype).unsqueeze(-1))
-            matrices.append(matrix)
-            sizes.append(problem.groups)
-        batch = matrices[0] if len(matrices) == 1 else torch.cat(matrices)
-        del matrices, matrix
-        if batch.dim() == 2:
-            payload, finite = decompose(batch)
-            sound = finite.tolist()
-        else:
-            with ieee_matmul(batch.device, batch.dtype):
-                payload, sound = _climb(decompose, batch)
-        del batch
-        pieces = zip(*map(partial(torch.split, split_size_or_sections=sizes), payload), strict=True)
-        start = 0
-        for i, size, parts in zip(indices, sizes, pieces, strict=False):  # none if none is sound
-            if all(sound[start : start + size]):
-                yield i, parts
-            start += size
+    return batches
 
 
-def _climb(decompose: Decompose, batch: Tensor) -> tuple[Decomposition, list[bool]]:
-    """Decompose ``(batch, n, n)`` by the ladder: parts in its dtype and place, and which are sound.
+def _gathered(problems: Sequence[Problem]) -> Tensor:
+    """New damped matrices, or diagonals, of problems of one batch."""
+    first, alone = problems[0], len(problems) == 1
+    packed = first.stored.dim() == 2 and not first.is_diagonal
+    batch = first.stored if alone else torch.cat([each.stored for each in problems])
+    batch = batch.to(first.device, first.dtype, copy=alone and not packed)
+    if packed:
+        batch = unpack_upper_triangular(batch, first.dim)
+    added = [each.added for each in problems if each.added is not None]
+    if added:
+        dampings = added[0] if alone else torch.cat(added)
+        diagonal(batch).add_(dampings.to(batch.dtype).unsqueeze(-1))
+    return batch
 
-    Members that are not finite are shown to no routine. Where one raises, each is tried alone.
+
+def _climb(
+    decompose: Decompose, batch: Tensor, left: Sequence[int], *, raised: bool
+) -> dict[int, Decomposition]:
+    """Decompose the members that are ``left`` of a batch, on the rungs above the first attempt.
+
+    If that has ``raised``, it may be for one member's sake: each is tried alone. Members that are
+    not finite are shown to no routine.
     """
-    finite = torch.isfinite(_norm(batch)).tolist()
-    if not all(finite):
-        exact = torch.isfinite(batch).flatten(1).all(1)  # a square may have overflowed
-        identity = torch.eye(batch.shape[-1], dtype=batch.dtype, device=batch.device)
-        batch, finite = torch.where(exact[:, None, None], batch, identity), exact.tolist()
+    finite = torch.isfinite(batch).flatten(1).all(1).tolist()
     here, wide, cpu = (batch.device, batch.dtype), torch.float64, torch.device("cpu")
-    rungs = dict.fromkeys([here, (batch.device, wide), (cpu, wide)])
+    left = [i for i in left if finite[i]]
+    attempts = [[i] for i in left] if raised and len(batch) > 1 else []
     found: dict[int, Decomposition] = {}
-    left = set(range(len(batch)))
-    for place in rungs:
-        attempts = [sorted(left)] if left else []
+    for place in dict.fromkeys([here, (batch.device, wide), (cpu, wide)]):
+        if place != here:
+            attempts = [left] if left else []
         while attempts:
             members = attempts.pop()
-            some = batch if len(members) == len(batch) else batch[members]
             try:
-                parts, verdicts = decompose(some.to(*place))
-                sound = verdicts.tolist()
-            except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
+                parts, errors = decompose(batch[members].to(*place))
+                told = errors.tolist()
+            except RuntimeError:
                 if len(members) > 1:
                     attempts += [[i] for i in members]
                 continue
-            if some is batch and place == here and all(sound):
-                return parts, finite  # the common case, without a copy
             for k, i in enumerate(members):
-                if sound[k]:
-                    found[i] = tuple(part[k : k + 1].to(*here) for part in parts)
-            left -= found.keys()
-    if not found:
-        return (), [False] * len(batch)
-    any_one = next(iter(found.values()))
-    columns = zip(*(found.get(i, any_one) for i in range(len(batch))), strict=True)
-    return tuple(map(torch.cat, columns)), [ok and i in found for i, ok in enumerate(finite)]
+                if told[k] < RESIDUAL_TOLERANCE:
+                    found[i] = tuple(part[k : k + 1].to(batch.device) for part in parts)
+        left = [i for i in left if i not in found]
+    return found

@@ -245,21 +245,10 @@ class ExactBlock(KroneckerBlock):
         parts = [part if batched else part.unsqueeze(0) for part in parts]
         return torch.cat([part.flatten(2).sum(2) if part.dim() > 2 else part for part in parts], 1)
 
-    def gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """All gradients in one column, ``(1, d, 1)`` or ``(d, 1, 1)``; None without gradients."""
-        if self.without_gradient:
-            return None
-        params = self.params
-        flat = [(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in params]
-        return torch.cat(flat).to(dtype).view(self.shape.gradient_size)
-
-    def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
-        """Overwrite the gradients by a preconditioned column times a coefficient."""
-        params = self.params
-        parts = matrix.reshape(-1).split([p.numel() for p in params])
-        for p, part in zip(params, parts, strict=True):
-            if p.grad is not None:
-                p.grad.copy_(part.view_as(p) * coefficient)
+    @property
+    def has_gradient(self) -> bool:
+        """Whether any of the parameters has a gradient."""
+        return not self.without_gradient
 
 
 # -------------------------------------------------------------------------------- doubly factored

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
-from second_order.kronecker.layers import FactorShape
+from second_order.kronecker.layers import FactorShape, as_matrices
 
 __all__ = ["GradientBlock", "folded"]
 
@@ -67,22 +67,8 @@ class GradientBlock(KroneckerBlock):
         wide = self.most is not None and max(rows, columns) > self.most
         if wide:  # the longer side is the columns', whose factor can be a diagonal
             rows, columns = sorted((rows, columns))
-        return FactorShape(1, columns, rows, diagonal_a=wide, marginal=True)
-
-    def gradient(self, dtype: torch.dtype) -> Tensor | None:
-        """The gradient as a matrix ``(1, out, in)``; None if the parameter has none."""
-        if self.owned.grad is None:
-            return None
-        matrix = self.owned.grad.reshape(folded(self.owned.shape))
-        matrix = matrix if matrix.shape == self.shape.gradient_size[1:] else matrix.mT
-        return matrix.unsqueeze(0).to(dtype)
-
-    def write_gradient(self, matrix: Tensor, coefficient: Tensor | float) -> None:
-        """Overwrite the gradient by a preconditioned matrix times a coefficient."""
-        grad = self.owned.grad
-        assert grad is not None
-        flat, size = matrix.squeeze(0) * coefficient, folded(grad.shape)
-        grad.copy_((flat if flat.shape == size else flat.mT).reshape(grad.shape))
+        flipped = folded(self.owned.shape) != (rows, columns)
+        return FactorShape(1, columns, rows, wide, transposed=flipped, marginal=True)
 
     def sums(self, examples: Tensor, scale: Tensor) -> StatisticsSums | None:
         """The statistics of the gradient that is here, for so many examples; None without one.
@@ -91,9 +77,9 @@ class GradientBlock(KroneckerBlock):
         nor does one that is not finite, which is counted as dropped. The scale brings M Mᵀ to an
         example's: N where the loss is a mean.
         """
-        found = self.gradient(self.staged.dtype)
-        if found is None:
+        if self.owned.grad is None:
             return None
+        found = as_matrices([self.owned.grad], self.layout).to(self.staged.dtype)
         size = found.square().sum()
         finite = torch.isfinite(size * scale)
         self.staged.dropped += ~finite

@@ -18,10 +18,10 @@ are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Literal, TypeAlias, cast
+from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +43,12 @@ __all__ = [
     "TOLERANCE",
     "Explanation",
     "FactorShape",
+    "Layout",
     "PairStatistics",
+    "as_matrices",
     "gram",
+    "layout_of",
+    "of_parameters",
 ]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
@@ -59,7 +63,7 @@ class FactorShape:
     groups: int
     in_dim: int
     out_dim: int
-    diagonal_a: bool = False  # A is kept as groups x in; of an embedding, whose weight is (in, out)
+    diagonal_a: bool = False  # A is kept as groups x in
     locations: int = 0  # if doubly factored, with A of in / locations channels, and L of locations
     exact: bool = False  # G is the whole curvature, and A is 1
     transposed: bool = False  # the weight is (groups in, out)
@@ -357,7 +361,7 @@ def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
 def rows_of_embedding(module: nn.Module, bias: bool, tied: bool = False) -> FactorShape:
     """Sizes of an embedding's factors."""
     entries, width = cast(Tensor, module.weight).shape
-    return FactorShape(1, entries, width, diagonal_a=True, marginal=tied)
+    return FactorShape(1, entries, width, diagonal_a=True, transposed=True, marginal=tied)
 
 
 def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
@@ -379,42 +383,63 @@ def key_of(module: nn.Module) -> Key | None:
     return next((kind for kind in type(module).__mro__ if kind in KINDS), None)
 
 
-def gradient_to_matrix(
-    weight: Tensor, bias: Tensor | None, shape: FactorShape, dtype: torch.dtype
-) -> Tensor:
-    """Gradients of weight and bias as one matrix of shape ``(groups, out, in)``.
+# ------------------------------------------------------------------- gradients as matrices
 
-    Without a bias the matrix is a view of the weight's gradient wherever that is possible.
-    """
+
+class Layout(NamedTuple):
+    """How a matrix ``(groups, out, in)`` is made of the gradients of a layer's parameters."""
+
+    axis: int  # along which they are joined
+    views: tuple[tuple[int, ...], ...]  # the shape of each; without groups if there is but one
+    flipped: bool = False  # the last two dimensions change places thereafter
+
+
+def layout_of(shape: FactorShape, sizes: Iterable[int]) -> Layout:
+    """The layout of a layer whose parameters have so many elements, the weight first."""
     groups, out = shape.groups, shape.out_dim
-    if shape.diagonal_a:
-        return weight.mT.unsqueeze(0).to(dtype)
-    flat = weight.reshape(groups, -1, out).mT if shape.transposed else None
-    flat = weight.reshape(groups, out, -1) if flat is None else flat
-    if bias is None:
-        return flat.to(dtype)
-    matrix = torch.empty(groups, out, shape.in_dim, dtype=dtype, device=weight.device)
-    matrix[..., :-1].copy_(flat)
-    matrix[..., -1].copy_(bias.reshape(groups, out))
-    return matrix
+    head = (groups,) if groups > 1 else ()
+    if shape.exact:  # all in one column, or each entry in a group of its own
+        return Layout(0, tuple((n, 1, 1) if head else (n, 1) for n in sizes))
+    columns = [n // (groups * out) for n in sizes]
+    if shape.transposed:
+        return Layout(len(head), tuple((*head, n, out) for n in columns), True)
+    return Layout(len(head) + 1, tuple((*head, out, n) for n in columns))
 
 
-def gradient_from_matrix(
-    matrix: Tensor,
-    coefficient: Tensor | float,
-    weight: Tensor,
-    bias: Tensor | None,
-    shape: FactorShape,
-) -> None:
-    """Write a matrix of :func:`gradient_to_matrix`, times a coefficient, into the gradients."""
-    if shape.diagonal_a:
-        torch.mul(matrix.squeeze(0).mT, coefficient, out=weight)
-        return
-    if bias is not None:
-        torch.mul(matrix[..., -1].reshape(bias.shape), coefficient, out=bias)
-        matrix = matrix[..., :-1]
-    matrix = matrix.mT if shape.transposed else matrix
-    torch.mul(matrix.reshape(weight.shape), coefficient, out=weight)
+def as_matrices(gradients: Sequence[Tensor], layout: Layout) -> Tensor:
+    """The gradients of equal layers, one after the other, as ``(layers x groups, out, in)``.
+
+    It is a view of a single one wherever that is possible.
+    """
+    axis, views, flipped = layout
+    layers = len(gradients) // len(views)
+    pairs = zip(gradients, views * layers, strict=True)
+    parts = [
+        gradient if gradient.shape == view else gradient.reshape(view) for gradient, view in pairs
+    ]
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+    if layers > 1:
+        whole = whole.unflatten(axis, (layers, -1))
+        whole = whole.movedim(axis, 0) if axis > 0 else whole
+        whole = whole.flatten(0, 1) if len(views[0]) > 2 else whole
+    elif whole.dim() == 2:
+        whole = whole.unsqueeze(0)
+    return whole.mT if flipped else whole
+
+
+def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
+    """The parts of equal layers' ``(layers x groups, out, in)`` by parameter, stacked.
+
+    Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
+    """
+    axis, views, flipped = layout
+    stacked = matrices.mT if flipped else matrices
+    if len(views[0]) > 2:
+        stacked = stacked.unflatten(0, (layers, -1))
+    if len(views) == 1:
+        return (stacked,)
+    parts: Sequence[Tensor] = stacked.split_with_sizes([view[axis] for view in views], axis + 1)
+    return parts
 
 
 # ----------------------------------------------------------------- do pairs explain the gradient

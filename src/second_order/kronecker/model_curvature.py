@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from second_order.kronecker.decompositions import diagonal
 from second_order.kronecker.layers import (
     FactorShape,
-    gradient_from_matrix,
-    gradient_to_matrix,
+    Layout,
+    as_matrices,
+    layout_of,
+    of_parameters,
 )
 
 __all__ = ["KroneckerCurvature", "LayerCurvature", "Vector"]
@@ -97,23 +99,16 @@ class LayerCurvature:
             vector[name].to(like) if name in vector else torch.zeros(size).to(like)
             for name, size in self.shapes.items()
         ]
-        if self.shape.exact:
-            return torch.cat([part.reshape(-1) for part in parts]).view(self.shape.gradient_size)
-        bias = parts[1] if len(parts) > 1 else None
-        return gradient_to_matrix(parts[0], bias, self.shape, like.dtype)
+        return as_matrices(parts, self._layout)
 
     def to_vector(self, matrix: Tensor) -> dict[str, Tensor]:
         """A matrix ``(groups, out, in)`` as a vector by the parameters' names."""
-        found = {name: matrix.new_empty(size) for name, size in self.shapes.items()}
-        parts = list(found.values())
-        if self.shape.exact:
-            pieces = matrix.reshape(-1).split([part.numel() for part in parts])
-            for part, piece in zip(parts, pieces, strict=True):
-                part.copy_(piece.view_as(part))
-        else:
-            bias = parts[1] if len(parts) > 1 else None
-            gradient_from_matrix(matrix, 1.0, parts[0], bias, self.shape)
-        return found
+        parts = zip(self.shapes.items(), of_parameters(matrix, self._layout), strict=True)
+        return {name: part.reshape(size).clone() for (name, size), part in parts}
+
+    @property
+    def _layout(self) -> Layout:
+        return layout_of(self.shape, map(math.prod, self.shapes.values()))
 
     def apply(self, matrix: Tensor) -> Tensor:
         """F V for ``(groups, out, in)``."""

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from second_order.kronecker.decompositions import (
+    Attempts,
     Decomposition,
     Problem,
     cholesky_inverse,
-    decompose_batched,
     eigh,
 )
 from second_order.kronecker.factors import KroneckerFactors
@@ -77,6 +77,10 @@ class EigenInverse:
         """All tensors that this inverse holds."""
         return [*self.vectors.values(), self.scale]
 
+    def of(self, tensors: Sequence[Tensor]) -> EigenInverse:
+        """An inverse of other tensors, in the order of :attr:`tensors`."""
+        return EigenInverse(dict(zip(self.vectors, tensors, strict=False)), tensors[-1])
+
 
 @dataclass(frozen=True)
 class FactoredInverse:
@@ -107,6 +111,10 @@ class FactoredInverse:
     def tensors(self) -> list[Tensor]:
         """All tensors that this inverse holds."""
         return list(self.inverses.values())
+
+    def of(self, tensors: Sequence[Tensor]) -> FactoredInverse:
+        """An inverse of other tensors, in the order of :attr:`tensors`."""
+        return FactoredInverse(dict(zip(self.inverses, tensors, strict=True)), self.times)
 
 
 Inverse: TypeAlias = EigenInverse | FactoredInverse
@@ -145,11 +153,11 @@ def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
 class EigenSolver:
     """Eigendecomposition of the factors; damping enters when the two meet.
 
-    dampings      what each factor's diagonal gets before it is decomposed, ``(groups,)`` or None,
-                  of the mean eigenvalues of A, G, and L if there is one, ``(2 or 3, groups)``;
-                  ``exact`` if G is the whole curvature
-    decompose     the parts of each damped factor in the dtype in which they are kept and sent, or
-                  None where there are no sound ones; large symmetric ones may go as triangles
+    dampings      what each factor's diagonal gets before it is decomposed, ``(..., groups)`` or
+                  None, of the mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ...,
+                  groups)``; ``exact`` if G is the whole curvature
+    decompose     attempts at the parts of each damped factor, in the dtype in which they are kept
+                  and sent; large symmetric ones may go as triangles
     kept_shapes   the shapes of these parts
     rounded       the parts with numbers that a narrower dtype has, of which ``combine`` still makes
                   a positive definite inverse
@@ -164,12 +172,14 @@ class EigenSolver:
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
-    ) -> list[Decomposition | None]:
+    ) -> Attempts:
         """Decompose into ``(eigenvectors, eigenvalues)``, a diagonal into ``(eigenvalues,)``."""
-        found: list[Decomposition | None] = [None] * len(problems)
-        for i, parts in decompose_batched(problems, eigh):
-            found[i] = tuple(_owned(part, dtype) for part in parts)
-        return found
+
+        def attempt(matrix: Tensor) -> tuple[Decomposition, Tensor]:
+            parts, errors = eigh(matrix)
+            return tuple(part.to(dtype).contiguous() for part in parts), errors
+
+        return Attempts(problems, attempt)
 
     def kept_shapes(
         self, groups: int, dim: int, is_diagonal: bool, triangular: bool
@@ -220,13 +230,16 @@ class InverseSolver:
 
     def decompose(
         self, problems: Sequence[Problem], dtype: torch.dtype, triangular: bool
-    ) -> list[Decomposition | None]:
+    ) -> Attempts:
         """Decompose each factor into ``(inverse,)``."""
-        found: list[Decomposition | None] = [None] * len(problems)
-        for i, (inverse,) in decompose_batched(problems, cholesky_inverse):
+
+        def attempt(matrix: Tensor) -> tuple[Decomposition, Tensor]:
+            (inverse,), errors = cholesky_inverse(matrix)
             packed = triangular and inverse.dim() == 3 and inverse.shape[-1] >= TRIANGULAR_FROM
-            found[i] = (_owned(pack_upper_triangular(inverse) if packed else inverse, dtype),)
-        return found
+            inverse = pack_upper_triangular(inverse) if packed else inverse
+            return (inverse.to(dtype).contiguous(),), errors
+
+        return Attempts(problems, attempt)
 
     def kept_shapes(
         self, groups: int, dim: int, is_diagonal: bool, triangular: bool

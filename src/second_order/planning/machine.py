@@ -42,7 +42,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.model_blocks import find_blocks
 from second_order.kronecker.solvers import SOLVERS
-from second_order.kronecker.triangles import pack_upper_triangular, unpack_upper_triangular
+from second_order.kronecker.triangles import pack_upper_triangular
 from second_order.options import AUTO, value_at
 
 __all__ = [
@@ -376,9 +376,8 @@ def measure_machine(
         x = filled(2 * n, n)
         packed = pack_upper_triangular((x.mT @ x / n).unsqueeze(0))
         added = torch.full((1,), 0.1, device=device)
-        build = partial(unpack_upper_triangular, packed, n)
-        problem = Problem(1, n, torch.float32, device, build, added)
-        return lambda: SOLVERS[solver].decompose([problem], torch.float32, True)
+        problem = Problem(1, n, torch.float32, device, packed, added)
+        return lambda: SOLVERS[solver].decompose([problem], torch.float32, True).finish()
 
     def fastest(function: Callable[[], Any]) -> float:
         """Seconds of the fastest of a few runs, after one that does not count."""

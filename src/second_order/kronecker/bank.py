@@ -1,0 +1,187 @@
+"""Layers of one shape, whose gradients are preconditioned together.
+
+gradient   the layers' gradients as one stack of matrices, by one concatenation
+inverse    their inverses, stacked alike; a layer has a view
+write      the layers' parts of a stack of results, into their gradients
+
+What a device is asked to do then does not grow with the number of layers that are alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.layers import as_matrices, of_parameters
+from second_order.kronecker.solvers import Inverse
+from second_order.sharded import is_dtensor
+
+__all__ = ["Bank", "Gradients", "banks_of", "by_grad"]
+
+# Bytes of gradients that are preconditioned together, unless one layer alone has more. On a CPU a
+# batch saves calls alone, and what has been computed is to be found in its cache.
+CPU_BANK_BYTES, BANK_BYTES = 2**20, 64 * 2**20
+
+Gradients: TypeAlias = Callable[[Tensor], Tensor | None]
+"""The gradient of a parameter, if it has one."""
+
+
+def by_grad(p: Tensor) -> Tensor | None:
+    """The gradient that a parameter has."""
+    return p.grad
+
+
+class Bank:
+    """Layers whose gradients are matrices of one shape, dtype and device, laid out alike.
+
+    ``inverse`` is that of all of them, its tensors ``(layers x groups, ...)``; of a layer that has
+    none, there is nothing of use.
+    """
+
+    def __init__(self, blocks: Sequence[KroneckerBlock], inverse: Inverse | None = None) -> None:
+        self.blocks, self.inverse = list(blocks), inverse
+        first = self.blocks[0]
+        self._groups, self._dtype, self._layout = first.shape.groups, first.work_dtype, first.layout
+        self.params = [p for block in self.blocks for p in block.params]
+
+    def some(self, blocks: Sequence[KroneckerBlock]) -> Bank:
+        """The bank of some of the layers, in their order; with views of inverses if in a row."""
+        if len(blocks) == len(self.blocks):
+            return self
+        inverse = self.inverse
+        if inverse is not None:
+            here = list(map(self.blocks.index, blocks))
+            first, stacks = here[0], [t.unflatten(0, (-1, self._groups)) for t in inverse.tensors]
+            if here == list(range(first, first + len(here))):
+                inverse = inverse.of([t[first : first + len(here)].flatten(0, 1) for t in stacks])
+            else:
+                inverse = inverse.of([torch.cat([t[i] for i in here]) for t in stacks])
+        return Bank(blocks, inverse)
+
+    def install(self, inverses: Mapping[KroneckerBlock, Inverse], keeps: bool) -> None:
+        """Put new inverses of some layers in their places; ``keeps`` copies of the old ones."""
+        index = {b: i for i, b in enumerate(self.blocks) if b in inverses}
+        if not index:
+            return
+        new = next(inverses[block] for block in index)
+        if len(self.blocks) == 1:
+            self.inverse = self.blocks[0].inverse = new
+            return
+        if self.inverse is None or keeps:
+            layers = len(self.blocks)
+            empty = [t.new_zeros(layers * len(t), *t.shape[1:]) for t in new.tensors]
+            if self.inverse is not None:
+                torch._foreach_copy_(empty, self.inverse.tensors)
+            self.inverse = new.of(empty)
+            index |= {b: i for i, b in enumerate(self.blocks) if b.inverse is not None}
+        stacks = [t.unflatten(0, (len(self.blocks), -1)).unbind() for t in self.inverse.tensors]
+        to, written = list[Tensor](), list[Tensor]()
+        for block, i in index.items():
+            places = [each[i] for each in stacks]
+            if block in inverses:
+                to += places
+                written += inverses[block].tensors
+            inverse = inverses.get(block, block.inverse)
+            assert inverse is not None
+            block.inverse = inverse.of(places)
+        torch._foreach_copy_(to, written)
+
+    def gradient(self, gradient_of: Gradients = by_grad) -> Tensor:
+        """The gradients, ``(layers x groups, out, in)``; a view of a single one where it can be.
+
+        A bias without a gradient has zeros.
+        """
+        found: list[Tensor] = []
+        for p in self.params:
+            gradient = gradient_of(p)
+            if gradient is None:
+                gradient = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
+            found.append(gradient)
+        whole = as_matrices(found, self._layout).to(self._dtype)
+        # A CPU's products of stacks take twice as long with rows that lie apart.
+        return whole.contiguous() if len(found) > 1 and whole.device.type == "cpu" else whole
+
+    def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        """The inverses, of a dtype, applied to :meth:`gradient`."""
+        assert self.inverse is not None
+        return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
+
+    def keep_before(self, renewed: Iterable[KroneckerBlock], dtype: torch.dtype) -> None:
+        """Keep P by the inverses in use, or these where gradients are in shards, to tell a change.
+
+        The layers are those whose inverses are about to be ``renewed``.
+        """
+        old = [b for b in renewed if b.inverse is not None]
+        whole = [b for b in old if b.has_gradient and not is_dtensor(b.weight)]
+        for block in old:
+            block.before = block.inverse if is_dtensor(block.weight) else None
+        if whole:
+            some = self.some(whole)
+            results = some.precondition(some.gradient(), dtype)
+            for block, result in zip(whole, self.by_layer(results), strict=False):
+                block.before = result
+
+    def note_change(self, gradient: Tensor, results: Tensor, dtype: torch.dtype) -> None:
+        """Note P₀ · P, |P₀|² and |P|² of the layers whose inverses have been renewed."""
+        if all(block.before is None for block in self.blocks):
+            return
+        old: list[Tensor] = []
+        new: list[Tensor] = []
+        renewed: list[KroneckerBlock] = []
+        layers = zip(self.blocks, self.by_layer(gradient), self.by_layer(results), strict=True)
+        for block, each, result in layers:
+            before, block.before = block.before, None
+            if before is not None and not isinstance(before, Tensor):
+                before = before.precondition(each.to(dtype)).to(each.dtype)
+            if before is not None:
+                renewed.append(block)
+                old.append(before)
+                new.append(result)
+        before, after = torch.stack(old).flatten(1), torch.stack(new).flatten(1)
+        pairs = (before, after), (before, before), (after, after)
+        changes = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
+        for block, change in zip(renewed, changes.unbind(), strict=True):
+            block.change = change
+
+    def by_layer(self, results: Tensor) -> Sequence[Tensor]:
+        """The layers' parts, ``(groups, out, in)`` each."""
+        layers: Sequence[Tensor] = results.unflatten(0, (len(self.blocks), -1)).unbind()
+        return layers
+
+    def pieces(self, results: Tensor, scale: Tensor | None) -> list[Tensor]:
+        """The parts of :attr:`params` in results, which are scaled in place.
+
+        On a device they are contiguous, as most gradients are: one kernel writes those of one
+        stride.
+        """
+        if scale is not None:
+            results.mul_(scale.to(results.device, results.dtype))
+        parts = of_parameters(results, self._layout, len(self.blocks))
+        if results.device.type != "cpu":
+            parts = [part.contiguous() for part in parts]
+        layers = zip(*[part.unbind() for part in parts], strict=True)
+        return [part for layer in layers for part in layer]
+
+
+def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:
+    """Banks of layers, in their order."""
+    banks: list[list[KroneckerBlock]] = []
+    current: dict[object, list[KroneckerBlock]] = {}
+    filled: dict[object, int] = {}
+    for block in blocks:
+        weight, shape = block.weight, block.shape
+        key = shape, block.work_dtype, weight.dtype, weight.device, block.layout
+        nbytes = block.work_dtype.itemsize * math.prod(shape.gradient_size)
+        most = CPU_BANK_BYTES if weight.device.type == "cpu" else BANK_BYTES
+        # An L's factors are not multiplied in stacks: such layers are few, and wide.
+        if key not in current or shape.locations or filled[key] + nbytes > most:
+            banks.append([])
+            current[key], filled[key] = banks[-1], 0
+        current[key].append(block)
+        filled[key] += nbytes
+    return list(map(Bank, banks))

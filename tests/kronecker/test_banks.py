@@ -1,0 +1,148 @@
+"""Banks: what is done for equal layers together is what is done for each."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from second_order import KAISA
+from second_order.kfac.precondition import precondition_bank, write
+from second_order.kronecker import bank as banks
+from second_order.kronecker.bank import Bank, banks_of
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.solvers import SOLVERS
+
+F64 = torch.float64
+
+
+def definite(groups: int, n: int) -> Tensor:
+    x = torch.randn(groups, n, n + 2, dtype=F64)
+    return x @ x.mT
+
+
+def blocks_of(kind: str, layers: int, bias: bool, solver: str) -> list[KroneckerBlock]:
+    """Equal layers with gradients, and inverses of their own."""
+    made: list[KroneckerBlock] = []
+    for i in range(layers):
+        module: Any = {
+            "linear": lambda: nn.Linear(4, 3, bias=bias),
+            "convolution": lambda: nn.Conv2d(4, 6, 3, groups=2, bias=bias),
+            "embedding": lambda: nn.Embedding(7, 3),
+            "transposed": lambda: nn.ConvTranspose2d(4, 3, 2),
+        }[kind]()
+        module.to(F64)
+        own = module.bias if bias and kind not in ("embedding", "transposed") else None
+        block = KroneckerBlock([f"layer {i}"], [module], own, F64, False)
+        for p in block.params:
+            p.grad = torch.randn_like(p)
+        shape = block.shape
+        parts: dict[str, Any] = {}
+        for letter in shape.letters:
+            n = shape.dims[letter]
+            if letter in shape.diagonals:
+                parts[letter] = (torch.rand(shape.groups, n, dtype=F64) + 1,)
+            elif solver == "inverse":
+                parts[letter] = (definite(shape.groups, n),)
+            else:
+                values, vectors = torch.linalg.eigh(definite(shape.groups, n))
+                parts[letter] = vectors, values
+        block.inverse = SOLVERS[solver].combine(parts, 0.1)
+        made.append(block)
+    return made
+
+
+def one_by_one(blocks: list[KroneckerBlock]) -> list[Tensor]:
+    """P of the layers' parameters, each layer alone."""
+    found: list[Tensor] = []
+    for block in blocks:
+        assert block.inverse is not None
+        alone = Bank([block], block.inverse)
+        results = alone.precondition(alone.gradient(), F64)
+        found += [p.reshape(-1) for p in alone.pieces(results, None)]
+    return found
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+@pytest.mark.parametrize("kind", ["linear", "convolution", "embedding", "transposed"])
+@given(bias=st.booleans(), layers=st.integers(1, 4), data=st.data())
+def test_a_bank_is_its_layers_one_by_one(
+    kind: str, solver: str, bias: bool, layers: int, data: st.DataObject
+) -> None:
+    blocks = blocks_of(kind, layers, bias, solver)
+    (bank,) = banks_of(blocks)
+    mine = {block: block.inverse for block in blocks if block.inverse is not None}
+    chosen = [b for b in blocks if data.draw(st.booleans())] or blocks[-1:]
+    expected = one_by_one(chosen)
+    bank.install(mine, keeps=False)
+    for block, before in mine.items():  # views of the bank, equal to what was given
+        assert block.inverse is not None
+        for mine_now, given_then in zip(block.inverse.tensors, before.tensors, strict=True):
+            assert torch.equal(mine_now, given_then)
+    others = [p.grad.clone() for b in blocks if b not in chosen for p in b.params]  # type: ignore[union-attr]
+    write([precondition_bank(bank.some(chosen), F64)], torch.tensor(0.5, dtype=F64))
+    written = [p.grad.reshape(-1) for b in chosen for p in b.params]  # type: ignore[union-attr]
+    for found, wanted in zip(written, expected, strict=True):
+        torch.testing.assert_close(found, 0.5 * wanted, rtol=1e-10, atol=1e-12)
+    left = [p.grad for b in blocks if b not in chosen for p in b.params]
+    assert all(torch.equal(*pair) for pair in zip(left, others, strict=True))
+
+
+@given(keeps=st.booleans())
+def test_a_layer_solved_again_alone_leaves_the_others_theirs(keeps: bool) -> None:
+    blocks = blocks_of("linear", 3, True, "inverse")
+    (bank,) = banks_of(blocks)
+    first, again, last = (b.inverse for b in blocks)
+    assert first is not None
+    assert again is not None
+    assert last is not None
+    bank.install({blocks[0]: first, blocks[2]: last}, keeps)
+    old = blocks[0].inverse
+    bank.install({blocks[1]: again, blocks[0]: again}, keeps)
+    for block, wanted in zip(blocks, (again, again, last), strict=True):
+        assert block.inverse is not None
+        assert all(map(torch.equal, block.inverse.tensors, wanted.tensors))
+    assert old is not None
+    kept = [torch.equal(*pair) for pair in zip(old.tensors, first.tensors, strict=True)]
+    assert all(kept) == keeps
+
+
+def test_banks_hold_what_is_alike_and_fits() -> None:
+    blocks = blocks_of("linear", 5, True, "inverse") + blocks_of("linear", 2, False, "inverse")
+    assert [len(bank.blocks) for bank in banks_of(blocks)] == [5, 2]
+    with patch.object(banks, "CPU_BANK_BYTES", 2 * 8 * 3 * 5):
+        assert [len(bank.blocks) for bank in banks_of(blocks)] == [2, 2, 1, 2]
+
+
+def test_a_run_in_banks_is_a_run_layer_by_layer() -> None:
+    """With a layer that is skipped now and then, a frozen one, and a bias without a gradient."""
+
+    def run() -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6) for _ in range(4)]
+        model = nn.Sequential(*layers).to(F64)
+        optimizer = KAISA(model, lr=0.05, factor_update_steps=2, inv_update_steps=3)
+        for step in range(30):
+            if step == 10:
+                layers[2].requires_grad_(False)
+            x = torch.randn(8, 6, dtype=F64)
+            for i, layer in enumerate(layers):
+                if not (i == 1 and step % 4 == 3):
+                    x = layer(x).tanh()
+            optimizer.zero_grad()
+            x.square().mean().backward()
+            if step % 5 == 4:
+                layers[0].bias.grad = None
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    together = run()
+    with patch.object(banks, "CPU_BANK_BYTES", 0):
+        alone = run()
+    for one, other in zip(together, alone, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
