@@ -68,7 +68,11 @@ def metrics_of(
     taken = [solves.taken_at[block] for block in solved if block in solves.taken_at]
     if taken:
         found["age/inverses"] = float(step - min(taken))
-    inverses = [(b.inverse, b.ensure_factors()) for b in solved if b.inverse is not None]
+    inverses = [
+        (b.inverse, b.ensure_factors(), solves.scales.get(b))
+        for b in solved
+        if b.inverse is not None
+    ]
     kept = [(block.shape, block.factors) for block in blocks if block.factors is not None]
     known = [weight > 0 for weight in _numbers([factors.weight for _, factors in kept])]
     ranges = {

@@ -27,9 +27,11 @@ from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
+from second_order.kronecker.bank import of_groups
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
+from second_order.kronecker.solvers import SOLVERS, Damping
+from second_order.kronecker.stacks import as_stack
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
@@ -125,6 +127,7 @@ class Solves:
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
+        self.scales: dict[KroneckerBlock, Tensor] = {}  # what inverses are multiplied by besides
         self.refreshed = False  # layers have been put to use at this step, alike on every rank
         if self.traces is not None:
             self.traces.forget()
@@ -369,7 +372,6 @@ class Solves:
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
         """Put solved layers to use."""
         received = self._exchanged(verdicts)
-        inverses: dict[KroneckerBlock, Inverse] = {}
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -381,17 +383,28 @@ class Solves:
                 continue
             if block in received:
                 assert solve.damping is not None
-                parts = received.pop(block)
-                inverses[block] = self.solver.combine(parts, solve.damping, solve.scale)
                 self.dampings[block] = solve.damping
+                if solve.scale is not None:
+                    self.scales[block] = solve.scale
             block.installed()
             self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
         compared = self.drift is not None
-        for bank in self.step.banks if inverses else ():
+        for bank in self.step.banks if received else ():
+            new = [block for block in bank.blocks if block in received]
+            if not new:
+                continue
             if compared:
-                bank.keep_before(filter(inverses.__contains__, bank.blocks), self.options.inv_dtype)
-            bank.install(inverses, keeps=compared and any(map(is_dtensor, bank.params)))
+                bank.keep_before(new, self.options.inv_dtype)
+            solved, parts = [received.pop(block) for block in new], dict[str, Decomposition]()
+            for letter in new[0].shape.letters:
+                columns = zip(*(each.pop(letter) for each in solved), strict=True)
+                parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
+            damping = of_groups([self.dampings[block] for block in new], new[0].shape.groups)
+            scales = [self.scales[block] for block in new if block in self.scales]
+            times = of_groups(scales, new[0].shape.groups) if scales else None
+            inverse = self.solver.combine(parts, damping, times)
+            bank.install(new, inverse, keeps=compared and any(map(is_dtensor, bank.params)))
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]
