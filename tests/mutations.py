@@ -151,7 +151,7 @@ gradients from before a freeze are not averaged
 the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
+    RATES = "lr", "initial_lr", "max_lr"  =>  RATES = ("lr",)
 steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
@@ -607,7 +607,7 @@ one refresh too many before an error
     block.state.failures >= most  =>  block.state.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
-    damping * positive.clamp_min(least)  =>  damping * torch.ones_like(positive)
+    option * positive.clamp_min(least)  =>  option * torch.ones_like(positive)
 a gradient's scale without the damping
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
     damped = (of_layers + dampings)  =>  damped = (of_layers + 0 * dampings)

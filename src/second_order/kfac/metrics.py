@@ -55,7 +55,7 @@ def metrics_of(
     blocks, traces = list(plan), solves.traces
     solved = [block for block in blocks if block.solved]
     found = dict.fromkeys(NAMES, math.nan) | {
-        "damping": solves.damping,
+        "damping": float(solves.damping),
         "layers": float(len(blocks)),
         "layers/solved": float(len(solved)),
         "layers/failing": float(sum(block.state.failures > 0 for block in blocks)),

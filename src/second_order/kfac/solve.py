@@ -32,6 +32,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
 from second_order.kronecker.solvers import SOLVERS, Damping
 from second_order.kronecker.stacks import as_stack
+from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
@@ -110,7 +111,8 @@ class Solves:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
         self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
-        self.damping, self.mean_curvature = math.nan, 0.0  # γ as the option has it; of all layers
+        self.damping: Damping = math.nan  # γ as the option has it
+        self.mean_curvature = 0.0  # of all layers
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
@@ -157,7 +159,7 @@ class Solves:
                 if callable(damping):
                     damping = damping(self.training.steps)
                     check_damping(damping)  # everywhere, before it begins
-                self.damping = float(damping)
+                self.damping = as_scalar(damping)
             heard, agreed = self.run(due, pending, news)
         except DecompositionError:
             raise
@@ -292,11 +294,12 @@ class Solves:
         least = options.damping_floor * self.mean_curvature
         for alike, means in stacked_means(blocks):
             of_layers = means.prod(0).mean(-1, keepdim=True)
-            dampings: Damping = self.damping
-            each: Iterable[Damping] = repeat(self.damping)
+            option = self.damping
+            option = dampings = option.to(means) if isinstance(option, Tensor) else option
+            each: Iterable[Damping] = repeat(option)
             if options.relative_damping:  # where gradients vanish there is no curvature
                 positive = of_layers.masked_fill(~(of_layers > 0), 1.0)
-                dampings = self.damping * positive.clamp_min(least)
+                dampings = option * positive.clamp_min(least)
                 each = dampings.squeeze(-1).unbind()
             on_factors = self.solver.dampings(means, dampings, alike[0].shape.exact)
             columns = (repeat(None) if x is None else x.unbind() for x in on_factors)

@@ -124,7 +124,7 @@ class Bank:
         if whole:
             some = self.some(whole)
             results = some.precondition(some.gradient(), dtype)
-            for block, result in zip(whole, self.by_layer(results), strict=False):
+            for block, result in zip(whole, some.by_layer(results), strict=True):
                 block.before = result
 
     def note_change(self, gradient: Tensor, results: Tensor, dtype: torch.dtype) -> None:
