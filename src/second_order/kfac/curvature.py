@@ -35,7 +35,14 @@ from second_order.kfac.checkpoint import (
     move_factors,
     saved_factors,
 )
-from second_order.kfac.feedback import ADAPTIVE, PLAIN, StepLength, before_refresh, follow_refresh
+from second_order.kfac.feedback import (
+    ADAPTIVE,
+    PLAIN,
+    StepLength,
+    before_refresh,
+    follow_refresh,
+    rates_of,
+)
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
 from second_order.kfac.options import AUTO, BUDGETED, SCHEDULES, KFACOptions
@@ -221,7 +228,8 @@ class KFAC(OfLayers):
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
         if alone and (due or solves.wanted) and self.drift is None:
             length.measure(step, True, self.sharded)
-            self._asked = before_refresh(length, step.told, self.training.device)
+            rates = rates_of(self.training, step.layers) if self._options.follows_steps else ()
+            self._asked = before_refresh(length, rates, step.told)
         solves.asked = self._asked
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
@@ -281,6 +289,14 @@ class KFAC(OfLayers):
             self.layers.watch(self._takes, self._counted)
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
+
+    @property
+    def quiet_until(self) -> int:
+        """The first step, from the coming one on, that does more than precondition gradients."""
+        beside = self._system.solves is not None or self.helpers is not None  # at any time
+        if beside or self.sharded or self.solves.wanted or not self.layers.unchanged:
+            return self.training.steps
+        return self._cadence.quiet_until
 
     def _take_statistics(self, due: bool) -> None:
         """Update the averages by statistics of the step's passes, if ``due``, and of helpers."""
@@ -526,7 +542,7 @@ class KFAC(OfLayers):
         gather = gather and bool(self.kept_elsewhere)
         if gather and self.layers.follow():
             self._compile()
-        damping, layers = self.solves.damping, self.layers
+        damping, layers = float(self.solves.damping), self.layers
         return fitted_curvature(
             self.training, self._options, layers, self.known, damping, dtype, gather
         )

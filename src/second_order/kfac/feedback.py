@@ -34,8 +34,9 @@ from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
-from second_order.kfac.solve import Asked, Solves, stacked_means
+from second_order.kfac.solve import Asked, Solves, split, stacked_means
 from second_order.kronecker.block import KroneckerBlock
+from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, local
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "StepLength",
     "before_refresh",
     "follow_refresh",
+    "rates_of",
 ]
 
 PRICE = {"inverse": 4.0, "eigen": 15.0}  # operations of a solve over n³ of its factors
@@ -200,16 +202,17 @@ class StepLength:
 
 
 def before_refresh(
-    length: StepLength, blocks: Iterable[KroneckerBlock], device: torch.device
+    length: StepLength, rates: Iterable[Scalar], blocks: Iterable[KroneckerBlock]
 ) -> Asked:
-    """Ask for what a refresh does not change: s, and the mean curvature of layers."""
-    parts = [torch.zeros(1, device=device) if length.measured is None else length.measured.view(1)]
+    """Ask for what a refresh does not change: rates on a device, s, layers' mean curvature."""
+    parts = [rate.view(1) for rate in rates if isinstance(rate, Tensor)]
+    parts += [] if length.measured is None else [length.measured.view(1)]
     layers: list[KroneckerBlock] = []
     for alike, means in stacked_means(blocks):
         layers += alike
         parts.append(means.prod(0).mean(-1))
-    numbers = torch.cat([part.to(device) for part in parts])
-    return Asked(numbers.to(torch.float32), layers)
+    device = parts[0].device if parts else torch.device("cpu")
+    return Asked(torch.cat([torch.zeros(0, device=device), *(x.to(device) for x in parts)]), layers)
 
 
 def follow_refresh(
@@ -231,31 +234,27 @@ def follow_refresh(
     blocks, told, device = [*step.layers], {*step.told}, training.device
     with training.meter.stage("agree"):
         mine = dict.fromkeys(block for block in blocks if block.solved and block in told)
+        rates = rates_of(training, blocks) if options.follows_steps else []
         if asked is None or asked.told is None:
-            asked = before_refresh(length, (b for b in mine if b.factors is not None), device)
+            asked = before_refresh(length, rates, [b for b in mine if b.factors is not None])
             nothing, parts = torch.zeros(3, device=device), [asked.numbers]
             for block in blocks if drift is not None else ():
                 change = block.take_change()
                 parts.append(change if block in mine and change is not None else nothing)
             numbers = torch.cat([part.to(device) for part in parts])
             asked.told = numbers.to(torch.float32).tolist()  # a device is waited for once
-        s, count = asked.told[0], 1 + len(asked.blocks)
-        known = [x for b, x in zip(asked.blocks, asked.told[1:], strict=False) if b in mine]
-        counts = float(length.measured is not None), float(len(known)), sum(map(_work, mine))
-        heard = [*counts, s, sum(known), *asked.told[count:]]
+        told_rates = [rate for rate in rates if isinstance(rate, Tensor)]
+        sizes = len(told_rates), int(length.measured is not None), len(asked.blocks)
+        lrs, s, curvature, changed = split(asked.told, sizes)
+        rate = max([0.0, *lrs, *(rate for rate in rates if isinstance(rate, float))])
+        known = [x for b, x in zip(asked.blocks, curvature, strict=True) if b in mine]
+        counts = len(s), len(known), sum(block.state.work for block in mine)
+        heard = [*map(float, counts), sum(s), sum(known), *changed]
         if training.world.size > 1:
             message = torch.tensor(heard, dtype=torch.float64)
             training.world.on_cpu().all_reduce([message]).wait()
             heard = message.tolist()
     looked, layers, passes, moved, mean, *changed = heard
-    rate = 0.0
-    if options.follows_steps:
-        ours: set[Tensor] = set()
-        for block in blocks:
-            ours.update(block.params)
-        for group in training.groups:
-            if not ours.isdisjoint(group["params"]):
-                rate = max(rate, float(group["lr"]))
     length.follow(moved if looked else math.nan, rate, training.steps)
     if layers and math.isfinite(mean):
         solves.mean_curvature = mean / layers
@@ -264,5 +263,10 @@ def follow_refresh(
         drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])
 
 
-def _work(block: KroneckerBlock) -> float:
-    return float(block.state.work)
+def rates_of(training: Training, blocks: Iterable[KroneckerBlock]) -> list[Scalar]:
+    """The learning rates of the groups with parameters of any block."""
+    ours: set[Tensor] = set()
+    for block in blocks:
+        ours.update(block.params)
+    groups = [group for group in training.groups if not ours.isdisjoint(group["params"])]
+    return [as_scalar(group["lr"]) for group in groups]

@@ -27,12 +27,15 @@ from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
+from second_order.kronecker.bank import of_groups
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping, combine_alike
+from second_order.kronecker.solvers import SOLVERS, Damping
+from second_order.kronecker.stacks import as_stack
+from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
-__all__ = ["Asked", "Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
+__all__ = ["Asked", "Refreshed", "Solve", "Solved", "Solves", "Verdict", "split", "stacked_means"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
@@ -120,7 +123,8 @@ class Solves:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
         self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
-        self.damping, self.mean_curvature = math.nan, 0.0  # γ as the option has it; of all layers
+        self.damping: Damping = math.nan  # γ as the option has it
+        self.mean_curvature = 0.0  # of all layers
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
@@ -137,6 +141,7 @@ class Solves:
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
+        self.scales: dict[KroneckerBlock, Tensor] = {}  # what inverses are multiplied by besides
         self.refreshed = False  # layers have been put to use at this step, alike on every rank
         if self.traces is not None:
             self.traces.forget()
@@ -168,7 +173,7 @@ class Solves:
                 if callable(damping):
                     damping = damping(self.training.steps)
                     check_damping(damping)  # everywhere, before it begins
-                self.damping = float(damping)
+                self.damping = as_scalar(damping)
             heard, agreed = self.run(due, pending, news)
         except DecompositionError:
             raise
@@ -259,7 +264,7 @@ class Solves:
         reads += [] if asked is None else [asked.numbers]
         numbers = torch.cat([each.to(attempts.errors) for each in reads]).tolist()
         sizes = len(attempts.errors), len(over), len(unsure)
-        errors, told, weights, further = _split(numbers, sizes)
+        errors, told, weights, further = split(numbers, sizes)
         if asked is not None:
             asked.told = further
         found = attempts.finish(errors)
@@ -316,11 +321,12 @@ class Solves:
         least = options.damping_floor * self.mean_curvature
         for alike, means in stacked_means(blocks):
             of_layers = means.prod(0).mean(-1, keepdim=True)
-            dampings: Damping = self.damping
-            each: Iterable[Damping] = repeat(self.damping)
+            option = self.damping
+            option = dampings = option.to(means) if isinstance(option, Tensor) else option
+            each: Iterable[Damping] = repeat(option)
             if options.relative_damping:  # where gradients vanish there is no curvature
                 positive = of_layers.masked_fill(~(of_layers > 0), 1.0)
-                dampings = self.damping * positive.clamp_min(least)
+                dampings = option * positive.clamp_min(least)
                 each = dampings.squeeze(-1).unbind()
             on_factors = self.solver.dampings(means, dampings, alike[0].shape.exact)
             columns = (repeat(None) if x is None else x.unbind() for x in on_factors)
@@ -393,7 +399,6 @@ class Solves:
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
         """Put solved layers to use."""
         received = self._exchanged(verdicts)
-        solves: dict[KroneckerBlock, Solve] = {}
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -405,21 +410,28 @@ class Solves:
                 continue
             if block in received:
                 assert solve.damping is not None
-                solves[block], self.dampings[block] = solve, solve.damping
+                self.dampings[block] = solve.damping
+                if solve.scale is not None:
+                    self.scales[block] = solve.scale
             block.installed()
             self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
         compared = self.drift is not None
-        for bank in self.step.banks:
-            renewed = [block for block in bank.blocks if block in solves]
+        for bank in self.step.banks if received else ():
+            new = [block for block in bank.blocks if block in received]
+            if not new:
+                continue
             if compared:
-                bank.keep_before(renewed, self.options.inv_dtype)
-            parts = [received.pop(block) for block in renewed]
-            dampings = [self.dampings[block] for block in renewed]
-            scales = [solves[block].scale for block in renewed]
-            inverses = combine_alike(self.solver, parts, dampings, scales)
-            found = dict(zip(renewed, inverses, strict=True))
-            bank.install(found, keeps=compared and any(map(is_dtensor, bank.params)))
+                bank.keep_before(new, self.options.inv_dtype)
+            solved, parts = [received.pop(block) for block in new], dict[str, Decomposition]()
+            for letter in new[0].shape.letters:
+                columns = zip(*(each.pop(letter) for each in solved), strict=True)
+                parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
+            damping = of_groups([self.dampings[block] for block in new], new[0].shape.groups)
+            scales = [self.scales[block] for block in new if block in self.scales]
+            times = of_groups(scales, new[0].shape.groups) if scales else None
+            inverse = self.solver.combine(parts, damping, times)
+            bank.install(new, inverse, keeps=compared and any(map(is_dtensor, bank.params)))
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]
@@ -504,7 +516,7 @@ class Solves:
                 )
 
 
-def _split(numbers: Sequence[float], sizes: Iterable[int]) -> list[Sequence[float]]:
+def split(numbers: Sequence[float], sizes: Iterable[int]) -> list[Sequence[float]]:
     """So many numbers each, and the rest."""
     parts, start = list[Sequence[float]](), 0
     for size in sizes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
@@ -34,7 +34,6 @@ __all__ = [
     "Inverse",
     "InverseSolver",
     "SolverName",
-    "combine_alike",
     "condition_estimate",
     "round_definite",
     "round_to",
@@ -93,7 +92,6 @@ class FactoredInverse:
     # By letter, (groups, n, n); triangles (groups, n (n + 1) / 2), but not beside an L; or
     # (groups, in) if A is diagonal.
     inverses: dict[str, Tensor]
-    times: Tensor | None = None  # what is in the inverse of G besides, a scalar or (groups,)
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
@@ -115,16 +113,10 @@ class FactoredInverse:
 
     def of(self, tensors: Sequence[Tensor]) -> FactoredInverse:
         """An inverse of other tensors, in the order of :attr:`tensors`."""
-        return FactoredInverse(dict(zip(self.inverses, tensors, strict=True)), self.times)
+        return FactoredInverse(dict(zip(self.inverses, tensors, strict=True)))
 
 
 Inverse: TypeAlias = EigenInverse | FactoredInverse
-
-
-def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, copied if it is a view of a larger batch or message."""
-    part = part.to(dtype).contiguous()
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,7 +154,8 @@ class EigenSolver:
     kept_shapes   the shapes of these parts
     rounded       the parts with numbers that a narrower dtype has, of which ``combine`` still makes
                   a positive definite inverse
-    combine       the layer's inverse, times a number; this and γ may be ``(groups,)``
+    combine       the inverse of a layer, or of a stack of equal ones; γ, and what the inverse is
+                  multiplied by, are scalars or ``(layers x groups,)``; parts' memory is shared
     """
 
     def dampings(
@@ -178,7 +171,7 @@ class EigenSolver:
 
         def attempt(matrix: Tensor) -> tuple[Decomposition, Tensor]:
             parts, errors = eigh(matrix)
-            return tuple(part.to(dtype) for part in parts), errors
+            return tuple(part.to(dtype).contiguous() for part in parts), errors
 
         return Attempts(problems, attempt)
 
@@ -200,14 +193,14 @@ class EigenSolver:
         if "L" in parts:
             curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
         g = parts["G"][-1]
-        g = g.view(*g.shape, *[1] * (curvature.dim() - 2))
+        ones = [1] * (curvature.dim() - 2)
+        added = damping.view(-1, 1, *ones) if isinstance(damping, Tensor) else damping
         # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
-        scale = (g * curvature).add_(_of_groups(damping, g)).reciprocal_()
+        scale = (g.view(*g.shape, *ones) * curvature).add_(added).reciprocal_()
         scale.nan_to_num_(nan=torch.nan, posinf=0.0)
         if times is not None:
-            scale.mul_(_of_groups(times, g))
-        vectors = {k: _owned(v[0], v[0].dtype) for k, v in parts.items() if len(v) == 2}
-        return EigenInverse(vectors, scale)
+            scale.mul_(times.view(-1, 1, *ones))
+        return EigenInverse({k: v[0] for k, v in parts.items() if len(v) == 2}, scale)
 
 
 class InverseSolver:
@@ -239,7 +232,7 @@ class InverseSolver:
             (inverse,), errors = cholesky_inverse(matrix)
             packed = triangular and inverse.dim() == 3 and inverse.shape[-1] >= TRIANGULAR_FROM
             inverse = pack_upper_triangular(inverse) if packed else inverse
-            return (inverse.to(dtype),), errors
+            return (inverse.to(dtype).contiguous(),), errors
 
         return Attempts(problems, attempt)
 
@@ -265,52 +258,13 @@ class InverseSolver:
         self, parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
     ) -> Inverse:
         """Collect the factors' inverses; beside an L, triangles are unpacked."""
-        inverses = {}
-        for letter, (part,) in parts.items():
-            inverses[letter] = _owned(part, part.dtype)
+        inverses = {letter: part for letter, (part,) in parts.items()}
         if times is not None:
             g = inverses["G"]
-            inverses["G"] = (g * _of_groups(times, g)).to(g.dtype)
+            inverses["G"] = (g * times.view(-1, *[1] * (g.dim() - 1))).to(g.dtype)
         if "L" in parts:
             inverses |= {letter: _whole(inverses[letter]) for letter in "AL"}
-        return FactoredInverse(inverses, times)
-
-
-def combine_alike(
-    solver: EigenSolver | InverseSolver,
-    parts: Sequence[Mapping[str, Decomposition]],
-    dampings: Sequence[Damping],
-    times: Sequence[Tensor | None],
-) -> list[Inverse]:
-    """The inverses of layers of one shape, combined together; several are views of stacks."""
-    layers = len(parts)
-    if layers < 2:
-        return list(map(solver.combine, parts, dampings, times))
-    stacks = {
-        letter: tuple(map(torch.cat, zip(*(each[letter] for each in parts), strict=True)))
-        for letter in parts[0]
-    }
-    groups = len(stacks["G"][0]) // layers
-    damping, scales = dampings[0], [x for x in times if x is not None]
-    if isinstance(damping, Tensor):
-        damping = _for_groups([torch.as_tensor(x) for x in dampings], groups)
-    inverse = solver.combine(stacks, damping, _for_groups(scales, groups) if scales else None)
-    views = zip(*(x.unflatten(0, (layers, -1)).unbind() for x in inverse.tensors), strict=True)
-    if isinstance(inverse, EigenInverse):
-        return list(map(inverse.of, views))
-    return [replace(inverse.of(x), times=scale) for x, scale in zip(views, times, strict=True)]
-
-
-def _for_groups(numbers: Sequence[Tensor], groups: int) -> Tensor:
-    stacked = torch.stack(list(numbers))
-    return stacked if groups == 1 else stacked.repeat_interleave(groups)
-
-
-def _of_groups(number: Damping, like: Tensor) -> Damping:
-    """A number, or one for each group, that is to be broadcast with ``(groups, ...)``."""
-    if isinstance(number, Tensor) and number.dim() == 1:
-        return number.view(-1, *[1] * (like.dim() - 1))
-    return number
+        return FactoredInverse(inverses)
 
 
 def _whole(inverse: Tensor) -> Tensor:
@@ -321,8 +275,10 @@ def _whole(inverse: Tensor) -> Tensor:
     return unpack_upper_triangular(inverse, dim)
 
 
-def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
-    """The condition number of the damped block that an inverse inverts; a scalar.
+def condition_estimate(
+    inverse: Inverse, factors: KroneckerFactors, times: Tensor | None = None
+) -> Tensor:
+    """The condition number of the damped block whose inverse, times a scalar, is given; a scalar.
 
     Of eigenvalues it is exact. Of inverses it is the product over factors of the largest
     eigenvalues of the factor and of its inverse; of a factor kept elsewhere its trace.
@@ -333,7 +289,7 @@ def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
         return (scale.amax(1) / least).max()
     shape, conditions = factors.shape, []
     for letter, stored in inverse.inverses.items():
-        kept = stored if letter != "G" or inverse.times is None else stored / inverse.times
+        kept = stored if letter != "G" or times is None else stored / times
         if letter in shape.diagonals:
             conditions.append(kept.amax(1) / kept.amin(1))
             continue
