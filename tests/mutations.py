@@ -151,7 +151,7 @@ gradients from before a freeze are not averaged
 the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
+    RATES = "lr", "initial_lr", "max_lr"  =>  RATES = ("lr",)
 steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
@@ -607,7 +607,7 @@ one refresh too many before an error
     block.state.failures >= most  =>  block.state.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
-    damping * positive.clamp_min(least)  =>  damping * torch.ones_like(positive)
+    option * positive.clamp_min(least)  =>  option * torch.ones_like(positive)
 a gradient's scale without the damping
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
     damped = (of_layers + dampings)  =>  damped = (of_layers + 0 * dampings)
@@ -623,7 +623,7 @@ an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    (parts, solve.damping, solve.scale)  =>  (parts, self.damping, solve.scale)
+    self.dampings[block] = solve.damping  =>  self.dampings[block] = self.damping
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
@@ -899,7 +899,7 @@ a curvature object of another covariance
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
-    inverses["G"] * times  =>  inverses["G"]
+    (g * times.view(-1, *[1] * (g.dim() - 1)))  =>  g
 γ of three factors split as of two  <-  doubly_factored::15_three_way_solves_are_dense_ones
     damping ** (1 / len(means))  =>  damping ** (1 / 2)
 π is 1  <-  solvers::solves_equal_the_dense_solve
@@ -951,19 +951,19 @@ buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_
 
 == lanczos/lanczos.py
 orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
-    h.addmv_(basis.t(), again[:-1].to(h.dtype), alpha=-1)  =>  pass
+    h.addmv_(basis.t(), again.to(h.dtype), alpha=-1)  =>  pass
 a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
-    if not rest > 0.5 * again[-1]:  =>  if False:
+    square = left if left > 0.5 * both[-1] else None  =>  square = left
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    bool(space.first(torch.tensor([verdict], device=h.device)))  =>  bool(verdict)
+    int(space.first(torch.tensor([float(next(done, 0))])))  =>  next(done, 0)
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
   - sums[0], sums[1] = hessian.loss, hessian.examples
   + sums[0], sums[1] = hessian.loss / hessian.examples, 1.0
 each process has signs of its own  <-  lanczos_ranks::one_process_decides
-    packed = space.first(packed.to(device)).cpu()  =>  pass
+    packed = space.first(packed)  =>  pass
 it stops before all pairs have converged  <-  lanczos::it_stops_where_all_pairs_are_within_tol
   - return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
   + return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).any())
@@ -975,8 +975,8 @@ a loss of the positive Hessian under maximize  <-  dho2::the_guard_of_s_knows_wh
     return self._sign * float(loss) / float(examples)  =>  return float(loss) / float(examples)
 the Hessian of the negative loss has its sign
   <-  dho2_state::uphill_on_the_negative_loss_is_downhill
-  - weight = h.new_tensor([self._sign * self._hessian.examples])
-  + weight = h.new_tensor([self._hessian.examples])
+  - weight = self._sign * self._hessian.examples
+  + weight = self._hessian.examples
 
 == optimizers/base.py
 a first zero step taken for a checkpoint's

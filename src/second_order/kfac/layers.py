@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.training import Training, members_of
+from second_order.contract.training import Training, members_of, settings_of
 from second_order.kfac.losses import (
     SAID,
     ItemsHook,
@@ -141,7 +141,7 @@ class Layers:
 
     def description(self, said: str) -> list[str]:
         """What must be equal on all ranks: options, and layers, as equal parameters can differ."""
-        shown = {k: v for k, v in vars(self._options).items() if not callable(v)}
+        shown = {k: v for k, v in settings_of(vars(self._options)).items() if not callable(v)}
         options = f"options: {self._training.base_name} {shown} {self._rules} {said}"
         kinds = [(block, plain_type(block.modules[0]).__name__) for block in self.blocks]
         layers = [f"layer {block.name}: {kind} {block.shape}" for block, kind in kinds]
@@ -182,15 +182,20 @@ class Layers:
         found = {row: list(by_name.get(row.name, {}).values()) for row in self.left}
         return {row: params for row, params in found.items() if params}
 
-    def follow(self) -> bool:
-        """Look at which layers train now; returns whether others than before."""
+    @property
+    def unchanged(self) -> bool:
+        """Whether parameters and blocks are as :meth:`follow` has seen them."""
         same = self._seen is not None
         for p, before in zip(self._params, self._seen or (), strict=False):
             trains, device, size = before
             same = same and p.requires_grad == trains and p.device == device and p.shape == size
         for block, shape in zip(self.blocks, self._shapes, strict=False):
             same = same and block.shape is shape
-        if same:
+        return same
+
+    def follow(self) -> bool:
+        """Look at which layers train now; returns whether others than before."""
+        if self.unchanged:
             return False
         for block in self.blocks:
             block.follow_requires_grad()
