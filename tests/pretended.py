@@ -9,27 +9,40 @@ keep count.
         optimizer.step()
     seen.kernels, seen.syncs, seen.uploads     by operation and the package's line that asked for it
 
-kernels   operations that are no view: what a GPU would be asked to launch, a _foreach_ one is one
+kernels   operations that are no view: what a GPU would be asked to launch; one each, a _foreach_
+          one, too, and more where the form of its operands makes them more on CUDA:
+              _foreach_ of tensors whose dtypes or strides differ from list to list, or that are
+              not dense: one a tensor (can_use_fast_route in ATen's ForeachUtils.h)
+              products of matrices that cuBLAS cannot read by two strides: one a copy of these
+              addmm and baddbmm that are not in place: one for the copy of what is added to
 syncs     what makes the host wait for a device: item(), tolist(), copies to the CPU, nonzero, masks
-          as indices, decompositions that check their result
-uploads   copies from the CPU to the device
-raises    what a device would refuse: operands on two devices, numpy() of its tensors
+          as indices, decompositions that check their result, multinomial, which checks weights
+uploads   copies from the CPU to the device; torch.where copies a number that is a tensor there
+raises    what a device would refuse: operands on two devices, but for a number in an operation by
+          elements; numpy() of its tensors
+beside    the same for the threads that the package starts, who wait on their own
 
-It stands for the habits of any accelerator; times, streams, memory and rounding are not pretended.
+Bases take their foreach form by default, as on CUDA; generators are the CPU's. It stands for the
+habits of any accelerator; times, streams, memory and rounding are not pretended, nor that an
+operation such as a decomposition is several kernels, nor that CUDA parts the lists of a _foreach_
+of more than some 30 to 110 tensors.
 It is made with torch.utils.backend_registration and a tensor subclass, so it exists once a process.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch.optim.optimizer import _foreach_supported_types
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -37,16 +50,19 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 NAME = "pretend"
 WAITING = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim"),
-    *("_unique2", "unique_consecutive", "bincount", "linalg_lstsq", "linalg_eig"),
+    *("_unique2", "unique_consecutive", "bincount", "linalg_lstsq", "linalg_eig", "multinomial"),
     # They look at the device's error code.
     *("linalg_eigvals", "_linalg_eigvals", "_linalg_eigh", "_linalg_svd", "_linalg_check_errors"),
+    "cholesky",
 }
 FREE = {
     *("detach", "alias", "lift", "lift_fresh", "empty", "empty_like", "empty_strided", "new_empty"),
     *("new_empty_strided", "_unsafe_view", "_reshape_alias", "set_", "resize_", "record_stream"),
+    *("t_", "transpose_", "squeeze_", "unsqueeze_", "as_strided_", "detach_", "is_pinned"),
 }
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 COPYING = {"copy_", "_to_copy", "_copy_from", "_foreach_copy_"}
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}  # first factor
 
 
 @dataclass
@@ -56,10 +72,11 @@ class Seen:
     kernels: Counter[str] = field(default_factory=Counter)
     syncs: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
+    beside: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
         """Begin to count anew."""
-        for counter in (self.kernels, self.syncs, self.uploads):
+        for counter in vars(self).values():
             counter.clear()
 
 
@@ -104,7 +121,8 @@ def pretend_device() -> Iterator[Seen]:
     """Make the device "pretend" known for a block, and count from zero."""
     _register()
     _seen.clear()
-    with _Everywhere():
+    generator = torch.Generator
+    with _Everywhere(), patch.object(torch, "Generator", lambda device="cpu": generator()):
         yield _seen
 
 
@@ -128,7 +146,7 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         return args[0]
     leaves = name == "_to_copy" and device is not None and not arrives
     _refuse_two_devices(op, name, ours, plain)
-    _count(op, name, flat[0], ours, plain, arrives, leaves)
+    _count(op, name, args, ours, plain, arrives, leaves)
     bare = [_bare(a) for a in flat]
     bare_args, bare_kwargs = tree_unflatten(bare, spec)
     if arrives:
@@ -154,7 +172,8 @@ def _bare(a: Any) -> Any:
 
 
 def _refuse_two_devices(op: Any, name: str, ours: list[Any], plain: list[torch.Tensor]) -> None:
-    wide = [tuple(p.shape) for p in plain if p.dim() > 0]
+    numbers = torch.Tag.pointwise in op.tags or name.startswith(("fill_", "_foreach", "_amp"))
+    wide = [tuple(p.shape) for p in plain if p.dim() > 0 or not numbers]
     if ours and wide and name not in COPYING | INDEXING:
         raise RuntimeError(f"{op}: operands on {NAME} and on the CPU, those of {wide}")
 
@@ -162,31 +181,76 @@ def _refuse_two_devices(op: Any, name: str, ours: list[Any], plain: list[torch.T
 def _count(
     op: Any,
     name: str,
-    first: Any,
+    args: Any,
     ours: list[Any],
     plain: list[torch.Tensor],
     arrives: bool,
     leaves: bool,
 ) -> None:
+    first = next(iter(tree_flatten(args)[0]), None)
     if not op.is_view and name not in FREE:
-        _note(_seen.kernels, name)
+        _note(_seen.kernels, name, _launches(name, args))
     if name in COPYING and (leaves or (ours and plain and not isinstance(first, Pretended))):
         _note(_seen.syncs, name)
-    elif name in COPYING and plain and (arrives or ours):
+    elif plain and (name == "where" or (name in COPYING and (arrives or ours))):
         _note(_seen.uploads, name)
     masks = any(p.dtype in (torch.bool, torch.uint8) for p in ours[1:])
     if ours and (name in WAITING or (name in INDEXING and (plain or masks))):
         _note(_seen.syncs, name)
 
 
-def _note(counter: Counter[str], name: str) -> None:
+def _launches(name: str, args: Any) -> int:
+    """How many an operation is, by the form of its operands."""
+    if name.startswith("_foreach"):
+        lists = [[_bare(t) for t in a] for a in args if isinstance(a, list | tuple) and a]
+        return (
+            1
+            if _fast(name, [a for a in lists if isinstance(a[0], torch.Tensor)])
+            else len(lists[0])
+        )
+    if name not in PRODUCTS:
+        return 1
+    first = PRODUCTS[name]
+    copies = sum(not _readable(_bare(t)) for t in args[first : first + 2])
+    if first and name.endswith("_"):
+        copies += 2 * (not _readable(_bare(args[0])))
+    elif first:
+        copies += args[0].dim() > 1
+    return 1 + copies
+
+
+def _fast(name: str, lists: list[list[torch.Tensor]]) -> bool:
+    """Whether CUDA has one kernel for a _foreach_ of these lists."""
+    kinds = [{t.dtype for t in tensors} for tensors in lists]
+    alike = all(len(each) == 1 for each in kinds)
+    same = name == "_foreach_copy_" or len(set().union(*kinds)) == 1
+
+    def form(t: torch.Tensor) -> Any:
+        return [pair for pair in zip(t.shape, t.stride(), strict=True) if pair[0] != 1], t.shape
+
+    dense = all(torch.ops.aten.is_non_overlapping_and_dense(t) for each in lists for t in each)
+    forms = ([form(t) for t in each] for each in lists)
+    first = next(forms)
+    return alike and same and dense and all(each == first for each in forms)
+
+
+def _readable(t: torch.Tensor) -> bool:
+    """Whether cuBLAS takes a matrix, or a batch, as it lies: one of its two strides is 1."""
+    (rows, columns), (down, across) = t.shape[-2:], t.stride()[-2:]
+    by_rows, by_columns = across == 1 and down >= columns, down == 1 and across >= rows
+    return by_rows or by_columns or t.is_contiguous()
+
+
+def _note(counter: Counter[str], name: str, times: int = 1) -> None:
+    thread = threading.current_thread()  # autograd's are not Python's own
+    ours = isinstance(thread, threading._DummyThread) or thread is threading.main_thread()
     frame = sys._getframe(1)
-    while frame is not None and "second_order" not in frame.f_code.co_filename:
+    while frame is not None and not frame.f_globals.get("__name__", "").startswith("second_order"):
         frame = frame.f_back  # type: ignore[assignment]
     place = "elsewhere"
     if frame is not None:
         place = f"{frame.f_code.co_filename.split('second_order/')[-1]}:{frame.f_lineno}"
-    counter[f"{name} @ {place}"] += 1
+    (counter if ours else _seen.beside)[f"{name} @ {place}"] += times
 
 
 class _Module(backend_registration._DummyBackendModule):
@@ -197,6 +261,7 @@ class _Module(backend_registration._DummyBackendModule):
 @cache
 def _register() -> torch.library.Library:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+    _foreach_supported_types.append(Pretended)  # type: ignore[arg-type]
     # Where the mode is not: other threads, new_tensor.
     library = torch.library.Library("aten", "IMPL")
     aten = torch.ops.aten

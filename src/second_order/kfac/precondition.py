@@ -60,8 +60,13 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[float | Tenso
     if all(rate is first or rate == first for rate in learning_rates):
         terms = terms.abs() * first**2
     else:
-        scaled = zip(terms.abs().unbind(), learning_rates, strict=True)
-        terms = torch.stack([term * rate**2 for term, rate in scaled])
+        parts, squares = terms.abs().unbind(), [rate**2 for rate in learning_rates]
+        if any(isinstance(square, Tensor) for square in squares):
+            terms = torch.stack(
+                [part * square for part, square in zip(parts, squares, strict=True)]
+            )
+        else:
+            terms = torch.stack(torch._foreach_mul(parts, squares))
     change: Tensor = terms.nan_to_num(0.0, posinf=0.0).sum()
     return change
 

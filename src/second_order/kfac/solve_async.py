@@ -104,7 +104,7 @@ def take_snapshot(
     """
     copies = [t.clone() for t in tensors]
     if streams is None:
-        return lambda: copies
+        return lambda: [copy.to(device) for copy in copies]
     current = torch.cuda.current_stream(streams.snapshots.device)
     if device.type == "cpu":
         streams.snapshots.wait_stream(current)
@@ -135,7 +135,7 @@ def retrieve(
     Results are in pinned memory if they are to be copied, else complete.
     """
     if streams is None:
-        return tuple(parts)
+        return tuple(part.to(device) for part in parts)
     current = torch.cuda.current_stream(streams.returns.device)
     with torch.cuda.stream(streams.returns):
         moved = [part.to(device, non_blocking=True) for part in parts]

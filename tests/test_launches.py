@@ -1,0 +1,486 @@
+"""What a step asks of a device, by the pretended one: every system, base and main option.
+
+A quiet step makes the host wait for nothing and uploads nothing, it asks for no more where there
+are more layers of equal shape, and it trains as on the CPU. Counts are those beyond what the base
+asks for alone. All cases are run by one other process: the pretended device exists once in each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from pretended import NAME, Seen, pretend_device
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+import launches
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DecayingClip, DistKFAC
+from second_order.lanczos import Outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).resolve().parents[1]
+WIDTH, CLASSES, STEPS = 16, 5, 10
+EVERY, REFRESH = 4, 8
+
+# -------------------------------------------------------------------- the bounds
+
+# Of the transformers of `make launches`: most at 4 blocks, at 16, and what is aimed at.
+#   quiet        launches of a quiet step()
+#   passes       of forward and backward for statistics, beyond the model's, a layer
+#   statistics   of step() with statistics due, beyond those of a quiet one
+#   refresh      of step() with a refresh due
+#   waits        of the host, then
+BOUNDS = [
+    ("KAISA inverse", "quiet", 45, 45, 45),
+    ("KAISA eigen", "quiet", 60, 60, 60),
+    ("DPKFAC inverse", "quiet", 45, None, 45),
+    ("DHO2", "quiet", 161, None, 30),
+    ("KAISA inverse", "passes", 39, 39, 4),
+    ("KAISA inverse", "statistics", 970, 3562, 60),
+    ("KAISA inverse", "refresh", 1207, 4015, 300),
+    ("KAISA eigen", "refresh", 1377, 4473, 300),
+    ("KAISA inverse", "waits", 2, 2, 1),
+    ("KAISA eigen", "waits", 7, 7, 6),  # one, and one for each size of a factor
+    ("DHO2", "waits", 49, None, 1),
+]
+# Launches that two more blocks add to a quiet step: 0 in all other cases.
+GROWS = {"doubly factored": 12}  # an L's factors are not stacked
+
+# -------------------------------------------------------------------- the models
+
+
+class Residual(nn.Module):
+    """x plus what some modules make of it."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*modules)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Lone(nn.Module):
+    """A matrix that is nobody's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.matrix)
+
+
+class Tied(nn.Module):
+    """A table of tokens that is the head, too."""
+
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, CLASSES, bias=False)
+        self.body = nn.Sequential(*(linear() for _ in range(blocks)))
+
+    def to(self, *args: Any, **kwargs: Any) -> Tied:
+        """Tied where it is: unlike CUDA, the pretended device gets new parameters, one each."""
+        moved = super().to(*args, **kwargs)
+        moved.head.weight = moved.table.weight
+        return moved
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = (x > 0).sum(-1) % CLASSES
+        return self.head(self.body(self.table(tokens)))
+
+
+def linear() -> nn.Module:
+    return Residual(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True)
+
+
+def convolution() -> nn.Module:
+    return Residual(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.Tanh())
+
+
+class Images(nn.Sequential):
+    """Rows as images of 2 by 2 with four channels."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.view(-1, 4, 2, 2))
+
+
+def stack(block: Callable[[], nn.Module], blocks: int) -> nn.Module:
+    return nn.Sequential(*(block() for _ in range(blocks)), nn.Linear(WIDTH, CLASSES))
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "linear": partial(stack, linear),
+    "lone": partial(stack, Lone),
+    "attention": partial(stack, attention),
+    "tied": Tied,
+    "convolution": lambda blocks: Images(
+        nn.Conv2d(4, WIDTH, 1),
+        *(convolution() for _ in range(blocks)),
+        nn.Flatten(),
+        nn.Linear(4 * WIDTH, CLASSES),
+    ),
+}
+# --------------------------------------------------------------------- the cases
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training: an optimizer with options on a model; ``passes`` to a step."""
+
+    system: Any
+    options: dict[str, Any] = field(default_factory=dict)
+    model: str = "linear"
+    passes: int = 1
+    dtype: torch.dtype = torch.float32
+    scaled: bool = False
+    base_waits: bool = False
+
+
+class Asking(KAISA):
+    """Looks at a number in each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["params"][0].sum().item()
+        return super().step(closure)
+
+
+class Looping(KAISA):
+    """Does something for each parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for p in self.param_groups[0]["params"]:
+            p.grad.mul_(1.0)
+        return super().step(closure)
+
+
+class Uploading(KAISA):
+    """Sends the device a number in each step."""
+
+    def step(self, closure: Any = None) -> Any:
+        p = self.param_groups[0]["params"][0]
+        p.grad.add_(torch.zeros(p.shape).to(p.device))
+        return super().step(closure)
+
+
+MOMENTUM: dict[str, Any] = {"base": torch.optim.SGD, "lr": 0.05, "momentum": 0.9, "foreach": True}
+ADAMW: dict[str, Any] = {"base": torch.optim.AdamW, "lr": 1e-3, "foreach": True}
+DUE = {"factor_update_steps": EVERY, "inv_update_steps": REFRESH}
+PAIRS = {"curvature_interval": REFRESH, "warmup_steps": 0, "largest": 2, "lanczos_iterations": 4}
+
+
+def on_device(number: float) -> Callable[[str], Tensor]:
+    return lambda device: torch.tensor(number, device=device)
+
+
+def kfac(system: Any = KAISA, model: str = "linear", **options: Any) -> Case:
+    base = {} if "base" in options else MOMENTUM
+    own = {
+        name: options.pop(name)
+        for name in ("passes", "dtype", "scaled", "base_waits")
+        if name in options
+    }
+    return Case(system, {**DUE, **base, **options}, model, **own)
+
+
+def dho2(system: Any = DHO2, **options: Any) -> Case:
+    due = {**PAIRS, "epoch_steps": REFRESH} if system is MRDHO2 else PAIRS
+    due = {k: v for k, v in due.items() if system is DHO2 or k != "curvature_interval"}
+    return Case(system, {**due, **({} if "base" in options else MOMENTUM), **options})
+
+
+CASES = {
+    "KAISA inverse": kfac(),
+    "KAISA eigen": kfac(solver="eigen"),
+    "AdamW": kfac(**ADAMW),
+    "AdamW, eigen": kfac(**ADAMW, solver="eigen"),
+    "AdamW, capturable": kfac(**ADAMW, capturable=True),
+    "Adam": kfac(base=torch.optim.Adam, lr=1e-3),
+    "RMSprop": kfac(base=torch.optim.RMSprop, lr=1e-3),
+    "SGD with nothing set": Case(KAISA, {**DUE, "lr": 0.05}),
+    "AdamW beside": kfac(rest=torch.optim.AdamW, rest_kwargs={"lr": 1e-3}),
+    "triangles off": kfac(symmetry_aware=False),
+    "triangles off, eigen": kfac(symmetry_aware=False, solver="eigen"),
+    "no clip": kfac(kl_clip=None),
+    "clip": kfac(kl_clip=1e-3),
+    "clip that decays": kfac(kl_clip=DecayingClip()),
+    "clip, AdamW, eigen": kfac(**ADAMW, kl_clip=1e-3, solver="eigen"),
+    "factors in float64": kfac(factor_dtype=torch.float64),
+    "factors in bfloat16": kfac(factor_dtype=torch.bfloat16),
+    "inverses in float64": kfac(inv_dtype=torch.float64),
+    "inverses in bfloat16": kfac(inv_dtype=torch.bfloat16),
+    "eigen in bfloat16": kfac(inv_dtype=torch.bfloat16, solver="eigen"),
+    "GradScaler": kfac(scaled=True, base_waits=True),
+    "sum": kfac(loss_reduction="sum"),
+    "sum over the step": kfac(loss_reduction="step_mean"),
+    "sampled": kfac(fisher="sampled"),
+    "exact blocks": kfac(exact_blocks=True),
+    "lone matrices": kfac(model="lone", other_matrices="gradient"),
+    "by trace": kfac(refresh="trace"),
+    "by interval": kfac(refresh="interval"),
+    "damping of its own": kfac(relative_damping=False, damping=0.1),
+    "damping by step": kfac(damping=lambda step: 0.5 / (1 + step)),
+    "rate on the device": kfac(**{**ADAMW, "lr": on_device(1e-3)}, capturable=True),
+    "rate on the device, SGD": kfac(lr=on_device(0.05), base_waits=True, momentum=0.9),
+    "scale of the gradient": kfac(preconditioner_scale="gradient"),
+    "Newton's scale, AdamW": kfac(**ADAMW, preconditioner_scale="newton"),
+    "two passes": kfac(passes=2),
+    "tied": kfac(model="tied"),
+    "tied, eigen, AdamW": kfac(**ADAMW, model="tied", solver="eigen"),
+    "convolutions": kfac(model="convolution"),
+    "convolutions, reduce": kfac(model="convolution", kfac_approx="reduce"),
+    "attention": kfac(model="attention"),
+    "attention, AdamW": kfac(**ADAMW, model="attention"),
+    "bfloat16": kfac(dtype=torch.bfloat16),
+    "bfloat16, AdamW, eigen": kfac(**ADAMW, dtype=torch.bfloat16, solver="eigen"),
+    "float64": kfac(dtype=torch.float64),
+    "DPKFAC inverse": kfac(DPKFAC),
+    "DPKFAC eigen": kfac(DPKFAC, solver="eigen"),
+    "DistKFAC inverse": kfac(DistKFAC, async_inverse=False),
+    "DistKFAC eigen": kfac(DistKFAC, async_inverse=False, solver="eigen"),
+    "DistKFAC, cheap": kfac(
+        DistKFAC, model="convolution", async_inverse=False, conv_factors="cheap"
+    ),
+    "doubly factored": kfac(
+        DistKFAC, async_inverse=False, doubly_factored={f"{i}.body.1": (4, 4) for i in range(2)}
+    ),
+    "DHO2": dho2(),
+    "DHO2, AdamW": dho2(**ADAMW),
+    "DHO2, plain momentum": dho2(subspace_momentum=0.0),
+    "DHO2, the base's momentum": dho2(subspace_momentum="base"),
+    "DHO2, no trust region": dho2(trust_region=False),
+    "DHO2, both ends": dho2(smallest=1),
+    "DHO2, Gauss-Newton": dho2(curvature="gauss-newton"),
+    "DHO2, bounded rate": dho2(lr_scale_clip=2.0),
+    "MRDHO2": dho2(MRDHO2),
+    **(
+        {"Muon": kfac(base=torch.optim.Muon, lr=1e-3, rest=torch.optim.AdamW, foreach=True)}
+        if hasattr(torch.optim, "Muon")
+        else {}
+    ),
+}
+CONTROLS = {"asking": kfac(Asking), "looping": kfac(Looping), "uploading": kfac(Uploading)}
+
+# --------------------------------------------- what the other process does
+
+
+def prepared(case: Case, device: str, blocks: int, alone: bool) -> tuple[Any, Any, Any]:
+    """A model, its optimizer, which may be the base alone, and a scaler."""
+    torch.manual_seed(0)
+    model = MODELS[case.model](blocks).to(case.dtype).to(device)
+    given = dict(case.options)
+    if callable(given["lr"]):
+        given["lr"] = given["lr"](device)
+    if device == "cpu" and given.pop("capturable", None):
+        given["foreach"] = False
+    if "doubly_factored" in given:
+        given["doubly_factored"] = {f"{i}.body.1": (4, 4) for i in range(blocks)}
+    scaler = torch.amp.GradScaler(device, init_scale=16.0) if case.scaled else None
+    system = case.system
+    if alone:
+        system, kept = KAISA, {*launches.ADAMW, *launches.SGD, "capturable", "rest", "rest_kwargs"}
+        given = {"skip_layers": ["*"], **{k: v for k, v in given.items() if k in kept}}
+    return model, system(model, **given, grad_scaler=scaler), scaler
+
+
+def trained(
+    case: Case, seen: Seen, device: str, blocks: int, alone: bool = False
+) -> tuple[Tensor, list[list[Counter[str]]]]:
+    """Parameters after the steps, and what each of these asked for: launches, waits, uploads."""
+    steps = STEPS if blocks == 2 and not alone else EVERY
+    model, optimizer, scaler = prepared(case, device, blocks, alone)
+    shape = (steps, case.passes, 8, 3, WIDTH) if case.model == "attention" else None
+    x = torch.randn(shape or (steps, case.passes, 24, WIDTH), dtype=case.dtype).to(device)
+    y = torch.randint(CLASSES, (steps, case.passes, 24)).to(device)
+
+    def loss(i: int, j: int) -> Tensor:
+        return cross_entropy(model(x[i, j]).flatten(0, -2), y[i, j]) / case.passes
+
+    def outputs() -> Outputs:
+        return Outputs(model(x[0, 0]).flatten(0, -2), lambda z: cross_entropy(z, y[0, 0]))
+
+    if isinstance(optimizer, DHO2 | MRDHO2):
+        products = case.options.get("curvature") == "gauss-newton"
+        optimizer.curvature_closure = outputs if products else partial(loss, 0, 0)
+    asked: list[list[Counter[str]]] = []
+    torch.manual_seed(1)
+    for i in range(steps):
+        optimizer.zero_grad()
+        seen.clear()
+        for j in range(case.passes):
+            (scaler.scale(loss(i, j)) if scaler else loss(i, j)).backward()
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        asked.append([each.copy() for each in (seen.kernels, seen.syncs, seen.uploads)])
+    optimizer.close()
+    end = parameters_to_vector(model.parameters()).detach().cpu().double()
+    return end, asked
+
+
+def quiet(asked: list[list[Counter[str]]], of: int) -> list[Counter[str]]:
+    """What quiet steps asked for, of one kind."""
+    return [each[of] for i, each in enumerate(asked) if i % EVERY]
+
+
+def run(name: str) -> dict[str, Any]:
+    """What a case comes to; the error in its place, if there is one."""
+    case = (CASES | CONTROLS)[name]
+    warnings.simplefilter("ignore")
+    try:
+        with pretend_device() as seen:  # first: autograd's threads are those of the devices known
+            here, asked = trained(case, seen, NAME, 2)
+            _, more = trained(case, seen, NAME, 4)
+            plain, wider = (trained(case, seen, NAME, blocks, alone=True)[1] for blocks in (2, 4))
+        there, _ = trained(case, Seen(), "cpu", 2)
+        usual = plain[-1] if case.base_waits else [Counter[str]()] * 3
+        return {
+            "difference": ((here - there).norm() / there.norm()).item(),
+            **{
+                kind: dict(sum((each - usual[of] for each in quiet(asked, of)), Counter()))
+                for of, kind in ((1, "waits"), (2, "uploads"))
+            },
+            "launches": [beyond(asked, plain), beyond(more, wider)],
+        }
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def beyond(asked: list[list[Counter[str]]], alone: list[list[Counter[str]]]) -> int:
+    """The most launches that a quiet step asks for beyond those of the base alone."""
+    least = alone[EVERY - 1][0].total()
+    return max(each.total() for each in quiet(asked[:EVERY], 0)) - least
+
+
+def transformer(name: str, blocks: int) -> dict[str, float]:
+    """What `BOUNDS` bounds, of one system."""
+    warnings.simplefilter("ignore")
+    rows = launches.counted(launches.SYSTEMS[name], blocks)
+    quiet, due, refresh = (rows[kind] for kind in ("quiet", "statistics", "refresh"))
+    return {
+        "quiet": quiet["step"],
+        "passes": (due["passes"] - quiet["passes"]) / (6 * blocks + 3),
+        "statistics": due["step"] - quiet["step"],
+        "refresh": refresh["step"],
+        "waits": refresh["waits"],
+    }
+
+
+def main() -> None:
+    """Run all cases, and say what was found."""
+    torch.set_num_threads(1)
+    sizes = {(name, n): None for n in (16, 4) for name, _, *most, _ in BOUNDS if most[n == 16]}
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        large = [pool.apply_async(transformer, size) for size in sizes]
+        cases = {name: pool.apply_async(run, (name,)) for name in CASES | CONTROLS}
+        counted = {f"{n} {name}": each.get() for (name, n), each in zip(sizes, large, strict=True)}
+        found = counted | {name: each.get() for name, each in cases.items()}
+    sys.stdout.write(json.dumps(found))
+
+
+# ----------------------------------------------------------------------- the tests
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By case; those who test beside this process wait for the one that runs them."""
+    base = tmp_path_factory.getbasetemp()
+    folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    result, paths = folder / "launches.json", ("src", "benchmarks", "benchmarks/speed", "tests")
+    with (folder / "launches.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            path = os.pathsep.join(str(ROOT / each) for each in paths)
+            process = subprocess.run(
+                [sys.executable, __file__],
+                env={**os.environ, "PYTHONPATH": path},
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            assert process.returncode == 0, process.stderr
+            result.write_text(process.stdout)
+    cases: dict[str, Any] = json.loads(result.read_text())
+    return cases
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_operand_is_on_another_device(found: dict[str, Any], name: str) -> None:
+    assert "error" not in found[name], found[name]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_quiet_step_neither_waits_nor_uploads(found: dict[str, Any], name: str) -> None:
+    assert (found[name]["waits"], found[name]["uploads"]) == ({}, {})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_quiet_step_asks_for_no_more_with_more_layers(found: dict[str, Any], name: str) -> None:
+    two, four = found[name]["launches"]
+    assert four - two <= GROWS.get(name, 0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_device_trains_as_the_cpu_does(found: dict[str, Any], name: str) -> None:
+    assert found[name]["difference"] < 1e-5
+
+
+@pytest.mark.parametrize(("system", "what", "small", "large", "aim"), BOUNDS)
+def test_a_transformer_asks_for_no_more_than(
+    found: dict[str, Any], system: str, what: str, small: int, large: int | None, aim: int
+) -> None:
+    for blocks, most in ((4, small), (16, large)):
+        if most is not None:
+            asked = found[f"{blocks} {system}"][what]
+            assert asked <= most, f"{system}, {blocks} blocks: {what} {asked}, aimed at {aim}"
+
+
+def test_a_wait_an_upload_and_a_loop_are_found(found: dict[str, Any]) -> None:
+    assert found["asking"]["waits"]
+    assert found["uploading"]["uploads"]
+    two, four = found["looping"]["launches"]
+    assert four > two
+
+
+def test_the_command_runs_by_small_models(tmp_path: Path) -> None:
+    record, paths = tmp_path / "launches.json", ("src", "benchmarks", "benchmarks/speed")
+    systems = ["SGD", "AdamW", "KAISA eigen", "DHO2"]
+    run = subprocess.run(
+        [sys.executable, launches.__file__, "--tiny", "--json", record, "--systems", *systems],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(str(ROOT / path) for path in paths)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    rows = json.loads(record.read_text())["rows"]
+    assert {(row["system"], row["blocks"], row["kind"]) for row in rows} == {
+        (system, blocks, kind) for system in systems for blocks in (1, 2) for kind in launches.KINDS
+    }
+    assert all(system in run.stdout for system in systems)
+
+
+if __name__ == "__main__":
+    main()
