@@ -121,9 +121,15 @@ def pretend_device() -> Iterator[Seen]:
     """Make the device "pretend" known for a block, and count from zero."""
     _register()
     _seen.clear()
-    generator = torch.Generator
-    with _Everywhere(), patch.object(torch, "Generator", lambda device="cpu": generator()):
+    with _Everywhere(), patch.object(torch, "Generator", _Generator):
         yield _seen
+
+
+class _Generator(torch.Generator):
+    """A generator of the CPU's, for the device as well."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
 
 
 class _Everywhere(TorchDispatchMode):

@@ -61,12 +61,11 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[float | Tenso
         terms = terms.abs() * first**2
     else:
         parts, squares = terms.abs().unbind(), [rate**2 for rate in learning_rates]
-        if any(isinstance(square, Tensor) for square in squares):
-            terms = torch.stack(
-                [part * square for part, square in zip(parts, squares, strict=True)]
-            )
+        numbers = [square for square in squares if not isinstance(square, Tensor)]
+        if len(numbers) == len(squares):
+            terms = torch.stack(torch._foreach_mul(parts, numbers))
         else:
-            terms = torch.stack(torch._foreach_mul(parts, squares))
+            terms = torch.stack([x * square for x, square in zip(parts, squares, strict=True)])
     change: Tensor = terms.nan_to_num(0.0, posinf=0.0).sum()
     return change
 
