@@ -129,6 +129,9 @@ checksums without places  <-  debug::places_count
     (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
 
 == contract/training.py
+the largest rate, a tensor, in another place at each step
+  <-  graphs::quiet_steps_ask_for_the_same_of_the_same_memory
+    torch.maximum(peak, tensor.reshape(()), out=peak)  =>  peak = torch.maximum(peak, tensor)
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
@@ -549,6 +552,12 @@ a clip that lowering lr does not lower
     elif self._by_batch and rate < USUAL_LR:  =>  elif False:
 
 == kfac/schedule.py
+quiet up to a refresh that looks at the step before
+  <-  graphs::steps_are_quiet_until_the_first_that_is_not
+    [refresh - options.follows_steps]  =>  [refresh]
+drift without the layers that have no inverse
+  <-  graphs::layers_that_drift_are_next_due_at_the_first_step_that_has_any
+    if block.solved else tick, step)  =>  if block.solved else LATEST, step)
 factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
     decay ** max(since, 1)  =>  decay
 a young training remembers as much as an old one
@@ -979,6 +988,10 @@ the Hessian of the negative loss has its sign
   + weight = self._hessian.examples
 
 == optimizers/base.py
+a step that is recorded counts  <-  graphs::a_graph_replayed_trains_as_steps_do
+    if recorded:  # and  =>  if False:  # and
+replays leave capture as it is  <-  graphs::a_graph_replayed_trains_as_steps_do
+    training.steps += steps  =>  training.steps += steps; return
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state
@@ -1012,6 +1025,9 @@ colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
     colocate=own.colocate_factors,  =>  colocate=True,
 
 == options.py
+a tensor on the device is waited for
+  <-  graphs::hyperparameters_on_the_device_are_not_waited_for
+    if value.device.type != "cpu":  =>  if value.device.type == "meta":
 two bases: rest_kwargs without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]
