@@ -7,6 +7,7 @@ asks for alone. All cases are run by one other process: the pretended device exi
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import json
 import multiprocessing
@@ -242,6 +243,13 @@ CASES = {
     "damping by step": kfac(damping=lambda step: 0.5 / (1 + step)),
     "rate on the device": kfac(**{**ADAMW, "lr": on_device(1e-3)}, capturable=True),
     "rate on the device, SGD": kfac(lr=on_device(0.05), base_waits=True, momentum=0.9),
+    "two rates on the device": kfac(
+        **{**ADAMW, "lr": on_device(1e-3)},
+        kl_clip=1e-3,
+        capturable=True,
+        rest=torch.optim.AdamW,
+        rest_kwargs={"lr": on_device(2e-3)},
+    ),
     "scale of the gradient": kfac(preconditioner_scale="gradient"),
     "Newton's scale, AdamW": kfac(**ADAMW, preconditioner_scale="newton"),
     "two passes": kfac(passes=2),
@@ -288,9 +296,11 @@ def prepared(case: Case, device: str, blocks: int, alone: bool) -> tuple[Any, An
     """A model, its optimizer, which may be the base alone, and a scaler."""
     torch.manual_seed(0)
     model = MODELS[case.model](blocks).to(case.dtype).to(device)
-    given = dict(case.options)
-    if callable(given["lr"]):
-        given["lr"] = given["lr"](device)
+    given = copy.deepcopy(case.options)
+    for rates in (given, given.get("rest_kwargs", {})):
+        rates |= {
+            key: each(device) for key, each in rates.items() if key == "lr" and callable(each)
+        }
     if device == "cpu" and given.pop("capturable", None):
         given["foreach"] = False
     if "doubly_factored" in given:
