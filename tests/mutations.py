@@ -151,7 +151,7 @@ gradients from before a freeze are not averaged
 the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    for name in ("lr", "initial_lr", "max_lr"):  =>  for name in ("lr",):
+    RATES = "lr", "initial_lr", "max_lr"  =>  RATES = ("lr",)
 steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
@@ -453,13 +453,13 @@ passes of a layer for those of a step
     found = max(found, block.staged.micro_batches)  =>  found = block.staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
-    (each.head[0] * more / processes) ** 2  =>  (each.head[0] * more) ** 2
+    shapes, more / processes)  =>  shapes, more)
 terms that go on being counted by a silent layer
   <-  loss_reduction::owners_factors_are_those_of_their_own_shares
     max(last, key=lambda block: not block.state.silent, default=None)  =>  next(last, None)
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
-    block.staged.sums(parts)  =>  block.staged.sums(1)
+    [block.staged for block in blocks], parts)  =>  [block.staged for block in blocks], 1)
 the recipe calls all preconditioned
   <-  two_bases::the_recipe_tells_who_trains_what_and_how two_bases::one_base_has_a_recipe_too
   - if block.trainable and not block.state.silent]
@@ -607,7 +607,7 @@ one refresh too many before an error
     block.state.failures >= most  =>  block.state.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
-    damping * positive.clamp_min(least)  =>  damping * torch.ones_like(positive)
+    option * positive.clamp_min(least)  =>  option * torch.ones_like(positive)
 a gradient's scale without the damping
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
     damped = (of_layers + dampings)  =>  damped = (of_layers + 0 * dampings)
@@ -623,7 +623,7 @@ an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    (parts, solve.damping, solve.scale)  =>  (parts, self.damping, solve.scale)
+    self.dampings[block] = solve.damping  =>  self.dampings[block] = self.damping
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
@@ -812,40 +812,40 @@ one factor for inputs of unlike examples
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
   <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
-    factor.to(self.factor_dtype)  =>  factor
+    total.to(of.factor_dtype)  =>  total
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    head[1 + groups : 1 + 2 * groups] *= scale  =>  pass
+    heads[:, 1 + groups : 1 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))  =>  pass
 uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
-    uses = uses / len(self._passes)  =>  uses = 1.0
+    uses / len(passes[0]), rows  =>  1.0, rows
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
-    total.to(examples.dtype) / examples if narrow  =>  total / examples.to(total.dtype) if narrow
+    total.to(examples.dtype) / number if narrow  =>  total / number.to(total.dtype) if narrow
 an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
-    self.weight * decay + 1.0  =>  self.weight * decay + (1.0 - decay)
+    weight * decay + 1.0  =>  weight * decay + (1.0 - decay)
 a step without examples forgets
   <-  invariants_factors::13_a_step_without_examples_leaves_the_average_bit_for_bit
-    torch.where(present, self.weight * decay + 1.0, self.weight)  =>  self.weight * decay + 1.0
+    torch.where(present, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
 dropped statistics are not counted
   <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
-    self.dropped += ~finite  =>  pass
+    self.dropped += bad  =>  pass
 a gradient's scale once instead of squared
   <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-  - torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
-  + torch.as_tensor(gradient_scale, dtype=found["G"].dtype)
+  - return gradient_scale**2 if
+  + return gradient_scale if
 a second pass through a forward as a micro-batch
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     if not again:  =>  if True:
 padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    if self._reduction == "mean":  =>  if False:
+    if first._reduction == "mean":  =>  if False:
 examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
     scale = scale / counted_again**2  =>  pass
 both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
-    sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums  =>  pass
+    if shape.marginal:  =>  if False:
 a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
-  - self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
-  + self.examples.copy_(torch.where(present, examples, self.examples))
+  - own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
+  + own_stack(owned, "examples").copy_(examples)
 
 == kronecker/fisher.py
 micro-batches draw the same noise
@@ -899,7 +899,7 @@ a curvature object of another covariance
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
-    inverses["G"] * times  =>  inverses["G"]
+    (g * times.view(-1, *[1] * (g.dim() - 1)))  =>  g
 γ of three factors split as of two  <-  doubly_factored::15_three_way_solves_are_dense_ones
     damping ** (1 / len(means))  =>  damping ** (1 / 2)
 π is 1  <-  solvers::solves_equal_the_dense_solve
@@ -951,19 +951,19 @@ buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_
 
 == lanczos/lanczos.py
 orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
-    h.addmv_(basis.t(), again[:-1].to(h.dtype), alpha=-1)  =>  pass
+    h.addmv_(basis.t(), again.to(h.dtype), alpha=-1)  =>  pass
 a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
-    if not rest > 0.5 * again[-1]:  =>  if False:
+    square = left if left > 0.5 * both[-1] else None  =>  square = left
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    bool(space.first(torch.tensor([verdict], device=h.device)))  =>  bool(verdict)
+    int(space.first(torch.tensor([float(next(done, 0))])))  =>  next(done, 0)
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
   - sums[0], sums[1] = hessian.loss, hessian.examples
   + sums[0], sums[1] = hessian.loss / hessian.examples, 1.0
 each process has signs of its own  <-  lanczos_ranks::one_process_decides
-    packed = space.first(packed.to(device)).cpu()  =>  pass
+    packed = space.first(packed)  =>  pass
 it stops before all pairs have converged  <-  lanczos::it_stops_where_all_pairs_are_within_tol
   - return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
   + return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).any())
@@ -975,8 +975,8 @@ a loss of the positive Hessian under maximize  <-  dho2::the_guard_of_s_knows_wh
     return self._sign * float(loss) / float(examples)  =>  return float(loss) / float(examples)
 the Hessian of the negative loss has its sign
   <-  dho2_state::uphill_on_the_negative_loss_is_downhill
-  - weight = h.new_tensor([self._sign * self._hessian.examples])
-  + weight = h.new_tensor([self._hessian.examples])
+  - weight = self._sign * self._hessian.examples
+  + weight = self._hessian.examples
 
 == optimizers/base.py
 a first zero step taken for a checkpoint's

@@ -18,7 +18,9 @@ __all__ = [
     "PEAK_LR",
     "AutoInterval",
     "Interval",
+    "Scalar",
     "Schedule",
+    "as_scalar",
     "check_base",
     "check_choice",
     "check_count",
@@ -32,6 +34,7 @@ __all__ = [
     "check_patterns",
     "check_rank",
     "check_rest",
+    "check_scalar",
     "check_seed",
     "check_timeout",
     "check_whole",
@@ -46,6 +49,7 @@ __all__ = [
 
 T = TypeVar("T")
 
+Scalar: TypeAlias = float | Tensor
 Schedule: TypeAlias = float | Callable[[int], float]
 Interval: TypeAlias = int | Callable[[int], int]
 AutoInterval: TypeAlias = Interval | Literal["auto"]
@@ -206,6 +210,20 @@ def check_number(
         raise ValueError(f"{name}={value} is outside {left}{low:g}, {high:g}{right}; {remedy}")
 
 
+def check_scalar(name: str, value: Any, **bounds: Any) -> None:
+    """:func:`check_number`, of a number or a tensor of one; a device is not waited for."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or not value.is_floating_point():
+            raise TypeError(
+                f"{name} is a tensor of shape {tuple(value.shape)} and {value.dtype}; "
+                f"use one floating-point number, as in torch.tensor(0.1)"
+            )
+        if value.device.type != "cpu":
+            return
+        value = value.item()
+    check_number(name, value, **bounds)
+
+
 def check_interval(name: str, value: Any) -> None:
     """Raise unless a number of steps is a whole number of at least 1, or a callable."""
     if not callable(value):
@@ -304,6 +322,12 @@ def value_at(option: Any, step: int) -> Any:
     return option(step) if callable(option) else option
 
 
+def as_scalar(value: Scalar) -> Scalar:
+    """A number, or a scalar on a device, which is not waited for."""
+    on_device = isinstance(value, Tensor) and value.device.type != "cpu"
+    return value.detach().reshape(()) if on_device else float(value)  # type: ignore[union-attr]
+
+
 def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, Any]]:
     """The values at a step of those options that are callables, by name; for comparison.
 
@@ -316,5 +340,7 @@ def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, 
                 value = option(step)
             except Exception as error:
                 value = f"{type(error).__name__}: {error}"
+            if isinstance(value, Tensor):  # on a device, perhaps, which is not waited for
+                value = value.tolist() if value.device.type == "cpu" else "a tensor"
             found.append((name, value if isinstance(value, int | float) else str(value)))
     return found

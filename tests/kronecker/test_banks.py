@@ -57,6 +57,13 @@ def blocks_of(kind: str, layers: int, bias: bool, solver: str) -> list[Kronecker
     return made
 
 
+def together(blocks: list[KroneckerBlock]) -> Any:
+    """The inverses of layers in one stack."""
+    inverses = [block.inverse for block in blocks if block.inverse is not None]
+    columns = zip(*(each.tensors for each in inverses), strict=True)
+    return inverses[0].of([torch.cat(column) for column in columns])
+
+
 def one_by_one(blocks: list[KroneckerBlock]) -> list[Tensor]:
     """P of the layers' parameters, each layer alone."""
     found: list[Tensor] = []
@@ -79,7 +86,7 @@ def test_a_bank_is_its_layers_one_by_one(
     mine = {block: block.inverse for block in blocks if block.inverse is not None}
     chosen = [b for b in blocks if data.draw(st.booleans())] or blocks[-1:]
     expected = one_by_one(chosen)
-    bank.install(mine, keeps=False)
+    bank.install(blocks, together(blocks), keeps=False)
     for block, before in mine.items():  # views of the bank, equal to what was given
         assert block.inverse is not None
         for mine_now, given_then in zip(block.inverse.tensors, before.tensors, strict=True):
@@ -101,9 +108,10 @@ def test_a_layer_solved_again_alone_leaves_the_others_theirs(keeps: bool) -> Non
     assert first is not None
     assert again is not None
     assert last is not None
-    bank.install({blocks[0]: first, blocks[2]: last}, keeps)
+    bank.install([blocks[0], blocks[2]], together([blocks[0], blocks[2]]), keeps)
     old = blocks[0].inverse
-    bank.install({blocks[1]: again, blocks[0]: again}, keeps)
+    blocks[0].inverse = blocks[1].inverse = again
+    bank.install(blocks[:2], together(blocks[:2]), keeps)
     for block, wanted in zip(blocks, (again, again, last), strict=True):
         assert block.inverse is not None
         assert all(map(torch.equal, block.inverse.tensors, wanted.tensors))

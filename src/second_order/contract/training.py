@@ -13,6 +13,7 @@ other ranks in the second.
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,11 +37,13 @@ __all__ = [
     "NAMES",
     "Curvature",
     "DeferredWarnings",
+    "PeakRates",
     "PendingAverage",
     "Routed",
     "Training",
+    "capturing",
+    "check_capture",
     "check_step",
-    "follow_learning_rates",
     "members_of",
     "named_like",
     "nameless",
@@ -57,6 +60,7 @@ R = TypeVar("R")
 Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
 
 NAMES = "param_names"
+RATES = "lr", "initial_lr", "max_lr"
 NO_BACKWARD = -1  # the number of the backward pass that runs, if none does
 
 
@@ -164,19 +168,62 @@ def check_step(training: Training, matters: str, closure: Any, unwatched: bool) 
         )
 
 
-def follow_learning_rates(groups: Iterable[dict[str, Any]]) -> None:
-    """Keep the largest learning rate of each group, that of the schedule to come included."""
-    for group in groups:
-        peak = group[PEAK_LR]
-        for name in ("lr", "initial_lr", "max_lr"):
-            rate = group.get(name, peak)
-            if isinstance(peak, Tensor) or isinstance(rate, Tensor):  # no device is waited for
-                at = peak.device if isinstance(peak, Tensor) else rate.device
-                tensors = (torch.as_tensor(each, device=at) for each in (peak, rate))
-                peak = torch.maximum(*tensors)
-            elif rate > peak:
-                peak = rate
-        group[PEAK_LR] = peak
+def capturing() -> bool:
+    """Whether operations of this thread are recorded for a CUDA graph, and not computed."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def check_capture(training: Training, quiet_until: int) -> int:
+    """Raise, before anything has changed, unless a CUDA graph can record the coming step.
+
+    Returns the step up to which the graph holds.
+    """
+    if training.world.size > 1:
+        raise RuntimeError(
+            f"{training.name}.step() cannot be recorded in a CUDA graph by one of "
+            f"{training.world.size} processes: they compare on the CPU what each is about to do. "
+            f"Call step() after the graph of the passes"
+        )
+    if quiet_until <= training.steps:
+        raise RuntimeError(
+            f"{training.name}.step() cannot be recorded in a CUDA graph at step {training.steps}, "
+            f"at which more may be due than at each step: record while optimizer.quiet_until "
+            f"({quiet_until}) is larger than optimizer.training.steps, and take this step without "
+            f"a graph"
+        )
+    return quiet_until
+
+
+class PeakRates:
+    """Keeps the largest learning rate of each group, that of the schedule to come included.
+
+    Where any is a tensor, so is the largest, which a group then keeps in one place: schedules fill
+    theirs in place, and a device is not waited for.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, list[Any]] = {}  # the largest and the rates of a group with tensors
+
+    def follow(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Look at the rates of a step."""
+        for i, group in enumerate(groups):
+            rates = [group[name] for name in (PEAK_LR, *RATES) if name in group]
+            tensors = [rate.detach() for rate in rates if isinstance(rate, Tensor)]
+            if not tensors:
+                group[PEAK_LR] = max(rates)
+                continue
+            seen = self._seen.get(i, ())
+            if len(seen) == len(rates) and all(map(operator.is_, seen, rates)):
+                peak, tensors = tensors[0], tensors[1:2]  # the others are constant
+            else:
+                peak = tensors[-1].reshape(()).clone()
+                for number in rates:
+                    if not isinstance(number, Tensor):
+                        peak.clamp_(min=number)
+            for tensor in tensors:
+                torch.maximum(peak, tensor.reshape(()), out=peak)
+            group[PEAK_LR] = peak
+            self._seen[i] = [peak, *rates[1:]]
 
 
 def unhooked(base: torch.optim.Optimizer) -> Callable[[], None]:
@@ -263,6 +310,7 @@ class Training:
     groups: list[dict[str, Any]] = field(default_factory=list)  # one list with the base's
     publish: Callable[[], None] = lambda: None  # shows counters and curvature in ``state``
     meter: Meter = field(default_factory=Meter)
+    peaks: PeakRates = field(default_factory=PeakRates)
     late_ddp: Any = None  # the hook that looks who runs the model, where there are helpers
     # The modules' entries that parameters had when they were last looked for.
     places: Sequence[tuple[nn.Module, str, Tensor]] = ()
@@ -469,6 +517,11 @@ class Curvature:
 
     def watch(self) -> None:
         """Turn capture on or off for the coming passes, as the coming step needs."""
+
+    @property
+    def quiet_until(self) -> int:
+        """The first step, from the coming one on, that does not do what those before it do."""
+        return self.training.steps
 
     def drop_pending(self) -> None:
         """Drop statistics of the backward passes since the last step."""

@@ -59,7 +59,7 @@ def gather_eigenpairs(
 
     They are views where all is here. With ``room``, there are zeros for momentum that is not.
     """
-    of, numbers = subspace, torch.tensor([float(x) for x in trust.numbers], dtype=torch.float64)
+    of, numbers = subspace, _packed(trust)
     entries = of.values, of.residuals, of.momentum, of.largest, of.decayed, numbers, of.last
     head: dict[str, Any] = dict(zip((*HEADS, *TRUST), entries, strict=True))
     vectors, carried, by_rows = subspace.basis.vectors, subspace.carried, subspace.basis.by_rows
@@ -88,10 +88,17 @@ def room_for_eigenpairs(
     r, device = min(count, vector.size), vector.params[0].device
     vectors = torch.zeros((r, vector.size), dtype=vector.dtype, device=device)
     none, momentum = torch.zeros(r, dtype=torch.float64), vectors.new_zeros((2, r))
-    numbers = torch.tensor([float(x) for x in trust.numbers], dtype=torch.float64)
-    entries = none, none.clone(), momentum[0], -1, 1.0, numbers, momentum[1]
+    entries = none, none.clone(), momentum[0], -1, 1.0, _packed(trust), momentum[1]
     head = dict(zip((*HEADS, *TRUST), entries, strict=True))
     return _cut(head, vectors, None, vector.params, room=True)
+
+
+def _packed(trust: TrustRegion) -> Tensor:
+    """The numbers of the trust region in float64, where they are: nobody waits for a device."""
+    found = [x for x in trust.numbers if isinstance(x, Tensor)]
+    return (
+        torch.stack(found).double() if found else torch.tensor(trust.numbers, dtype=torch.float64)
+    )
 
 
 def _cut(

@@ -23,7 +23,7 @@ from second_order.contract.training import Training
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, load_eigenpairs
 from second_order.fosi.options import FOSIOptions
 from second_order.fosi.subspace import Basis, Subspace, newton_rates
-from second_order.fosi.trust import TrustRegion
+from second_order.fosi.trust import Flag, Number, TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
 from second_order.lanczos.lanczos import ritz_pairs, tridiagonalise
@@ -51,12 +51,16 @@ FRESH = 0.1
 
 
 def wanted_pairs(
-    space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False
+    space: RowSpace, start: Tensor, options: FOSIOptions, *, warm: bool = False, expected: int = 0
 ) -> Pairs:
-    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start."""
+    """The k largest and l smallest eigenpairs; fewer products will do from a ``warm`` start.
+
+    About as many as are ``expected``, where that is known.
+    """
     most, tol = options.most_products(space.size, warm=warm), options.lanczos_tol
-    wanted = options.largest, options.smallest
-    pairs = extreme_pairs(space, start, *wanted, iterations=most, tol=tol, seed=options.seed)
+    wanted, known = (options.largest, options.smallest), {"seed": options.seed}
+    known["expected"] = expected
+    pairs = extreme_pairs(space, start, *wanted, iterations=most, tol=tol, **known)
     space.raise_together()
     return pairs
 
@@ -89,6 +93,7 @@ class RefreshedPairs:
         self.bound = 1.0  # on s, that the guard allows
         self.first_used = -1  # the first step that uses the newest eigenpairs
         self._first_loss: float | None = None
+        self._expected = 0  # iterations, as many as the last refresh needed
         active = options.curvature_interval == AUTO and options.wanted > 0
         first = options.warmup_steps
         self.budget = RefreshBudget(training, options.overhead, first, active=active)
@@ -135,23 +140,21 @@ class RefreshedPairs:
         vector = self._vector
         with training.meter.stage("lanczos"):
             began = budget.now()
-            self.tell_steps()
-            had = self.subspace is not None
             with vector.hessian(loss_fn, options.hvp, options.curvature) as space:
-                fresh = options.seed, 1.0 / math.sqrt(space.size)
                 if (start := budget.now()) and not budget.warmed:  # the first product is not timed
                     budget.warmed = True
-                    space.apply(space.random(*fresh))
+                    space.apply(space.random(options.seed, 1.0 / math.sqrt(space.size)))
                     began += budget.now() - start
-                start_vector, warm = self._start(space)
-                pairs = wanted_pairs(space, start_vector, options, warm=warm)
-                loss = space.loss()
+                pairs, loss = self._found(space), space.loss()
+            had = self.subspace is not None
             tally.add(training.steps, pairs.iterations)
             self.first_used = training.steps
 
             def basis() -> Basis | None:
-                rows, world = pairs.vectors(), training.world
-                if not world.all_agree(bool(rows.sum().isfinite()), rows.device):
+                rows, world, device = pairs.vectors(), training.world, training.device
+                # Nobody waits for a device: a step along vectors that are not finite is left out.
+                sound = device.type != "cpu" or bool(rows.sum().isfinite())
+                if device.type == "cpu" and not world.all_agree(sound, device):
                     return None
                 if self._by_rows:
                     return Basis(rows, vector.chunks, world)
@@ -172,14 +175,33 @@ class RefreshedPairs:
         most = options.most_products(vector.size, warm=options.warm_start)
         budget.refreshed(seconds, tally.products, most)
 
-    def _start(self, space: RowSpace) -> tuple[Tensor, bool]:
-        """The sum of the last vectors, with a little of every direction, or a fresh one; which."""
-        seed, last = self._options.seed + self._training.steps, self.subspace
+    def _found(self, space: RowSpace) -> Pairs:
+        """The eigenpairs, from the last ones if they are sound; tells of the last steps, too."""
+        late = [flag for flag in self._flags() if isinstance(flag, Tensor)]
+        if not late:
+            self.tell_steps()
+        space.asked = late
+        seed = self._options.seed + self._training.steps
         fresh = space.random(seed, 1.0 / math.sqrt(space.size))
+        start, warm = self._start(space, fresh)
+        options, expected = self._options, self._expected
+        pairs = wanted_pairs(space, start, options, warm=warm, expected=expected)
+        if late:
+            self.tell_steps(space.told)
+            if warm and (self.subspace is None or not len(pairs.basis)):  # not a sound start
+                pairs = wanted_pairs(space, fresh, options)
+        self._expected = 0 if pairs.trouble else len(pairs.basis)
+        return pairs
+
+    def _start(self, space: RowSpace, fresh: Tensor) -> tuple[Tensor, bool]:
+        """The sum of the last vectors, with a little of a fresh one, or that alone; which."""
+        last = self.subspace
         if last is None or not self._options.warm_start:
             return fresh, False
         old = last.basis.rows_of_sum(space.rows) / math.sqrt(len(last.values))
         old.add_(fresh, alpha=FRESH)
+        if old.device.type != "cpu":  # the first product tells
+            return old, True
         # From vectors that are not finite no others would ever come.
         sound = math.isfinite(float(space.total(old.sum().double())))
         return (old, True) if sound else (fresh, False)
@@ -294,16 +316,26 @@ class RefreshedPairs:
         if why:
             self._training.warn(why)
 
-    def tell_steps(self) -> None:
-        """Drop the eigenpairs if a Newton step was not finite; warn of those taken back."""
-        training = self._training
-        if self.subspace is not None and bool(self.subspace.unsound):
+    def _flags(self) -> tuple[Flag, Number]:
+        """Whether a Newton step was not finite, and how many have been taken back."""
+        return self.subspace is not None and self.subspace.unsound, self.trust.undone
+
+    def tell_steps(self, told: Sequence[float] = ()) -> None:
+        """Drop the eigenpairs if a Newton step was not finite; warn of those taken back.
+
+        By flags as they are here, or what a device has ``told`` of those that it has.
+        """
+        training, answers = self._training, iter(told)
+        unsound, undone = (
+            next(answers, flag) if isinstance(flag, Tensor) else flag for flag in self._flags()
+        )
+        if bool(unsound):
             self.drop(
                 f"a Newton step at step {training.steps} or before is not finite, by the "
                 f"gradient, the eigenvectors or their momentum: it is left out, and "
                 f"{training.base_name} goes on alone until the next refresh"
             )
-        if bool(self.trust.undone) and training.first_time("undone"):
+        if bool(undone) and training.first_time("undone"):
             training.warn(
                 f"the gradient after a Newton step, at step {training.steps} or before, was not "
                 f"finite, or has grown far more than the eigenpairs tell: that step is taken back, "

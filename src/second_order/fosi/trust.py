@@ -154,8 +154,8 @@ class TrustRegion:
         """Go on with numbers of a tensor's device and dtype."""
         if like.device.type == "cpu":
             self.numbers, self.undone = [float(x) for x in self.numbers], int(self.undone)
-        else:
-            self.numbers = [torch.as_tensor(x).to(like) for x in self.numbers]
+        elif not isinstance(self.numbers[0], Tensor):
+            self.numbers = list(torch.tensor(self.numbers).to(like).unbind())
 
     def judge(
         self, terms: Tensor, alpha: Number, limit: float, sound: Flag, finite: Flag

@@ -275,6 +275,14 @@ class KFAC(OfLayers):
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
 
+    @property
+    def quiet_until(self) -> int:
+        """The first step, from the coming one on, that does more than precondition gradients."""
+        beside = self._system.solves is not None or self.helpers is not None  # at any time
+        if beside or self.sharded or self.solves.wanted or not self.layers.unchanged:
+            return self.training.steps
+        return self._cadence.quiet_until
+
     def _take_statistics(self, due: bool) -> None:
         """Update the averages by statistics of the step's passes, if ``due``, and of helpers."""
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
@@ -519,7 +527,7 @@ class KFAC(OfLayers):
         gather = gather and bool(self.kept_elsewhere)
         if gather and self.layers.follow():
             self._compile()
-        damping, layers = self.solves.damping, self.layers
+        damping, layers = float(self.solves.damping), self.layers
         return fitted_curvature(
             self.training, self._options, layers, self.known, damping, dtype, gather
         )

@@ -36,6 +36,7 @@ from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kfac.solve import Solves, stacked_means
 from second_order.kronecker.block import KroneckerBlock
+from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, local
 
 __all__ = [
@@ -223,8 +224,12 @@ def follow_refresh(
         for block in blocks if drift is not None else ():
             change = block.take_change()
             changes.append(change if block in mine and change is not None else nothing)
-        parts = [each.reshape(-1).to(device) for each in (s, *curvature, *changes)]
+        rates = _rates(training, blocks) if options.follows_steps else []
+        on_device = [rate for rate in rates if isinstance(rate, Tensor)]
+        parts = [each.reshape(-1).to(device) for each in (*on_device, s, *curvature, *changes)]
         numbers = torch.cat(parts).to(torch.float32).tolist()  # a device is waited for once
+        lrs, numbers = numbers[: len(on_device)], numbers[len(on_device) :]
+        rate = max([0.0, *lrs, *(rate for rate in rates if isinstance(rate, float))])
         total = sum(numbers[1 : 1 + len(curvature)])
         counts = float(length.measured is not None), len(known), sum(b.state.work for b in mine)
         heard = [*map(float, counts), numbers[0], total, *numbers[1 + len(curvature) :]]
@@ -233,17 +238,18 @@ def follow_refresh(
             training.world.on_cpu().all_reduce([message]).wait()
             heard = message.tolist()
     looked, layers, passes, moved, mean, *changed = heard
-    rate = 0.0
-    if options.follows_steps:
-        ours: set[Tensor] = set()
-        for block in blocks:
-            ours.update(block.params)
-        for group in training.groups:
-            if not ours.isdisjoint(group["params"]):
-                rate = max(rate, float(group["lr"]))
     length.follow(moved if looked else math.nan, rate, training.steps)
     if layers and math.isfinite(mean):
         solves.mean_curvature = mean / layers
     if drift is not None:
         price = PRICE[options.solver] / training.world.size
         drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])
+
+
+def _rates(training: Training, blocks: Iterable[KroneckerBlock]) -> list[Scalar]:
+    """The learning rates of the groups with parameters of any block."""
+    ours: set[Tensor] = set()
+    for block in blocks:
+        ours.update(block.params)
+    groups = [group for group in training.groups if not ours.isdisjoint(group["params"])]
+    return [as_scalar(group["lr"]) for group in groups]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.training import Training, members_of
+from second_order.contract.training import Training, members_of, settings_of
 from second_order.kfac.losses import (
     SAID,
     ItemsHook,
@@ -22,11 +22,19 @@ from second_order.kfac.losses import (
 from second_order.kfac.options import KFACOptions
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture, GradientScale, StatisticsCollector
-from second_order.kronecker.factors import Reduction, StatisticsSums, drop_overflow
+from second_order.kronecker.factors import (
+    Reduction,
+    StatisticsSums,
+    of_examples,
+    sums_of,
+    update_averages,
+)
 from second_order.kronecker.fisher import LabelSampler
 from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
+from second_order.kronecker.queued import PairQueue
+from second_order.kronecker.stacks import own_stack
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
 from second_order.report import LayerRow, Summary
@@ -97,7 +105,7 @@ class Layers:
         self._seen: list[tuple[bool, torch.device, torch.Size]] | None = None
         self._shapes: list[FactorShape] = []
         self.expecting = True
-        self._overflown: dict[KroneckerBlock, Tensor] = {}
+        self._overflown: dict[tuple[KroneckerBlock, ...], Tensor] = {}
         # Hears, in a backward pass, of each layer whose statistics have grown.
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
@@ -133,7 +141,7 @@ class Layers:
 
     def description(self, said: str) -> list[str]:
         """What must be equal on all ranks: options, and layers, as equal parameters can differ."""
-        shown = {k: v for k, v in vars(self._options).items() if not callable(v)}
+        shown = {k: v for k, v in settings_of(vars(self._options)).items() if not callable(v)}
         options = f"options: {self._training.base_name} {shown} {self._rules} {said}"
         kinds = [(block, plain_type(block.modules[0]).__name__) for block in self.blocks]
         layers = [f"layer {block.name}: {kind} {block.shape}" for block, kind in kinds]
@@ -174,15 +182,20 @@ class Layers:
         found = {row: list(by_name.get(row.name, {}).values()) for row in self.left}
         return {row: params for row, params in found.items() if params}
 
-    def follow(self) -> bool:
-        """Look at which layers train now; returns whether others than before."""
+    @property
+    def unchanged(self) -> bool:
+        """Whether parameters and blocks are as :meth:`follow` has seen them."""
         same = self._seen is not None
         for p, before in zip(self._params, self._seen or (), strict=False):
             trains, device, size = before
             same = same and p.requires_grad == trains and p.device == device and p.shape == size
         for block, shape in zip(self.blocks, self._shapes, strict=False):
             same = same and block.shape is shape
-        if same:
+        return same
+
+    def follow(self) -> bool:
+        """Look at which layers train now; returns whether others than before."""
+        if self.unchanged:
             return False
         for block in self.blocks:
             block.follow_requires_grad()
@@ -221,6 +234,7 @@ class Layers:
             warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
             sampled=sampled,
+            queue=PairQueue(self._timed),
         )
         if self.heard is not None:
             self.collector.heard = self.heard
@@ -302,12 +316,10 @@ class Layers:
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The statistics of some layers since the last step; those of all layers are cleared."""
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
-        sums: dict[KroneckerBlock, StatisticsSums] = {}
-        for block in blocks:
-            sums[block] = block.staged.sums(parts)
+        found = sums_of([block.staged for block in blocks], parts)
         for block in self.active:
             block.staged.clear()
-        return sums
+        return dict(zip(blocks, found, strict=True))
 
     def whole_steps(
         self,
@@ -320,26 +332,23 @@ class Layers:
         Of losses divided by the N examples of the whole step a gradient d is 1 / N of an example's,
         times the number of processes, over which the sums of gradients are averaged.
         """
-        return {
-            block: each.times((each.head[0] * more / processes) ** 2, block.shape.groups)
-            for block, each in sums.items()
-        }
+        shapes = [block.shape for block in sums]
+        found = of_examples(list(sums.values()), shapes, more / processes)
+        return dict(zip(sums, found, strict=True))
 
     def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
         """Update the running averages by sums over all processes, weighted by their examples.
 
         Sums that do not fit their dtype are dropped, and noted; no device is waited for.
         """
-        for block, each in sums.items():
-            over = drop_overflow(each, block.shape)
-            if over.device.type != "cpu" or bool(over):
-                block.staged.dropped += over
-                self._overflown[block] = over | self._overflown.get(block, over)
+        blocks = list(sums)
+        averages = [block.ensure_factors() for block in blocks]
+        for order, over in update_averages(averages, list(sums.values()), decay):
+            ours = tuple(blocks[i] for i in order)
+            own_stack([vars(block.staged) for block in ours], "dropped").add_(over)
+            self._overflown[ours] = over | self._overflown.get(ours, over)
         self.collector.last_a = None
         self.updates += 1
-        while sums:  # the last layer's sums are freed first
-            block, each = sums.popitem()
-            block.ensure_factors().update(each, decay)
 
     def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """The number that each pass's loss was divided by: the passes with "auto", else 1."""
@@ -359,8 +368,8 @@ class Layers:
     @property
     def overflown(self) -> Tensor:
         """Whether the sums since the last refresh have overflown, of layers that may have any."""
-        noted = list(self._overflown.values())
-        return torch.stack(noted) if noted else torch.zeros(0, device="cpu")
+        noted = [over.to(self._training.device) for over in self._overflown.values()]
+        return torch.cat(noted) if noted else torch.zeros(0, device="cpu")
 
     def tell_of_sums(self, over: Sequence[float] | None = None) -> None:
         """Warn of layers whose sums since the last refresh have overflown, unless they are told."""
@@ -369,7 +378,8 @@ class Layers:
         training, noted = self._training, self._overflown
         over = self.overflown.tolist() if over is None else over
         self._overflown = {}
-        names = [block.name for block, dropped in zip(noted, over, strict=True) if dropped]
+        blocks = [block for group in noted for block in group]
+        names = [block.name for block, dropped in zip(blocks, over, strict=True) if dropped]
         for name in names:
             training.first_time(f"no:{name}")  # its statistics did arrive
         if len(names) == len(self.active) > 0:

@@ -55,7 +55,7 @@ def metrics_of(
     blocks, traces = list(plan), solves.traces
     solved = [block for block in blocks if block.solved]
     found = dict.fromkeys(NAMES, math.nan) | {
-        "damping": solves.damping,
+        "damping": float(solves.damping),
         "layers": float(len(blocks)),
         "layers/solved": float(len(solved)),
         "layers/failing": float(sum(block.state.failures > 0 for block in blocks)),
@@ -68,7 +68,11 @@ def metrics_of(
     taken = [solves.taken_at[block] for block in solved if block in solves.taken_at]
     if taken:
         found["age/inverses"] = float(step - min(taken))
-    inverses = [(b.inverse, b.ensure_factors()) for b in solved if b.inverse is not None]
+    inverses = [
+        (b.inverse, b.ensure_factors(), solves.scales.get(b))
+        for b in solved
+        if b.inverse is not None
+    ]
     kept = [(block.shape, block.factors) for block in blocks if block.factors is not None]
     known = [weight > 0 for weight in _numbers([factors.weight for _, factors in kept])]
     ranges = {

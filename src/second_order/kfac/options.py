@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
 
 from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
 from second_order.kronecker.layers import Approximation
@@ -18,6 +19,7 @@ from second_order.kronecker.solvers import SOLVERS, SolverName
 from second_order.options import (
     AUTO,
     AutoInterval,
+    Scalar,
     Schedule,
     check_count,
     check_flag,
@@ -25,6 +27,7 @@ from second_order.options import (
     check_keywords,
     check_number,
     check_patterns,
+    check_scalar,
     check_timeout,
     check_whole,
     is_adaptive,
@@ -39,6 +42,7 @@ __all__ = [
     "FORGETFUL",
     "SCHEDULES",
     "USUAL_OVERHEAD",
+    "AutoScalar",
     "AutoSchedule",
     "DecayingClip",
     "DistKFACOptions",
@@ -58,7 +62,7 @@ __all__ = [
 
 def check_damping(value: Any) -> None:
     """Raise ValueError unless a damping is at least 0 and finite."""
-    check_number("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
+    check_scalar("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
 
 
 def check_decay(value: Any) -> None:
@@ -71,7 +75,7 @@ def check_decay(value: Any) -> None:
 def check_clip(value: Any) -> None:
     """Raise ValueError unless a kl_clip is positive."""
     remedy = "use a positive number, 'auto', or None for no clip"
-    check_number("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
+    check_scalar("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
 def check_trace_bounds(name: str, pair: Any) -> None:
@@ -122,6 +126,7 @@ STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.978, share=1 / 3)
 
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
 AutoSchedule: TypeAlias = Schedule | Literal["auto"]
+AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
 PreconditionerScale: TypeAlias = Literal["auto", "newton", "gradient"]
 # Chosen by benchmarks/progress/defaults.py; dampings are relative.
 DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
@@ -143,7 +148,9 @@ class KFACOptions:
         damping: γ, added to the curvature before it is inverted; number or callable, at least 0. A
             larger γ is more cautious: the step turns from the natural to the plain gradient.
             "auto": 0.1 under a base that scales its steps itself, as Adam does, and 0.5 under
-            others; without ``relative_damping`` a value has to be given.
+            others; without ``relative_damping`` a value has to be given. A number may be a tensor,
+            which a schedule fills in place; one on a device is not waited for, nor its value
+            checked.
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G /
             (dim A dim G), which frees it of the scale of the loss. False: γ is ``damping`` itself,
             as in the papers. KAISA's published code has smaller factors, and so another γ for the
@@ -159,11 +166,11 @@ class KFACOptions:
             on the intervals: some 45 (0.978 to the power of the steps since the last update) under
             a base that scales its steps itself, as Adam does, and two hundred (0.995) under others.
         kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
-            (Pauloski et al. 2022, 5.1); number, callable or None for no bound. A number is the
-            bound at the learning rate's peak and shrinks with lr² when a schedule lowers it; a
-            callable is taken as it is. "auto": none under a base that scales its steps itself, as
-            Adam does, and 1e-4 (N / 64)^1.5 under others, for N examples in a step, over all
-            processes and micro-batches: the best bound grows with the batch. A layer that is
+            (Pauloski et al. 2022, 5.1); number, tensor of one, callable or None for no bound. A
+            number is the bound at the learning rate's peak and shrinks with lr² when a schedule
+            lowers it; a callable is taken as it is. "auto": none under a base that scales its steps
+            itself, as Adam does, and 1e-4 (N / 64)^1.5 under others, for N examples in a step, over
+            all processes and micro-batches: the best bound grows with the batch. A layer that is
             applied at many positions has as many examples; the layer with most counts. With stats
             workers, who do not see the training's batches, it is 1e-4.
         solver: "inverse" damps A and G apart and takes their Cholesky inverses; "eigen" applies (A
@@ -233,13 +240,13 @@ class KFACOptions:
         follows_steps: Whether the length of steps follows what they do; no keyword.
     """
 
-    damping: AutoSchedule = keyword(AUTO, lambda _, value: check_damping(value), AUTO, callable)
+    damping: AutoScalar = keyword(AUTO, lambda _, value: check_damping(value), AUTO, callable)
     relative_damping: bool = keyword(True, check_flag)
     preconditioner_scale: PreconditionerScale = keyword(AUTO, one_of(AUTO, "newton", "gradient"))
     factor_decay: AutoSchedule | PerStep = keyword(
         AUTO, lambda _, value: check_decay(value), AUTO, callable
     )
-    kl_clip: AutoSchedule | None = keyword(
+    kl_clip: AutoScalar | None = keyword(
         AUTO, lambda _, value: check_clip(value), None, AUTO, callable
     )
     solver: SolverName = keyword("inverse", one_of(*SOLVERS))
@@ -308,9 +315,11 @@ class KFACOptions:
     @property
     def said(self) -> str:
         """Damping, clip and memory, for the summary: what "auto" has come to."""
+        number, bound = self.damping, self.kl_clip
         relative = " of the mean curvature" if self.relative_damping else ""
-        damping = "by a schedule" if callable(self.damping) else f"{self.damping:g}{relative}"
-        clip = "by a schedule" if callable(self.kl_clip) else f"{self.kl_clip}"
+        damping = "by a schedule" if callable(number) else f"{float(number):g}{relative}"
+        clip = "by a schedule" if callable(bound) else f"{bound}"
+        clip = f"{bound.item()}" if isinstance(bound, Tensor) else clip
         clip = {"None": "none", AUTO: "by the batch"}.get(clip, clip)
         memory = f"weight of the past {self.factor_decay} an update"
         if isinstance(self.factor_decay, PerStep):

@@ -45,13 +45,14 @@ __all__ = [
     "Change",
     "Drift",
     "least_intervals",
+    "multiple",
     "past_at",
 ]
 
 DRIFT_INTERVAL, DRIFT_ALIKE = DRIFT = ("drift_interval", "drift_alike")
 """The entries of a checkpoint, in the part of every layer."""
 
-LONGEST = 32
+LONGEST, LATEST = 32, 2**62  # of intervals, and of steps
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
 SMALL = 5e8  # operations that take as long as what a step costs besides its products
 COSTLY, SHORT = 10, 0.5  # a refresh that is told of: in steps of the base, and in seconds
@@ -134,6 +135,14 @@ class Drift:
             if not block.solved or step % max(every, tick) == 0:
                 found.append(block)
         return found
+
+    def next_due(self, blocks: Sequence[KroneckerBlock], step: int) -> int:
+        """The first step, from this one on, at which :meth:`due` has any layer."""
+        tick, intervals = self._scheduled(blocks)
+        found = [LATEST]
+        for block, every in zip(blocks, intervals, strict=True):
+            found.append(multiple(max(every, tick) if block.solved else tick, step))
+        return min(found)
 
     def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
         """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
@@ -225,6 +234,11 @@ def _median(values: Sequence[float]) -> float:
     return float(statistics.median(values)) if values else math.nan
 
 
+def multiple(interval: int, step: int) -> int:
+    """The first step, from this one on, that is a multiple of an interval."""
+    return -(-step // interval) * interval
+
+
 def past_at(past: PerStep, since: int, step: int) -> float:
     """The weight of the past at an update at ``step``, so many steps after the last one."""
     decay = past.decay
@@ -273,9 +287,34 @@ class Cadence:
             return [*layers]
         if drift is None:
             return [*layers] if step % self.interval("inv_update_steps", step) == 0 else []
+        return self._afforded(drift).due(layers, step)
+
+    def _afforded(self, drift: Drift) -> Drift:
         allowed = self.budget.chosen.get("inv_update_steps", 1)
         drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
-        return drift.due(layers, step)
+        return drift
+
+    @property
+    def quiet_until(self) -> int:
+        """The first step, from the coming one on, that takes statistics, refreshes, or may do so.
+
+        The step before a refresh counts where the length of steps follows what they do: it keeps
+        the parameters to look at it by. Callables are not asked before their turn.
+        """
+        step, options, drift = self._training.steps, self._options, self.drift
+        of_step = options.kl_clip, *(getattr(options, name) for name in BUDGETED)
+        if self.dense(step) or any(map(callable, of_step)):
+            return step
+        if drift is not None:
+            refresh = self._afforded(drift).next_due(self._layers.active, step)
+        else:
+            refresh = multiple(self.interval("inv_update_steps", step), step)
+        found = [refresh - options.follows_steps]
+        if options.factor_update_steps is not None:
+            found.append(multiple(self.interval("factor_update_steps", step), step))
+        if self._layers.newcomers_at > step:
+            found.append(self._layers.newcomers_at)
+        return max(step, min(found))
 
     def may_come(self) -> bool:
         """Whether a refresh may be due at the next step.

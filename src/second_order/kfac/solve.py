@@ -27,9 +27,12 @@ from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
+from second_order.kronecker.bank import of_groups
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
+from second_order.kronecker.solvers import SOLVERS, Damping
+from second_order.kronecker.stacks import as_stack
+from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
 __all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
@@ -108,7 +111,8 @@ class Solves:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
         self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
-        self.damping, self.mean_curvature = math.nan, 0.0  # γ as the option has it; of all layers
+        self.damping: Damping = math.nan  # γ as the option has it
+        self.mean_curvature = 0.0  # of all layers
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
@@ -123,6 +127,7 @@ class Solves:
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
+        self.scales: dict[KroneckerBlock, Tensor] = {}  # what inverses are multiplied by besides
         self.refreshed = False  # layers have been put to use at this step, alike on every rank
         if self.traces is not None:
             self.traces.forget()
@@ -154,7 +159,7 @@ class Solves:
                 if callable(damping):
                     damping = damping(self.training.steps)
                     check_damping(damping)  # everywhere, before it begins
-                self.damping = float(damping)
+                self.damping = as_scalar(damping)
             heard, agreed = self.run(due, pending, news)
         except DecompositionError:
             raise
@@ -289,11 +294,12 @@ class Solves:
         least = options.damping_floor * self.mean_curvature
         for alike, means in stacked_means(blocks):
             of_layers = means.prod(0).mean(-1, keepdim=True)
-            dampings: Damping = self.damping
-            each: Iterable[Damping] = repeat(self.damping)
+            option = self.damping
+            option = dampings = option.to(means) if isinstance(option, Tensor) else option
+            each: Iterable[Damping] = repeat(option)
             if options.relative_damping:  # where gradients vanish there is no curvature
                 positive = of_layers.masked_fill(~(of_layers > 0), 1.0)
-                dampings = self.damping * positive.clamp_min(least)
+                dampings = option * positive.clamp_min(least)
                 each = dampings.squeeze(-1).unbind()
             on_factors = self.solver.dampings(means, dampings, alike[0].shape.exact)
             columns = (repeat(None) if x is None else x.unbind() for x in on_factors)
@@ -366,7 +372,6 @@ class Solves:
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
         """Put solved layers to use."""
         received = self._exchanged(verdicts)
-        inverses: dict[KroneckerBlock, Inverse] = {}
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -378,17 +383,28 @@ class Solves:
                 continue
             if block in received:
                 assert solve.damping is not None
-                parts = received.pop(block)
-                inverses[block] = self.solver.combine(parts, solve.damping, solve.scale)
                 self.dampings[block] = solve.damping
+                if solve.scale is not None:
+                    self.scales[block] = solve.scale
             block.installed()
             self.refreshed, self.installed_at[block] = True, self.training.steps
             self.taken_at[block] = solve.step
         compared = self.drift is not None
-        for bank in self.step.banks if inverses else ():
+        for bank in self.step.banks if received else ():
+            new = [block for block in bank.blocks if block in received]
+            if not new:
+                continue
             if compared:
-                bank.keep_before(filter(inverses.__contains__, bank.blocks), self.options.inv_dtype)
-            bank.install(inverses, keeps=compared and any(map(is_dtensor, bank.params)))
+                bank.keep_before(new, self.options.inv_dtype)
+            solved, parts = [received.pop(block) for block in new], dict[str, Decomposition]()
+            for letter in new[0].shape.letters:
+                columns = zip(*(each.pop(letter) for each in solved), strict=True)
+                parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
+            damping = of_groups([self.dampings[block] for block in new], new[0].shape.groups)
+            scales = [self.scales[block] for block in new if block in self.scales]
+            times = of_groups(scales, new[0].shape.groups) if scales else None
+            inverse = self.solver.combine(parts, damping, times)
+            bank.install(new, inverse, keeps=compared and any(map(is_dtensor, bank.params)))
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]

@@ -23,6 +23,7 @@ from torch import Tensor
 from second_order.contract.saved import SavedPart
 from second_order.kfac.solve import Verdict
 from second_order.kronecker.block import KroneckerBlock
+from second_order.options import Scalar
 
 __all__ = ["SETTLED", "Mark", "TraceRefresh", "judge", "moved"]
 
@@ -73,7 +74,7 @@ class TraceRefresh:
         self.settled: set[KroneckerBlock] = set()  # looked at no more; the same on every rank
 
     def keeping(
-        self, traces: Mapping[KroneckerBlock, Tensor], damping: float
+        self, traces: Mapping[KroneckerBlock, Tensor], damping: Scalar
     ) -> dict[KroneckerBlock, Verdict]:
         """This rank's verdicts on layers that keep their inverses; a device is waited for once.
 
@@ -84,7 +85,10 @@ class TraceRefresh:
             return {}
         device = next(iter(traces.values())).device
         wide = torch.float32 if device.type == "mps" else torch.float64
-        listed = torch.stack([trace.to(device) for trace in traces.values()]).to(wide).tolist()
+        option = [damping] if isinstance(damping, Tensor) else []
+        asked = [each.to(device) for each in (*traces.values(), *option)]
+        listed = torch.stack(asked).to(wide).tolist()
+        damping = listed.pop() if option else damping
         found: dict[KroneckerBlock, Verdict] = {}
         for block, trace in zip(traces, listed, strict=True):
             mark = self._coming[block] = Mark(trace, float(damping))

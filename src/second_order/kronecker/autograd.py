@@ -55,6 +55,12 @@ class _SavedInput(torch.autograd.Function):
         raise AssertionError("this node is not part of any graph")
 
 
+def after_pass(work: Callable[[], None]) -> None:
+    """Have something done as the running backward pass ends."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(work)
+
+
 def keep(x: Tensor) -> Callable[[], Tensor]:
     """Keep an input as autograd keeps its own; what is returned reads it."""
     anchor = torch.empty(0, requires_grad=True)

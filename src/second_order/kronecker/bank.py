@@ -10,8 +10,8 @@ What a device is asked to do then does not grow with the number of layers that a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from second_order.kronecker.layers import as_matrices, of_parameters
 from second_order.kronecker.solvers import Inverse
 from second_order.sharded import is_dtensor
 
-__all__ = ["Bank", "Gradients", "banks_of", "by_grad"]
+__all__ = ["Bank", "Gradients", "banks_of", "by_grad", "of_groups"]
 
 # Bytes of gradients that are preconditioned together, unless one layer alone has more. On a CPU a
 # batch saves calls alone, and what has been computed is to be found in its cache.
@@ -63,33 +63,34 @@ class Bank:
                 inverse = inverse.of([torch.cat([t[i] for i in here]) for t in stacks])
         return Bank(blocks, inverse)
 
-    def install(self, inverses: Mapping[KroneckerBlock, Inverse], keeps: bool) -> None:
-        """Put new inverses of some layers in their places; ``keeps`` copies of the old ones."""
-        index = {b: i for i, b in enumerate(self.blocks) if b in inverses}
-        if not index:
-            return
-        new = next(inverses[block] for block in index)
-        if len(self.blocks) == 1:
-            self.inverse = self.blocks[0].inverse = new
-            return
-        if self.inverse is None or keeps:
-            layers = len(self.blocks)
-            empty = [t.new_zeros(layers * len(t), *t.shape[1:]) for t in new.tensors]
-            if self.inverse is not None:
-                torch._foreach_copy_(empty, self.inverse.tensors)
-            self.inverse = new.of(empty)
-            index |= {b: i for i, b in enumerate(self.blocks) if b.inverse is not None}
-        stacks = [t.unflatten(0, (len(self.blocks), -1)).unbind() for t in self.inverse.tensors]
-        to, written = list[Tensor](), list[Tensor]()
-        for block, i in index.items():
-            places = [each[i] for each in stacks]
-            if block in inverses:
-                to += places
-                written += inverses[block].tensors
-            inverse = inverses.get(block, block.inverse)
-            assert inverse is not None
-            block.inverse = inverse.of(places)
-        torch._foreach_copy_(to, written)
+    def install(self, blocks: Sequence[KroneckerBlock], new: Inverse, keeps: bool) -> None:
+        """Put the stacked inverses of some layers in their places; ``keeps`` the old ones, too."""
+        layers, before, found = len(self.blocks), self.inverse, new
+        if before is None or keeps:
+            if len(blocks) == layers:
+                found = new.of([_owned(t) for t in new.tensors])
+            else:
+                size = layers * self._groups
+                found = new.of([t.new_zeros(size, *t.shape[1:]) for t in new.tensors])
+                if before is not None:
+                    torch._foreach_copy_(found.tensors, before.tensors)
+        else:
+            found = before
+        if len(blocks) < layers:
+            index = list(map(self.blocks.index, blocks))
+            to = [each[i] for each in self._stacks(found) for i in index]
+            torch._foreach_copy_(to, [part for each in self._stacks(new) for part in each])
+        elif found is before:
+            torch._foreach_copy_(found.tensors, new.tensors)
+        self.inverse = found
+        renewed, stacks = set(blocks), self._stacks(found)
+        for block, *views in zip(self.blocks, *stacks, strict=True):
+            if block in renewed or (keeps and block.inverse is not None):
+                block.inverse = found.of(views)
+
+    def _stacks(self, inverse: Inverse) -> list[Sequence[Tensor]]:
+        """The parts of each layer in each tensor of an inverse."""
+        return [t.unflatten(0, (-1, self._groups)).unbind() for t in inverse.tensors]
 
     def gradient(self, gradient_of: Gradients = by_grad) -> Tensor:
         """The gradients, ``(layers x groups, out, in)``; a view of a single one where it can be.
@@ -123,7 +124,7 @@ class Bank:
         if whole:
             some = self.some(whole)
             results = some.precondition(some.gradient(), dtype)
-            for block, result in zip(whole, self.by_layer(results), strict=False):
+            for block, result in zip(whole, some.by_layer(results), strict=True):
                 block.before = result
 
     def note_change(self, gradient: Tensor, results: Tensor, dtype: torch.dtype) -> None:
@@ -166,6 +167,20 @@ class Bank:
             parts = [part.contiguous() for part in parts]
         layers = zip(*[part.unbind() for part in parts], strict=True)
         return [part for layer in layers for part in layer]
+
+
+def _owned(tensor: Tensor) -> Tensor:
+    """The tensor, copied if it is a view of a larger batch or message."""
+    owned = tensor.is_contiguous() and not tensor._is_view()
+    return tensor if owned else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def of_groups(numbers: Sequence[float | Tensor], groups: int) -> Any:
+    """A number of each layer as one of each group, ``(layers x groups,)``; a float for all."""
+    if not isinstance(numbers[0], Tensor):
+        return numbers[0]
+    each = torch.stack([number for number in numbers if isinstance(number, Tensor)])
+    return each.repeat_interleave(groups) if groups > 1 else each
 
 
 def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:

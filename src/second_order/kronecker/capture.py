@@ -42,11 +42,14 @@ from second_order.kronecker.factors import Reduction
 from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
+    KINDS,
     Approximation,
     Form,
     PairStatistics,
+    linear_statistics,
     live_rows,
 )
+from second_order.kronecker.queued import PairQueue, QueuedPair
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
@@ -458,13 +461,20 @@ class StatisticsCollector:
     sampled: bool = False  # the pairs are of drawn labels, and say nothing of the gradient
     # Of one input and pass; to be let go when the step's statistics are taken.
     last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
+    queue: PairQueue = field(default_factory=PairQueue)  # of pairs on devices
+    # The Linears whose pairs may be kept there, and the places of their blocks.
+    _places: dict[tuple[KroneckerBlock, nn.Module], int] = field(default_factory=dict)
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
         self.blocks.clear()
-        for block in blocks:
-            for module in block.watched:
+        self._places.clear()
+        for place, block in enumerate(blocks):
+            for module, key in zip(block.watched, block.keys, strict=False):
                 self.blocks.setdefault(module, []).append(block)
+                linear = key is not None and KINDS[key].statistics is linear_statistics
+                if linear and type(block) is KroneckerBlock:
+                    self._places[block, module] = place
 
     def _training(self, module: nn.Module) -> list[KroneckerBlock]:
         return [block for block in self.blocks.get(module, ()) if block.trainable]
@@ -522,10 +532,17 @@ class StatisticsCollector:
             if not block.fits_pair(module, x, d):
                 block.judge(1.0)
             elif not block.state.unexplained:
-                with span("capture"), ieee_matmul(d.device):
-                    pair = self._statistics(block, module, x, d, (source, pass_id))
-                    scale = self.gradient_scale(d)
-                    block.staged.add(pair, scale, pass_id, again=again, reduction=reduction)
+                staged, place = block.staged, self._places.get((block, module))
+                if d.device.type != "cpu" and place is not None and source >= 0 and staged.keeps:
+                    staged.expect(pass_id, again=again, reduction=reduction)
+                    form = Form(block.trains_bias, self.approximation, staged.triangular)
+                    of = staged, pass_id, form, reduction, self.gradient_scale, place
+                    self.queue.add(QueuedPair(x, d, *of))
+                else:
+                    with span("capture"), ieee_matmul(d.device):
+                        pair = self._statistics(block, module, x, d, (source, pass_id))
+                        scale = self.gradient_scale(d)
+                        staged.add(pair, scale, pass_id, again=again, reduction=reduction)
                 inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
                 block.staged.work += 6 * d.numel() * inputs
                 block.state.work = block.staged.work

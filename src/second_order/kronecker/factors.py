@@ -7,15 +7,18 @@ Everything is decided on the device, so that no update waits for the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Literal, TypeAlias
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from second_order.kronecker.layers import Explanation, FactorShape, PairStatistics
+from second_order.kronecker.stacks import as_stack, in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_trace,
@@ -24,11 +27,16 @@ from second_order.kronecker.triangles import (
 
 __all__ = [
     "KroneckerFactors",
+    "Put",
     "Reduction",
     "StagedStatistics",
     "StatisticsSums",
-    "drop_overflow",
     "mean_eigenvalue",
+    "of_examples",
+    "put",
+    "scale_squared",
+    "sums_of",
+    "update_averages",
 ]
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
@@ -44,12 +52,6 @@ class StatisticsSums:
     # The number of examples, then the sums of the mean eigenvalues of A's groups, G's, and L's.
     head: Tensor
 
-    def times(self, scale: float | Tensor, groups: int) -> StatisticsSums:
-        """The same sums, with those of a layer's G times a number."""
-        head = self.head.clone()
-        head[1 + groups : 1 + 2 * groups] *= scale
-        return StatisticsSums({**self.factors, "G": self.factors["G"] * scale}, head)
-
 
 class StagedStatistics:
     """Sums over the pairs of one step, waiting for the step to be taken.
@@ -63,10 +65,15 @@ class StagedStatistics:
         micro_batches: Number of backward passes that were the first through some forward.
         work: Operations of their passes.
         revision: A number that changes whenever the sums may have.
+        cleared: The revision of the last :meth:`clear`.
         explanation: The gradient in these passes beside the pairs, where they are compared.
+        settle: Brings pairs that are expected and have not been put in, if there may be any.
+        keeps: Whether pairs may be kept until their pass ends.
     """
 
     explanation: Explanation | None = None
+    settle: Callable[[], None] | None = None
+    keeps = True
 
     def __init__(
         self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype, triangular: bool
@@ -76,7 +83,6 @@ class StagedStatistics:
         self.dtype = torch.promote_types(factor_dtype, torch.float32)
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
         self.revision = 0
-        self._head_size = 1 + len(shape.letters) * shape.groups
         self.clear()
 
     def clear(self) -> None:
@@ -84,22 +90,22 @@ class StagedStatistics:
         self.explanation = None
         self.pairs = self.micro_batches = self.work = 0
         self.revision += 1
+        self.cleared = self.revision
         self._sums: dict[str, Tensor] = {}
-        self._head = torch.zeros(self._head_size, dtype=self.dtype, device=self.device)
-        # By pass, each call's rows and its part of the head.
-        self._passes: dict[int, list[tuple[float | Tensor, Tensor]]] = {}
+        # By pass, each call's record: its rows, its examples, and the mean eigenvalues of its sums.
+        self._calls: dict[int, list[Tensor]] = {}
         self._reduction: Reduction = "sum"
         self._first_passes: set[int] = set()
         self._terms: dict[int, int | Tensor] = {}  # by pass
 
     def knows(self, pass_id: int) -> bool:
         """Whether a backward pass has brought a pair."""
-        return pass_id in self._passes or pass_id in self._terms
+        return pass_id in self._calls or pass_id in self._terms
 
     @property
     def empty(self) -> bool:
         """Whether no pair has arrived, be it one to be counted alone."""
-        return not (self._sums or self._terms)
+        return not (self.pairs or self._terms)
 
     def count(self, terms: int | Tensor, pass_id: int) -> None:
         """Count the terms of a pair, apart from its statistics."""
@@ -110,6 +116,16 @@ class StagedStatistics:
         """The terms that were counted, and 1 if any pair's were, ``(2,)``."""
         found = torch.as_tensor(sum(self._terms.values()), dtype=self.dtype, device=self.device)
         return torch.stack([found, torch.full_like(found, bool(self._terms))])
+
+    def expect(self, pass_id: int, *, again: bool = False, reduction: Reduction = "sum") -> None:
+        """Count a pair of a backward pass, which :func:`put` brings; arguments as :meth:`add`'s."""
+        self.pairs += 1
+        self.revision += 1
+        self._reduction = reduction
+        self._calls.setdefault(pass_id, [])
+        if not again:
+            self._first_passes.add(pass_id)
+            self.micro_batches = len(self._first_passes)
 
     def add(
         self,
@@ -125,94 +141,224 @@ class StagedStatistics:
         ``gradient_scale`` turns the captured gradient into that of the pass's loss; ``again``: an
         earlier pass has come through the same forward.
         """
-        self.pairs += 1
-        self.revision += 1
-        if reduction == "mean":
-            # Over the rows, at first: the whole step tells what share of them counts, so that
-            # it does not matter how a batch was cut.
-            gradient_scale = gradient_scale * pair.rows
+        self.expect(pass_id, again=again, reduction=reduction)
+        square = scale_squared(gradient_scale, pair.rows, reduction)
         found = {k: _stored(factor, self.triangular) for k, factor in pair.factors.items()}
-        if isinstance(gradient_scale, Tensor) or gradient_scale != 1.0:
-            square = torch.as_tensor(gradient_scale, dtype=found["G"].dtype) ** 2
+        if square is not None:
             found["G"].mul_(square)
             if self.shape.marginal:  # both are of gradients
                 found["A"].mul_(square)
         means = [mean_eigenvalue(factor, self.shape.dims[k]) for k, factor in found.items()]
-        examples = torch.as_tensor(pair.examples, dtype=means[0].dtype, device=self.device)
-        head = torch.cat([examples.view(1), *means])
-        finite = torch.isfinite(head.sum())
-        rows: float | Tensor = float(pair.rows)
+        like = means[0]
+        counts = [
+            n.view(1) if isinstance(n, Tensor) else like.new_full((1,), float(n))
+            for n in (pair.rows, pair.examples)
+        ]
+        record = torch.cat([*counts, *means]).to(self.dtype)
+        size = record.sum()
         # On the CPU nobody waits for an answer, and masks cost more than the sums.
-        if finite.device.type != "cpu" or not bool(finite):
-            rows = rows * finite
-            head.masked_fill_(~finite, 0.0)
+        if size.device.type != "cpu" or not math.isfinite(size):
+            bad = size * 0.0 != 0.0
+            record.masked_fill_(bad, 0.0)
             # Not in place: another layer may have been given the same A.
-            found = {k: factor.masked_fill(~finite, 0.0) for k, factor in found.items()}
-            self.dropped += ~finite
-        self._head += head.to(self.dtype)
-        self._reduction = reduction
-        if self._sums:
-            torch._foreach_add_(list(self._sums.values()), list(found.values()))
-        else:
-            self._sums = found
-        self._passes.setdefault(pass_id, []).append((rows, head))
-        if not again:
-            self._first_passes.add(pass_id)
-            self.micro_batches = len(self._first_passes)
+            found = {k: factor.masked_fill(bad, 0.0) for k, factor in found.items()}
+            self.dropped += bad
+        put([(self, pass_id, found, record)])
 
     def sums(self, micro_batches: int = 1) -> StatisticsSums:
-        """The sums of the step, to be added over ranks and divided by the number of examples.
+        """The sums of the step, as :func:`sums_of` gives them."""
+        return sums_of([self], micro_batches)[0]
 
-        A module used U times in a pass gives A averaged over its uses and G summed over them
-        (the lumped statistics of Ba et al. 2017, appendix C). A use without an example is none,
-        unless the whole pass has none. Each pass's loss was divided by ``micro_batches``. Of losses
-        divided by the examples of the whole step nobody knows the number here: G is to be
-        multiplied by its square.
-        """
-        if not self._sums:
-            blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
-            shapes = {k: self.shape.stored_shape(k, self.triangular) for k in self.shape.letters}
-            return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, self._head)
-        uses: float | Tensor = 0.0
-        rows: float | Tensor = 0.0
-        for calls in self._passes.values():
-            in_pass = (1.0, calls[0][0]) if len(calls) == 1 else _uses_and_rows(calls)
-            uses, rows = uses + in_pass[0], rows + in_pass[1]
-        uses = uses / len(self._passes)
-        scale: float | Tensor = uses * micro_batches**2
-        if self._reduction == "mean":
-            if isinstance(rows, Tensor):  # a number where that costs no waiting
-                share: float | Tensor = self._head[0] / rows.clamp_min(1.0)
-            else:
-                share = float(self._head[0]) / max(rows, 1.0)
-            scale = scale * share**2
-        elif self._reduction == "step_mean":
-            # An example is counted at each use, and in each pass that comes through its forward.
-            counted_again = uses * len(self._passes) / max(self.micro_batches, 1)
-            scale = scale / counted_again**2
-        found = StatisticsSums(dict(self._sums), self._head)
-        if not (isinstance(scale, float) and scale == 1.0):
-            found = found.times(scale, self.shape.groups)
-        for letter, factor in found.factors.items():
-            found.factors[letter] = factor.to(self.factor_dtype)
-        return found
+    def _blank(self) -> StatisticsSums:
+        blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
+        shapes = {k: self.shape.stored_shape(k, self.triangular) for k in self.shape.letters}
+        head = blank(1 + len(shapes) * self.shape.groups, dtype=self.dtype)
+        return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, head)
 
 
-def _uses_and_rows(
-    calls: Sequence[tuple[float | Tensor, Tensor]],
-) -> tuple[float | Tensor, float | Tensor]:
-    """Uses of a module called again in a pass, and its rows; numbers where that costs no waiting.
+def scale_squared(
+    gradient_scale: Tensor | float, rows: int, reduction: Reduction
+) -> Tensor | float | None:
+    """The factor of a pair's G by that of its gradients; None if it is 1."""
+    if reduction == "mean":
+        # Over the rows, at first: the whole step tells what share of them counts, so that
+        # it does not matter how a batch was cut.
+        gradient_scale = gradient_scale * rows
+    return gradient_scale**2 if isinstance(gradient_scale, Tensor) or gradient_scale != 1 else None
+
+
+Put: TypeAlias = tuple[StagedStatistics, int, dict[str, Tensor], Tensor]
+"""Where a pair belongs, its pass, its sums by letter, and its record."""
+
+
+def put(pairs: Iterable[Put]) -> None:
+    """Add pairs that were expected to the sums of their layers."""
+    totals: list[Tensor] = []
+    more: list[Tensor] = []
+    for staged, pass_id, factors, record in pairs:
+        staged._calls[pass_id].append(record)
+        if not staged._sums:
+            staged._sums = factors
+            continue
+        if any(staged._sums["A"] is total for total in totals[:: len(factors)]):
+            torch._foreach_add_(totals, more)  # no sum twice in one operation
+            totals, more = [], []
+        totals += staged._sums.values()
+        more += factors.values()
+    if totals:
+        torch._foreach_add_(totals, more)
+
+
+def sums_of(staged: Sequence[StagedStatistics], micro_batches: int = 1) -> list[StatisticsSums]:
+    """The sums of a step by layer, to be added over ranks and divided by the number of examples.
+
+    A module used U times in a pass gives A averaged over its uses and G summed over them
+    (the lumped statistics of Ba et al. 2017, appendix C). A use without an example is none,
+    unless the whole pass has none. Each pass's loss was divided by ``micro_batches``. Of losses
+    divided by the examples of the whole step nobody knows the number here: G is to be
+    multiplied by its square.
+    """
+    for each in staged:
+        if each.settle is not None:
+            each.settle()
+    passes = [[calls for calls in each._calls.values() if calls] for each in staged]
+    # Layers whose pairs came in the same way.
+    keys = [
+        (each.device, each.factor_dtype, each._reduction, each.micro_batches, *map(len, calls))
+        for each, calls in zip(staged, passes, strict=True)
+    ]
+    found: dict[int, StatisticsSums] = {}
+    for order, slices in _alike(keys, [each.shape for each in staged]):
+        if passes[order[0]]:
+            records = _records([passes[i] for i in order])
+            ours = [staged[i] for i in order]
+            found |= zip(order, _sums_of_alike(ours, slices, records, micro_batches), strict=True)
+        else:
+            found |= {i: staged[i]._blank() for i in order}
+    return [found[i] for i in range(len(staged))]
+
+
+def _alike(
+    keys: Sequence[tuple[Any, ...]], shapes: Sequence[FactorShape]
+) -> Iterator[tuple[list[int], list[slice]]]:
+    """Positions of layers that scalars are computed of together, and slices of equal factors.
+
+    ``keys`` begin with a device.
+    """
+    heads = [(*key, s.groups, len(s.letters)) for key, s in zip(keys, shapes, strict=True)]
+    for group in in_groups(heads):
+        ours = [shapes[i] for i in group]
+        sizes = [sum(shape.dims[k] ** 2 for k in shape.letters) for shape in ours]
+        parts = in_groups(ours, sizes, most_elements(keys[group[0]][0]))
+        ends = list(accumulate(map(len, parts)))
+        slices = [slice(end - len(part), end) for end, part in zip(ends, parts, strict=True)]
+        yield [group[i] for part in parts for i in part], slices
+
+
+class _Records(NamedTuple):
+    """The records of layers whose pairs came in the same way, one row each."""
+
+    total: Tensor
+    uses: Tensor | float  # in a pass
+    rows: Tensor  # of the uses that count
+    passes: int
+
+
+def _records(passes: Sequence[Sequence[Sequence[Tensor]]]) -> _Records:
+    """Add up the records of layers, by layer, pass and call.
 
     A call without an example (one beyond the end of every sequence, or one whose output's gradient
     a derivative of ReLU has zeroed) counts only where all calls are like it.
     """
-    present = torch.stack([head[0] for _, head in calls]) > 0
-    counts = present | ~present.any()
-    if counts.device.type == "cpu":  # nobody waits for an answer
-        kept = [rows for (rows, _), count in zip(calls, counts.tolist(), strict=True) if count]
-        return float(len(kept)), sum(kept)
-    rows = torch.stack([torch.as_tensor(r, device=counts.device) for r, _ in calls])
-    return counts.sum(), (rows * counts).sum()
+    like = passes[0][0][0]
+    wide = torch.float64 if like.device.type == "cpu" else like.dtype
+    total: Any = 0.0
+    uses: Any = 0.0
+    rows: Any = 0.0
+    used: Any
+    for i, first in enumerate(passes[0]):
+        calls = [as_stack([layer[i][call] for layer in passes]) for call in range(len(first))]
+        for each in calls:
+            total = each if isinstance(total, float) else total + each
+        here, used = calls[0][:, 0], 1.0
+        if len(calls) > 1:
+            whole = torch.stack(calls)
+            present = whole[..., 1] > 0
+            counts = (present | ~present.any(0)).to(wide)
+            here, used = (whole[..., 0] * counts).sum(0), counts.sum(0)
+        uses = uses + used
+        rows = here if isinstance(rows, float) else rows + here
+    return _Records(total, uses / len(passes[0]), rows, len(passes[0]))
+
+
+def _sums_of_alike(
+    staged: Sequence[StagedStatistics],
+    slices: Sequence[slice],
+    records: _Records,
+    micro_batches: int,
+) -> list[StatisticsSums]:
+    """The sums of layers whose pairs came in the same way, equal ones next to each other."""
+    first = staged[0]
+    scale: Tensor | float = records.uses * micro_batches**2
+    if first._reduction == "mean":
+        examples, rows = records.total[:, 1], records.rows
+        if rows.device.type == "cpu":
+            examples, rows = examples.double(), rows.double()
+        share = (examples / rows.clamp_min(1.0)) ** 2
+        scale = share if isinstance(scale, float) and scale == 1.0 else share * scale
+    elif first._reduction == "step_mean":
+        # An example is counted at each use, and in each pass that comes through its forward.
+        counted_again = records.uses * records.passes / max(first.micro_batches, 1)
+        scale = scale / counted_again**2
+    if isinstance(scale, float):
+        scale = records.rows.new_full((len(staged),), scale) if scale != 1.0 else 1.0
+    elif scale.device.type == "cpu" and bool((scale == 1.0).all()):  # nobody waits for an answer
+        scale = 1.0
+    heads = records.total[:, 1:].unbind()
+    sums = [StatisticsSums(dict(s._sums), head) for s, head in zip(staged, heads, strict=True)]
+    if isinstance(scale, Tensor):
+        sums = _times(sums, slices, scale, first.shape.groups)
+    for each, of in zip(sums, staged, strict=True):
+        if of.factor_dtype != of.dtype:
+            each.factors = {k: total.to(of.factor_dtype) for k, total in each.factors.items()}
+    return sums
+
+
+def _times(
+    sums: Sequence[StatisticsSums], slices: Sequence[slice], scale: Tensor, groups: int
+) -> list[StatisticsSums]:
+    """The same sums, with those of each layer's G times a number of ``scale``."""
+    heads = as_stack([each.head for each in sums]).clone()
+    heads[:, 1 + groups : 1 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))
+    found: list[Tensor] = []
+    for alike in slices:
+        whole = as_stack([each.factors["G"] for each in sums[alike]])
+        found += (whole * _rows(scale[alike].to(whole.dtype), whole)).unbind()
+    return [
+        StatisticsSums({**each.factors, "G": g}, head)
+        for each, g, head in zip(sums, found, heads.unbind(), strict=True)
+    ]
+
+
+def of_examples(
+    sums: Sequence[StatisticsSums], shapes: Sequence[FactorShape], share: Tensor | float
+) -> list[StatisticsSums]:
+    """The sums over all processes with G that of examples, of losses divided by their number N.
+
+    ``share`` of N are the examples in the sums.
+    """
+    keys = [(each.head.device, each.head.dtype, each.factors["G"].shape) for each in sums]
+    found: dict[int, StatisticsSums] = {}
+    for order, slices in _alike(keys, shapes):
+        ours = [sums[i] for i in order]
+        scale = (as_stack([each.head for each in ours])[:, 0] * share) ** 2
+        found |= zip(order, _times(ours, slices, scale, shapes[order[0]].groups), strict=True)
+    return [found[i] for i in range(len(sums))]
+
+
+def _rows(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number for each slice of a stack, in its dimensions."""
+    return numbers.view(-1, *[1] * (like.dim() - 1))
 
 
 class KroneckerFactors:
@@ -254,23 +400,8 @@ class KroneckerFactors:
         return _stored(matrix, self.triangular).to(self.dtype)
 
     def update(self, sums: StatisticsSums, decay: float) -> None:
-        """Take in one step's sums over all ranks, which are used up; ``decay`` is β."""
-        sums = _with_unit_trace(sums, self.shape) if self.shape.marginal else sums
-        examples, means = sums.head[0], sums.head[1:].view(len(self.stored), -1)
-        present = examples > 0
-        self.weight.copy_(torch.where(present, self.weight * decay + 1.0, self.weight))
-        step = torch.where(present, 1.0 / self.weight.clamp_min(1.0), 0.0)
-        self.examples.lerp_(examples.to(self.examples.dtype), step.to(self.examples.dtype))
-        examples = examples.clamp_min(1.0)
-        # X + step (x - X), where a step of 0 leaves X bit for bit.
-        self.means.lerp_((means / examples).to(self.means.dtype), step.to(self.means.dtype))
-        for letter, total in sums.factors.items():
-            average = self.stored[letter]
-            if average is not None:
-                # The number of examples is not rounded to the factors' dtype.
-                narrow = total.dtype != examples.dtype
-                mean = total.to(examples.dtype) / examples if narrow else total.div_(examples)
-                average.lerp_(mean.to(average.dtype), step.to(average.dtype))
+        """Take in one step's sums, as :func:`update_averages` does."""
+        update_averages([self], [sums], decay)
 
     def matrix(self, which: str, dtype: torch.dtype) -> Tensor:
         """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal."""
@@ -297,16 +428,87 @@ class KroneckerFactors:
         return torch.stack([torch.kron(gi, ai) for ai, gi in zip(a, g, strict=True)])
 
 
-def _with_unit_trace(sums: StatisticsSums, shape: FactorShape) -> StatisticsSums:
-    """The sums of gradients' factors with A's trace the number of examples: that of its mean is 1.
+def update_averages(
+    averages: Sequence[KroneckerFactors], sums: Sequence[StatisticsSums], decay: float
+) -> list[tuple[list[int], Tensor]]:
+    """Take in one step's sums over all ranks, which are used up; ``decay`` is β.
 
-    Both factors of gradients have the trace of the curvature, which their product is to have once.
+    Sums whose entries may not fit their dtype count as no example. Returns whether they did not,
+    ``(n,)``, beside the positions of n layers, for all layers, or those where any did not.
     """
-    head, size = sums.head.clone(), shape.dims["A"]
-    trace = head[1] * size
-    scale = torch.where(trace > 0, head[0] / trace.where(trace > 0, 1.0), 0.0)
-    head[1] *= scale
-    return StatisticsSums({**sums.factors, "A": sums.factors["A"] * scale}, head)
+    keys = [
+        (each.weight.device, each.dtype, each.shape.marginal, *map(_is_none, each.stored.values()))
+        for each in averages
+    ]
+    dropped: list[tuple[list[int], Tensor]] = []
+    for order, slices in _alike(keys, [each.shape for each in averages]):
+        ours, theirs = [averages[i] for i in order], [sums[i] for i in order]
+        over = _take_in(ours, theirs, slices, decay)
+        if over is not None:
+            dropped.append((order, over))
+    return dropped
+
+
+def _is_none(value: Any) -> bool:
+    return value is None
+
+
+def _take_in(
+    averages: Sequence[KroneckerFactors],
+    sums: Sequence[StatisticsSums],
+    slices: Sequence[slice],
+    decay: float,
+) -> Tensor | None:
+    """Update averages of one kind, equal ones next to each other; returns which sums overflow."""
+    shape, heads = averages[0].shape, as_stack([each.head for each in sums])
+    # No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
+    # all ranks knows: so that all come to the same verdict, whoever keeps the factors.
+    most = torch.finfo(sums[0].factors["A"].dtype).max
+    bounds = tuple(most / max(each.shape.dims.values()) for each in averages)
+    over = ~(heads[:, 1:].amax(1) <= _constants(bounds, heads.dtype, heads.device))  # or NaN
+    # On the CPU nobody waits for an answer.
+    dropping = over.device.type != "cpu" or bool(over.any())
+    if dropping:
+        heads.masked_fill_(over.unsqueeze(1), 0.0)
+    examples, means = heads[:, 0], heads[:, 1:].unflatten(1, (len(shape.letters), -1))
+    unit_trace = None
+    if shape.marginal:
+        # Both factors of gradients have the trace of the curvature, which their product is to have
+        # once: A's is made the number of examples, and that of its mean 1.
+        sizes = tuple(float(each.shape.dims["A"]) for each in averages)
+        trace = means[:, 0, 0] * _constants(sizes, heads.dtype, heads.device)
+        unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
+        means[:, 0, 0] *= unit_trace
+    owned = [vars(each) for each in averages]
+    weight, present = own_stack(owned, "weight"), examples > 0
+    torch.where(present, weight * decay + 1.0, weight, out=weight)
+    # X + step (x - X), where a step of 0 leaves X bit for bit.
+    step = weight.clamp_min(1.0).reciprocal_() * present
+    own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
+    examples = examples.clamp_min(1.0)
+    average = own_stack(owned, "means")
+    average.lerp_((means / _rows(examples, means)).to(average.dtype), _rows(step, average))
+    for alike in slices:
+        for letter in shape.letters:
+            if averages[alike.start].stored[letter] is None:
+                continue
+            average = own_stack([each.stored for each in averages[alike]], letter)
+            total = as_stack([each.factors[letter] for each in sums[alike]])
+            if dropping:
+                total.masked_fill_(_rows(over[alike], total), 0.0)
+            if unit_trace is not None and letter == "A":
+                total = total * _rows(unit_trace[alike], total)
+            # The number of examples is not rounded to the factors' dtype.
+            number, narrow = _rows(examples[alike], total), total.dtype != examples.dtype
+            mean = total.to(examples.dtype) / number if narrow else total.div_(number)
+            average.lerp_(mean.to(average.dtype), _rows(step[alike].to(average.dtype), average))
+    return over if dropping else None
+
+
+@lru_cache(maxsize=256)
+def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def mean_eigenvalue(factor: Tensor, dim: int) -> Tensor:
@@ -318,18 +520,3 @@ def mean_eigenvalue(factor: Tensor, dim: int) -> Tensor:
 
 def _stored(matrix: Tensor, triangular: bool) -> Tensor:
     return pack_upper_triangular(matrix) if triangular and matrix.dim() == 3 else matrix
-
-
-def drop_overflow(sums: StatisticsSums, shape: FactorShape) -> Tensor:
-    """Zero sums whose entries may not fit their dtype; returns whether, a scalar tensor.
-
-    No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
-    all ranks knows: on all ranks, whoever keeps the factors, so that all come to the same verdict.
-    """
-    bound = torch.finfo(sums.factors["A"].dtype).max / max(shape.dims.values())
-    over = ~(sums.head[1:].amax() <= bound)  # NaN is no sound sum either
-    # On the CPU nobody waits for an answer.
-    if over.device.type != "cpu" or bool(over):
-        for each in (sums.head, *sums.factors.values()):
-            each.masked_fill_(over, 0.0)
-    return over

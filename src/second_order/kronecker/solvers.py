@@ -92,7 +92,6 @@ class FactoredInverse:
     # By letter, (groups, n, n); triangles (groups, n (n + 1) / 2), but not beside an L; or
     # (groups, in) if A is diagonal.
     inverses: dict[str, Tensor]
-    times: Tensor | None = None  # a scalar that is in the inverse of G besides
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
@@ -114,16 +113,10 @@ class FactoredInverse:
 
     def of(self, tensors: Sequence[Tensor]) -> FactoredInverse:
         """An inverse of other tensors, in the order of :attr:`tensors`."""
-        return FactoredInverse(dict(zip(self.inverses, tensors, strict=True)), self.times)
+        return FactoredInverse(dict(zip(self.inverses, tensors, strict=True)))
 
 
 Inverse: TypeAlias = EigenInverse | FactoredInverse
-
-
-def _owned(part: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in a dtype, copied if it is a view of a larger batch or message."""
-    part = part.to(dtype).contiguous()
-    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -161,7 +154,8 @@ class EigenSolver:
     kept_shapes   the shapes of these parts
     rounded       the parts with numbers that a narrower dtype has, of which ``combine`` still makes
                   a positive definite inverse
-    combine       the layer's inverse, times a scalar
+    combine       the inverse of a layer, or of a stack of equal ones; γ, and what the inverse is
+                  multiplied by, are scalars or ``(layers x groups,)``; parts' memory is shared
     """
 
     def dampings(
@@ -199,13 +193,14 @@ class EigenSolver:
         if "L" in parts:
             curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
         g = parts["G"][-1]
-        g = g.view(*g.shape, *[1] * (curvature.dim() - 2))
+        ones = [1] * (curvature.dim() - 2)
+        added = damping.view(-1, 1, *ones) if isinstance(damping, Tensor) else damping
         # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
-        scale = (g * curvature).add_(damping).reciprocal_().nan_to_num_(nan=torch.nan, posinf=0.0)
+        scale = (g.view(*g.shape, *ones) * curvature).add_(added).reciprocal_()
+        scale.nan_to_num_(nan=torch.nan, posinf=0.0)
         if times is not None:
-            scale.mul_(times)
-        vectors = {k: _owned(v[0], v[0].dtype) for k, v in parts.items() if len(v) == 2}
-        return EigenInverse(vectors, scale)
+            scale.mul_(times.view(-1, 1, *ones))
+        return EigenInverse({k: v[0] for k, v in parts.items() if len(v) == 2}, scale)
 
 
 class InverseSolver:
@@ -263,14 +258,13 @@ class InverseSolver:
         self, parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
     ) -> Inverse:
         """Collect the factors' inverses; beside an L, triangles are unpacked."""
-        inverses = {}
-        for letter, (part,) in parts.items():
-            inverses[letter] = _owned(part, part.dtype)
+        inverses = {letter: part for letter, (part,) in parts.items()}
         if times is not None:
-            inverses["G"] = (inverses["G"] * times).to(inverses["G"].dtype)
+            g = inverses["G"]
+            inverses["G"] = (g * times.view(-1, *[1] * (g.dim() - 1))).to(g.dtype)
         if "L" in parts:
             inverses |= {letter: _whole(inverses[letter]) for letter in "AL"}
-        return FactoredInverse(inverses, times)
+        return FactoredInverse(inverses)
 
 
 def _whole(inverse: Tensor) -> Tensor:
@@ -281,8 +275,10 @@ def _whole(inverse: Tensor) -> Tensor:
     return unpack_upper_triangular(inverse, dim)
 
 
-def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
-    """The condition number of the damped block that an inverse inverts; a scalar.
+def condition_estimate(
+    inverse: Inverse, factors: KroneckerFactors, times: Tensor | None = None
+) -> Tensor:
+    """The condition number of the damped block whose inverse, times a scalar, is given; a scalar.
 
     Of eigenvalues it is exact. Of inverses it is the product over factors of the largest
     eigenvalues of the factor and of its inverse; of a factor kept elsewhere its trace.
@@ -293,7 +289,7 @@ def condition_estimate(inverse: Inverse, factors: KroneckerFactors) -> Tensor:
         return (scale.amax(1) / least).max()
     shape, conditions = factors.shape, []
     for letter, stored in inverse.inverses.items():
-        kept = stored if letter != "G" or inverse.times is None else stored / inverse.times
+        kept = stored if letter != "G" or times is None else stored / times
         if letter in shape.diagonals:
             conditions.append(kept.amax(1) / kept.amin(1))
             continue

@@ -347,7 +347,7 @@ def spectral_density(
             space.raise_together()
             if not run.finite:
                 raise CurvatureError("a Hessian-vector product is not finite; look at the loss")
-            ritz = everybodys_ritz(space, run, run.basis.device)
+            ritz = everybodys_ritz(space, run)
             if not bool(ritz.vectors.isfinite().all()):
                 raise CurvatureError(UNDECOMPOSED)
             products += len(ritz.values)

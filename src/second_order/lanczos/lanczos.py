@@ -9,7 +9,7 @@ D may be spread over processes: a :class:`Space` multiplies vectors and makes su
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,9 @@ __all__ = ["Ritz", "Space", "Tridiagonal", "normal", "ritz_pairs", "tridiagonali
 
 # Whether a run is finished takes a decomposition of B: a long one is not asked at each iteration.
 ASK_ALWAYS, ASK_EVERY = 32, 4
+
+UNREAD = 4
+"""Iterations on a device, times those at least, before it is first asked how they went."""
 
 
 class Space:
@@ -43,16 +46,26 @@ class Space:
         return normal(self.size, seed, scale).to(self.device, self.dtype)
 
     def apply(self, d: Tensor) -> Tensor:
-        """The rows here of H d, from those of d."""
-        return self._product(d)
+        """The rows here of H d, from those of d, in a tensor of its own."""
+        return self._product(d.clone())
 
     def total(self, x: Tensor) -> Tensor:
         """The sum of a small tensor over the processes, equal on all of them bit for bit."""
         return x
 
     def first(self, x: Tensor) -> Tensor:
-        """The first process's values of a small tensor, on all of them."""
+        """The first process's values of a small tensor on the CPU, on all of them."""
         return x
+
+    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+        """The values of tensors of one element; the host waits for the device once."""
+        if self.device.type == "cpu":
+            return [float(x) for x in scalars]
+        kinds = {x.dtype: [i for i, y in enumerate(scalars) if y.dtype == x.dtype] for x in scalars}
+        groups = [torch.stack([scalars[i] for i in each]).double() for each in kinds.values()]
+        values = torch.cat(groups).tolist()
+        found = dict(zip((i for each in kinds.values() for i in each), values, strict=True))
+        return [found[i] for i in range(len(scalars))]
 
 
 def normal(size: int, seed: int, scale: float) -> Tensor:
@@ -78,6 +91,7 @@ class Tridiagonal:
     diagonal: Tensor  # (m,), of B
     off_diagonal: Tensor  # (m,), B's m − 1 entries beside it, and ‖h‖ after the last step
     finite: bool  # whether every number has been
+    products: int  # made, of which a device may have made some beyond the end
 
 
 def ritz_pairs(diagonal: Tensor, off_diagonal: Tensor) -> Ritz:
@@ -99,59 +113,110 @@ def tridiagonalise(
     at_least: int = 1,
     finished: Callable[[Ritz], bool] | None = None,
     seed: int = 0,
+    expected: int = 0,
 ) -> Tridiagonal:
     """Run the Lanczos recurrence from this process's rows of a vector, for m iterations at most.
 
-    B is kept in float64, D in the dtype of ``start``. The host reads coefficients at each
-    iteration, and so waits for the device. From ``at_least`` iterations on the run ends where
-    ``finished`` says so, or the Krylov space is exhausted; if that is so earlier, the recurrence
-    goes on from a random vector orthogonal to it, of this ``seed``.
+    B is kept in float64, D in the dtype of ``start``. From ``at_least`` iterations on the run ends
+    where ``finished`` says so, or the Krylov space is exhausted; if that is so earlier, the
+    recurrence goes on from a random vector orthogonal to it, of this ``seed``.
+
+    On the CPU coefficients are read at each iteration. A device is asked for them once as many are
+    made as are ``expected``, 0 where nothing is known, and every few from there on: what is made
+    beyond the end is left out, which is the same as to have stopped there.
     """
     iterations = min(iterations, space.size)
     D = start.new_empty((iterations, start.numel()))
-    norm = math.sqrt(float(space.total(_square(start))))
-    d = start / norm if norm > 0.0 else _orthogonal(space, D[:0], seed)
-    finite = math.isfinite(norm) and d is not None
-    diagonal: list[float] = []
-    off_diagonal: list[float] = []
-    scale = 0.0
-    while finite and d is not None and len(diagonal) < iterations:
-        j = len(diagonal)
-        D[j] = d
-        basis = D[: j + 1]
-        h = space.apply(d)
-        first = space.total((basis @ h).double())
-        h.addmv_(basis.t(), first.to(h.dtype), alpha=-1)
-        again = space.total(torch.cat([(basis @ h).double(), _square(h)]))
-        h.addmv_(basis.t(), again[:-1].to(h.dtype), alpha=-1)
-        rest = again[-1] - again[:-1].square().sum()
-        if not rest > 0.5 * again[-1]:  # the second pass took most of it: rounding alone is left
-            rest = space.total(_square(h))[0]
-        alpha, square = torch.stack([first[j] + again[j], rest]).tolist()
-        beta = math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.nan
-        finite = math.isfinite(alpha) and math.isfinite(beta)
-        if not finite:
+    ahead, later = expected or max(ASK_ALWAYS, UNREAD * at_least), ASK_EVERY
+    if start.device.type == "cpu":
+        ahead = later = 1
+    elif finished is None:
+        ahead = iterations
+    unread = [space.total(_square(start))[0]]
+    torch.div(start, unread[0].sqrt(), out=D[0])
+    diagonal, off_diagonal, products = list[float](), list[float](), 0
+    begun, finite = False, True
+    while finite and len(diagonal) < iterations:
+        before = len(diagonal)
+        for j in range(before, min(before + ahead, iterations)):
+            unread += _iterate(space, D, j)
+            products += 1
+        numbers, unread, ahead = space.read(unread), [], later
+        exhausted = not begun and numbers.pop(0) == 0.0  # a start without a direction
+        if begun or not exhausted:
+            finite, exhausted = _take(numbers, diagonal, off_diagonal, torch.finfo(D.dtype).eps)
+        begun, count, stop = True, len(diagonal), 0
+        asked = [
+            n
+            for n in range(max(before + 1, at_least), count + (not exhausted))
+            if finished is not None and (n <= ASK_ALWAYS or n % ASK_EVERY == 1)
+        ]
+        if finished is not None and asked:
+            B = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
+            done = (n for n in asked if finished(ritz_pairs(*B[:, :n])))
+            # As the first process finds: rounding must not part them.
+            stop = int(space.first(torch.tensor([float(next(done, 0))])))
+        if stop:
+            finite = True
+            del diagonal[stop:], off_diagonal[stop:]
             break
-        diagonal.append(alpha)
-        scale = max(scale, abs(alpha), beta)
-        exhausted = beta <= 8 * torch.finfo(h.dtype).eps * scale
-        off_diagonal.append(0.0 if exhausted else beta)
-        if j + 1 >= at_least:
-            done = exhausted
-            if finished is not None and not done and (j < ASK_ALWAYS or j % ASK_EVERY == 0):
-                # As the first process finds: rounding must not part them.
-                numbers = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
-                verdict = float(finished(ritz_pairs(*numbers)))
-                done = bool(space.first(torch.tensor([verdict], device=h.device)))
-            if done:
+        if exhausted and (at_least <= count or count == iterations):
+            break
+        if exhausted:
+            d = _orthogonal(space, D[:count], seed + count)
+            if d is None:
+                finite = count > 0
                 break
-        d = _orthogonal(space, basis, seed + j + 1) if exhausted else h / beta
+            D[count] = d
     return Tridiagonal(
         D[: len(diagonal)],
         torch.tensor(diagonal, dtype=torch.float64),
         torch.tensor(off_diagonal, dtype=torch.float64),
         finite,
+        products,
     )
+
+
+def _iterate(space: Space, D: Tensor, j: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Make row j + 1 of D, if there is one: returns B_jj in two parts, and ‖h‖²."""
+    basis = D[: j + 1]
+    h = space.apply(D[j])
+    first = space.total(basis @ h)
+    h.addmv_(basis.t(), first.to(h.dtype), alpha=-1)
+    square = again = None
+    if h.device.type == "cpu":
+        both = space.total(torch.cat([(basis @ h).double(), _square(h)]))
+        again, left = both[:-1], both[-1] - both[:-1].square().sum()
+        # Otherwise the second pass takes most of it: rounding alone is left.
+        square = left if left > 0.5 * both[-1] else None
+    else:
+        again = space.total(basis @ h)
+    h.addmv_(basis.t(), again.to(h.dtype), alpha=-1)
+    if square is None:
+        square = space.total(_square(h))[0]
+    if j + 1 < len(D):
+        torch.div(h, square.sqrt(), out=D[j + 1])
+    return first[j], again[j], square
+
+
+def _take(
+    numbers: Sequence[float], diagonal: list[float], off_diagonal: list[float], eps: float
+) -> tuple[bool, bool]:
+    """Append the coefficients of iterations; returns whether they are finite, and exhausted.
+
+    Up to the first that is: what comes after such a one is of no use.
+    """
+    for first, again, square in zip(*[iter(numbers)] * 3, strict=True):
+        alpha = first + again
+        beta = math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.nan
+        if not (math.isfinite(alpha) and math.isfinite(beta)):
+            return False, False
+        diagonal.append(alpha)
+        exhausted = beta <= 8 * eps * max(map(abs, [*diagonal, *off_diagonal, beta]))
+        off_diagonal.append(0.0 if exhausted else beta)
+        if exhausted:
+            return True, True
+    return True, False
 
 
 def _square(x: Tensor) -> Tensor:

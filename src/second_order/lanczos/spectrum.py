@@ -92,11 +92,12 @@ def extreme_pairs(
     iterations: int | None = None,
     tol: float = 1e-2,
     seed: int = 0,
+    expected: int = 0,
 ) -> Pairs:
     """The algebraically largest and smallest eigenpairs, by one recurrence from ``(rows,)``.
 
-    It ends once every wanted pair has a residual of at most tol |θ|. The seed is of random vectors
-    where the Krylov space is exhausted early.
+    It ends once every wanted pair has a residual of at most tol |θ|; ``expected`` after about so
+    many iterations. The seed is of random vectors where the Krylov space is exhausted early.
     """
     wanted = min(largest + smallest, space.size)
     largest = min(largest, wanted)
@@ -111,16 +112,16 @@ def extreme_pairs(
         return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
 
     stop = finished if tol > 0 else None
-    most = max(iterations, wanted)
-    run = tridiagonalise(space, start, most, at_least=wanted, finished=stop, seed=seed)
+    most, known = max(iterations, wanted), {"seed": seed, "expected": expected}
+    run = tridiagonalise(space, start, most, at_least=wanted, finished=stop, **known)
     done, trouble = len(run.diagonal), ""
     if run.finite and done >= wanted:
-        ritz, picked = everybodys_ritz(space, run, start.device), chosen(done)
+        ritz, picked = everybodys_ritz(space, run), chosen(done)
         if bool(torch.cat([ritz.values, ritz.vectors.flatten()]).isfinite().all()):
             S = ritz.vectors[:, picked].to(start.device, start.dtype)
             norm = float(ritz.values.abs().max())
             found = ritz.values[picked], ritz.residuals[picked]
-            return Pairs(*found, largest, done, norm, run.basis, S)
+            return Pairs(*found, largest, run.products, norm, run.basis, S)
         trouble = UNDECOMPOSED
     nothing = torch.empty(0, dtype=torch.float64)
     trouble = trouble or (
@@ -130,11 +131,11 @@ def extreme_pairs(
     return Pairs(nothing, nothing, 0, done, 0.0, run.basis, start.new_empty((done, 0)), trouble)
 
 
-def everybodys_ritz(space: Space, run: Tridiagonal, device: torch.device) -> Ritz:
+def everybodys_ritz(space: Space, run: Tridiagonal) -> Ritz:
     """The first process's Ritz pairs, so that signs, degenerate vectors and failures agree."""
     ritz = ritz_pairs(run.diagonal, run.off_diagonal)
     packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
-    packed = space.first(packed.to(device)).cpu()
+    packed = space.first(packed)
     return Ritz(packed[0], packed[2:].t(), packed[1])
 
 

@@ -7,7 +7,7 @@ on the union of the batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 
@@ -49,6 +49,9 @@ class RowSpace(Space):
         super().__init__(hessian.product, hessian.size, dtype, hessian.params[0].device)
         bounds = row_bounds(hessian.size, world.size)
         self.error: Exception | None = None
+        self.asked: Sequence[Tensor] = ()  # scalars that a device is to be asked for by the way
+        self.told: Sequence[float] = ()  # what it has told of them
+        self._sums: Sequence[float] = ()  # of losses and examples, likewise
         self._hessian, self._world, self._sign, self._mine = hessian, world, sign, mine
         self.rows = slice(bounds[world.rank], bounds[world.rank + 1])
         self._sizes = [b - a for a, b in pairwise(bounds)]
@@ -94,32 +97,51 @@ class RowSpace(Space):
             return self._hessian.product(d).mul_(self._sign)
         d = self.gathered(d)
         try:
-            h = self._hessian.product(d)
+            h = torch.full_like(d, torch.nan) if self.error else self._hessian.product(d)
         except Exception as error:  # the others sum next, and would wait in vain
             self.error, h = error, torch.full_like(d, torch.nan)
-        weight = h.new_tensor([self._sign * self._hessian.examples])
-        if self._world.size > 1:
-            owners = [*range(self._world.size), None]
-            self._world.reduce([*h.split(self._sizes), weight], owners).wait()
-        return h[self.rows] / weight
+        weight = self._sign * self._hessian.examples
+        if self._world.size == 1:
+            return h if weight == 1.0 else h.div_(weight)
+        summed = h.new_full((1,), weight)
+        owners = [*range(self._world.size), None]
+        self._world.reduce([*h.split(self._sizes), summed], owners).wait()
+        return h[self.rows] / summed
 
-    def loss(self) -> float:
-        """The mean loss of all processes' batches at the last product."""
+    def read(self, scalars: Sequence[Tensor]) -> list[float]:
+        """The values of tensors of one element; of a device, what else a refresh asks it."""
+        if self.device.type == "cpu":
+            return super().read(scalars)
+        found = super().read([*scalars, *self.asked, *self._losses().unbind()])
+        count = len(scalars)
+        self.told, self._sums = found[count:-2], found[-2:]
+        return found[:count]
+
+    def _losses(self) -> Tensor:
+        """The sums of all processes' losses and examples at the last product, ``(2,)``."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         sums[0] += self._hessian.loss
         sums[1] += self._hessian.examples
-        loss, examples = self.total(sums).tolist()
+        return self.total(sums)
+
+    def loss(self) -> float:
+        """The mean loss of all processes' batches at the last product."""
+        loss, examples = self._sums or self._losses().tolist()
         return self._sign * float(loss) / float(examples)
 
     def total(self, x: Tensor) -> Tensor:
-        """The sum of a small tensor over the processes."""
-        self._world.all_reduce([x]).wait()
+        """The sum of a small tensor over the processes, in float64 where there are several."""
+        if self._world.size > 1:
+            x = x.double()
+            self._world.all_reduce([x]).wait()
         return x
 
     def first(self, x: Tensor) -> Tensor:
-        """The first process's values of a small tensor, on all processes."""
-        self._world.broadcast_from_first([x])
-        return x
+        """The first process's values of a small tensor on the CPU, on all processes."""
+        if self._world.size > 1:
+            x = x.to(self.device)
+            self._world.broadcast_from_first([x])
+        return x.cpu()
 
     def raise_together(self) -> None:
         """Raise on every process if a product has failed on one, or no loss has a gradient.
@@ -128,10 +150,14 @@ class RowSpace(Space):
             CurvatureError: The error of the product; elsewhere one that names the process. Or that
                 no process's loss depends on the parameters.
         """
-        said = torch.zeros(self._world.size + 1, device=self.device)
+        said = [0.0] * (self._world.size + 1)
         said[self._world.rank] = float(self.error is not None)
         said[-1] = float(self._hessian.constant is not True)
-        *failed, dependent = self.total(said).tolist()
+        if self._world.size > 1:
+            sums = torch.tensor(said, device=self.device)
+            self._world.all_reduce([sums]).wait()
+            said = sums.tolist()
+        *failed, dependent = said
         if self.error is not None:
             raise self.error
         if any(failed):

@@ -46,8 +46,9 @@ from second_order.contract.training import (
     NAMES,
     Curvature,
     Training,
+    capturing,
+    check_capture,
     check_step,
-    follow_learning_rates,
     members_of,
     named_like,
     nameless,
@@ -66,6 +67,7 @@ from second_order.options import (
     check_learning_rate,
     check_rank,
     check_rest,
+    check_whole,
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
@@ -136,6 +138,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         averages = averages and world.size > 1
         training = Training(name, model, known, under_ddp, world, averages, grad_scaler)
         self._training, self._constructed, self._unwatched = training, False, False
+        self._recorded_until = -1  # the step up to which the last CUDA graph of steps holds
         tell_of_strangers(training, params, (rest or base).__name__, needs_model)
         if rest is None:
             self._base = base(nameless(groups), **base_kwargs)
@@ -213,6 +216,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         training, curvature, loss = self._training, self._curvature, None
         check_step(training, curvature.scaler_matters, closure, self._unwatched)
+        if recorded := capturing():
+            self._recorded_until = check_capture(training, curvature.quiet_until)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -237,7 +242,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             with training.meter.stage("compare"):
                 doing = f"take a step of {training.name}"
                 self._consistency.check(training, curvature, doing, tensors=True)
-        follow_learning_rates(self.param_groups)
+        training.peaks.follow(self.param_groups)
         curvature.prepare()
         pending = ARRIVED
         if training.averages:
@@ -247,6 +252,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         with training.meter.stage("base"):
             curvature.step_base(self._step_base)
         curvature.correct()
+        if recorded:  # and not taken
+            return loss
         if training.world.size > 1:
             training.trained = set(training.training_params())
         training.steps += 1
@@ -257,6 +264,43 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature.watch()
         training.meter.lap()
         return loss
+
+    @property
+    def quiet_until(self) -> int:
+        """The number of the first step, from the coming one on, at which more is due than at each.
+
+        The steps before it, of which the coming one is number ``optimizer.training.steps``, compute
+        the same on the same memory, whatever the batches: one CUDA graph of them can be replayed
+        until then. It is the coming step itself while that cannot be known: with a callable of the
+        step for the clip or an interval, while ``overhead`` measures, beside helpers or solves on
+        threads, and under FSDP2.
+        """
+        return self._curvature.quiet_until
+
+    def replayed(self, steps: int = 1) -> None:
+        """Count steps that a CUDA graph has taken: what replays it runs no Python, nor this.
+
+            graph.replay()
+            optimizer.replayed()
+
+        Call it before the passes of the next step. :meth:`step` counts nothing while a graph
+        records it.
+
+        Raises:
+            RuntimeError: If the last graph of steps holds no more for so many: it has been replayed
+                past :attr:`quiet_until`, and has to be recorded anew.
+        """
+        training, check = self._training, "1, or the number of replays since it was called"
+        check_whole("steps", steps, 1, check)
+        until = min(self._recorded_until, self._curvature.quiet_until)
+        if training.steps + steps > until:
+            raise RuntimeError(
+                f"{training.name}.replayed({steps}) at step {training.steps}: the last graph of "
+                f"steps holds up to step {until}; take what is due then, or has changed, by "
+                f"step(), and record the next steps anew"
+            )
+        training.steps += steps
+        self._curvature.watch()
 
     def take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""

@@ -1,0 +1,70 @@
+"""Tensors of equal shape that lie behind one another, so that one operation works on all of them.
+
+What layers keep are tensors of their own, which may be read, loaded, moved or freed one by one.
+Where they are slices of one tensor, in order, that tensor is used; else they are stacked anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_stack", "in_groups", "most_elements", "own_stack"]
+
+_base_of: Any = vars(torch._C.TensorBase)["_base"].__get__
+"""The tensor that one is a view of, or None."""
+
+
+def most_elements(device: torch.device) -> int:
+    """Elements up to which tensors are stacked: beyond, an operation pays for being launched."""
+    return 2**16 if device.type == "cpu" else 2**24
+
+
+def in_groups(
+    keys: Sequence[Hashable], sizes: Sequence[int] | None = None, most: int = 0
+) -> list[list[int]]:
+    """The positions of equal keys, together; of those with ``sizes`` no more than ``most``."""
+    groups: list[list[int]] = []
+    at: dict[Hashable, int] = {}
+    filled: list[int] = []
+    for i, key in enumerate(keys):
+        size = 0 if sizes is None else sizes[i]
+        place = at.get(key)
+        if place is None or filled[place] + size > most:
+            at[key] = place = len(groups)
+            groups.append([])
+            filled.append(0)
+        groups[place].append(i)
+        filled[place] += size
+    return groups
+
+
+def as_stack(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors of a shape as ``(n, *shape)``: a view of them where they lie in order, or a copy."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first.unsqueeze(0)
+    base, start = _base_of(first), first.storage_offset()
+    if base is None or _base_of(parts[1]) is not base:
+        return torch.stack(list(parts))
+    step = parts[1].storage_offset() - start
+    if step < first.numel() or not first.is_contiguous():
+        return torch.stack(list(parts))
+    for i, part in enumerate(parts):
+        alike = _base_of(part) is base and part.storage_offset() == start + i * step
+        if not alike or part.dtype != first.dtype:
+            return torch.stack(list(parts))
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
+
+
+def own_stack(owners: Sequence[MutableMapping[str, Any]], name: str) -> Tensor:
+    """The tensors that owners have by a name as one, of which each has a slice from now on."""
+    parts = [owner[name] for owner in owners]
+    whole = as_stack(parts)
+    if _base_of(whole) is None:  # a copy
+        for owner, part in zip(owners, whole.unbind(), strict=True):
+            owner[name] = part
+    return whole

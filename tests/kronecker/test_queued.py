@@ -1,0 +1,216 @@
+"""Many layers at once are each layer alone: pairs on a device, sums of a step, averages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from blocks import close, factor_shape, pair_statistics
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from second_order.kronecker.factors import (
+    KroneckerFactors,
+    StagedStatistics,
+    StatisticsSums,
+    sums_of,
+    update_averages,
+)
+from second_order.kronecker.layers import FactorShape, Form
+from second_order.kronecker.queued import PairQueue, QueuedPair
+from second_order.kronecker.stacks import as_stack, in_groups, own_stack
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+F64, CPU = torch.float64, torch.device("cpu")
+SEEDS = st.integers(0, 2**16)
+SIZES = [(3, 2), (3, 2), (2, 3), (3, 2)]  # of Linears
+CALLS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 1), st.sampled_from(["plain", "dead", "nan"])),
+    max_size=12,
+)
+
+
+def staged_layers(bias: bool, triangular: bool) -> list[StagedStatistics]:
+    shapes = [factor_shape(nn.Linear(*size, bias=bias), bias) for size in SIZES]
+    return [StagedStatistics(shape, CPU, F64, triangular) for shape in shapes]
+
+
+def pair(layer: int, kind: str) -> tuple[Tensor, Tensor]:
+    """Inputs and gradients of three sequences, some of whose positions are no examples."""
+    x, d = (torch.randn(3, 2, n, dtype=F64) for n in SIZES[layer])
+    d[0, 1] = 0.0
+    if kind != "plain":
+        d[:] = 0.0 if kind == "dead" else torch.nan
+    return x, d
+
+
+@given(
+    calls=CALLS,
+    bias=st.booleans(),
+    triangular=st.booleans(),
+    approximation=st.sampled_from(["expand", "reduce"]),
+    reduction=st.sampled_from(["mean", "sum", "step_mean"]),
+    scale=st.sampled_from([1.0, 2.0, "tensor"]),
+    seed=SEEDS,
+)
+def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
+    calls: list[tuple[int, int, str]],
+    bias: bool,
+    triangular: bool,
+    approximation: Any,
+    reduction: Any,
+    scale: Any,
+    seed: int,
+) -> None:
+    """Layers called again, passes of a step, rows and whole pairs without examples, NaN."""
+    torch.manual_seed(seed)
+    scale = torch.tensor(0.5, dtype=F64) if scale == "tensor" else scale
+    expected, found = (staged_layers(bias, triangular) for _ in range(2))
+    queue, form = PairQueue(), Form(bias, approximation, triangular)
+    for layer, pass_id, kind in calls:
+        x, d = pair(layer, kind)
+        options = vars(form) | {"dtype": F64}
+        sums = pair_statistics(nn.Linear(*SIZES[layer], bias=bias), x, d, **options)
+        expected[layer].add(sums, scale, pass_id, reduction=reduction)
+        found[layer].expect(pass_id, reduction=reduction)
+        of = found[layer], pass_id, form, reduction, lambda _: scale, layer
+        queue._pairs.append(QueuedPair(x, d, *of))
+    queue.flush()
+    for a, b in zip(sums_of(found, 2), sums_of(expected, 2), strict=True):
+        close([a.head, *a.factors.values()], [b.head, *b.factors.values()])
+    dropped = [[int(each.dropped) for each in layers] for layers in (found, expected)]
+    assert dropped[0] == dropped[1]
+
+
+def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
+    """What is cleared meanwhile is not put in; what is changed is dropped, and never kept again."""
+    layers = staged_layers(True, True)[:3]
+    queue, form = PairQueue(), Form(True, "expand", True)
+    pairs = [pair(i, "plain") for i in range(3)]
+    for i, (staged, (x, d)) in enumerate(zip(layers, pairs, strict=True)):
+        staged.expect(0)
+        queue._pairs.append(QueuedPair(x, d, staged, 0, form, "sum", lambda _: 1.0, i))
+        staged.settle = queue.flush
+    layers[0].clear()
+    pairs[1][0].zero_()
+    heads = [each.head[0] for each in sums_of(layers)]  # flushes
+    assert list(map(float, heads)) == [0.0, 0.0, 5.0]
+    assert [int(each.dropped) for each in layers] == [0, 1, 0]
+    assert [each.keeps for each in layers] == [True, False, True]
+    assert not any(each.settle for each in layers)
+
+
+def test_pairs_are_kept_until_their_backward_ends() -> None:
+    """Or to a number of bytes; the hooks of an aborted one leave theirs to the step."""
+    staged, queue = staged_layers(False, True)[0], PairQueue()
+    waiting: list[int] = []
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, d: Tensor) -> Any:
+            staged.expect(0)
+            of = staged, 0, Form(False, "expand", True), "sum", lambda _: 1.0, 0
+            queue.add(QueuedPair(torch.ones(1, 3), torch.ones(1, 2), *of))
+            waiting.append(len(queue._pairs))
+            return d
+
+    x = torch.ones((), requires_grad=True)
+    Node.apply(Node.apply(x)).backward()
+    assert waiting == [1, 2]
+    assert len(queue._pairs) == 0
+    assert float(staged.sums().head[0]) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("second_order.kronecker.queued.QUEUED_BYTES", 0)
+        Node.apply(x).backward()
+    assert waiting[-1] == 0
+
+
+def averages(shapes: Sequence[FactorShape], dtype: torch.dtype) -> list[KroneckerFactors]:
+    return [KroneckerFactors(shape, CPU, dtype, True) for shape in shapes]
+
+
+def drawn_sums(shape: FactorShape, dtype: torch.dtype, examples: int) -> StatisticsSums:
+    factors = {k: torch.rand(shape.stored_shape(k, True)).to(dtype) for k in shape.letters}
+    size = 1 + len(factors) * shape.groups
+    head = torch.rand(size, dtype=torch.promote_types(dtype, torch.float32))
+    head[0] = examples
+    if examples == 3:  # an overflow
+        head[1], factors["A"][..., 0] = torch.inf, torch.inf
+    return StatisticsSums(factors, head)
+
+
+SHAPES = st.lists(
+    st.sampled_from(
+        [
+            FactorShape(1, 2, 3),
+            FactorShape(1, 3, 3),
+            FactorShape(2, 2, 3),
+            FactorShape(1, 4, 3, diagonal_a=True),
+            FactorShape(1, 2, 3, marginal=True),
+            FactorShape(1, 4, 3, locations=2),
+        ]
+    ),
+    max_size=8,
+)
+
+
+@given(shapes=SHAPES, dtype=st.sampled_from([F64, torch.bfloat16]), steps=SEEDS, seed=SEEDS)
+def test_averages_of_many_layers_are_those_of_each_bit_for_bit(
+    shapes: list[FactorShape], dtype: torch.dtype, steps: int, seed: int
+) -> None:
+    """Layers without an example, whose sums overflow, and that are made anew in between."""
+    torch.manual_seed(seed)
+    together, alone = averages(shapes, dtype), averages(shapes, dtype)
+    for step in range(3):
+        counts = [(steps >> (step + i)) % 4 for i in range(len(shapes))]
+        sums = [drawn_sums(s, dtype, n) for s, n in zip(shapes, counts, strict=True)]
+        copies = [
+            StatisticsSums({k: t.clone() for k, t in each.factors.items()}, each.head.clone())
+            for each in sums
+        ]
+        over = update_averages(together, sums, 0.9)
+        dropped = {i for order, flags in over for i, flag in zip(order, flags, strict=True) if flag}
+        assert dropped == {i for i, n in enumerate(counts) if n == 3}
+        for each, copy in zip(alone, copies, strict=True):
+            each.update(copy, 0.9)
+        for a, b in zip(together, alone, strict=True):
+            for name in ("weight", "means", "examples"):
+                assert torch.equal(getattr(a, name), getattr(b, name))
+            for letter in a.shape.letters:
+                assert torch.equal(a.stored[letter], b.stored[letter])  # type: ignore[arg-type]
+        if shapes and step == 1:  # as a checkpoint does
+            together[-1].stored["A"] = together[-1].stored["A"].clone()  # type: ignore[union-attr]
+
+
+def test_a_stack_is_a_view_of_tensors_that_lie_in_order() -> None:
+    base = torch.arange(12.0).view(4, 3)
+    rows = list(base.unbind())
+    for parts in (rows, rows[1:3], rows[::2], [row[1:] for row in rows]):
+        stack = as_stack(parts)
+        assert torch.equal(stack, torch.stack(parts))
+        assert stack.data_ptr() == parts[0].data_ptr()
+    for parts in (rows[::-1], [rows[0], rows[1], rows[3]], [rows[0]] * 2, [rows[0], base[1] + 0]):
+        stack = as_stack(parts)
+        assert torch.equal(stack, torch.stack(parts))
+        assert stack.data_ptr() != parts[0].data_ptr()
+
+
+def test_owners_get_slices_of_what_is_stacked() -> None:
+    owners = [{"x": torch.full((2,), float(i))} for i in range(3)]
+    whole = own_stack(owners, "x")
+    whole += 1
+    assert [each["x"].tolist() for each in owners] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
+    assert own_stack(owners, "x").data_ptr() == whole.data_ptr()
+
+
+def test_equal_ones_come_together_up_to_a_size() -> None:
+    assert in_groups("abacab") == [[0, 2, 4], [1, 5], [3]]
+    assert in_groups("aaabb", [1, 1, 1, 9, 1], 2) == [[0, 1], [2], [3], [4]]
