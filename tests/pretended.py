@@ -48,6 +48,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 NAME = "pretend"
+GENERATOR = torch.Generator
 WAITING = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim"),
     *("_unique2", "unique_consecutive", "bincount", "linalg_lstsq", "linalg_eig", "multinomial"),
@@ -121,9 +122,20 @@ def pretend_device() -> Iterator[Seen]:
     """Make the device "pretend" known for a block, and count from zero."""
     _register()
     _seen.clear()
-    generator = torch.Generator
-    with _Everywhere(), patch.object(torch, "Generator", lambda device="cpu": generator()):
+    with _Everywhere(), patch.object(torch, "Generator", _Generator):
         yield _seen
+
+
+class _OfAny(type(GENERATOR)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, GENERATOR)
+
+
+class _Generator(GENERATOR, metaclass=_OfAny):
+    """A generator of the device is one of the CPU."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return GENERATOR("cpu" if torch.device(device).type == NAME else device)
 
 
 class _Everywhere(TorchDispatchMode):

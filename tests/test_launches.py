@@ -454,7 +454,8 @@ def test_a_quiet_step_asks_for_no_more_with_more_layers(found: dict[str, Any], n
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_device_trains_as_the_cpu_does(found: dict[str, Any], name: str) -> None:
-    assert found[name]["difference"] < 1e-5
+    rounded = "bfloat16" in name or name == "Muon"
+    assert found[name]["difference"] < (3e-3 if rounded else 1e-5)
 
 
 @pytest.mark.parametrize(("system", "what", "small", "large", "aim"), BOUNDS)
