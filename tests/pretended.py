@@ -48,7 +48,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 NAME = "pretend"
-GENERATOR = torch.Generator
 WAITING = {
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique_dim"),
     *("_unique2", "unique_consecutive", "bincount", "linalg_lstsq", "linalg_eig", "multinomial"),
@@ -126,16 +125,11 @@ def pretend_device() -> Iterator[Seen]:
         yield _seen
 
 
-class _OfAny(type(GENERATOR)):  # type: ignore[misc]
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return isinstance(instance, GENERATOR)
-
-
-class _Generator(GENERATOR, metaclass=_OfAny):
-    """A generator of the device is one of the CPU."""
+class _Generator(torch.Generator):
+    """A generator of the CPU's, for the device as well."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        return GENERATOR("cpu" if torch.device(device).type == NAME else device)
+        return super().__new__(cls, "cpu" if torch.device(device).type == NAME else device)
 
 
 class _Everywhere(TorchDispatchMode):

@@ -49,16 +49,23 @@ EVERY, REFRESH = 4, 8
 #   waits        of the host, then
 BOUNDS = [
     ("KAISA inverse", "quiet", 45, 45, 45),
+    ("KAISA inverse, SGD", "quiet", 54, None, 45),  # the clip and lengths of steps
     ("KAISA eigen", "quiet", 60, 60, 60),
     ("DPKFAC inverse", "quiet", 45, None, 45),
+    ("DistKFAC inverse", "quiet", 45, None, 45),
     ("DHO2", "quiet", 161, None, 30),
-    ("KAISA inverse", "passes", 39, 39, 4),
-    ("KAISA inverse", "statistics", 970, 3562, 60),
-    ("KAISA inverse", "refresh", 1207, 4015, 300),
-    ("KAISA eigen", "refresh", 1377, 4473, 300),
+    ("KAISA inverse", "passes", 4, 4, 4),
+    ("DistKFAC inverse", "passes", 11, None, 4),  # norms have exact blocks
+    ("KAISA inverse", "statistics", 60, 60, 60),
+    ("KAISA eigen", "statistics", 60, 60, 60),
+    ("DistKFAC inverse", "statistics", 66, None, 60),
+    ("KAISA inverse", "refresh", 300, 300, 300),
+    ("KAISA eigen", "refresh", 317, 317, 300),
+    ("DistKFAC inverse", "refresh", 387, None, 300),  # a snapshot of each factor
     ("KAISA inverse", "waits", 2, 2, 1),
     ("KAISA eigen", "waits", 7, 7, 6),  # one, and one for each size of a factor
-    ("DHO2", "waits", 49, None, 1),
+    ("DistKFAC inverse", "waits", 2, None, 1),
+    ("DHO2", "waits", 1, None, 1),
 ]
 # Launches that two more blocks add to a quiet step: 0 in all other cases.
 GROWS = {"doubly factored": 12}  # an L's factors are not stacked
