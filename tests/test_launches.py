@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from pretended import NAME, Seen, pretend_device
+from stored import numbers, rows, stored
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
@@ -394,8 +395,8 @@ def beyond(asked: list[list[Counter[str]]], alone: list[list[Counter[str]]]) -> 
 def transformer(name: str, blocks: int) -> dict[str, float]:
     """What `BOUNDS` bounds, of one system."""
     warnings.simplefilter("ignore")
-    rows = launches.counted(launches.SYSTEMS[name], blocks)
-    quiet, due, refresh = (rows[kind] for kind in ("quiet", "statistics", "refresh"))
+    kinds = launches.counted(launches.SYSTEMS[name], blocks)
+    quiet, due, refresh = (kinds[kind] for kind in ("quiet", "statistics", "refresh"))
     return {
         "quiet": quiet["step"],
         "passes": (due["passes"] - quiet["passes"]) / (6 * blocks + 3),
@@ -482,6 +483,19 @@ def test_a_wait_an_upload_and_a_loop_are_found(found: dict[str, Any]) -> None:
     assert four > two
 
 
+def test_the_table_of_the_docs_is_that_of_the_stored_run() -> None:
+    runs: dict[str, dict[str, Any]] = {}
+    for row in stored("launches")["rows"]:
+        runs.setdefault(f"{row['system']}, {row['blocks']}", {})[row["kind"]] = row
+    for label, (*cells, last) in rows("docs/speed.md", "system, blocks").items():
+        kinds = runs[label]
+        for cell, kind in zip(cells, ("quiet", "statistics", "refresh"), strict=True):
+            row = kinds[kind]
+            told = [row["passes"] + row["step"], row["milliseconds"]]
+            assert numbers(cell) == pytest.approx(told, abs=0.051)
+        assert numbers(last) == [kinds["refresh"]["waits"], kinds["refresh"]["uploads"]]
+
+
 def test_the_command_runs_by_small_models(tmp_path: Path) -> None:
     record, paths = tmp_path / "launches.json", ("src", "benchmarks", "benchmarks/speed")
     systems = ["SGD", "AdamW", "KAISA eigen", "DHO2"]
@@ -493,8 +507,8 @@ def test_the_command_runs_by_small_models(tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    rows = json.loads(record.read_text())["rows"]
-    assert {(row["system"], row["blocks"], row["kind"]) for row in rows} == {
+    counted = json.loads(record.read_text())["rows"]
+    assert {(row["system"], row["blocks"], row["kind"]) for row in counted} == {
         (system, blocks, kind) for system in systems for blocks in (1, 2) for kind in launches.KINDS
     }
     assert all(system in run.stdout for system in systems)
