@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +27,7 @@ from second_order.fosi.eigenpairs import Closures, RefreshedPairs
 from second_order.fosi.metrics import ACCOUNTS, pair_metrics, pair_summary
 from second_order.fosi.options import FOSIOptions, check_one_vector, check_shards, newton_scales
 from second_order.fosi.subspace import Subspace, share_inside
-from second_order.fosi.trust import (
-    largest_scale,
-    newton_step,
-    settled,
-    stability_limit,
-    taken_in,
-)
+from second_order.fosi.trust import largest_scale, stability_limit, taken_in
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
 from second_order.options import scheduled
@@ -193,9 +187,12 @@ class FOSICurvature(Curvature):
         if basis.vectors.device.type == "cpu":
             step = self._settle(subspace, gradients, c, scales)
         else:
-            step = self._settle_there(
-                subspace, gradients, c, scales, c if health is None else health
-            )
+            trust, rule, bounds = self.pairs.trust, self.pairs.momentum_rule(), tuple[Any, ...]()
+            if self.options.trust_region:
+                limit = stability_limit(*rule)
+                bounds = trust.numbers, trust.undone, largest_scale(scales), limit
+            health = c if health is None else health
+            step = subspace.settle_there(gradients, c, health, rule, bounds)
         for chunk, gradient in zip(chunks, gradients, strict=True):
             chunk.put(gradient, [p.grad for p in chunk.params])
         self._newton = step, scales
@@ -227,43 +224,6 @@ class FOSICurvature(Curvature):
                 self.pairs.tell_steps()
         subspace.accumulate(momentum, rule[0], sound)
         return step if sound else torch.full_like(step, torch.nan)
-
-    def _settle_there(
-        self,
-        subspace: Subspace,
-        gradients: Sequence[Tensor],
-        c: Tensor,
-        scales: Sequence[float | Tensor],
-        health: Tensor,
-    ) -> Tensor:
-        """As :meth:`_settle` on a device, for which nobody waits.
-
-        The gradients are finite if the sum of ``health`` is.
-        """
-        basis, trust, rule = subspace.basis, self.pairs.trust, self.pairs.momentum_rule()
-        kept, bounds = [subspace.momentum], tuple[Any, ...]()
-        if self.options.trust_region:
-            numbers, undone = cast(Tensor, trust.numbers), cast(Tensor, trust.undone)
-            kept += [subspace.last, *numbers.unbind(), undone]
-            bounds = numbers, undone, largest_scale(scales), stability_limit(*rule)
-        of = subspace.momentum, subspace.rates, subspace.last
-        if basis.by_rows:
-            taken_out, step, sound, *after = newton_step(c, *of, health, *rule, *bounds)
-            basis.add(gradients, [taken_out], sound=sound)
-        else:  # sums over the processes tell, which others' vectors are in
-            momentum, step, *terms = taken_in(c, *of, *rule, bool(bounds))
-            sound = torch.as_tensor(basis.add(gradients, [-c], along=terms[0] if terms else None))
-            known = (*terms, subspace.last, *bounds) if bounds else ()
-            _, step, _, *after = settled(
-                1.0 / sound, health, c, subspace.momentum, momentum, step, *known
-            )
-        if bounds:
-            undo = after.pop()
-            for gradient in gradients:  # they are of where the step has led to that is undone
-                gradient.masked_fill_(undo, 0.0)
-        torch._foreach_copy_(kept, after)
-        subspace.decayed *= rule[0]
-        return step
 
     def _correct(self, subspace: Subspace, step: Tensor, scales: list[float | Tensor]) -> None:
         """Set w to w + d₁ + s (d₂ − V̂V̂ᵀd₂); the base has moved it by d₂."""

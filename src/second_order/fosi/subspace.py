@@ -17,13 +17,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
 from second_order.fosi.fused import fused
-from second_order.fosi.trust import Flag, TrustVerdict
+from second_order.fosi.trust import Flag, TrustVerdict, newton_step, settled, taken_in
 from second_order.fosi.vector import Chunk
 from second_order.lanczos.vector_space import row_bounds
 
@@ -213,6 +214,41 @@ class Subspace:
         if sound:
             self.momentum.copy_(momentum)
         self.decayed *= decay
+
+    def settle_there(
+        self,
+        gradients: Sequence[Tensor],
+        c: Tensor,
+        health: Tensor,
+        rule: tuple[float, float, bool],
+        bounds: tuple[Any, ...],
+    ) -> Tensor:
+        """Take V̂c out of the gradients on a device, and c into the momentum: nobody waits.
+
+        The gradients are finite if the sum of ``health`` is; ``bounds`` are the numbers of the
+        trust region, how many steps are undone, α and the limit of stability, or none. Returns the
+        Newton step to make, NaN for none.
+        """
+        basis, of = self.basis, (self.momentum, self.rates, self.last)
+        kept = [self.momentum]
+        if bounds:
+            kept += [self.last, *bounds[0].unbind(), bounds[1]]
+        if basis.by_rows:
+            taken_out, step, sound, *after = newton_step(c, *of, health, *rule, *bounds)
+            basis.add(gradients, [taken_out], sound=sound)
+        else:  # sums over the processes tell, which others' vectors are in
+            momentum, step, *terms = taken_in(c, *of, *rule, bool(bounds))
+            sound = torch.as_tensor(basis.add(gradients, [-c], along=terms[0] if terms else None))
+            known = (*terms, self.last, *bounds) if bounds else ()
+            found = settled(1.0 / sound, health, c, self.momentum, momentum, step, *known)
+            _, step, _, *after = found
+        if bounds:
+            undo = after.pop()
+            for gradient in gradients:  # they are of where the step has led to that is undone
+                gradient.masked_fill_(undo, 0.0)
+        torch._foreach_copy_(kept, after)
+        self.decayed *= rule[0]
+        return step
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
         """This process's part of the momentum in R^n."""
