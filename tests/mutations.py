@@ -359,11 +359,6 @@ stand-ins that keep their dtype when the model is cast
     if stand_in.dtype != current.dtype:  =>  if False:
 
 == fosi/vector.py
-chunks across groups
-  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
-  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-  -             and last[-1].group == piece.group
-  -
 the room of packed parameters that is not written back  <-  dho2::steps_are_those_of_dense_algebra
     torch._foreach_copy_(cast(list[Tensor], tensors), views)  =>  pass
 parts of gradients that are not contiguous
@@ -382,8 +377,12 @@ the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_
     -scale * step - taken_out  =>  -scale * step
 a step said to be taken back is not
   <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
-  - new, self.last = back * self.last, torch.zeros_like(step)
+  - new, self.last = verdict.back * self.last, torch.zeros_like(step)
   + new = self.last = torch.zeros_like(step)
+all groups step by the Newton scale of the first
+  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
+  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
+    self._spans if len(c) > 1 else self._whole  =>  self._whole
 
 == fosi/trust.py
 Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
