@@ -241,8 +241,7 @@ def follow_refresh(
             asked = before_refresh(length, rates, [b for b in mine if b.factors is not None])
         if asked.told is None or taken:
             parts = [*([asked.numbers] if asked.told is None else ()), *taken.values()]
-            numbers = torch.cat([part.to(device) for part in parts])
-            read = numbers.to(torch.float32).tolist()  # a device is waited for once
+            read = torch.cat([part.to(device) for part in parts]).tolist()  # waits for a device
             count = len(read) - 3 * len(taken)
             asked.told = read[:count] if asked.told is None else asked.told
             each = iter(read[count:])
