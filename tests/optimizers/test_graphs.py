@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -220,18 +221,19 @@ def seen_by(System: Any, options: dict[str, Any], *, tensors: bool) -> dict[str,
             optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
         last: Graph | None = None
-        for i in range(25):
+        for i in range(20):
             quiet = System is not DHO2 and i > 11 and getattr(optimizer, "quiet_until", 0) > i
             optimizer.zero_grad(set_to_none=False)
             cross_entropy(model(x), y).backward()
             seen.clear()
-            with Graph() as graph:
+            graph = Graph() if quiet else None
+            with graph or nullcontext():
                 optimizer.step()
             found["waits"].append(seen.syncs.total())
             found["uploads"].append(seen.uploads.total())
-            if quiet and last is not None:
+            if graph is not None and last is not None:
                 found["alike"].append(last.asked == graph.asked)
-            last = graph if quiet else None
+            last = graph
             schedule.step()
     found["parameters"] = [p.inner.detach().flatten().tolist() for p in model.parameters()]
     return found
@@ -264,7 +266,7 @@ def test_hyperparameters_on_the_device_are_not_waited_for(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in TUNED if name != "DHO2"])
 def test_quiet_steps_ask_for_the_same_of_the_same_memory(name: str) -> None:
     alike = seen_there()[f"{name} tuned"]["alike"]
-    assert len(alike) > 4
+    assert len(alike) > 3
     assert all(alike)
 
 
