@@ -31,7 +31,7 @@ from second_order.kronecker.factors import (
     update_averages,
 )
 from second_order.kronecker.fisher import LabelSampler
-from second_order.kronecker.gradient import GradientBlock
+from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.queued import PairQueue
@@ -552,6 +552,4 @@ def gradient_statistics(
     everywhere = examples * ranks
     # A sum over examples is divided by the processes where gradients are averaged over these.
     scale = everywhere if mean_loss else size**2 / everywhere
-    devices = {block: block.weight.device for block in mine}
-    found = {b: b.sums(examples.to(at), scale.to(at)) for b, at in devices.items()}
-    return {block: sums for block, sums in found.items() if sums is not None}
+    return gradient_sums(mine, examples, scale)
