@@ -904,6 +904,14 @@ a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
     normal * (like + damping).rsqrt()  =>  normal / (like + damping)
 
+== kronecker/queued.py
+a pair that is kept over zero_grad
+  <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
+    if self._cleared != self.staged.cleared:  =>  if False:
+rows without an example in a device's A
+  <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
+    (0, 1), value=1.0).mul_(live) if  =>  (0, 1), value=1.0) if
+
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
@@ -920,6 +928,11 @@ exact blocks damped by half  <-  exact_blocks::the_step_is_the_dense_solve
   + return None, torch.zeros_like(means[1]) + 0.5 * damping
 rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_least_the_matrix
     diagonal + error.sum(-1)  =>  diagonal.clone()
+
+== kronecker/stacks.py
+tensors out of order taken for a stack
+  <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
+    is base and part.storage_offset() == start + i * step  =>  is base
 
 == kronecker/triangles.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking

@@ -71,6 +71,7 @@ class FactorShape:
     letters: str = field(init=False, repr=False, compare=False)  # names of the factors
     dims: dict[str, int] = field(init=False, repr=False, compare=False)  # their sizes n
     diagonals: str = field(init=False, repr=False, compare=False)  # those kept as diagonals
+    elements: int = field(init=False, repr=False, compare=False)  # n² of a group, added up
     gradient_size: tuple[int, int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class FactorShape:
             letters="".join(dims),
             dims=dims,
             diagonals="A" if self.diagonal_a else "",
+            elements=sum(n**2 for n in dims.values()),
             gradient_size=(self.groups, self.out_dim, self.in_dim),
         )
 
