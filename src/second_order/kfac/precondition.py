@@ -57,15 +57,18 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[float | Tenso
     terms, first = products[0], learning_rates[0]
     if len(products) > 1:
         terms = torch.cat([each.to(terms) for each in products])
-    if all(rate is first or rate == first for rate in learning_rates):
+    numbers = [rate for rate in learning_rates if not isinstance(rate, Tensor)]
+    known = len(numbers) == len(terms)  # tensors are not compared: the host would wait for them
+    if all(rate is first or (known and rate == first) for rate in learning_rates):
         terms = terms.abs() * first**2
+    elif known:
+        terms = torch.stack(torch._foreach_mul(terms.abs().unbind(), [n**2 for n in numbers]))
     else:
-        parts, squares = terms.abs().unbind(), [rate**2 for rate in learning_rates]
-        numbers = [square for square in squares if not isinstance(square, Tensor)]
-        if len(numbers) == len(squares):
-            terms = torch.stack(torch._foreach_mul(parts, numbers))
-        else:
-            terms = torch.stack([x * square for x, square in zip(parts, squares, strict=True)])
+        rates = [
+            rate.to(terms).reshape(()) if isinstance(rate, Tensor) else terms.new_full((), rate)
+            for rate in learning_rates
+        ]
+        terms = terms.abs() * torch.stack(rates) ** 2
     change: Tensor = terms.nan_to_num(0.0, posinf=0.0).sum()
     return change
 
