@@ -796,13 +796,18 @@ a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_ze
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
 
-== kronecker/layers.py
+== kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
-    if weight is not None:  =>  if False:
+    if len(sketches) > 2:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
+residuals in the order of their groups
+  <-  explained::residuals_of_several_are_those_of_each
+    for _, value in sorted(zip(order, values, strict=True))  =>  for value in values
+
+== kronecker/layers.py
 padding tokens count
   <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
     if padding is not None:  =>  if False:

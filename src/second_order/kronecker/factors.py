@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.kronecker.layers import Explanation, FactorShape, PairStatistics
+from second_order.kronecker.explanation import Explanation
+from second_order.kronecker.layers import FactorShape, PairStatistics
 from second_order.kronecker.stacks import as_stack, in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
