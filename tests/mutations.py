@@ -129,6 +129,9 @@ checksums without places  <-  debug::places_count
     (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
 
 == contract/training.py
+the largest rate, a tensor, in another place at each step
+  <-  graphs::quiet_steps_ask_for_the_same_of_the_same_memory
+    torch.maximum(peak, tensor.reshape(()), out=peak)  =>  peak = torch.maximum(peak, tensor)
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
@@ -356,11 +359,6 @@ stand-ins that keep their dtype when the model is cast
     if stand_in.dtype != current.dtype:  =>  if False:
 
 == fosi/vector.py
-chunks across groups
-  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
-  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-  -             and last[-1].group == piece.group
-  -
 the room of packed parameters that is not written back  <-  dho2::steps_are_those_of_dense_algebra
     torch._foreach_copy_(cast(list[Tensor], tensors), views)  =>  pass
 parts of gradients that are not contiguous
@@ -379,8 +377,12 @@ the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_
     -scale * step - taken_out  =>  -scale * step
 a step said to be taken back is not
   <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
-  - new, self.last = back * self.last, torch.zeros_like(step)
+  - new, self.last = verdict.back * self.last, torch.zeros_like(step)
   + new = self.last = torch.zeros_like(step)
+all groups step by the Newton scale of the first
+  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
+  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
+    self._spans if len(c) > 1 else self._whole  =>  self._whole
 
 == fosi/trust.py
 Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
@@ -549,6 +551,12 @@ a clip that lowering lr does not lower
     elif self._by_batch and rate < USUAL_LR:  =>  elif False:
 
 == kfac/schedule.py
+quiet up to a refresh that looks at the step before
+  <-  graphs::steps_are_quiet_until_the_first_that_is_not
+    [refresh - options.follows_steps]  =>  [refresh]
+drift without the layers that have no inverse
+  <-  graphs::layers_that_drift_are_next_due_at_the_first_step_that_has_any
+    if block.solved else tick, step)  =>  if block.solved else LATEST, step)
 factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
     decay ** max(since, 1)  =>  decay
 a young training remembers as much as an old one
@@ -618,7 +626,7 @@ stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     due = list(self.plan) if self.wanted else due  =>  pass
 a dead layer as one without statistics  <-  examples::a_dead_layer_is_not_one_without_statistics
-    silent = block.state.asked and not block.state.heard  =>  silent = block.state.asked
+    if block.state.asked and not block.state.heard else  =>  if block.state.asked else
 an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:
@@ -771,7 +779,7 @@ large finite factors are given up
   <-  solvers::large_factors_are_finite_though_their_squares_are_not
     torch.isfinite(batch).flatten(1).all(1).tolist()  =>  torch.isfinite(_norm(batch)).tolist()
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
-    return torch.maximum(error, skew)  =>  return error
+    torch.maximum(sizes, length)).amax(-1)  =>  torch.maximum(sizes, length))[:, 0]
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
     values.clamp_min(0) * size.squeeze(-1)  =>  values * size.squeeze(-1)
 inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_inverse
@@ -828,7 +836,7 @@ a step without examples forgets
     torch.where(present, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
 dropped statistics are not counted
   <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
-    self.dropped += bad  =>  pass
+    self.dropped += 1  =>  pass
 a gradient's scale once instead of squared
   <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
   - return gradient_scale**2 if
@@ -979,6 +987,10 @@ the Hessian of the negative loss has its sign
   + weight = self._hessian.examples
 
 == optimizers/base.py
+a step that is recorded counts  <-  graphs::a_graph_replayed_trains_as_steps_do
+    if recorded:  # and  =>  if False:  # and
+replays leave capture as it is  <-  graphs::a_graph_replayed_trains_as_steps_do
+    training.steps += steps  =>  training.steps += steps; return
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state
@@ -1012,6 +1024,9 @@ colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
     colocate=own.colocate_factors,  =>  colocate=True,
 
 == options.py
+a tensor on the device is waited for
+  <-  graphs::hyperparameters_on_the_device_are_not_waited_for
+    if value.device.type != "cpu":  =>  if value.device.type == "meta":
 two bases: rest_kwargs without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,8 +19,8 @@ from second_order.kronecker.factors import (
     sums_of,
     update_averages,
 )
-from second_order.kronecker.layers import FactorShape, Form
-from second_order.kronecker.queued import PairQueue, QueuedPair
+from second_order.kronecker.layers import FactorShape
+from second_order.kronecker.queued import PairQueue, QueuedPair, Rows
 from second_order.kronecker.stacks import as_stack, in_groups, own_stack
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def pair(layer: int, kind: str) -> tuple[Tensor, Tensor]:
     approximation=st.sampled_from(["expand", "reduce"]),
     reduction=st.sampled_from(["mean", "sum", "step_mean"]),
     scale=st.sampled_from([1.0, 2.0, "tensor"]),
+    formed=st.booleans(),
     seed=SEEDS,
 )
 def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
@@ -64,21 +66,23 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
     approximation: Any,
     reduction: Any,
     scale: Any,
+    formed: bool,
     seed: int,
 ) -> None:
     """Layers called again, passes of a step, rows and whole pairs without examples, NaN."""
     torch.manual_seed(seed)
     scale = torch.tensor(0.5, dtype=F64) if scale == "tensor" else scale
     expected, found = (staged_layers(bias, triangular) for _ in range(2))
-    queue, form = PairQueue(), Form(bias, approximation, triangular)
+    queue = PairQueue()
     for layer, pass_id, kind in calls:
         x, d = pair(layer, kind)
-        options = vars(form) | {"dtype": F64}
-        sums = pair_statistics(nn.Linear(*SIZES[layer], bias=bias), x, d, **options)
-        expected[layer].add(sums, scale, pass_id, reduction=reduction)
+        form = partial(pair_statistics, nn.Linear(*SIZES[layer], bias=bias), x, d, dtype=F64)
+        form = partial(form, bias=bias, approximation=approximation)
+        expected[layer].add(form(triangular=triangular), scale, pass_id, reduction=reduction)
         found[layer].expect(pass_id, reduction=reduction)
-        of = found[layer], pass_id, form, reduction, lambda _: scale, layer
-        queue._pairs.append(QueuedPair(x, d, *of))
+        what = form() if formed else Rows(x, d, bias, approximation)
+        of = found[layer], pass_id, reduction, lambda _: scale, layer
+        queue._pairs.append(QueuedPair(what, *of))
     queue.flush()
     for a, b in zip(sums_of(found, 2), sums_of(expected, 2), strict=True):
         close([a.head, *a.factors.values()], [b.head, *b.factors.values()])
@@ -89,11 +93,13 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
 def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
     """What is cleared meanwhile is not put in; what is changed is dropped, and never kept again."""
     layers = staged_layers(True, True)[:3]
-    queue, form = PairQueue(), Form(True, "expand", True)
+    queue = PairQueue()
     pairs = [pair(i, "plain") for i in range(3)]
     for i, (staged, (x, d)) in enumerate(zip(layers, pairs, strict=True)):
         staged.expect(0)
-        queue._pairs.append(QueuedPair(x, d, staged, 0, form, "sum", lambda _: 1.0, i))
+        queue._pairs.append(
+            QueuedPair(Rows(x, d, True, "expand"), staged, 0, "sum", lambda _: 1.0, i)
+        )
         staged.settle = queue.flush
     layers[0].clear()
     pairs[1][0].zero_()
@@ -117,8 +123,8 @@ def test_pairs_are_kept_until_their_backward_ends() -> None:
         @staticmethod
         def backward(ctx: Any, d: Tensor) -> Any:
             staged.expect(0)
-            of = staged, 0, Form(False, "expand", True), "sum", lambda _: 1.0, 0
-            queue.add(QueuedPair(torch.ones(1, 3), torch.ones(1, 2), *of))
+            what = Rows(torch.ones(1, 3), torch.ones(1, 2), False, "expand")
+            queue.add(QueuedPair(what, staged, 0, "sum", lambda _: 1.0, 0))
             waiting.append(len(queue._pairs))
             return d
 

@@ -12,11 +12,12 @@ import sys
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from graphs import Graph
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pretended import pretend_device
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from torch.nn.utils import parameters_to_vector
 
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC
 from second_order.contract.training import check_capture
+from second_order.kfac.schedule import Change, Drift
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -91,7 +93,8 @@ def test_a_graph_replayed_trains_as_steps_do(name: str) -> None:
     assert replayed > STEPS / 3
 
 
-@given(st.integers(1, 9), st.integers(1, 30), st.booleans(), st.integers(0, 40))
+@given(st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 40))
+@example(20, 7, True, 2)
 def test_steps_are_quiet_until_the_first_that_is_not(
     f: int, i: int, follows: bool, steps: int
 ) -> None:
@@ -103,6 +106,24 @@ def test_steps_are_quiet_until_the_first_that_is_not(
     for step in range(steps, last + 1):
         refresh = step % i == 0 or (follows and (step + 1) % i == 0)
         assert (step % f == 0 or refresh) == (step == last)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=6),
+    st.integers(0, 4),
+    st.integers(0, 100),
+)
+def test_layers_that_drift_are_next_due_at_the_first_step_that_has_any(
+    layers: list[tuple[int, bool]], least: int, step: int
+) -> None:
+    drift, blocks = Drift(), [Mock(solved=solved) for _, solved in layers]
+    for block, (power, _) in zip(blocks, layers, strict=True):
+        drift.changes[block] = Change(2**power)
+    drift.least = 2**least
+    last = drift.next_due(blocks, step)
+    assert [bool(drift.due(blocks, at)) for at in range(step, last + 1)] == [False] * (
+        last - step
+    ) + [True]
 
 
 @pytest.mark.parametrize(

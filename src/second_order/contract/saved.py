@@ -21,7 +21,10 @@ class BaseState(MutableMapping[Tensor, dict[str, Any]]):
         self._state = state
 
     def __getitem__(self, p: Tensor) -> dict[str, Any]:
-        part: dict[str, Any] = self._state[p].setdefault(BASE, {})
+        parts = self._state[p]
+        if BASE not in parts:
+            parts[BASE] = {}
+        part: dict[str, Any] = parts[BASE]
         return part
 
     def __setitem__(self, p: Tensor, value: dict[str, Any]) -> None:

@@ -383,7 +383,7 @@ class Training:
     def titled(self, *what: str) -> str:
         """The first line of a summary: the optimizer, its base, ``what``, and the step."""
         size = self.world.size
-        rate = f"lr {self.groups[0]['lr']}" if self.groups else "no parameter groups"
+        rate = f"lr {settings_of(self.groups[0])['lr']}" if self.groups else "no parameter groups"
         processes = f"{size} process{'es' if size > 1 else ''}"
         parts = ", ".join([rate, *what, processes, f"step {self.steps}"])
         return f"{self.name} over {self.base_name}, {parts}"

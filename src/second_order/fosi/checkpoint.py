@@ -95,10 +95,9 @@ def room_for_eigenpairs(
 
 def _packed(trust: TrustRegion) -> Tensor:
     """The numbers of the trust region in float64, where they are: nobody waits for a device."""
-    found = [x for x in trust.numbers if isinstance(x, Tensor)]
-    return (
-        torch.stack(found).double() if found else torch.tensor(trust.numbers, dtype=torch.float64)
-    )
+    found = trust.numbers
+    here = found if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
+    return here.double()
 
 
 def _cut(

@@ -27,7 +27,7 @@ from second_order.fosi.eigenpairs import Closures, RefreshedPairs
 from second_order.fosi.metrics import ACCOUNTS, pair_metrics, pair_summary
 from second_order.fosi.options import FOSIOptions, check_one_vector, check_shards, newton_scales
 from second_order.fosi.subspace import Subspace, share_inside
-from second_order.fosi.trust import Flag, largest_scale, newton_terms, stability_limit
+from second_order.fosi.trust import largest_scale, stability_limit, taken_in
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
 from second_order.options import scheduled
@@ -175,47 +175,55 @@ class FOSICurvature(Curvature):
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
         chunks, dtype, basis = self.vector.chunks, self.vector.dtype, subspace.basis
         gradients = [chunk.gradients(dtype) for chunk in chunks]
-        witness = subspace.momentum * subspace.rates
+        witness = None if basis.alone else subspace.momentum * subspace.rates
         health: Tensor | None = None  # a sum that is finite where the gradients here are
-        if self.options.trust_region and witness.device.type != "cpu":  # where nobody is to wait
+        if witness is not None and self.options.trust_region and witness.device.type != "cpu":
             health = sum((0.0 * each.sum() for each in gradients), witness.new_zeros(()))
         c = basis.coefficients(gradients, witness=witness, along=health)
         if self.pairs.first_used == self.training.steps:
             rows = self.vector.spread
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
-        rule = decay, gain, nesterov = self.pairs.momentum_rule()
-        momentum = subspace.momentum.mul(decay).add_(c, alpha=gain)
-        newton = momentum * decay + gain * c if nesterov else momentum
-        step = newton * subspace.rates
         scales = newton_scales(self.options.newton_scale, self.training)
-        if not self.options.trust_region:
-            sound = basis.add(gradients, [-c])
+        if basis.vectors.device.type == "cpu":
+            step = self._settle(subspace, gradients, c, scales)
         else:
-            terms = newton_terms(newton, step, c, subspace.last)
-            sound = basis.add(gradients, [-c], along=terms)
-            finite: Flag = True
-            if health is not None:
-                finite = health.isfinite()
-            elif not sound:
-                here = all(bool(gradient.isfinite().all()) for gradient in gradients)
-                finite = self.training.world.all_agree(here, self.training.device)
-            limit, trust = stability_limit(*rule), self.pairs.trust
-            verdict = trust.judge(terms, largest_scale(scales), limit, sound, finite)
-            step, momentum, sound = subspace.bounded(step, momentum, sound, verdict)
-            for gradient in gradients if verdict.undo is not False else ():
-                # They are of where the step has led to that is undone.
-                gradient.masked_fill_(torch.as_tensor(verdict.undo), 0.0)
-            if verdict.undo is True:
-                self.pairs.tell_steps()
+            trust, rule, bounds = self.pairs.trust, self.pairs.momentum_rule(), tuple[Any, ...]()
+            if self.options.trust_region:
+                limit = stability_limit(*rule)
+                bounds = trust.numbers, trust.undone, largest_scale(scales), limit
+            health = c if health is None else health
+            step = subspace.settle_there(gradients, c, health, rule, bounds)
         for chunk, gradient in zip(chunks, gradients, strict=True):
             chunk.put(gradient, [p.grad for p in chunk.params])
-        subspace.accumulate(momentum, decay, sound)
-        if isinstance(sound, Tensor):
-            step = torch.where(sound, step, torch.nan)
-        elif not sound:
-            step = torch.full_like(step, torch.nan)
         self._newton = step, scales
         self._before = [chunk.take(chunk.params, dtype, "before") for chunk in chunks]
+
+    def _settle(
+        self,
+        subspace: Subspace,
+        gradients: Sequence[Tensor],
+        c: Tensor,
+        scales: Sequence[float | Tensor],
+    ) -> Tensor:
+        """Take V̂c out of the gradients; returns the Newton step to make, NaN for none."""
+        rule, bounded = self.pairs.momentum_rule(), self.options.trust_region
+        of = subspace.momentum, subspace.rates, subspace.last
+        momentum, step, *terms = taken_in(c, *of, *rule, bounded)
+        sound = bool(subspace.basis.add(gradients, [-c], along=terms[0] if terms else None))
+        if terms:
+            finite = sound
+            if not sound:
+                here = all(bool(gradient.isfinite().all()) for gradient in gradients)
+                finite = self.training.world.all_agree(here, self.training.device)
+            alpha, limit = float(largest_scale(scales)), stability_limit(*rule)
+            verdict = self.pairs.trust.judge(terms[0], alpha, limit, sound, finite)
+            step, momentum, sound = subspace.bounded(step, momentum, sound, verdict)
+            if verdict.undo:  # gradients are of where the step has led to that is undone
+                for gradient in gradients:
+                    gradient.zero_()
+                self.pairs.tell_steps()
+        subspace.accumulate(momentum, rule[0], sound)
+        return step if sound else torch.full_like(step, torch.nan)
 
     def _correct(self, subspace: Subspace, step: Tensor, scales: list[float | Tensor]) -> None:
         """Set w to w + d₁ + s (d₂ − V̂V̂ᵀd₂); the base has moved it by d₂."""
@@ -223,7 +231,8 @@ class FOSICurvature(Curvature):
         values = [chunk.values(dtype) for chunk in chunks]
         for value, before in zip(values, moved, strict=True):
             torch.sub(value, before, out=before)
-        sound = subspace.correct(values, moved, step, scales, [c.group for c in chunks])
+        alike = not any(isinstance(a, Tensor) or a != scales[0] for a in scales)
+        sound = subspace.correct(values, moved, step, scales[:1] if alike else scales)
         for chunk, value in zip(chunks, values, strict=True):
             # Those without a gradient stay, as with any optimizer.
             chunk.put(value, [None if p.grad is None else p for p in chunk.params])
@@ -310,8 +319,7 @@ class FOSICurvature(Curvature):
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
-        groups = [chunk.group for chunk in self.vector.chunks]
-        told = self.found()[0], self._share, self._before, groups
+        told = self.found()[0], self._share, self._before
         return pair_metrics(self.training, self.options, self.pairs, *told)
 
     def preconditioned(self) -> list[Tensor]:

@@ -405,4 +405,4 @@ def correction(
     steps = [-(scale * newton + undone) for scale in scales]
     result = torch.zeros_like(gradient)
     parts = [result[chunk.columns] for chunk in chunks]
-    return result, basis.add(parts, steps, [chunk.group for chunk in chunks])
+    return result, basis.add(parts, steps)

@@ -57,12 +57,11 @@ def pair_metrics(
     values: Tensor,
     share: Tensor | None,
     moved: Sequence[Tensor],
-    of: Sequence[int],
 ) -> dict[str, float]:
     """Numbers on eigenpairs, the refreshes that found them, and the last step.
 
-    ``values`` are û of the last refresh, ``share`` that of the gradient; of :func:`newton_share`
-    are ``moved`` and ``of``.
+    ``values`` are û of the last refresh, ``share`` that of the gradient; ``moved`` is of
+    :func:`newton_share`.
     """
     tally, last, subspace = pairs.tally, training.steps - 1, pairs.subspace
     found = dict.fromkeys(NAMES, math.nan)
@@ -88,7 +87,7 @@ def pair_metrics(
     if share is not None:
         found["gradient_share"] = float(share)
     if subspace is not None:
-        found["newton_share"] = newton_share(subspace, moved, of)
+        found["newton_share"] = newton_share(subspace, moved)
     return found
 
 
@@ -101,12 +100,11 @@ def refresh_share(seconds: Mapping[str, float]) -> float:
     return seconds["total_seconds/lanczos"] / base if base > 0.0 else math.nan
 
 
-def newton_share(subspace: Subspace, moved: Sequence[Tensor], of: Sequence[int]) -> float:
+def newton_share(subspace: Subspace, moved: Sequence[Tensor]) -> float:
     """‖d₁‖² / (‖d₁‖² + ‖s (d₂ − V̂V̂ᵀd₂)‖²) of the last step: the Newton part's share of it.
 
     Of the rows that are here; NaN where whole vectors are spread over processes, and nobody has
-    all of d₁. ``moved`` is what :meth:`Subspace.correct` left of the base's step d₂, by chunk,
-    ``of`` the index of each chunk's group.
+    all of d₁. ``moved`` is what :meth:`Subspace.correct` left of the base's step d₂, by chunk.
     """
     if subspace.taken is None or not moved or not subspace.basis.by_rows:
         return math.nan
@@ -115,7 +113,7 @@ def newton_share(subspace: Subspace, moved: Sequence[Tensor], of: Sequence[int])
     rest = [d / stretch if stretch else d.clone() for d in moved]
     subspace.basis.add(rest, [-c])
     newton = [torch.zeros_like(d) for d in moved]
-    subspace.basis.add(newton, [-scale * step for scale in scales], of)
+    subspace.basis.add(newton, [-scale * step for scale in scales])
     first, second = (
         sum(float(torch.linalg.vector_norm(part, dtype=torch.float64)) ** 2 for part in parts)
         for parts in (newton, rest)

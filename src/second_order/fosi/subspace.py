@@ -17,12 +17,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
-from second_order.fosi.trust import Flag, TrustVerdict
+from second_order.fosi.fused import fused
+from second_order.fosi.trust import Flag, TrustVerdict, newton_step, settled, taken_in
 from second_order.fosi.vector import Chunk
 from second_order.lanczos.vector_space import row_bounds
 
@@ -47,6 +49,20 @@ class Basis:
         if count is not None:
             self.mine = slice(*row_bounds(count, world.size)[world.rank : world.rank + 2])
         self._parts = [vectors[:, chunk.columns] for chunk in chunks]
+        self._whole = [[(0, slice(None), part)] for part in self._parts]
+        self._spans = [
+            [
+                (group, slice(columns.start - at, columns.stop - at), vectors[:, columns])
+                for at in [chunk.columns.start]
+                for group, columns in chunk.spans
+            ]
+            for chunk in chunks
+        ]
+
+    @property
+    def alone(self) -> bool:
+        """Whether nobody else is to hear of what is not finite, nor is the host."""
+        return self._world.size == 1 and self.vectors.device.type != "cpu"
 
     @classmethod
     def whole_vectors(cls, rows: Tensor, chunks: Sequence[Chunk], size: int, world: World) -> Basis:
@@ -83,26 +99,29 @@ class Basis:
         self,
         x: Sequence[Tensor],
         c: Sequence[Tensor],
-        of: Sequence[int] = (),
         along: Tensor | None = None,
+        sound: Flag | None = None,
     ) -> Flag:
         """Add V̂c to x in place if it is finite; returns whether, the same on all processes.
 
-        By rows it is if c is finite: V̂ is wherever V̂ᵀx has been. c may be several sets; each chunk
-        takes the one ``of`` its index. Sums over the vectors that are ``mine`` go ``along``; in
-        place they become those over all.
+        By rows it is if c is finite, where it is not known whether that is ``sound``: V̂ is wherever
+        V̂ᵀx has been. c is one set, or one of each group. Sums over the vectors that are ``mine`` go
+        ``along``; in place they become those over all.
         """
-        which = of or [0] * len(self._parts)
+        spans = self._spans if len(c) > 1 else self._whole
         if self.by_rows:
-            sound = _finite(c)
-            if not isinstance(sound, Tensor):  # where no answer is waited for
-                for part, each, i in zip(self._parts, x, which, strict=True) if sound else ():
-                    each.addmv_(part.t(), c[i])
-                return sound
-        sums = [part.t() @ c[i] for part, i in zip(self._parts, which, strict=True)]
-        if not self.by_rows:
-            self._world.all_reduce(sums if along is None else [*sums, along]).wait()
-            sound = _finite([each.sum() for each in sums])
+            sound = _finite(c) if sound is None else sound
+            for each, parts in zip(x, spans, strict=True) if sound is not False else ():
+                # In place, where no answer is waited for.
+                new = torch.empty_like(each) if isinstance(sound, Tensor) else each
+                for group, span, part in parts:
+                    torch.addmv(each[span], part.t(), c[group], out=new[span])
+                if isinstance(sound, Tensor):
+                    torch.where(sound, new, each, out=each)
+            return sound
+        sums = [torch.cat([part.t() @ c[group] for group, _, part in parts]) for parts in spans]
+        self._world.all_reduce(sums if along is None else [*sums, along]).wait()
+        sound = _finite([each.sum() for each in sums])
         _add_where(sound, x, sums)
         return sound
 
@@ -118,7 +137,7 @@ class Basis:
 def _finite(tensors: Sequence[Tensor]) -> Flag:
     """Whether tensors of one shape are finite, by their sum; a plain value on the CPU."""
     total = (tensors[0] if len(tensors) == 1 else torch.stack(list(tensors))).sum()
-    return math.isfinite(total.item()) if total.device.type == "cpu" else torch.isfinite(total)
+    return math.isfinite(total.item()) if total.device.type == "cpu" else total.abs() < math.inf
 
 
 def _add_where(sound: Flag, x: Sequence[Tensor], sums: Sequence[Tensor]) -> None:
@@ -178,30 +197,58 @@ class Subspace:
     taken: tuple[Tensor, Tensor, Sequence[float | Tensor]] | None = None
 
     def bounded(
-        self, step: Tensor, momentum: Tensor, sound: Flag, verdict: TrustVerdict
-    ) -> tuple[Tensor, Tensor, Flag]:
+        self, step: Tensor, momentum: Tensor, sound: bool, verdict: TrustVerdict
+    ) -> tuple[Tensor, Tensor, bool]:
         """Make of a Newton step and momentum, if ``sound``, what the trust region allows of them.
 
         Returns the step, the momentum, and whether they are to be taken.
         """
-        undo, back = verdict.undo, verdict.back
-        if isinstance(undo, Tensor) and isinstance(sound, Tensor):
-            new = torch.where(undo, back * self.last, step * verdict.share)
-            self.last = torch.where(sound, step, self.last).masked_fill(undo, 0.0)
-            return new, momentum.masked_fill(undo, 0.0), sound | undo
-        if undo:
-            new, self.last = back * self.last, torch.zeros_like(step)
+        if verdict.undo:
+            new, self.last = verdict.back * self.last, torch.zeros_like(step)
             return new, torch.zeros_like(momentum), True
         self.last = step if sound else self.last
         return step * verdict.share, momentum, sound
 
-    def accumulate(self, momentum: Tensor, decay: float, sound: Flag) -> None:
+    def accumulate(self, momentum: Tensor, decay: float, sound: bool) -> None:
         """Go on with a momentum that has taken in V̂ᵀg, where that is ``sound``."""
-        if isinstance(sound, Tensor):
-            momentum, sound = torch.where(sound, momentum, self.momentum), True
         if sound:
             self.momentum.copy_(momentum)
         self.decayed *= decay
+
+    def settle_there(
+        self,
+        gradients: Sequence[Tensor],
+        c: Tensor,
+        health: Tensor,
+        rule: tuple[float, float, bool],
+        bounds: tuple[Any, ...],
+    ) -> Tensor:
+        """Take V̂c out of the gradients on a device, and c into the momentum: nobody waits.
+
+        The gradients are finite if the sum of ``health`` is; ``bounds`` are the numbers of the
+        trust region, how many steps are undone, α and the limit of stability, or none. Returns the
+        Newton step to make, NaN for none.
+        """
+        basis, of = self.basis, (self.momentum, self.rates, self.last)
+        kept = [self.momentum]
+        if bounds:
+            kept += [self.last, *bounds[0].unbind(), bounds[1]]
+        if basis.by_rows:
+            taken_out, step, sound, *after = newton_step(c, *of, health, *rule, *bounds)
+            basis.add(gradients, [taken_out], sound=sound)
+        else:  # sums over the processes tell, which others' vectors are in
+            momentum, step, *terms = taken_in(c, *of, *rule, bool(bounds))
+            sound = torch.as_tensor(basis.add(gradients, [-c], along=terms[0] if terms else None))
+            known = (*terms, self.last, *bounds) if bounds else ()
+            found = settled(1.0 / sound, health, c, self.momentum, momentum, step, *known)
+            _, step, _, *after = found
+        if bounds:
+            undo = after.pop()
+            for gradient in gradients:  # they are of where the step has led to that is undone
+                gradient.masked_fill_(undo, 0.0)
+        torch._foreach_copy_(kept, after)
+        self.decayed *= rule[0]
+        return step
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
         """This process's part of the momentum in R^n."""
@@ -225,22 +272,33 @@ class Subspace:
         moved: Sequence[Tensor],
         step: Tensor,
         scales: Sequence[float | Tensor],
-        of: Sequence[int],
     ) -> Flag:
         """Take the base's step out of the subspace, stretch it, and add the Newton step.
 
         Of ``values``, the parameters after the base's step, in place; that step, ``moved``, is
-        overwritten. The Newton step has these coefficients, not finite to leave it out, and of each
-        group α, in ``scales``; each chunk is ``of`` a group. Nothing changes, on any process, where
-        a step is not finite on one; returns whether none is.
+        overwritten. The Newton step has these coefficients, not finite to leave it out, and α, in
+        ``scales``, of all groups or each. Nothing changes, on any process, where a step is not
+        finite on one; returns whether none is.
         """
-        c = self.basis.coefficients(moved, witness=step)
+        basis, stretch = self.basis, self.rest_scale - 1.0
+        c = basis.coefficients(moved, witness=None if basis.alone else step)
+        if c.device.type == "cpu":
+            taken_out = self.rest_scale * c if stretch else c
+            steps = [-scale * step - taken_out for scale in scales]
+            sound = basis.add(values, steps)
+        else:
+            c, known, *steps = corrections(c, step, self.rest_scale, *scales)
+            sound = basis.add(values, steps, sound=known)
         self.taken = step, c, scales
-        stretch = self.rest_scale - 1.0
-        taken_out = self.rest_scale * c if stretch else c
-        steps = [-scale * step - taken_out for scale in scales]
-        sound = self.basis.add(values, steps, of)
         if stretch and moved:
             torch._foreach_mul_(list(moved), stretch)
             _add_where(sound, values, moved)
         return sound
+
+
+@fused
+def corrections(c: Tensor, step: Tensor, rest: float, *scales: float | Tensor) -> list[Tensor]:
+    """V̂ᵀd₂, not finite where the step is not; whether none is; −α step − s V̂ᵀd₂ of each α."""
+    c = c + 0.0 * step.sum()
+    steps = [-scale * step - rest * c for scale in scales]
+    return [c, torch.stack(steps).sum().abs() < math.inf, *steps]

@@ -18,10 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
+
+from second_order.fosi.fused import fused
 
 __all__ = [
     "Flag",
@@ -31,8 +33,11 @@ __all__ = [
     "choose",
     "judged",
     "largest_scale",
+    "newton_step",
     "newton_terms",
+    "settled",
     "stability_limit",
+    "taken_in",
 ]
 
 Number: TypeAlias = float | Tensor
@@ -65,12 +70,85 @@ def largest_scale(scales: Sequence[Number]) -> Number:
     return torch.stack([torch.as_tensor(s).to(tensors[0]).abs() for s in scales]).max()
 
 
+@fused
+def taken_in(
+    c: Tensor,
+    momentum: Tensor,
+    rates: Tensor,
+    last: Tensor,
+    decay: float,
+    gain: float,
+    nesterov: bool,
+    bounded: bool,
+) -> list[Tensor]:
+    """The momentum that has taken in c = V̂ᵀg, and |û|⁻¹ n of it.
+
+    If steps are ``bounded``, the results of :func:`newton_terms`, too.
+    """
+    momentum = torch.add(momentum * decay, c, alpha=gain)
+    newton = momentum * decay + gain * c if nesterov else momentum
+    step = newton * rates
+    return [momentum, step, *([newton_terms(newton, step, c, last)] if bounded else [])]
+
+
 def newton_terms(newton: Tensor, step: Tensor, c: Tensor, last: Tensor) -> Tensor:
     """The sums over vectors that :meth:`TrustRegion.judge` needs, ``(3,)``.
 
     Of n, |û|⁻¹ n, V̂ᵀg, and |û|⁻¹ n of the last step.
     """
     return torch.stack([step @ newton, step @ c, last @ c])
+
+
+@fused
+def settled(
+    witness: Tensor,
+    gradient: Tensor,
+    c: Tensor,
+    old: Tensor,
+    momentum: Tensor,
+    step: Tensor,
+    *bounds: Any,
+) -> list[Tensor]:
+    """What becomes of a step on a device, by the rule of :meth:`TrustRegion.judge`.
+
+    Where the sum of ``witness`` is not finite V̂ᵀg is not, and where that of ``gradient`` is not the
+    gradient is not; ``old`` is the momentum before. The ``bounds``, if there are, are the results
+    of :func:`newton_terms`, the last step, numbers, how many are undone, α and the limit. Returns
+    −c, the step to take, NaN for none, whether V̂ᵀg is finite, and the momentum from now on; with
+    bounds also last, each number, undone, and whether the last step is taken back.
+    """
+    sound = witness.sum().abs() < math.inf
+    if not bounds:
+        return [-c, torch.where(sound, step, math.nan), sound, torch.where(sound, momentum, old)]
+    terms, last, numbers, undone, alpha, limit = bounds
+    finite = gradient.sum().abs() < math.inf
+    after, verdict = judged(numbers.unbind(), terms.unbind(), alpha, limit, sound, finite)
+    undo = torch.as_tensor(verdict.undo)
+    new = torch.where(undo, verdict.back * last, step * verdict.share)
+    new = torch.where(sound | undo, new, math.nan)
+    momentum = torch.where(undo, 0.0, torch.where(sound, momentum, old))
+    last = torch.where(undo, 0.0, torch.where(sound, step, last))
+    kept = cast(list[Tensor], after)
+    return [-c, new, sound, momentum, last, *kept, undone + undo, undo]
+
+
+@fused
+def newton_step(
+    c: Tensor,
+    momentum: Tensor,
+    rates: Tensor,
+    last: Tensor,
+    gradient: Tensor,
+    decay: float,
+    gain: float,
+    nesterov: bool,
+    *bounds: Any,
+) -> list[Tensor]:
+    """:func:`taken_in` and :func:`settled` of coefficients that are whole on every process."""
+    new, step, *terms = taken_in(c, momentum, rates, last, decay, gain, nesterov, bool(bounds))
+    witness = c.sum() + 0.0 * step.sum()
+    known = (*terms, last, *bounds) if bounds else ()
+    return list(settled(witness, gradient, c, momentum, new, step, *known))
 
 
 def choose(condition: Flag, yes: Number, no: Number) -> Number:
@@ -147,28 +225,29 @@ class TrustRegion:
     def __init__(self) -> None:
         # The usual promise, 0 before there is one; the bound on τ by the curvature along the steps;
         # the two sums of κ, the first without what the coming c₊ adds; τ and α of the last step.
-        self.numbers: list[Number] = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        # A list of numbers on the CPU, a tensor elsewhere.
+        self.numbers: list[Number] | Tensor = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
         self.undone: Number = 0
 
     def follow(self, like: Tensor) -> None:
         """Go on with numbers of a tensor's device and dtype."""
         if like.device.type == "cpu":
             self.numbers, self.undone = [float(x) for x in self.numbers], int(self.undone)
-        elif not isinstance(self.numbers[0], Tensor):
-            self.numbers = list(torch.tensor(self.numbers).to(like).unbind())
+        elif not isinstance(self.numbers, Tensor):
+            self.numbers = torch.tensor(self.numbers, dtype=like.dtype).to(like.device)
+            self.undone = like.new_full((), float(self.undone))
 
     def judge(
-        self, terms: Tensor, alpha: Number, limit: float, sound: Flag, finite: Flag
+        self, terms: Tensor, alpha: float, limit: float, sound: bool, finite: bool
     ) -> TrustVerdict:
-        """Look at what the last step has done, and bound the one to come.
+        """Look at what the last step has done, and bound the one to come, on the CPU.
 
         By the results of :func:`newton_terms` over all vectors and of :func:`stability_limit`, α,
         which is not negative, whether V̂ᵀg is finite, ``sound``, and whether the gradient is.
         """
-        found: list[Number] = list(terms.unbind())
-        if terms.device.type == "cpu":
-            found, alpha, sound, finite = terms.tolist(), float(alpha), bool(sound), bool(finite)
-        self.numbers, verdict = judged(self.numbers, found, alpha, limit, sound, finite)
+        self.numbers, verdict = judged(
+            list(self.numbers), terms.tolist(), alpha, limit, sound, finite
+        )
         self.undone = self.undone + verdict.undo
         return verdict
 
@@ -181,4 +260,6 @@ class TrustRegion:
         usual, scale, *others = self.numbers
         twice = RENEWED * scale
         scale = scale if risen else choose(twice > 1.0, 1.0, twice)
-        self.numbers = [usual, scale, *(0.0 * other for other in others)]
+        found = [usual, scale, *(0.0 * other for other in others)]
+        on_device = isinstance(self.numbers, Tensor)
+        self.numbers = torch.stack(cast(list[Tensor], found)) if on_device else found

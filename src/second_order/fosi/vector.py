@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any, cast
 
 import torch
@@ -38,18 +38,23 @@ PACKED_BELOW = 2**16
 
 
 class Chunk:
-    """Neighbouring pieces of one group, a large one alone.
+    """Neighbouring pieces: on the CPU of one group, and a large one alone.
 
     Many small parameters are most of a small network, and a call for each most of a step: they are
     copied by one call to a room, where they lie one after the other. Its columns in the vector of
-    all pieces that were cut into chunks begin at ``start``.
+    all pieces that were cut into chunks begin at ``start``; ``spans`` are those of each group.
     """
 
     def __init__(self, pieces: Sequence[ParamPiece], start: int) -> None:
-        self.pieces, self.group = pieces, pieces[0].group
+        self.pieces = pieces
         self.params = [piece.param for piece in pieces]
         self._sizes = [piece.size for piece in pieces]
         self.columns = slice(start, start + sum(self._sizes))
+        self.spans: list[tuple[int, slice]] = []
+        for group, run in groupby(pieces, lambda piece: piece.group):
+            stop = start + sum(piece.size for piece in run)
+            self.spans.append((group, slice(start, stop)))
+            start = stop
         self._whole = all(piece.whole for piece in pieces)
         self._rooms: dict[str, tuple[Tensor, list[Tensor]]] = {}
 
@@ -83,11 +88,12 @@ class Chunk:
         if self._whole and all(t is not None for t in tensors):
             torch._foreach_copy_(views, cast(list[Tensor], tensors))
             return flat
-        for piece, view, tensor in zip(self.pieces, views, tensors, strict=True):
-            if tensor is None:
-                view.zero_()
-            else:
-                view.copy_(tensor if piece.whole else piece.of(tensor))
+        there = list(zip(self.pieces, views, tensors, strict=True))
+        if absent := [view for _, view, tensor in there if tensor is None]:
+            torch._foreach_zero_(absent)
+        if found := [(b, view, tensor) for b, view, tensor in there if tensor is not None]:
+            parts = [tensor if b.whole else b.of(tensor) for b, _, tensor in found]
+            torch._foreach_copy_([view for _, view, _ in found], parts)
         return flat
 
     def put(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
@@ -96,9 +102,14 @@ class Chunk:
         if len(views) > 1 and self._whole and all(t is not None for t in tensors):
             torch._foreach_copy_(cast(list[Tensor], tensors), views)
             return
-        for piece, view, tensor in zip(self.pieces, views, tensors, strict=True):
-            if tensor is not None:
-                piece.put(tensor, view.reshape(-1))
+        found = zip(self.pieces, views, tensors, strict=True)
+        pairs = [(b, view, tensor) for b, view, tensor in found if tensor is not None]
+        if len(pairs) > 1 and all(tensor.is_contiguous() for _, _, tensor in pairs):
+            parts = [b.of(tensor) for b, _, tensor in pairs]
+            torch._foreach_copy_(parts, [view.reshape(-1) for _, view, _ in pairs])
+            return
+        for piece, view, tensor in pairs:
+            piece.put(tensor, view.reshape(-1))
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         for room, views in self._rooms.values():
@@ -109,15 +120,20 @@ class Chunk:
 
 
 def _chunks_of(pieces: Sequence[ParamPiece]) -> list[Chunk]:
-    """Cut pieces into chunks: a large one by itself, runs of small ones together."""
+    """Cut pieces into chunks: a large one by itself, runs of small ones together.
+
+    Off the CPU all of a dtype together: a launch costs more there than another copy.
+    """
     runs: list[list[ParamPiece]] = []
     for piece in pieces:
         last = runs[-1] if runs else None
         if (
             last
-            and max(piece.size, last[-1].size) < PACKED_BELOW
-            and last[-1].group == piece.group
             and last[-1].param.dtype == piece.param.dtype
+            and (
+                piece.param.device.type != "cpu"
+                or (max(piece.size, last[-1].size) < PACKED_BELOW and last[-1].group == piece.group)
+            )
         ):
             last.append(piece)
         else:

@@ -34,7 +34,7 @@ from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
-from second_order.kfac.solve import Solves, stacked_means
+from second_order.kfac.solve import Asked, Solves, split, stacked_means
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, local
@@ -46,7 +46,9 @@ __all__ = [
     "STEP_SIGN",
     "Lengths",
     "StepLength",
+    "before_refresh",
     "follow_refresh",
+    "rates_of",
 ]
 
 PRICE = {"inverse": 4.0, "eigen": 15.0}  # operations of a solve over n³ of its factors
@@ -122,7 +124,8 @@ class StepLength:
         last, self._step, self.kept, self.measured = self._step, {}, False, None
         told, pairs = {*step.told}, list[tuple[Tensor, Tensor]]()
         for block in step.layers if last and refreshed else ():
-            if block.solved and (block in told or (rows and is_dtensor(block.weight))):
+            sound = block.solved and not block.lost and not block.state.unexplained
+            if sound and (block in told or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
                         pairs.append((local(p.grad), last[p]))
@@ -198,6 +201,20 @@ class StepLength:
         self._looked_at, self._rate_changed = int(looked_at) - 1, int(changed) - 1
 
 
+def before_refresh(
+    length: StepLength, rates: Iterable[Scalar], blocks: Iterable[KroneckerBlock]
+) -> Asked:
+    """Ask for what a refresh does not change: rates on a device, s, layers' mean curvature."""
+    parts = [rate.view(1) for rate in rates if isinstance(rate, Tensor)]
+    parts += [] if length.measured is None else [length.measured.view(1)]
+    layers: list[KroneckerBlock] = []
+    for alike, means in stacked_means(blocks):
+        layers += alike
+        parts.append(means.prod(0).mean(-1))
+    device = parts[0].device if parts else torch.device("cpu")
+    return Asked(torch.cat([torch.zeros(0, device=device), *(x.to(device) for x in parts)]), layers)
+
+
 def follow_refresh(
     training: Training,
     options: KFACOptions,
@@ -205,6 +222,7 @@ def follow_refresh(
     drift: Drift | None,
     length: StepLength,
     step: StepPlan,
+    asked: Asked | None = None,
 ) -> None:
     """Let γ, intervals and the length of steps follow a refresh, alike on all ranks; a collective.
 
@@ -216,23 +234,22 @@ def follow_refresh(
     blocks, told, device = [*step.layers], {*step.told}, training.device
     with training.meter.stage("agree"):
         mine = dict.fromkeys(block for block in blocks if block.solved and block in told)
-        known = [block for block in mine if block.factors is not None]
-        nothing = torch.zeros(3, device=device)
-        s = nothing[0] if length.measured is None else length.measured
-        curvature = [means.prod(0).mean(-1).sum() for _, means in stacked_means(known)]
-        changes: list[Tensor] = []
-        for block in blocks if drift is not None else ():
-            change = block.take_change()
-            changes.append(change if block in mine and change is not None else nothing)
-        rates = _rates(training, blocks) if options.follows_steps else []
-        on_device = [rate for rate in rates if isinstance(rate, Tensor)]
-        parts = [each.reshape(-1).to(device) for each in (*on_device, s, *curvature, *changes)]
-        numbers = torch.cat(parts).to(torch.float32).tolist()  # a device is waited for once
-        lrs, numbers = numbers[: len(on_device)], numbers[len(on_device) :]
+        rates = rates_of(training, blocks) if options.follows_steps else []
+        if asked is None or asked.told is None:
+            asked = before_refresh(length, rates, [b for b in mine if b.factors is not None])
+            nothing, parts = torch.zeros(3, device=device), [asked.numbers]
+            for block in blocks if drift is not None else ():
+                change = block.take_change()
+                parts.append(change if block in mine and change is not None else nothing)
+            numbers = torch.cat([part.to(device) for part in parts])
+            asked.told = numbers.to(torch.float32).tolist()  # a device is waited for once
+        told_rates = [rate for rate in rates if isinstance(rate, Tensor)]
+        sizes = len(told_rates), int(length.measured is not None), len(asked.blocks)
+        lrs, s, curvature, changed = split(asked.told, sizes)
         rate = max([0.0, *lrs, *(rate for rate in rates if isinstance(rate, float))])
-        total = sum(numbers[1 : 1 + len(curvature)])
-        counts = float(length.measured is not None), len(known), sum(b.state.work for b in mine)
-        heard = [*map(float, counts), numbers[0], total, *numbers[1 + len(curvature) :]]
+        known = [x for b, x in zip(asked.blocks, curvature, strict=True) if b in mine]
+        counts = len(s), len(known), sum(block.state.work for block in mine)
+        heard = [*map(float, counts), sum(s), sum(known), *changed]
         if training.world.size > 1:
             message = torch.tensor(heard, dtype=torch.float64)
             training.world.on_cpu().all_reduce([message]).wait()
@@ -246,7 +263,7 @@ def follow_refresh(
         drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])
 
 
-def _rates(training: Training, blocks: Iterable[KroneckerBlock]) -> list[Scalar]:
+def rates_of(training: Training, blocks: Iterable[KroneckerBlock]) -> list[Scalar]:
     """The learning rates of the groups with parameters of any block."""
     ours: set[Tensor] = set()
     for block in blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -30,7 +31,7 @@ from second_order.kronecker.factors import (
     update_averages,
 )
 from second_order.kronecker.fisher import LabelSampler
-from second_order.kronecker.gradient import GradientBlock
+from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.queued import PairQueue
@@ -41,6 +42,8 @@ from second_order.report import LayerRow, Summary
 from second_order.sharded import FSDPParams, is_dtensor, plain_type, reshard
 
 __all__ = ["SILENT", "USUAL_BATCH", "Layers", "gradient_blocks", "gradient_statistics"]
+
+LOOKS, SHAPE = operator.attrgetter("requires_grad", "device", "shape"), operator.attrgetter("shape")
 
 USUAL_BATCH = 64.0  # examples, where nothing tells their number
 
@@ -185,13 +188,9 @@ class Layers:
     @property
     def unchanged(self) -> bool:
         """Whether parameters and blocks are as :meth:`follow` has seen them."""
-        same = self._seen is not None
-        for p, before in zip(self._params, self._seen or (), strict=False):
-            trains, device, size = before
-            same = same and p.requires_grad == trains and p.device == device and p.shape == size
-        for block, shape in zip(self.blocks, self._shapes, strict=False):
-            same = same and block.shape is shape
-        return same
+        shapes = map(SHAPE, self.blocks)
+        same = list(map(LOOKS, self._params)) == self._seen
+        return same and all(map(operator.is_, shapes, self._shapes))
 
     def follow(self) -> bool:
         """Look at which layers train now; returns whether others than before."""
@@ -199,7 +198,7 @@ class Layers:
             return False
         for block in self.blocks:
             block.follow_requires_grad()
-        self._seen = [(p.requires_grad, p.device, p.shape) for p in self._params]
+        self._seen = list(map(LOOKS, self._params))
         self._shapes = [block.shape for block in self.blocks]
         signature = tuple((block.training, block.shape) for block in self.blocks)
         if signature == self._signature:
@@ -553,6 +552,4 @@ def gradient_statistics(
     everywhere = examples * ranks
     # A sum over examples is divided by the processes where gradients are averaged over these.
     scale = everywhere if mean_loss else size**2 / everywhere
-    devices = {block: block.weight.device for block in mine}
-    found = {b: b.sums(examples.to(at), scale.to(at)) for b, at in devices.items()}
-    return {block: sums for block, sums in found.items() if sums is not None}
+    return gradient_sums(mine, examples, scale)

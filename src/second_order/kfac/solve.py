@@ -35,7 +35,7 @@ from second_order.kronecker.stacks import as_stack
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
-__all__ = ["Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
+__all__ = ["Asked", "Refreshed", "Solve", "Solved", "Solves", "Verdict", "split", "stacked_means"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
@@ -90,11 +90,23 @@ def stacked_means(
     return [(b, torch.stack([x.ensure_factors().means for x in b], 1)) for b in alike.values()]
 
 
+@dataclass
+class Asked:
+    """Numbers on a device, and what they are once it has been waited for."""
+
+    numbers: Tensor
+    blocks: Sequence[KroneckerBlock] = ()  # that they are about
+    told: Sequence[float] | None = None
+
+
 class Solves:
     """The inverses of a training's layers, solved at the step at which they are due."""
 
     heads = 0
     """Numbers that travel before a layer's A, γ and its scale; none where all workers know them."""
+
+    solves_at_once = True
+    """Whether layers are solved in the step in which they are due, and a device is waited for."""
 
     agreeing = "agree"
     """The stage of the agreement; "wait" where it may wait for what is solved beside training."""
@@ -116,6 +128,8 @@ class Solves:
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
+        self.asked: Asked | None = None  # by others, to be told when a device is waited for
+        self._unsure: dict[KroneckerBlock, Tensor] = {}  # weights of layers that may have none
 
     def restart(self, step: StepPlan) -> None:
         """Solve all layers of a plan anew, from other factors or on other ranks."""
@@ -239,15 +253,21 @@ class Solves:
         """
         if not ready:
             return None
-        options, over = self.options, self.layers.overflown
+        options, over, asked = self.options, self.layers.overflown, self.asked
+        unsure, self._unsure, self.asked = self._unsure, {}, None
         like = {shape: i for i, shape in enumerate(dict.fromkeys(b.shape for b in ready))}
         mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
         mine.sort(key=lambda item: (like[item[0].shape], item[1]))
         problems = [self.problem(block, letter, block.weight.device) for block, letter in mine]
         attempts = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
-        numbers = torch.cat([attempts.errors, over.to(attempts.errors)]).tolist()
-        count = len(attempts.errors)
-        found = attempts.finish(numbers[:count])
+        reads = [attempts.errors, over, *(weight.view(1) for weight in unsure.values())]
+        reads += [] if asked is None else [asked.numbers]
+        numbers = torch.cat([each.to(attempts.errors) for each in reads]).tolist()
+        sizes = len(attempts.errors), len(over), len(unsure)
+        errors, told, weights, further = split(numbers, sizes)
+        if asked is not None:
+            asked.told = further
+        found = attempts.finish(errors)
         for block in ready:
             self.under_way[block].verdict = Verdict.SOUND
         for (block, letter), parts in zip(mine, found, strict=True):
@@ -255,7 +275,10 @@ class Solves:
                 self.under_way[block].verdict = Verdict.FAILED
             else:
                 self.under_way[block].solved[letter] = parts
-        return numbers[count:]
+        for block, weight in zip(unsure, weights, strict=True):
+            if not weight > 0:
+                self.under_way[block].verdict, self.under_way[block].solved = _unseen(block), {}
+        return told
 
     def ready(
         self, mine: Sequence[KroneckerBlock], others: Sequence[KroneckerBlock]
@@ -270,14 +293,18 @@ class Solves:
                 ready.append(block)
             else:
                 weights[block] = block.ensure_factors().weight.to(self.training.device)
+        if self.solves_at_once and self.training.device.type != "cpu":
+            # These have, most likely: they are solved before that is read, with all the rest.
+            self._unsure = {block: w for block, w in weights.items() if block.state.heard}
+            ready += self._unsure
+            weights = {block: w for block, w in weights.items() if block not in self._unsure}
         if weights:
             counts = torch.stack(list(weights.values())).tolist()
             for block, weight in zip(weights, counts, strict=True):
                 if weight > 0:
                     ready.append(block)
-                else:  # the pairs of a dead layer have been heard: they have no example
-                    silent = block.state.asked and not block.state.heard
-                    self.under_way[block].verdict = Verdict.SILENT if silent else Verdict.UNSEEN
+                else:
+                    self.under_way[block].verdict = _unseen(block)
         traces = self.damp((*ready, *others))
         if self.traces is not None:
             of_ready = {block: traces[block] for block in ready}
@@ -487,3 +514,17 @@ class Solves:
                     f"the factors of layer {block.name!r} could not be decomposed at step "
                     f"{training.steps}{block.state.complaint}; {kept} until a refresh succeeds"
                 )
+
+
+def split(numbers: Sequence[float], sizes: Iterable[int]) -> list[Sequence[float]]:
+    """So many numbers each, and the rest."""
+    parts, start = list[Sequence[float]](), 0
+    for size in sizes:
+        parts.append(numbers[start : start + size])
+        start += size
+    return [*parts, numbers[start:]]
+
+
+def _unseen(block: KroneckerBlock) -> Verdict:
+    """The verdict on a layer without statistics; a dead layer's pairs have been heard."""
+    return Verdict.SILENT if block.state.asked and not block.state.heard else Verdict.UNSEEN

@@ -148,6 +148,8 @@ def retrieve(
 class SolvesOnThreads(Solves):
     """The inverses of a training's layers, solved on the threads of a pool."""
 
+    solves_at_once = False
+
     def __init__(self, *arguments: Any, own: DistKFACOptions) -> None:
         super().__init__(*arguments)
         self._own, self.pool = own, WorkerPool(own.inverse_threads or half_the_cores())
@@ -285,6 +287,7 @@ def solve(
     built = [
         replace(
             problem,
+            device=stored.device,
             stored=stored,
             added=None if problem.added is None else next(added),
         )

@@ -49,7 +49,7 @@ from second_order.kronecker.layers import (
     linear_statistics,
     live_rows,
 )
-from second_order.kronecker.queued import PairQueue, QueuedPair
+from second_order.kronecker.queued import PairQueue, QueuedPair, Rows
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
@@ -462,19 +462,20 @@ class StatisticsCollector:
     # Of one input and pass; to be let go when the step's statistics are taken.
     last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
     queue: PairQueue = field(default_factory=PairQueue)  # of pairs on devices
-    # The Linears whose pairs may be kept there, and the places of their blocks.
-    _places: dict[tuple[KroneckerBlock, nn.Module], int] = field(default_factory=dict)
+    # The places of blocks, by their modules; and whether a block is a Linear.
+    _places: dict[tuple[KroneckerBlock, nn.Module], tuple[int, bool]] = field(default_factory=dict)
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
         self.blocks.clear()
         self._places.clear()
         for place, block in enumerate(blocks):
-            for module, key in zip(block.watched, block.keys, strict=False):
+            kinds = dict(zip(block.modules, block.keys, strict=True))
+            for module in block.watched:
                 self.blocks.setdefault(module, []).append(block)
+                key = kinds[module] if type(block) is KroneckerBlock else None
                 linear = key is not None and KINDS[key].statistics is linear_statistics
-                if linear and type(block) is KroneckerBlock:
-                    self._places[block, module] = place
+                self._places[block, module] = place, linear
 
     def _training(self, module: nn.Module) -> list[KroneckerBlock]:
         return [block for block in self.blocks.get(module, ()) if block.trainable]
@@ -532,22 +533,32 @@ class StatisticsCollector:
             if not block.fits_pair(module, x, d):
                 block.judge(1.0)
             elif not block.state.unexplained:
-                staged, place = block.staged, self._places.get((block, module))
-                if d.device.type != "cpu" and place is not None and source >= 0 and staged.keeps:
-                    staged.expect(pass_id, again=again, reduction=reduction)
-                    form = Form(block.trains_bias, self.approximation, staged.triangular)
-                    of = staged, pass_id, form, reduction, self.gradient_scale, place
-                    self.queue.add(QueuedPair(x, d, *of))
-                else:
-                    with span("capture"), ieee_matmul(d.device):
+                staged, scale = block.staged, self.gradient_scale
+                if d.device.type == "cpu":
+                    with span("capture"):
                         pair = self._statistics(block, module, x, d, (source, pass_id))
-                        scale = self.gradient_scale(d)
-                        staged.add(pair, scale, pass_id, again=again, reduction=reduction)
+                        staged.add(pair, scale(d), pass_id, again=again, reduction=reduction)
+                else:
+                    staged.expect(pass_id, again=again, reduction=reduction)
+                    place, what = self._queued(block, module, x, d)
+                    queued = QueuedPair(what, staged, pass_id, reduction, scale, place)
+                    # The memory of a graph's pairs, which have no source, is the graph's.
+                    self.queue.add(queued, keep=source >= 0 and staged.keeps)
                 inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
                 block.staged.work += 6 * d.numel() * inputs
                 block.state.work = block.staged.work
                 block.state.heard = True
                 self.heard(block)
+
+    def _queued(
+        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor
+    ) -> tuple[int, Rows | PairStatistics]:
+        """What is kept of a pair on a device, and the place of its layer."""
+        place, linear = self._places[block, module]
+        if linear:
+            return place, Rows(x, d, block.trains_bias, self.approximation)
+        with span("capture"), ieee_matmul(d.device):
+            return place, self._statistics(block, module, x, d, (ALONE, ALONE))
 
     def _statistics(
         self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, key: tuple[int, int]
@@ -562,7 +573,8 @@ class StatisticsCollector:
         if plain and last is not None and last[0] == mine and last[1] is not block:
             known = last[2]
         wide = torch.promote_types(self.factor_dtype, torch.float32)
-        form = Form(block.trains_bias, approximation, block.staged.triangular, known)
+        packed = block.staged.triangular and d.device.type == "cpu"  # else all layers' at once
+        form = Form(block.trains_bias, approximation, packed, known)
         x = x.to(wide) if x.is_floating_point() else x
         pair = block.statistics(module, x, d.to(wide), form)
         if known is not None and pair.factors["A"] is known.factors["A"]:

@@ -42,6 +42,7 @@ RESIDUAL_TOLERANCE = 1e-3
 CPU_BATCH_BYTES, BATCH_BYTES = 2**20, 64 * 2**20
 
 _norm: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=(-2, -1))
+_lengths: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=-2)
 
 
 @contextmanager
@@ -90,11 +91,11 @@ def eigh(matrix: Tensor) -> tuple[Decomposition, Tensor]:
         return (matrix.clamp_min(0),), _zero_if_finite(matrix)
     size = _size(matrix)
     scaled = matrix / size
-    bad = ~(_norm(scaled) < torch.inf)
-    _fill(scaled, bad[:, None, None], 0.0)
-    values, vectors = torch.linalg.eigh(scaled)
-    error = _error_of_basis(scaled, vectors, values)
-    return (vectors, values.clamp_min(0) * size.squeeze(-1)), _fill(error, bad, torch.inf)
+    probe, _ = _probe(matrix.shape[-1], matrix.dtype, matrix.device)
+    expected = scaled @ probe  # NaN of what is not finite
+    values, vectors = torch.linalg.eigh(scaled.nan_to_num_(0.0, 0.0, 0.0))
+    error = _error_of_basis(expected, vectors, values)
+    return (vectors, values.clamp_min(0) * size.squeeze(-1)), error
 
 
 def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
@@ -130,18 +131,21 @@ def _zero_if_finite(x: Tensor) -> Tensor:
 
 def _size(matrix: Tensor) -> Tensor:
     """The mean diagonal entry, ``(batch, 1, 1)``: dividing by it keeps squares in range."""
-    tiny = torch.finfo(matrix.dtype).tiny
-    return diagonal(matrix).mean(-1).abs().clamp_min(tiny)[:, None, None]
+    numbers = torch.finfo(matrix.dtype)
+    return diagonal(matrix).mean(-1).abs().clamp(numbers.tiny, numbers.max)[:, None, None]
 
 
-def _error_of_basis(matrix: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
-    probe, length = _probe(matrix.shape[-1], matrix.dtype, matrix.device)
-    coordinates, expected = vectors.mT @ probe, matrix @ probe
-    error = _norm(torch.baddbmm(expected, vectors, values.unsqueeze(-1) * coordinates, beta=-1))
-    error = error / (_norm(expected) + length)
-    # Q Λ Qᵀ alone would pass with a Q that is not orthogonal where Λ vanishes.
-    skew = _norm(torch.baddbmm(probe, vectors, coordinates, beta=-1)) / length
-    return torch.maximum(error, skew)
+def _error_of_basis(expected: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
+    """The error of Q Λ Qᵀ x, which is ``expected``, or that of Q Qᵀ x, which is larger.
+
+    The first would pass with a Q that is not orthogonal where Λ vanishes.
+    """
+    probe, length = _probe(expected.shape[-2], expected.dtype, expected.device)
+    coordinates = vectors.mT @ probe
+    found = vectors @ torch.cat([values.unsqueeze(-1) * coordinates, coordinates], -1)
+    right = torch.cat([expected, probe.expand_as(expected)], -1)
+    errors, sizes = _lengths(found - right), _lengths(right)
+    return (errors / torch.maximum(sizes, length)).amax(-1)
 
 
 @lru_cache(maxsize=256)
@@ -248,7 +252,7 @@ def _gathered(problems: Sequence[Problem]) -> Tensor:
     first, alone = problems[0], len(problems) == 1
     packed = first.stored.dim() == 2 and not first.is_diagonal
     batch = first.stored if alone else torch.cat([each.stored for each in problems])
-    batch = batch.to(first.device, first.dtype, copy=alone and not packed)
+    batch = batch.to(first.dtype, copy=alone and not packed)
     if packed:
         batch = unpack_upper_triangular(batch, first.dim)
     added = [each.added for each in problems if each.added is not None]

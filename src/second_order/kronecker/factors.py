@@ -136,7 +136,7 @@ class StagedStatistics:
         again: bool = False,
         reduction: Reduction = "sum",
     ) -> None:
-        """Add a pair of a backward pass: sums over its examples.
+        """Add a pair of a backward pass on the CPU: sums over its examples.
 
         ``gradient_scale`` turns the captured gradient into that of the pass's loss; ``again``: an
         earlier pass has come through the same forward.
@@ -155,14 +155,11 @@ class StagedStatistics:
             for n in (pair.rows, pair.examples)
         ]
         record = torch.cat([*counts, *means]).to(self.dtype)
-        size = record.sum()
-        # On the CPU nobody waits for an answer, and masks cost more than the sums.
-        if size.device.type != "cpu" or not math.isfinite(size):
-            bad = size * 0.0 != 0.0
-            record.masked_fill_(bad, 0.0)
+        if not math.isfinite(record.sum()):  # nobody waits for an answer
+            record.zero_()
             # Not in place: another layer may have been given the same A.
-            found = {k: factor.masked_fill(bad, 0.0) for k, factor in found.items()}
-            self.dropped += bad
+            found = {k: torch.zeros_like(factor) for k, factor in found.items()}
+            self.dropped += 1
         put([(self, pass_id, found, record)])
 
     def sums(self, micro_batches: int = 1) -> StatisticsSums:

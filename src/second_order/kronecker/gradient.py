@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,10 @@ from torch import Tensor, nn
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.layers import FactorShape, as_matrices
+from second_order.kronecker.stacks import in_groups, most_elements, own_stack
+from second_order.kronecker.triangles import pack_upper_triangular
 
-__all__ = ["GradientBlock", "folded"]
+__all__ = ["GradientBlock", "folded", "gradient_sums"]
 
 
 def folded(shape: Sequence[int]) -> tuple[int, int]:
@@ -70,32 +73,57 @@ class GradientBlock(KroneckerBlock):
         flipped = folded(self.owned.shape) != (rows, columns)
         return FactorShape(1, columns, rows, wide, transposed=flipped, marginal=True)
 
-    def sums(self, examples: Tensor, scale: Tensor) -> StatisticsSums | None:
-        """The statistics of the gradient that is here, for so many examples; None without one.
 
-        A gradient that is zero, or so small that its squares lose their digits, counts no example,
-        nor does one that is not finite, which is counted as dropped. The scale brings M Mᵀ to an
-        example's: N where the loss is a mean.
-        """
-        if self.owned.grad is None:
-            return None
-        found = as_matrices([self.owned.grad], self.layout).to(self.staged.dtype)
-        size = found.square().sum()
-        finite = torch.isfinite(size * scale)
-        self.staged.dropped += ~finite
-        number = torch.finfo(size.dtype)
-        live = finite & (size > number.tiny / number.eps)
-        found = torch.where(live, found, 0.0)
-        size, examples = torch.where(live, size, 0.0), examples * live.to(size.dtype)
-        shape, factors = self.shape, {}
-        for letter in shape.letters:
-            if not self.held[letter == "G"]:  # of others only the trace is known
-                factors[letter] = found.new_empty(0, dtype=self.factor_dtype)
-                continue
-            half = found if letter == "A" else found.mT
-            whole = half.square().sum(-2) if letter in shape.diagonals else half.mT @ half
-            whole = whole if letter == "A" else whole * (scale * examples)
-            factors[letter] = self.ensure_factors().store(whole)
-        traces = [size / shape.in_dim, size * scale * examples / shape.out_dim]
-        self.state.heard = True
-        return StatisticsSums(factors, torch.stack([examples, *traces]).to(self.staged.dtype))
+def gradient_sums(
+    blocks: Sequence[GradientBlock], examples: Tensor, scale: Tensor
+) -> dict[KroneckerBlock, StatisticsSums]:
+    """The statistics of the gradients that are here, for so many examples, of blocks that have one.
+
+    A gradient that is zero, or so small that its squares lose their digits, counts no example,
+    nor does one that is not finite, which is counted as dropped. The scale brings M Mᵀ to an
+    example's: N where the loss is a mean.
+    """
+    here = [block for block in blocks if block.owned.grad is not None]
+    keys = [(b.weight.device, b.layout, b.shape, b.held, b.weight.dtype) for b in here]
+    sizes = [block.size for block in here]
+    sums: dict[KroneckerBlock, StatisticsSums] = {}
+    most = most_elements(keys[0][0]) if keys else 0
+    for group in in_groups(keys, sizes, most):
+        device = keys[group[0]][0]
+        sums |= _sums_of_alike([here[i] for i in group], examples.to(device), scale.to(device))
+    return sums
+
+
+def _sums_of_alike(
+    blocks: Sequence[GradientBlock], examples: Tensor, scale: Tensor
+) -> dict[KroneckerBlock, StatisticsSums]:
+    """The statistics of blocks whose gradients lie alike in ``(n, out, in)``."""
+    first, shape = blocks[0], blocks[0].shape
+    dtype, triangular = first.staged.dtype, first.staged.triangular
+    gradients = [cast(Tensor, block.owned.grad) for block in blocks]
+    found = as_matrices(gradients, first.layout).to(dtype)
+    size = found.square().sum((1, 2))
+    finite, number = size * scale * 0.0 == 0.0, torch.finfo(dtype)
+    own_stack([vars(block.staged) for block in blocks], "dropped").add_(~finite)
+    dead = ~(finite & (size > number.tiny / number.eps))
+    found = found.masked_fill(dead.view(-1, 1, 1), 0.0)
+    size, examples = size.masked_fill(dead, 0.0), examples * ~dead
+    factors: dict[str, Sequence[Tensor]] = {}
+    for letter in shape.letters:
+        if not first.held[letter == "G"]:  # of others only the trace is known
+            factors[letter] = [found.new_empty(0, dtype=first.factor_dtype)] * len(blocks)
+            continue
+        half = found if letter == "A" else found.mT
+        diagonal = letter in shape.diagonals
+        whole = half.square().sum(-2) if diagonal else half.mT @ half
+        if letter == "G":
+            whole = whole * (scale * examples).view(-1, 1, 1)
+        whole = pack_upper_triangular(whole) if triangular and not diagonal else whole
+        factors[letter] = whole.to(first.factor_dtype).unsqueeze(1).unbind()
+    traces = [size / shape.in_dim, size * scale * examples / shape.out_dim]
+    heads = torch.stack([examples, *traces], 1).to(dtype).unbind()
+    sums: dict[KroneckerBlock, StatisticsSums] = {}
+    for block, head, *parts in zip(blocks, heads, *factors.values(), strict=True):
+        block.state.heard = True
+        sums[block] = StatisticsSums(dict(zip(factors, parts, strict=True)), head)
+    return sums

@@ -209,8 +209,8 @@ def symmetric(
     total, matrix = dim + (column is not None), None
     small = triangular and total <= GATHERED_UP_TO  # by way of the whole matrix
     for start, band in bands:
-        if small and matrix is None and band.shape[-2] == total:
-            return pack_from_upper(band)
+        if matrix is None and band.shape[-2] == total and (small or not triangular):
+            return pack_from_upper(band) if small else band
         if matrix is None:
             matrix = empty_symmetric(x, band.shape[0], total, triangular and not small)
         if small:

@@ -1,16 +1,18 @@
-"""Pairs of Linears on a device, kept until their pass ends and then multiplied together.
+"""Pairs on a device, kept until their pass ends and then added up together.
 
 A device has next to nothing to do for a small layer but to be told of it. So the sums of all layers
-with pairs of equal shape are made by the same few operations, however many there are. Pairs are
-kept up to a number of bytes: large ones give a device work enough one by one.
+with pairs of equal shape are made by the same few operations, however many there are: those of
+Linears from their rows, of others from each pair's own sums. Pairs are kept up to a number of
+bytes: large ones give a device work enough one by one.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,71 +20,117 @@ from torch import Tensor, nn
 from second_order.kronecker import autograd
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import Reduction, StagedStatistics, put, scale_squared
-from second_order.kronecker.layers import Form, reduced
+from second_order.kronecker.layers import Approximation, PairStatistics, reduced
 from second_order.kronecker.stacks import in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import pack_upper_triangular
 from second_order.stages import span
 
-__all__ = ["PairQueue", "QueuedPair"]
+__all__ = ["PairQueue", "QueuedPair", "Rows"]
 
 QUEUED_BYTES = 2**26
-"""Bytes of inputs and gradients up to which pairs are kept."""
+"""Bytes up to which pairs are kept."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A pair of a Linear, ``(..., in)`` and ``(..., out)``, whose sums are to be made."""
+
+    x: Tensor
+    d: Tensor
+    bias: bool  # the homogeneous coordinate belongs to A
+    approximation: Approximation
+    _versions: tuple[int, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_versions", (self.x._version, self.d._version))
+
+    @property
+    def changed(self) -> bool:
+        """Whether a tensor has been changed in place since."""
+        return (self.x._version, self.d._version) != self._versions
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of rows; or of examples, and of the positions of each that are to be reduced."""
+        if self.approximation == "reduce" and self.x.dim() > 2:
+            return len(self.d), self.d.shape[1:-1].numel()
+        return (self.d.shape[:-1].numel(),)
+
+    @property
+    def key(self) -> Hashable:
+        """What pairs have in common that are multiplied together."""
+        ends = self.x.shape[-1], self.d.shape[-1], self.x.dtype, self.d.dtype
+        return (*self.sizes, *ends, self.bias, self.approximation)
+
+    @property
+    def size(self) -> int:
+        """Elements of the pair and of its sums."""
+        x, d = self.x, self.d
+        return x.numel() + d.numel() + x.shape[-1] ** 2 + d.shape[-1] ** 2
 
 
 @dataclass(frozen=True)
 class QueuedPair:
-    """A pair of a Linear, ``(..., in)`` and ``(..., out)``, that is expected by its layer."""
+    """A pair, which its layer expects."""
 
-    x: Tensor
-    d: Tensor
+    what: Rows | PairStatistics
     staged: StagedStatistics
     pass_id: int
-    form: Form
     reduction: Reduction
     scale: Callable[[Tensor], Tensor | float]  # of gradients
     place: int  # of the layer in the model
+    _cleared: int = field(init=False)
 
     def __post_init__(self) -> None:
-        state = self.staged.cleared, self.x._version, self.d._version
-        object.__setattr__(self, "before", state)
+        object.__setattr__(self, "_cleared", self.staged.cleared)
 
     @property
     def wanted(self) -> bool:
-        """Whether the layer has not been cleared since; notes where a tensor has been changed."""
-        cleared, *versions = vars(self)["before"]
-        if cleared != self.staged.cleared:
+        """Whether the layer still expects the pair as it was; a changed one is noted as dropped."""
+        if self._cleared != self.staged.cleared:
             return False
-        if versions != [self.x._version, self.d._version]:
-            # By the backward that made it, or by the user within the pass: not to be kept again.
+        if isinstance(self.what, Rows) and self.what.changed:
+            # In the very pass that brought it: this layer's are not to be kept again.
             self.staged.keeps = False
             self.staged.dropped += 1
             return False
         return True
 
     @property
-    def sizes(self) -> tuple[int, ...]:
-        """Rows of the pair, or examples and positions of each where these are to be reduced."""
-        if self.form.approximation == "reduce" and self.x.dim() > 2:
-            return len(self.d), self.d.shape[1:-1].numel()
-        return (self.d.shape[:-1].numel(),)
+    def rows(self) -> int:
+        """Rows, those without a gradient included."""
+        return self.what.sizes[0] if isinstance(self.what, Rows) else self.what.rows
+
+    @property
+    def key(self) -> Hashable:
+        """What pairs have in common that are added up together."""
+        own = self.what.key if isinstance(self.what, Rows) else None
+        return own, self.staged.shape, self.staged.triangular, self.rows, self.reduction
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        if isinstance(self.what, Rows):
+            return self.what.size
+        return sum(factor.numel() for factor in self.what.factors.values())
 
 
 class PairQueue:
-    """Pairs of one pass, or of the beginning of one."""
+    """Pairs of one pass, or of the beginning of one; ``timed`` measures what comes at its end."""
 
     def __init__(self, timed: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._timed = timed
         self._pairs: deque[QueuedPair] = deque()
         self._bytes = 0
-        self._ending = autograd.NO_PASS  # the pass at whose end they are multiplied
+        self._ending = autograd.NO_PASS  # the pass at whose end they are added up
 
-    def add(self, pair: QueuedPair) -> None:
+    def add(self, pair: QueuedPair, keep: bool = True) -> None:
         """Keep a pair until the running pass ends, or many have come."""
         self._pairs.append(pair)
-        self._bytes += pair.x.nbytes + pair.d.nbytes
+        self._bytes += 4 * pair.size
         pair.staged.settle = self.flush
         now = autograd.current_pass()
-        if self._bytes > QUEUED_BYTES or now == autograd.NO_PASS:
+        if not keep or self._bytes > QUEUED_BYTES or now == autograd.NO_PASS:
             self.flush()
         elif now != self._ending:
             self._ending = now
@@ -99,78 +147,97 @@ class PairQueue:
             taken.append(self._pairs.popleft())
             taken[-1].staged.settle = None
         self._bytes = 0
-        nth: Counter[int] = Counter()  # pairs of one layer come one after the other
-        rounds: list[tuple[int, int, int]] = []
-        for i, pair in enumerate(taken):
-            if pair.wanted:
-                rounds.append((nth[id(pair.staged)], pair.place, i))
-                nth[id(pair.staged)] += 1
-        keys = [(pair.d.device, turn) for turn, _, i in sorted(rounds) for pair in [taken[i]]]
-        pairs = [taken[i] for *_, i in sorted(rounds)]
+        turns: Counter[int] = Counter()  # pairs of one layer come one after the other
+        kept: list[tuple[int, int, QueuedPair]] = []
+        for pair in filter(lambda pair: pair.wanted, taken):
+            turn = turns[id(pair.staged)] = turns[id(pair.staged)] + 1
+            kept.append((turn, pair.place, pair))
+        kept.sort(key=lambda each: each[:2])
+        keys = [(p.staged.device, turn, _columns(p.staged)) for turn, _, p in kept]
         for group in in_groups(keys):
             device = keys[group[0]][0]
             plain = torch.autocast(device.type, enabled=False)
             with torch.no_grad(), plain, span("capture"), ieee_matmul(device):
-                _bring([pairs[i] for i in group])
+                _bring([kept[i][2] for i in group])
+
+
+def _columns(staged: StagedStatistics) -> int:
+    """Numbers in a record."""
+    return 2 + len(staged.shape.letters) * staged.shape.groups
 
 
 def _bring(pairs: Sequence[QueuedPair]) -> None:
-    """Bring pairs of different layers on one device to their statistics."""
-    keys = [
-        (*p.sizes, p.x.shape[-1], p.d.shape[-1], p.x.dtype, p.d.dtype, p.form, p.reduction)
-        for p in pairs
-    ]
-    sizes = [p.x.numel() + p.d.numel() + p.x.shape[-1] ** 2 + p.d.shape[-1] ** 2 for p in pairs]
-    groups = in_groups(keys, sizes, most_elements(pairs[0].d.device))
+    """Bring pairs of different layers, with records of one length, to their statistics."""
+    sizes, most = [pair.size for pair in pairs], most_elements(pairs[0].staged.device)
+    groups = in_groups([pair.key for pair in pairs], sizes, most)
     pairs = [pairs[i] for group in groups for i in group]
-    first = pairs[0]
-    rows = first.sizes[0]
-    records = first.d.new_full((len(pairs), 4), rows, dtype=first.staged.dtype)
-    found: list[tuple[Tensor, Tensor]] = []
+    staged, rows = [pair.staged for pair in pairs], pairs[0].rows
+    size = len(pairs), _columns(staged[0])
+    records = torch.full(size, float(rows), dtype=staged[0].dtype, device=staged[0].device)
+    found: list[dict[str, Tensor]] = []
     start = 0
     for group in groups:
-        stop = start + len(group)
-        if pairs[start].sizes[0] != rows:
-            records[start:stop, 0] = pairs[start].sizes[0]
-        found.append(_factors(pairs[start:stop], records[start:stop]))
-        start = stop
+        alike, here = pairs[start : start + len(group)], records[start : start + len(group)]
+        if alike[0].rows != rows:
+            here[:, 0] = alike[0].rows
+        found.append(_sums(alike, here))
+        start += len(group)
     bad = records.sum(1) * 0.0 != 0.0
     records.masked_fill_(bad.unsqueeze(1), 0.0)
-    own_stack([vars(pair.staged) for pair in pairs], "dropped").add_(bad)
+    own_stack([vars(each) for each in staged], "dropped").add_(bad)
     parts: list[dict[str, Tensor]] = []
-    for stacks in found:
-        here = bad[len(parts) : len(parts) + len(stacks[0])]
-        a, g = (each.masked_fill_(here.view(-1, *[1] * (each.dim() - 1)), 0.0) for each in stacks)
-        parts += [{"A": x, "G": y} for x, y in zip(a.unbind(), g.unbind(), strict=True)]
-    each = zip(pairs, parts, records.unbind(), strict=True)
-    put([(pair.staged, pair.pass_id, factors, record) for pair, factors, record in each])
+    for group, stacks in zip(groups, found, strict=True):
+        unsound = bad[len(parts) : len(parts) + len(group)]
+        for each in stacks.values():
+            each.masked_fill_(unsound.view(-1, *[1] * (each.dim() - 1)), 0.0)
+        columns = (each.unbind() for each in stacks.values())
+        parts += [dict(zip(stacks, each, strict=True)) for each in zip(*columns, strict=True)]
+    ready = zip(pairs, parts, records.unbind(), strict=True)
+    put([(pair.staged, pair.pass_id, factors, record) for pair, factors, record in ready])
 
 
-def _factors(pairs: Sequence[QueuedPair], records: Tensor) -> tuple[Tensor, Tensor]:
-    """A and G of pairs of equal shape, as stored, and their records but the rows.
+def _sums(pairs: Sequence[QueuedPair], records: Tensor) -> dict[str, Tensor]:
+    """The sums of pairs that are alike, new and as they are stored; fills in records but rows."""
+    first, shape = pairs[0], pairs[0].staged.shape
+    if isinstance(first.what, Rows):
+        whats = [cast(Rows, pair.what) for pair in pairs]
+        factors = _products(whats, records[:, 1], first.staged.dtype)
+    else:
+        formed = [cast(PairStatistics, pair.what) for pair in pairs]
+        letters = first.what.factors
+        factors = {k: torch.stack([each.factors[k] for each in formed]) for k in letters}
+        records[:, 1] = torch.stack([torch.as_tensor(each.examples) for each in formed])
+    square = scale_squared(first.scale(factors["G"]), first.rows, first.reduction)
+    if square is not None:
+        factors["G"].mul_(square)
+        if shape.marginal:  # both are of gradients
+            factors["A"].mul_(square)
+    column = 2
+    for letter, factor in factors.items():
+        full = letter not in shape.diagonals
+        diagonal = factor.diagonal(dim1=-2, dim2=-1) if full else factor
+        torch.mean(diagonal, -1, out=records[:, column : column + shape.groups])
+        column += shape.groups
+        if full and first.staged.triangular:
+            factors[letter] = pack_upper_triangular(factor)
+    return factors
+
+
+def _products(pairs: Sequence[Rows], examples: Tensor, wide: torch.dtype) -> dict[str, Tensor]:
+    """A and G, ``(n, 1, size, size)``, of n Linears' pairs of equal shape; fills in examples.
 
     As :func:`~second_order.kronecker.layers.linear_statistics` makes them of each.
     """
-    first = pairs[0]
-    sizes, form, wide = first.sizes, first.form, first.staged.dtype
-    x = _stacked([p.x.reshape(*sizes, p.x.shape[-1]) for p in pairs]).to(wide)
-    d = _stacked([p.d.reshape(*sizes, p.d.shape[-1]) for p in pairs]).to(wide)
+    sizes = pairs[0].sizes
+    x = _stacked([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(wide)
+    d = _stacked([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(wide)
     if len(sizes) > 1:
         means = reduced(x.flatten(0, 1), d.flatten(0, 1))
         x, d = (each.unflatten(0, (len(pairs), -1)) for each in means)
     live = d.any(-1, keepdim=True)
-    x = nn.functional.pad(x, (0, 1), value=1.0).mul_(live) if form.bias else x * live
-    factors = x.mT @ x, d.mT @ d
-    square = scale_squared(first.scale(d), sizes[0], first.reduction)
-    if square is not None:
-        factors[1].mul_(square)
-    torch.sum(live.squeeze(-1), 1, dtype=wide, out=records[:, 1])
-    for i, factor in enumerate(factors):
-        torch.mean(factor.diagonal(dim1=-2, dim2=-1), -1, out=records[:, 2 + i])
-    a, g = (factor.unsqueeze(1) for factor in factors)
-    if form.triangular:
-        return pack_upper_triangular(a), pack_upper_triangular(g)
-    return a, g
+    torch.sum(live.squeeze(-1), 1, dtype=wide, out=examples)
+    x = nn.functional.pad(x, (0, 1), value=1.0).mul_(live) if pairs[0].bias else x * live
+    return {"A": (x.mT @ x).unsqueeze(1), "G": (d.mT @ d).unsqueeze(1)}
 
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:

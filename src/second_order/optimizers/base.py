@@ -86,7 +86,8 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
     disabled = torch.compiler.disable(
         method,
         reason="a second-order step exchanges and decomposes factors in Python, between graphs: "
-        "compile the model, or the function around the step without fullgraph",
+        "compile the model, or the function around the step without fullgraph, or record quiet "
+        "steps in a CUDA graph, as optimizer.quiet_until says",
     )
     return cast(Callable[P, R], disabled)
 
