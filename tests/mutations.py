@@ -279,6 +279,10 @@ room for eigenpairs taken for eigenpairs
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     load_vector(saved, CARRIED, params, dtype)  =>  None
 
+== fosi/fused.py
+what cannot be compiled is an error  <-  fused::what_cannot_be_compiled_runs_as_it_is
+    except Exception:  =>  except ImportError:
+
 == fosi/options.py
 groups' own learning rates in the final update
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
@@ -380,7 +384,6 @@ a step said to be taken back is not
   - new, self.last = verdict.back * self.last, torch.zeros_like(step)
   + new = self.last = torch.zeros_like(step)
 all groups step by the Newton scale of the first
-  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
     self._spans if len(c) > 1 else self._whole  =>  self._whole
 
