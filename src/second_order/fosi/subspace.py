@@ -209,12 +209,6 @@ class Subspace:
         self.last = step if sound else self.last
         return step * verdict.share, momentum, sound
 
-    def accumulate(self, momentum: Tensor, decay: float, sound: bool) -> None:
-        """Go on with a momentum that has taken in V̂ᵀg, where that is ``sound``."""
-        if sound:
-            self.momentum.copy_(momentum)
-        self.decayed *= decay
-
     def settle_there(
         self,
         gradients: Sequence[Tensor],
@@ -247,7 +241,6 @@ class Subspace:
             for gradient in gradients:  # they are of where the step has led to that is undone
                 gradient.masked_fill_(undo, 0.0)
         torch._foreach_copy_(kept, after)
-        self.decayed *= rule[0]
         return step
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
