@@ -440,7 +440,7 @@ a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_leng
 
 == kfac/feedback.py
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    change if block in mine and change is not None else  =>  change if change is not None else
+    changes.get(b, nothing) if b in mine else nothing  =>  changes.get(b, nothing)
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
@@ -634,7 +634,7 @@ an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    self.dampings[block] = solve.damping  =>  self.dampings[block] = self.damping
+    [solve.damping for solve in solves if  =>  [self.damping for solve in solves if
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
