@@ -279,6 +279,10 @@ room for eigenpairs taken for eigenpairs
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     load_vector(saved, CARRIED, params, dtype)  =>  None
 
+== fosi/fused.py
+what cannot be compiled is an error  <-  fused::what_cannot_be_compiled_runs_as_it_is
+    except Exception:  =>  except ImportError:
+
 == fosi/options.py
 groups' own learning rates in the final update
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
@@ -380,7 +384,6 @@ a step said to be taken back is not
   - new, self.last = verdict.back * self.last, torch.zeros_like(step)
   + new = self.last = torch.zeros_like(step)
 all groups step by the Newton scale of the first
-  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
     self._spans if len(c) > 1 else self._whole  =>  self._whole
 
@@ -802,13 +805,18 @@ a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_ze
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
 
-== kronecker/layers.py
+== kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
-    if weight is not None:  =>  if False:
+    if len(sketches) > 2:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
+residuals in the order of their groups
+  <-  explained::residuals_of_several_are_those_of_each
+    for _, value in sorted(zip(order, values, strict=True))  =>  for value in values
+
+== kronecker/layers.py
 padding tokens count
   <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
     if padding is not None:  =>  if False:
@@ -910,6 +918,14 @@ a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
     normal * (like + damping).rsqrt()  =>  normal / (like + damping)
 
+== kronecker/queued.py
+a pair that is kept over zero_grad
+  <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
+    if self._cleared != self.staged.cleared:  =>  if False:
+rows without an example in a device's A
+  <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
+    (0, 1), value=1.0).mul_(live) if  =>  (0, 1), value=1.0) if
+
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
@@ -926,6 +942,11 @@ exact blocks damped by half  <-  exact_blocks::the_step_is_the_dense_solve
   + return None, torch.zeros_like(means[1]) + 0.5 * damping
 rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_least_the_matrix
     diagonal + error.sum(-1)  =>  diagonal.clone()
+
+== kronecker/stacks.py
+tensors out of order taken for a stack
+  <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
+    is base and part.storage_offset() == start + i * step  =>  is base
 
 == kronecker/triangles.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking

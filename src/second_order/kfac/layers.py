@@ -23,6 +23,7 @@ from second_order.kfac.losses import (
 from second_order.kfac.options import KFACOptions
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture, GradientScale, StatisticsCollector
+from second_order.kronecker.explanation import Explanation, residuals
 from second_order.kronecker.factors import (
     Reduction,
     StatisticsSums,
@@ -298,15 +299,13 @@ class Layers:
 
     def look(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Judge whether the pairs of layers explain their gradients, where these were compared."""
-        found: dict[KroneckerBlock, Tensor] = {}
+        found: dict[KroneckerBlock, Explanation] = {}
         for block in blocks:
             block.state.unlooked += 1
             explanation = block.staged.explanation
-            residual = None if explanation is None else explanation.residual()
-            if residual is not None:
-                found[block] = residual.to(self._training.device)
-        values = torch.stack(list(found.values())).tolist() if found else []
-        for block, residual in zip(found, values, strict=True):
+            if explanation is not None and explanation.known:
+                found[block] = explanation
+        for block, residual in zip(found, residuals(list(found.values())), strict=True):
             if math.isfinite(residual):
                 block.judge(residual)
 

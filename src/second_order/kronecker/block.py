@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.autograd import params_in_pass
+from second_order.kronecker.explanation import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -17,8 +18,6 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.layers import (
     KINDS,
-    TOLERANCE,
-    Explanation,
     FactorShape,
     Form,
     Key,
