@@ -128,7 +128,6 @@ class Solves:
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
-        self.asked: Asked | None = None  # by others, to be told when a device is waited for
         self._unsure: dict[KroneckerBlock, Tensor] = {}  # weights of layers that may have none
 
     def restart(self, step: StepPlan) -> None:
@@ -142,6 +141,7 @@ class Solves:
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
         self.scales: dict[KroneckerBlock, Tensor] = {}  # what inverses are multiplied by besides
+        self.asked: Asked | None = None  # by others, to be told when a device is waited for
         self.refreshed = False  # layers have been put to use at this step, alike on every rank
         if self.traces is not None:
             self.traces.forget()
@@ -254,7 +254,7 @@ class Solves:
         if not ready:
             return None
         options, over, asked = self.options, self.layers.overflown, self.asked
-        unsure, self._unsure, self.asked = self._unsure, {}, None
+        unsure, self._unsure = self._unsure, {}
         like = {shape: i for i, shape in enumerate(dict.fromkeys(b.shape for b in ready))}
         mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
         mine.sort(key=lambda item: (like[item[0].shape], item[1]))
@@ -427,9 +427,10 @@ class Solves:
             for letter in new[0].shape.letters:
                 columns = zip(*(each.pop(letter) for each in solved), strict=True)
                 parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
-            damping = of_groups([self.dampings[block] for block in new], new[0].shape.groups)
+            each = new[0].shape.groups, parts["G"][-1]
+            damping = of_groups([self.dampings[block] for block in new], *each)
             scales = [self.scales[block] for block in new if block in self.scales]
-            times = of_groups(scales, new[0].shape.groups) if scales else None
+            times = of_groups(scales, *each) if scales else None
             inverse = self.solver.combine(parts, damping, times)
             bank.install(new, inverse, keeps=compared and any(map(is_dtensor, bank.params)))
 
