@@ -201,7 +201,7 @@ class Layers:
             block.follow_requires_grad()
         self._seen = list(map(LOOKS, self._params))
         self._shapes = [block.shape for block in self.blocks]
-        signature = tuple((block.training, block.shape) for block in self.blocks)
+        signature = tuple((b.training, b.shape, b.weight.device) for b in self.blocks)
         if signature == self._signature:
             return False
         self._signature = signature
@@ -474,7 +474,7 @@ class Layers:
         self.capture.detach()
         if self._items is not None:
             self._items.remove()
-        self.collector.blocks.clear()
+        self.collector.watch(())
         self.blocks, self.active, self.left, self._signature = [], [], [], ()
         self._params, self._seen = [], []
         self._overflown = {}
