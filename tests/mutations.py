@@ -279,6 +279,10 @@ room for eigenpairs taken for eigenpairs
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     load_vector(saved, CARRIED, params, dtype)  =>  None
 
+== fosi/fused.py
+what cannot be compiled is an error  <-  fused::what_cannot_be_compiled_runs_as_it_is
+    except Exception:  =>  except ImportError:
+
 == fosi/options.py
 groups' own learning rates in the final update
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
@@ -380,7 +384,6 @@ a step said to be taken back is not
   - new, self.last = verdict.back * self.last, torch.zeros_like(step)
   + new = self.last = torch.zeros_like(step)
 all groups step by the Newton scale of the first
-  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
     self._spans if len(c) > 1 else self._whole  =>  self._whole
 
@@ -437,7 +440,7 @@ a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_leng
 
 == kfac/feedback.py
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    change if block in mine and change is not None else  =>  change if change is not None else
+    changes.get(b, nothing) if b in mine else nothing  =>  changes.get(b, nothing)
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
@@ -631,7 +634,7 @@ an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    self.dampings[block] = solve.damping  =>  self.dampings[block] = self.damping
+    [solve.damping for solve in solves if  =>  [self.damping for solve in solves if
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)

@@ -185,8 +185,7 @@ class FOSICurvature(Curvature):
             rows = self.vector.spread
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
         scales = newton_scales(self.options.newton_scale, self.training)
-        rule = self.pairs.momentum_rule()
-        self._fades = rule[0]
+        self._fades, *_ = rule = self.pairs.momentum_rule()
         if basis.vectors.device.type == "cpu":
             step = self._settle(subspace, gradients, c, scales, rule)
         else:
@@ -210,9 +209,8 @@ class FOSICurvature(Curvature):
         rule: tuple[float, float, bool],
     ) -> Tensor:
         """Take V̂c out of the gradients; returns the Newton step to make, NaN for none."""
-        bounded = self.options.trust_region
         of = subspace.momentum, subspace.rates, subspace.last
-        momentum, step, *terms = taken_in(c, *of, *rule, bounded)
+        momentum, step, *terms = taken_in(c, *of, *rule, self.options.trust_region)
         sound = bool(subspace.basis.add(gradients, [-c], along=terms[0] if terms else None))
         if terms:
             finite = sound
@@ -242,9 +240,7 @@ class FOSICurvature(Curvature):
             # Those without a gradient stay, as with any optimizer.
             chunk.put(value, [None if p.grad is None else p for p in chunk.params])
         if isinstance(sound, Tensor):  # a device is asked at the next refresh
-            if not isinstance(subspace.unsound, Tensor):
-                subspace.unsound = torch.zeros_like(sound)
-            subspace.unsound.logical_or_(~sound)  # in place, as replayed steps do
+            subspace.note(sound)
         elif not sound:
             subspace.unsound = True
             self.pairs.tell_steps()
@@ -257,8 +253,8 @@ class FOSICurvature(Curvature):
     @property
     def quiet_until(self) -> int:
         """The first step, from the coming one on, that renews the eigenpairs, or may do so."""
-        known = not (self.closed or callable(self.options.newton_scale))
-        return self.pairs.next_due if known and self.vector.unchanged else self.training.steps
+        known = self.vector.unchanged and not self.closed
+        return self.pairs.next_due if known else self.training.steps
 
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""

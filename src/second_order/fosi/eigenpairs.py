@@ -116,7 +116,7 @@ class RefreshedPairs:
     def next_due(self) -> int:
         """The first step, from the coming one on, at which :meth:`due` may be true."""
         options, step, every = self._options, self._training.steps, self._options.curvature_interval
-        if every == AUTO or callable(every):
+        if every == AUTO or callable(every) or callable(options.newton_scale):
             return step
         first, last = options.warmup_steps, self.tally.step
         after = every if last >= 0 or first is None else first

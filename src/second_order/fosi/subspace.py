@@ -243,6 +243,12 @@ class Subspace:
         torch._foreach_copy_(kept, after)
         return step
 
+    def note(self, sound: Tensor) -> None:
+        """Remember a step that was not finite; in place, for steps that are replayed."""
+        if not isinstance(self.unsound, Tensor):
+            self.unsound = torch.zeros_like(sound)
+        self.unsound.logical_or_(~sound)
+
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
         """This process's part of the momentum in R^n."""
         vector = self.momentum.new_zeros(self.basis.vectors.shape[1])

@@ -127,6 +127,16 @@ class Bank:
             for block, result in zip(whole, some.by_layer(results), strict=True):
                 block.before = result
 
+    def changes_by(
+        self, blocks: Sequence[KroneckerBlock], new: Inverse, dtype: torch.dtype
+    ) -> Tensor:
+        """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of some layers by ``new`` inverses of them."""
+        some = self.some(blocks)
+        gradient = some.gradient()
+        before = some.precondition(gradient, dtype)
+        after = Bank(blocks, new).precondition(gradient, dtype)
+        return _compared(*(each.unflatten(0, (len(blocks), -1)) for each in (before, after)))
+
     def note_change(self, gradient: Tensor, results: Tensor, dtype: torch.dtype) -> None:
         """Note P₀ · P, |P₀|² and |P|² of the layers whose inverses have been renewed."""
         if all(block.before is None for block in self.blocks):
@@ -143,9 +153,7 @@ class Bank:
                 renewed.append(block)
                 old.append(before)
                 new.append(result)
-        before, after = torch.stack(old).flatten(1), torch.stack(new).flatten(1)
-        pairs = (before, after), (before, before), (after, after)
-        changes = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
+        changes = _compared(torch.stack(old), torch.stack(new))
         for block, change in zip(renewed, changes.unbind(), strict=True):
             block.change = change
 
@@ -181,6 +189,13 @@ def of_groups(numbers: Sequence[float | Tensor], groups: int) -> Any:
         return numbers[0]
     each = torch.stack([number for number in numbers if isinstance(number, Tensor)])
     return each.repeat_interleave(groups) if groups > 1 else each
+
+
+def _compared(before: Tensor, after: Tensor) -> Tensor:
+    """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of results ``(layers, ...)``."""
+    before, after = before.flatten(1), after.flatten(1)
+    pairs = (before, after), (before, before), (after, after)
+    return torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
 
 
 def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:
