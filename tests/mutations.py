@@ -455,7 +455,7 @@ zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_tak
   +                 pass
 passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
-    found = max(found, block.staged.micro_batches)  =>  found = block.staged.micro_batches
+    max([1, *(b.staged.micro_batches for b in blocks)])  =>  blocks[-1].staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
     shapes, more / processes)  =>  shapes, more)

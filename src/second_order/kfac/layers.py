@@ -218,7 +218,7 @@ class Layers:
     def connect(self) -> None:
         """Make the capture that turns the model's passes into statistics."""
         options = self._options
-        sampled, divided_by = options.fisher == "sampled", options.accumulation_steps
+        sampled, told = options.fisher == "sampled", options.accumulation_steps
         scaler = None if sampled else self._training.scaler
         fsdp = FSDPParams(self._training.model)
         if self._items is None:
@@ -227,9 +227,7 @@ class Layers:
             options.kfac_approx,
             options.factor_dtype,
             reduction=partial(reduction_of, options, self._items),
-            gradient_scale=GradientScale(
-                1 if sampled or divided_by == "auto" else divided_by, scaler
-            ),
+            gradient_scale=GradientScale(1 if sampled or told == "auto" else told, scaler),
             conv_approximation=self._conv_approximation,
             warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
@@ -341,10 +339,14 @@ class Layers:
         """
         blocks = list(sums)
         averages = [block.ensure_factors() for block in blocks]
+        before = [factor for each in averages for factor in each.stored.values()]
         for order, over in update_averages(averages, list(sums.values()), decay):
             ours = tuple(blocks[i] for i in order)
             own_stack([vars(block.staged) for block in ours], "dropped").add_(over)
             self._overflown[ours] = over | self._overflown.get(ours, over)
+        after = (factor for each in averages for factor in each.stored.values())
+        if any(map(operator.is_not, before, after)):
+            self._training.publish()  # frees those that have become slices of a stack
         self.collector.last_a = None
         self.updates += 1
 
@@ -354,9 +356,7 @@ class Layers:
         told = options.accumulation_steps != "auto" or options.loss_reduction == "step_mean"
         if told or reduction == "sum":
             return 1
-        found = 1
-        for block in blocks:
-            found = max(found, block.staged.micro_batches)
+        found = max([1, *(b.staged.micro_batches for b in blocks)])
         if found > 1 and training.first_time("micro-batches"):
             training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
         return found if reduction == "mean" else 1
@@ -392,9 +392,7 @@ class Layers:
 
     def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of those of some layers of which no statistic has ever come."""
-        silent: list[KroneckerBlock] = []
-        for block in agreed:
-            silent += [block] * block.state.silent
+        silent = [block for block in agreed if block.state.silent]
         if not silent:
             return
         training = self._training

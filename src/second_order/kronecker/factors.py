@@ -190,7 +190,7 @@ Put: TypeAlias = tuple[StagedStatistics, int, dict[str, Tensor], Tensor]
 
 
 def put(pairs: Iterable[Put]) -> None:
-    """Add pairs that were expected to the sums of their layers."""
+    """Add pairs that were expected, of different layers, to the sums of these."""
     totals: list[Tensor] = []
     more: list[Tensor] = []
     for staged, pass_id, factors, record in pairs:
@@ -198,9 +198,6 @@ def put(pairs: Iterable[Put]) -> None:
         if not staged._sums:
             staged._sums = factors
             continue
-        if any(staged._sums["A"] is total for total in totals[:: len(factors)]):
-            torch._foreach_add_(totals, more)  # no sum twice in one operation
-            totals, more = [], []
         totals += staged._sums.values()
         more += factors.values()
     if totals:
