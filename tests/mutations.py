@@ -534,7 +534,7 @@ a clip of one's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
     torch.stack(changes).sum()  =>  changes[world.rank]
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
-    terms.abs() * first**2  =>  terms.abs() * first
+    abs(x) * rate**2  =>  abs(x) * rate
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
   - .clamp(max=1.0)
 a bound that grows with the batch alone

@@ -139,7 +139,8 @@ def clip(
     P: list[Tensor], gradients: list[Tensor], rates: list[float | Tensor], kappa: float
 ) -> Tensor:
     products = [(p * g).sum().unsqueeze(0) for p, g in zip(P, gradients, strict=True)]
-    return kl_clip_coefficient(kl_change(products, rates), kappa)
+    nu = kl_clip_coefficient(kl_change(products, rates), kappa)
+    return torch.as_tensor(nu, dtype=torch.float64)
 
 
 @given(

@@ -70,7 +70,7 @@ from second_order.kfac.solve import Solves
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.options import scheduled
+from second_order.options import Scalar, scheduled
 from second_order.report import Summary
 from second_order.stages import Meter
 
@@ -139,7 +139,7 @@ class KFAC(OfLayers):
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._closed, self._coming = False, False
         self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
-        self.coefficient: Tensor | None = None  # ν of the last step; None where nothing was clipped
+        self.coefficient: Scalar | None = None  # ν of the last step; None where nothing was clipped
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
         self.clip = Clip(training, options, self.layers, counted if helpers is None else "helpers")
         self.layers.find()

@@ -25,7 +25,7 @@ from second_order.kfac.options import AUTO, KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.bank import Bank, Gradients, by_grad
 from second_order.kronecker.block import KroneckerBlock
-from second_order.options import PEAK_LR
+from second_order.options import PEAK_LR, Scalar
 from second_order.stages import span
 
 __all__ = [
@@ -47,36 +47,40 @@ USUAL_BOUND = 1e-4  # what serves the digits best: docs/defaults.md, "The clip"
 USUAL_LR = 0.1  # at a lower rate steps are shorter, by the root of the rate: lowering it helps
 
 
-def kl_change(products: Sequence[Tensor], learning_rates: Sequence[float | Tensor]) -> Tensor:
+def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Scalar:
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
     whose product is not finite does not count, so that it spoils no other. P·∇ are stacks of some
-    layers' each, lr is of each layer, at least one. The scalar is on the first stack's device;
-    nothing waits for it.
+    layers' each, lr is of each layer, at least one. The sum is a number where the first stack is on
+    the CPU, a scalar on its device elsewhere, which nothing waits for.
     """
-    terms, first = products[0], learning_rates[0]
+    if products[0].device.type == "cpu":
+        numbers = [number for each in products for number in each.tolist()]
+        terms = zip(numbers, map(float, learning_rates), strict=True)
+        return math.fsum(abs(x) * rate**2 for x, rate in terms if math.isfinite(x))
+    stack, first = products[0], learning_rates[0]
     if len(products) > 1:
-        terms = torch.cat([each.to(terms) for each in products])
-    numbers = [rate for rate in learning_rates if not isinstance(rate, Tensor)]
-    known = len(numbers) == len(terms)  # tensors are not compared: the host would wait for them
-    if all(rate is first or (known and rate == first) for rate in learning_rates):
-        terms = terms.abs() * first**2
-    elif known:
-        terms = torch.stack(torch._foreach_mul(terms.abs().unbind(), [n**2 for n in numbers]))
+        stack = torch.cat([each.to(stack) for each in products])
+    known = [rate for rate in learning_rates if not isinstance(rate, Tensor)]
+    if all(rate is first for rate in learning_rates):
+        stack = stack.abs() * first**2
+    elif len(known) == len(stack):
+        stack = torch.stack(torch._foreach_mul(stack.abs().unbind(), [n**2 for n in known]))
     else:
         rates = [
-            rate.to(terms).reshape(()) if isinstance(rate, Tensor) else terms.new_full((), rate)
+            rate.to(stack).reshape(()) if isinstance(rate, Tensor) else stack.new_full((), rate)
             for rate in learning_rates
         ]
-        terms = terms.abs() * torch.stack(rates) ** 2
-    change: Tensor = terms.nan_to_num(0.0, posinf=0.0).sum()
-    return change
+        stack = stack.abs() * torch.stack(rates) ** 2
+    return stack.nan_to_num(0.0, posinf=0.0).sum()
 
 
-def kl_clip_coefficient(change: Tensor, kl_clip: float) -> Tensor:
+def kl_clip_coefficient(change: Scalar, kl_clip: Scalar) -> Scalar:
     """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ."""
-    return torch.sqrt(kl_clip / change).clamp(max=1.0)
+    if isinstance(change, Tensor):
+        return torch.sqrt(kl_clip / change).clamp(max=1.0)
+    return min(1.0, math.sqrt(float(kl_clip) / change)) if change > 0.0 else 1.0
 
 
 def bound_for(examples: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ class Preconditioned(NamedTuple):
 
     def product(self) -> Tensor:
         """P·∇ of each layer, ``(layers,)``."""
-        products: Tensor = (self.results * self.gradient).flatten(1).sum(1)
+        products: Tensor = (self.results * self.gradient).sum((1, 2))
         layers = len(self.bank.blocks)
         return products if len(products) == layers else products.view(layers, -1).sum(1)
 
@@ -122,7 +126,7 @@ class Clip:
         self._by_batch = options.kl_clip == AUTO
         self._group_of: dict[KroneckerBlock, int] = {}
         self._groups: list[tuple[Any, int]] = []  # what these are positions in, and their sizes
-        self._batches: tuple[int, list[KroneckerBlock], Tensor] | None = None
+        self._batches: tuple[int, list[KroneckerBlock], Scalar] | None = None
 
     def follow(self) -> None:
         """Look up groups and batches anew, as the layers have changed."""
@@ -167,22 +171,24 @@ class Clip:
 
     def change(
         self, found: Iterable[Preconditioned], among: Sequence[KroneckerBlock] = ()
-    ) -> Tensor:
+    ) -> Scalar:
         """Σ lr² |P·∇| over the layers that were preconditioned, over κ where it follows the batch.
 
         κ follows the batches of the layers ``among``, or else of these.
         """
         found = list(found)
         if not found:
-            return torch.zeros(())
+            return 0.0
         blocks = [block for each in found for block in each.bank.blocks]
         total = kl_change([each.product() for each in found], self._rates(blocks))
         if not self._by_batch:
             return total
         known, blocks, updates = self._batches, list(among or blocks), self._layers.updates
         if known is None or known[0] != updates or known[1] != blocks:
-            known = self._batches = updates, blocks, self._bound_for_batch(blocks)
-        return total / known[2].to(total)
+            bound = self._bound_for_batch(blocks)
+            here = bound.to(total) if isinstance(total, Tensor) else float(bound)
+            known = self._batches = updates, blocks, here
+        return total / known[2]
 
     def _bound_for_batch(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
         """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
@@ -208,7 +214,7 @@ def precondition_bank(
 
 def write(
     found: Iterable[Preconditioned],
-    scale: Tensor | None = None,
+    scale: Scalar | None = None,
     gradient_of: Gradients = by_grad,
 ) -> None:
     """Write P, times a scale, into the gradients."""
@@ -237,7 +243,7 @@ def _preconditioned(step: StepPlan, dtype: torch.dtype) -> list[Preconditioned]:
 
 def precondition_by_workers(
     step: StepPlan, training: Training, clip: Clip, dtype: torch.dtype
-) -> Tensor | None:
+) -> Scalar | None:
     """Precondition by gradient workers, which send P to the other ranks; write ν P.
 
     Every rank has the mean gradients, gets all results, and clips by itself. Returns ν, a scalar;
@@ -304,7 +310,7 @@ def precondition_by_owners(
     clip: Clip,
     dtype: torch.dtype,
     owners: Mapping[Tensor, int] | None,
-) -> Tensor | None:
+) -> Scalar | None:
     """Precondition by owners, which send P to all with their part of the clip's sum; write ν P.
 
     ``owners`` has the owner of each gradient, where those that nobody preconditions are at their
@@ -318,7 +324,7 @@ def precondition_by_owners(
         if bound is not None:
             wide = torch.promote_types(dtype, torch.float32)
             changes = [*torch.zeros(world.size, dtype=wide, device=training.device).unbind()]
-            changes[world.rank].copy_(clip.change(found))
+            changes[world.rank].copy_(torch.as_tensor(clip.change(found)))
         write(found)  # not yet clipped: the whole sum comes with it
     if world.size > 1:
         with meter.stage("exchange"):
@@ -338,13 +344,13 @@ def precondition_by_owners(
     return coefficient
 
 
-def scale(gradients: Sequence[Tensor], coefficient: Tensor) -> None:
+def scale(gradients: Sequence[Tensor], coefficient: Scalar) -> None:
     """Multiply gradients by a scalar, in place."""
     alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), some in alike.items():
-        torch._foreach_mul_(some, coefficient.to(device, dtype))
+        torch._foreach_mul_(some, torch.as_tensor(coefficient).to(device, dtype))
 
 
 def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:

@@ -33,6 +33,7 @@ from second_order.kfac.precondition import (
     write,
 )
 from second_order.kronecker.block import KroneckerBlock
+from second_order.options import Scalar
 from second_order.sharded import local
 
 __all__ = ["buckets_of", "precondition_rows"]
@@ -61,7 +62,7 @@ def precondition_rows(
     dtype: torch.dtype,
     *,
     batch_of_all: bool,
-) -> Tensor | None:
+) -> Scalar | None:
     """Precondition the layers that are solved, each on its worker, and write ν P by rows.
 
     Returns ν, a scalar; None where nothing is clipped.
@@ -80,12 +81,14 @@ def precondition_rows(
             some = [block for block in bank.blocks if block in mine]
             if some:
                 found.append(precondition_bank(bank.some(some), dtype, whole.get))
-        change = torch.zeros((), dtype=bucket.dtype)
+        change: Scalar = 0.0
         if bound is not None:
             change = clip.change(found, among)
         write(found, None, whole.get)
         with meter.stage("exchange"):
-            changes += _returned(bucket, world, whole, change.to(training.device, bucket.dtype))
+            changes += _returned(
+                bucket, world, whole, torch.as_tensor(change).to(training.device, bucket.dtype)
+            )
     if bound is None or not changes:
         return None
     with meter.stage("clip"):

@@ -97,19 +97,21 @@ class Bank:
 
         A bias without a gradient has zeros.
         """
-        found: list[Tensor] = []
-        for p in self.params:
-            gradient = gradient_of(p)
-            if gradient is None:
-                gradient = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-            found.append(gradient)
-        whole = as_matrices(found, self._layout).to(self._dtype)
-        # A CPU's products of stacks take twice as long with rows that lie apart.
-        return whole.contiguous() if len(found) > 1 and whole.device.type == "cpu" else whole
+        found = [gradient_of(p) for p in self.params]
+        whole = as_matrices(
+            [
+                torch.zeros(p.shape, dtype=p.dtype, device=p.device) if each is None else each
+                for p, each in zip(self.params, found, strict=True)
+            ],
+            self._layout,
+        )
+        return whole if whole.dtype == self._dtype else whole.to(self._dtype)
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """The inverses, of a dtype, applied to :meth:`gradient`."""
         assert self.inverse is not None
+        if gradient.dtype == dtype:
+            return self.inverse.precondition(gradient)
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def keep_before(self, renewed: Iterable[KroneckerBlock], dtype: torch.dtype) -> None:
@@ -162,14 +164,14 @@ class Bank:
         layers: Sequence[Tensor] = results.unflatten(0, (len(self.blocks), -1)).unbind()
         return layers
 
-    def pieces(self, results: Tensor, scale: Tensor | None) -> list[Tensor]:
+    def pieces(self, results: Tensor, scale: float | Tensor | None) -> list[Tensor]:
         """The parts of :attr:`params` in results, which are scaled in place.
 
         On a device they are contiguous, as most gradients are: one kernel writes those of one
         stride.
         """
         if scale is not None:
-            results.mul_(scale.to(results.device, results.dtype))
+            results.mul_(scale.to(results) if isinstance(scale, Tensor) else scale)
         parts = of_parameters(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":
             parts = [part.contiguous() for part in parts]
