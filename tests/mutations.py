@@ -650,6 +650,12 @@ decompositions that their solver has not rounded
 layers that settle while costs are measured
   <-  trace_refresh::every_layer_is_solved_while_costs_are_measured
     spared = {} if self.budget.measuring else spared  =>  pass
+a dead layer solved with the others
+  <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
+    if not weight > 0:  =>  if False:
+changes by inverses that are not sound
+  <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
+    if all(error < RESIDUAL_TOLERANCE for error in errors):  =>  if True:
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
     least = options.damping_floor * self.mean_curvature  =>  least = 0.0
 
@@ -672,7 +678,7 @@ a thread solves each factor in another's place
   <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
     stored = [each.stored for each in  =>  stored = [each.added for each in
 a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
-    copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
+    copies = [torch.empty_like(t) for t in tensors]  =>  copies = list(tensors)
 a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
     torch.set_num_threads(1)  =>  pass
 

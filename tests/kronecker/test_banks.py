@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 from unittest.mock import patch
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from second_order import KAISA
 from second_order.kfac.precondition import precondition_bank, write
 from second_order.kronecker import bank as banks
-from second_order.kronecker.bank import Bank, banks_of
+from second_order.kronecker.bank import Bank, banks_of, of_groups
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import SOLVERS
 
@@ -154,3 +156,40 @@ def test_a_run_in_banks_is_a_run_layer_by_layer() -> None:
         alone = run()
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+DAMPING = st.floats(0.1, 1)
+
+
+@given(dampings=st.lists(DAMPING | DAMPING.map(torch.tensor), min_size=1))
+def test_layers_of_different_damping_have_each_their_own(dampings: list[float | Tensor]) -> None:
+    """Solves that were begun at different steps of a schedule may be put to use at one."""
+    ones = torch.ones(2 * len(dampings), 1, dtype=F64)
+    parts: dict[str, Any] = {k: (ones.unsqueeze(-1), ones) for k in "AG"}
+    inverse = SOLVERS["eigen"].combine(parts, of_groups(dampings, 2, ones))
+    found = 1 / inverse.tensors[-1].view(-1, 2) - 1
+    for ours, wanted in zip(found, dampings, strict=True):
+        torch.testing.assert_close(ours, torch.full((2,), float(wanted), dtype=F64))
+
+
+def test_nothing_keeps_layers_once_the_optimizer_is_closed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    optimizer = KAISA(model, lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    layers = [weakref.ref(block) for block in optimizer._curvature.layers.blocks]  # type: ignore[attr-defined]
+    optimizer.close()
+    gc.collect()
+    assert not [layer() for layer in layers if layer() is not None]
+
+
+def test_banks_are_made_anew_for_layers_on_another_device() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers = (optimizer := KAISA(model, lr=0.1))._curvature.layers  # type: ignore[attr-defined]
+    assert not layers.follow()
+    for p in model[1].parameters():
+        torch.utils.swap_tensors(p, nn.Parameter(p.to("meta")))
+    assert layers.follow()
+    optimizer.close()

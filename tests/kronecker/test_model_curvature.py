@@ -94,6 +94,7 @@ def test_apply_solve_trace_and_logdet_are_those_of_the_dense_matrix(kind: str) -
     covered = {name for layer in curvature.values() for name in layer.shapes}
     vector = {n: torch.randn_like(p) for n, p in model.named_parameters() if n in covered}
     product, solution = curvature.apply(vector), curvature.solve(vector, damping=0.07)
+    assert all(part.is_contiguous() for part in product.values())
     traces, determinants = 0.0, 0.0
     for layer in curvature.values():
         assert {*layer.modules} <= dict(model.named_modules()).keys()

@@ -66,7 +66,7 @@ from second_order.kfac.precondition import (
 )
 from second_order.kfac.schedule import JUDGED, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
-from second_order.kfac.solve import Asked, Solves
+from second_order.kfac.solve import Solves
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
@@ -138,7 +138,6 @@ class KFAC(OfLayers):
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._closed, self._coming = False, False
-        self._asked: Asked | None = None  # what a refresh is told with the verdicts
         self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
         self.coefficient: Tensor | None = None  # ν of the last step; None where nothing was clipped
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
@@ -224,14 +223,13 @@ class KFAC(OfLayers):
         due = cadence.due()
         if due and self.training.steps < JUDGED and torch.cuda.is_initialized():
             settle(self.training.device)  # what the passes have queued is not the refresh's
-        self._asked = None
+        solves.asked = None
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
         if alone and (due or solves.wanted):
             length.measure(step, True, self.sharded)
             rates = rates_of(self.training, step.layers) if self._options.follows_steps else ()
             told = [block for block in step.told if block.factors is not None]
-            self._asked = before_refresh(length, rates, told)
-        solves.asked = self._asked
+            solves.asked = before_refresh(length, rates, told)
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()
@@ -241,7 +239,7 @@ class KFAC(OfLayers):
         if pending is not ARRIVED:
             with meter.stage("average_gradients"):
                 pending.wait()
-        if self._asked is None and (solves.refreshed or length.kept):
+        if solves.asked is None and (solves.refreshed or length.kept):
             length.measure(step, solves.refreshed, self.sharded)
         with meter.stage("precondition"):
             what = step, self.training, self.clip, self._options.inv_dtype
@@ -267,7 +265,7 @@ class KFAC(OfLayers):
         """Scale the step, and offer the parameters to stats workers; the step is over."""
         solves, cadence, drift = self.solves, self._cadence, self.drift
         if solves.refreshed:
-            told = solves, drift, self.step_length, self._step, self._asked
+            told = solves, drift, self.step_length, self._step
             follow_refresh(self.training, self._options, *told)
             self._coming = bool(solves.under_way) or cadence.may_come()
         if self.step_length.kept:

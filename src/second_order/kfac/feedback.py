@@ -128,7 +128,7 @@ class StepLength:
             if sound and (block in told or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
-                        pairs.append((local(p.grad), last[p]))
+                        pairs.append((local(p.grad), last[p].to(p.device)))
         self.measured = _product(pairs)
 
     def keep(self, solved: Iterable[KroneckerBlock], asked: bool) -> None:
@@ -222,7 +222,6 @@ def follow_refresh(
     drift: Drift | None,
     length: StepLength,
     step: StepPlan,
-    asked: Asked | None = None,
 ) -> None:
     """Let γ, intervals and the length of steps follow a refresh, alike on all ranks; a collective.
 
@@ -235,14 +234,13 @@ def follow_refresh(
     with training.meter.stage("agree"):
         mine = dict.fromkeys(block for block in blocks if block.solved and block in told)
         rates = rates_of(training, blocks) if options.follows_steps else []
-        changes = solves.changes
+        asked, changes = solves.asked, solves.changes
         taken = {b: change for b in blocks if (change := b.take_change()) is not None}
         if asked is None or asked.told is None:
             asked = before_refresh(length, rates, [b for b in mine if b.factors is not None])
         if asked.told is None or taken:
             parts = [*([asked.numbers] if asked.told is None else ()), *taken.values()]
-            numbers = torch.cat([part.to(device) for part in parts])
-            read = numbers.to(torch.float32).tolist()  # a device is waited for once
+            read = torch.cat([part.to(device) for part in parts]).tolist()  # waits for a device
             count = len(read) - 3 * len(taken)
             asked.told = read[:count] if asked.told is None else asked.told
             each = iter(read[count:])

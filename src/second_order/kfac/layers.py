@@ -201,7 +201,7 @@ class Layers:
             block.follow_requires_grad()
         self._seen = list(map(LOOKS, self._params))
         self._shapes = [block.shape for block in self.blocks]
-        signature = tuple((block.training, block.shape) for block in self.blocks)
+        signature = tuple((b.training, b.shape, b.weight.device) for b in self.blocks)
         if signature == self._signature:
             return False
         self._signature = signature

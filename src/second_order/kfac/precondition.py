@@ -126,7 +126,7 @@ class Clip:
 
     def follow(self) -> None:
         """Look up groups and batches anew, as the layers have changed."""
-        self._groups, self._batches = [], None
+        self._group_of, self._groups, self._batches = {}, [], None
 
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip."""

@@ -136,7 +136,6 @@ class Solves:
         self.wanted = False
         self.changes: dict[KroneckerBlock, Sequence[float]] = {}  # by this refresh, if told with it
         self._combined_once: dict[tuple[KroneckerBlock, ...], Inverse] = {}  # for these, if sound
-        self.asked: Asked | None = None  # by others, to be told when a device is waited for
         self._unsure: dict[KroneckerBlock, Tensor] = {}  # weights of layers that may have none
 
     def restart(self, step: StepPlan) -> None:
@@ -150,6 +149,7 @@ class Solves:
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
         self.scales: dict[KroneckerBlock, Tensor] = {}  # what inverses are multiplied by besides
+        self.asked: Asked | None = None  # by others, to be told when a device is waited for
         self.refreshed = False  # layers have been put to use at this step, alike on every rank
         if self.traces is not None:
             self.traces.forget()
@@ -263,7 +263,7 @@ class Solves:
         if not ready:
             return None
         options, over, asked = self.options, self.layers.overflown, self.asked
-        unsure, self._unsure, self.asked = self._unsure, {}, None
+        unsure, self._unsure = self._unsure, {}
         like = {shape: i for i, shape in enumerate(dict.fromkeys(b.shape for b in ready))}
         mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
         mine.sort(key=lambda item: (like[item[0].shape], item[1]))
@@ -479,8 +479,9 @@ class Solves:
             parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
         dampings = [solve.damping for solve in solves if solve.damping is not None]
         scales = [solve.scale for solve in solves if solve.scale is not None]
-        times = of_groups(scales, shape.groups) if scales else None
-        return self.solver.combine(parts, of_groups(dampings, shape.groups), times)
+        each = shape.groups, parts["G"][-1]
+        times = of_groups(scales, *each) if scales else None
+        return self.solver.combine(parts, of_groups(dampings, *each), times)
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]

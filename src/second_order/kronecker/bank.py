@@ -183,11 +183,15 @@ def _owned(tensor: Tensor) -> Tensor:
     return tensor if owned else tensor.clone(memory_format=torch.contiguous_format)
 
 
-def of_groups(numbers: Sequence[float | Tensor], groups: int) -> Any:
-    """A number of each layer as one of each group, ``(layers x groups,)``; a float for all."""
-    if not isinstance(numbers[0], Tensor):
-        return numbers[0]
-    each = torch.stack([number for number in numbers if isinstance(number, Tensor)])
+def of_groups(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:
+    """A number of each layer as one of each group, ``(layers x groups,)``; a float if all have it.
+
+    Layers that are solved beside training may have been begun at steps of different γ.
+    """
+    first = numbers[0]
+    if not isinstance(first, Tensor) and numbers.count(first) == len(numbers):
+        return first
+    each = torch.stack([n if isinstance(n, Tensor) else like.new_tensor(n) for n in numbers])
     return each.repeat_interleave(groups) if groups > 1 else each
 
 

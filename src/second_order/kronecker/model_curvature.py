@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TypeAlias, TypeVar, cast
 
 import torch
@@ -104,7 +104,8 @@ class LayerCurvature:
     def to_vector(self, matrix: Tensor) -> dict[str, Tensor]:
         """A matrix ``(groups, out, in)`` as a vector by the parameters' names."""
         parts = zip(self.shapes.items(), of_parameters(matrix, self._layout), strict=True)
-        return {name: part.reshape(size).clone() for (name, size), part in parts}
+        copy = partial(torch.clone, memory_format=torch.contiguous_format)
+        return {name: copy(part.reshape(size)) for (name, size), part in parts}
 
     @property
     def _layout(self) -> Layout:
