@@ -453,6 +453,9 @@ zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_tak
   -                 block.staged.clear()
   + if not block.staged.empty:
   +                 pass
+a state of averages that are slices by now
+  <-  queued::state_and_memory_follow_averages_into_their_stacks
+    if any(map(operator.is_not, before, after)):  =>  if False:
 passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
     max([1, *(b.staged.micro_batches for b in blocks)])  =>  blocks[-1].staged.micro_batches
@@ -720,6 +723,8 @@ inverses of some layers of a bank are others'
     torch.cat([t[i] for i in here])  =>  torch.cat([t[0] for i in here])
 
 == kronecker/block.py
+a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
+    kept = kept.clone()  =>  pass
 failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
     self.state.complaint = False, 0, ""  =>  self.state.complaint = False, self.state.failures, ""
 micro-batches that FSDP2 has yet to average dropped
@@ -922,6 +927,9 @@ a curvature object of another covariance
 a pair that is kept over zero_grad
   <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
     if self._cleared != self.staged.cleared:  =>  if False:
+a slice that counts by its own size
+  <-  queued::pairs_are_kept_until_their_backward_ends
+    max(4 * pair.size, held)  =>  4 * pair.size
 rows without an example in a device's A
   <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
     (0, 1), value=1.0).mul_(live) if  =>  (0, 1), value=1.0) if

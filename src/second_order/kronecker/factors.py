@@ -28,7 +28,6 @@ from second_order.kronecker.triangles import (
 
 __all__ = [
     "KroneckerFactors",
-    "Put",
     "Reduction",
     "StagedStatistics",
     "StatisticsSums",
@@ -185,12 +184,8 @@ def scale_squared(
     return gradient_scale**2 if isinstance(gradient_scale, Tensor) or gradient_scale != 1 else None
 
 
-Put: TypeAlias = tuple[StagedStatistics, int, dict[str, Tensor], Tensor]
-"""Where a pair belongs, its pass, its sums by letter, and its record."""
-
-
-def put(pairs: Iterable[Put]) -> None:
-    """Add pairs that were expected, of different layers, to the sums of these."""
+def put(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]) -> None:
+    """Add expected pairs of different layers: each one's pass, sums by letter, and record."""
     totals: list[Tensor] = []
     more: list[Tensor] = []
     for staged, pass_id, factors, record in pairs:
@@ -438,7 +433,12 @@ def update_averages(
     ``(n,)``, beside the positions of n layers, for all layers, or those where any did not.
     """
     keys = [
-        (each.weight.device, each.dtype, each.shape.marginal, *map(_is_none, each.stored.values()))
+        (
+            each.weight.device,
+            each.dtype,
+            each.shape.marginal,
+            *(v is None for v in each.stored.values()),
+        )
         for each in averages
     ]
     dropped: list[tuple[list[int], Tensor]] = []
@@ -448,10 +448,6 @@ def update_averages(
         if over is not None:
             dropped.append((order, over))
     return dropped
-
-
-def _is_none(value: Any) -> bool:
-    return value is None
 
 
 def _take_in(

@@ -22,7 +22,7 @@ from second_order.kronecker import autograd
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import Reduction, StagedStatistics, put, scale_squared
 from second_order.kronecker.layers import Approximation, PairStatistics, reduced
-from second_order.kronecker.stacks import in_groups, most_elements, own_stack
+from second_order.kronecker.stacks import as_stack, in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import pack_upper_triangular
 from second_order.stages import span
 
@@ -58,16 +58,15 @@ class Rows:
         return (self.d.shape[:-1].numel(),)
 
     @property
+    def rows(self) -> int:
+        """Rows, those without a gradient included."""
+        return self.sizes[0]
+
+    @property
     def key(self) -> Hashable:
         """What pairs have in common that are multiplied together."""
         ends = self.x.shape[-1], self.d.shape[-1], self.x.dtype, self.d.dtype
         return (*self.sizes, *ends, self.bias, self.approximation)
-
-    @property
-    def size(self) -> int:
-        """Elements of the pair and of its sums."""
-        x, d = self.x, self.d
-        return x.numel() + d.numel() + x.shape[-1] ** 2 + d.shape[-1] ** 2
 
 
 @dataclass(frozen=True)
@@ -99,22 +98,16 @@ class QueuedPair:
         return True
 
     @property
-    def rows(self) -> int:
-        """Rows, those without a gradient included."""
-        return self.what.sizes[0] if isinstance(self.what, Rows) else self.what.rows
-
-    @property
     def key(self) -> Hashable:
         """What pairs have in common that are added up together."""
         own = self.what.key if isinstance(self.what, Rows) else None
-        return own, self.staged.shape, self.staged.triangular, self.rows, self.reduction
+        return own, self.staged.shape, self.staged.triangular, self.what.rows, self.reduction
 
     @property
     def size(self) -> int:
-        """Number of elements."""
-        if isinstance(self.what, Rows):
-            return self.what.size
-        return sum(factor.numel() for factor in self.what.factors.values())
+        """Elements of the pair and of its sums."""
+        to_make = self.staged.shape.dims.values() if isinstance(self.what, Rows) else ()
+        return sum(map(Tensor.numel, self.tensors)) + sum(n**2 for n in to_make)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -200,15 +193,15 @@ def _bring(pairs: Sequence[QueuedPair]) -> None:
     sizes, most = [pair.size for pair in pairs], most_elements(pairs[0].staged.device)
     groups = in_groups([pair.key for pair in pairs], sizes, most)
     pairs = [pairs[i] for group in groups for i in group]
-    staged, rows = [pair.staged for pair in pairs], pairs[0].rows
+    staged, rows = [pair.staged for pair in pairs], pairs[0].what.rows
     size = len(pairs), _columns(staged[0])
     records = torch.full(size, float(rows), dtype=staged[0].dtype, device=staged[0].device)
     found: list[dict[str, Tensor]] = []
     start = 0
     for group in groups:
         alike, here = pairs[start : start + len(group)], records[start : start + len(group)]
-        if alike[0].rows != rows:
-            here[:, 0] = alike[0].rows
+        if alike[0].what.rows != rows:
+            here[:, 0] = alike[0].what.rows
         found.append(_sums(alike, here))
         start += len(group)
     bad = records.sum(1) * 0.0 != 0.0
@@ -236,7 +229,7 @@ def _sums(pairs: Sequence[QueuedPair], records: Tensor) -> dict[str, Tensor]:
         letters = first.what.factors
         factors = {k: torch.stack([each.factors[k] for each in formed]) for k in letters}
         records[:, 1] = torch.stack([torch.as_tensor(each.examples) for each in formed])
-    square = scale_squared(first.scale(factors["G"]), first.rows, first.reduction)
+    square = scale_squared(first.scale(factors["G"]), first.what.rows, first.reduction)
     if square is not None:
         factors["G"].mul_(square)
         if shape.marginal:  # both are of gradients
@@ -258,8 +251,8 @@ def _products(pairs: Sequence[Rows], examples: Tensor, wide: torch.dtype) -> dic
     As :func:`~second_order.kronecker.layers.linear_statistics` makes them of each.
     """
     sizes = pairs[0].sizes
-    x = _stacked([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(wide)
-    d = _stacked([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(wide)
+    x = as_stack([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(wide)
+    d = as_stack([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(wide)
     if len(sizes) > 1:
         means = reduced(x.flatten(0, 1), d.flatten(0, 1))
         x, d = (each.unflatten(0, (len(pairs), -1)) for each in means)
@@ -267,7 +260,3 @@ def _products(pairs: Sequence[Rows], examples: Tensor, wide: torch.dtype) -> dic
     torch.sum(live.squeeze(-1), 1, dtype=wide, out=examples)
     x = nn.functional.pad(x, (0, 1), value=1.0).mul_(live) if pairs[0].bias else x * live
     return {"A": (x.mT @ x).unsqueeze(1), "G": (d.mT @ d).unsqueeze(1)}
-
-
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)) if len(parts) > 1 else parts[0].unsqueeze(0)
