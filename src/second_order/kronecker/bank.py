@@ -99,10 +99,8 @@ class Bank:
         """
         found: list[Tensor] = []
         for p in self.params:
-            gradient = gradient_of(p)
-            if gradient is None:
-                gradient = torch.zeros(p.shape, dtype=p.dtype, device=p.device)
-            found.append(gradient)
+            g = gradient_of(p)
+            found.append(torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g)
         whole = as_matrices(found, self._layout).to(self._dtype)
         # A CPU's products of stacks take twice as long with rows that lie apart.
         return whole.contiguous() if len(found) > 1 and whole.device.type == "cpu" else whole
@@ -129,25 +127,22 @@ class Bank:
 
     def note_change(self, gradient: Tensor, results: Tensor, dtype: torch.dtype) -> None:
         """Note P₀ · P, |P₀|² and |P|² of the layers whose inverses have been renewed."""
-        if all(block.before is None for block in self.blocks):
+        renewed = [i for i, block in enumerate(self.blocks) if block.before is not None]
+        if not renewed:
             return
-        old: list[Tensor] = []
-        new: list[Tensor] = []
-        renewed: list[KroneckerBlock] = []
-        layers = zip(self.blocks, self.by_layer(gradient), self.by_layer(results), strict=True)
-        for block, each, result in layers:
-            before, block.before = block.before, None
-            if before is not None and not isinstance(before, Tensor):
-                before = before.precondition(each.to(dtype)).to(each.dtype)
-            if before is not None:
-                renewed.append(block)
-                old.append(before)
-                new.append(result)
+        gradients, results_by_layer = self.by_layer(gradient), self.by_layer(results)
+        old, new = list[Tensor](), [results_by_layer[i] for i in renewed]
+        for i in renewed:
+            before, self.blocks[i].before = self.blocks[i].before, None
+            assert before is not None
+            if not isinstance(before, Tensor):
+                before = before.precondition(gradients[i].to(dtype)).to(gradient.dtype)
+            old.append(before)
         before, after = torch.stack(old).flatten(1), torch.stack(new).flatten(1)
         pairs = (before, after), (before, before), (after, after)
         changes = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
-        for block, change in zip(renewed, changes.unbind(), strict=True):
-            block.change = change
+        for i, change in zip(renewed, changes.unbind(), strict=True):
+            self.blocks[i].change = change
 
     def by_layer(self, results: Tensor) -> Sequence[Tensor]:
         """The layers' parts, ``(groups, out, in)`` each."""
