@@ -279,6 +279,10 @@ room for eigenpairs taken for eigenpairs
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     load_vector(saved, CARRIED, params, dtype)  =>  None
 
+== fosi/fused.py
+what cannot be compiled is an error  <-  fused::what_cannot_be_compiled_runs_as_it_is
+    except Exception:  =>  except ImportError:
+
 == fosi/options.py
 groups' own learning rates in the final update
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
@@ -380,7 +384,6 @@ a step said to be taken back is not
   - new, self.last = verdict.back * self.last, torch.zeros_like(step)
   + new = self.last = torch.zeros_like(step)
 all groups step by the Newton scale of the first
-  <-  dho2_state::how_the_vector_is_cut_into_parameters_changes_nothing
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
     self._spans if len(c) > 1 else self._whole  =>  self._whole
 
@@ -437,7 +440,7 @@ a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_leng
 
 == kfac/feedback.py
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    change if block in mine and change is not None else  =>  change if change is not None else
+    changes.get(b, nothing) if b in mine else nothing  =>  changes.get(b, nothing)
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
@@ -452,7 +455,7 @@ zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_tak
   +                 pass
 passes of a layer for those of a step
   <-  examples::a_layer_that_some_micro_batches_pass_by_is_counted_with_the_others
-    found = max(found, block.staged.micro_batches)  =>  found = block.staged.micro_batches
+    max([1, *(b.staged.micro_batches for b in blocks)])  =>  blocks[-1].staged.micro_batches
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
     shapes, more / processes)  =>  shapes, more)
@@ -631,7 +634,7 @@ an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
     if block.state.unexplained:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    self.dampings[block] = solve.damping  =>  self.dampings[block] = self.damping
+    [solve.damping for solve in solves if  =>  [self.damping for solve in solves if
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
@@ -644,6 +647,12 @@ decompositions that their solver has not rounded
 layers that settle while costs are measured
   <-  trace_refresh::every_layer_is_solved_while_costs_are_measured
     spared = {} if self.budget.measuring else spared  =>  pass
+a dead layer solved with the others
+  <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
+    if not weight > 0:  =>  if False:
+changes by inverses that are not sound
+  <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
+    if all(error < RESIDUAL_TOLERANCE for error in errors):  =>  if True:
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
     least = options.damping_floor * self.mean_curvature  =>  least = 0.0
 
@@ -666,7 +675,7 @@ a thread solves each factor in another's place
   <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
     stored = [each.stored for each in  =>  stored = [each.added for each in
 a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
-    copies = [t.clone() for t in tensors]  =>  copies = list(tensors)
+    copies = [torch.empty_like(t) for t in tensors]  =>  copies = list(tensors)
 a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
     torch.set_num_threads(1)  =>  pass
 
@@ -796,13 +805,18 @@ a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_ze
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
 
-== kronecker/layers.py
+== kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
-    if weight is not None:  =>  if False:
+    if len(sketches) > 2:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
+residuals in the order of their groups
+  <-  explained::residuals_of_several_are_those_of_each
+    for _, value in sorted(zip(order, values, strict=True))  =>  for value in values
+
+== kronecker/layers.py
 padding tokens count
   <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
     if padding is not None:  =>  if False:
@@ -904,6 +918,14 @@ a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
     normal * (like + damping).rsqrt()  =>  normal / (like + damping)
 
+== kronecker/queued.py
+a pair that is kept over zero_grad
+  <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
+    if self._cleared != self.staged.cleared:  =>  if False:
+rows without an example in a device's A
+  <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
+    (0, 1), value=1.0).mul_(live) if  =>  (0, 1), value=1.0) if
+
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
@@ -920,6 +942,11 @@ exact blocks damped by half  <-  exact_blocks::the_step_is_the_dense_solve
   + return None, torch.zeros_like(means[1]) + 0.5 * damping
 rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_least_the_matrix
     diagonal + error.sum(-1)  =>  diagonal.clone()
+
+== kronecker/stacks.py
+tensors out of order taken for a stack
+  <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
+    is base and part.storage_offset() == start + i * step  =>  is base
 
 == kronecker/triangles.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking

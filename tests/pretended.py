@@ -25,7 +25,8 @@ beside    the same for the threads that the package starts, who wait on their ow
 Bases take their foreach form by default, as on CUDA; generators are the CPU's. It stands for the
 habits of any accelerator; times, streams, memory and rounding are not pretended, nor that an
 operation such as a decomposition is several kernels, nor that CUDA parts the lists of a _foreach_
-of more than some 30 to 110 tensors.
+of more than some 30 to 110 tensors. An operation of the package's own is one, too: torch.compile
+makes some kernels of it, and without a compiler it is as many as it looks.
 It is made with torch.utils.backend_registration and a tensor subclass, so it exists once a process.
 """
 

@@ -161,6 +161,7 @@ def test_a_device_is_waited_for_where_a_refresh_is_due_alone(
 
     run = Run(**NO_BUDGET)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(curvature, "settle", lambda _: waits.append(run.steps))
     run.go(22)
     assert waits == [0, 10, 20]

@@ -14,7 +14,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from contract import KRONECKER, each_kronecker, factors, make, take
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from models import CLASSES, ZOO, TransposedLinear
+from pretended import NAME, pretend_device
 from ranks import agreed, shard, vector
 from reference import cross_entropy
 from shards import batches, fsdp, narrow
@@ -25,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 from second_order.kronecker.block import LOOK_EVERY, KroneckerBlock
-from second_order.kronecker.layers import TOLERANCE
+from second_order.kronecker.explanation import TOLERANCE, Explanation, residuals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -160,6 +163,61 @@ def test_each_rank_compares_its_own_gradients(world: World, how: str) -> None:
     for found in world.run(spread, 2, how):
         assert found.keys() == names
         assert max(found.values()) < 1e-9
+
+
+# Many layers at a time.
+
+
+def compared(
+    shapes: list[tuple[int, ...]], seed: int, device: str = "cpu", passes: int = 1
+) -> list[Explanation]:
+    """Passes of weights, whose pairs explain a part of the gradient that is the weight's own."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    for i, shape in enumerate(shapes):
+        weight = torch.randn(shape, generator=generator).to(device).requires_grad_()
+        found.append(Explanation())
+        for j in range(passes + (i % 2) * (passes > 1)):
+            product, rows = (torch.randn(shape, generator=generator).to(device) for _ in range(2))
+            x = rows if i % 3 else torch.arange(5)
+            found[-1].add(product, x, rows, weight)
+            found[-1].take(product + j * rows + 2 * weight.detach(), weight)
+    return found
+
+
+def alone(of: Any) -> float:
+    """r as it is defined."""
+    e, g, w = (t if t is None else t.double().flatten() for t in (of.pairs, of.gradient, of.weight))
+    left = g - e if w is None else g - e - w * ((g - e) @ w / (w @ w))
+    noise = sum(float(d * x) for d, x in of.norms) * 8 * 2.0**-23
+    noise += sum(map(float, of.sizes or [of.pairs.norm()])) * 2.0**-23
+    return float((left.norm() - noise).clamp_min(0.0) / max(g.norm(), e.norm()))
+
+
+@given(
+    shapes=st.lists(st.sampled_from([(3, 4), (4, 3), (4, 3, 2), (6,), (3, 5)]), max_size=8),
+    passes=st.integers(1, 3),
+)
+@settings(max_examples=30, deadline=None)
+def test_residuals_of_several_are_those_of_each(shapes: Any, passes: int) -> None:
+    explanations = compared(shapes, 0, passes=passes)
+    expected = [alone(each) for each in explanations]
+    assert residuals(explanations) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    one_by_one = [residuals([each])[0] for each in explanations]
+    assert residuals(explanations) == pytest.approx(one_by_one, rel=1e-6, abs=1e-7)
+
+
+def test_a_device_is_asked_as_much_for_many_layers_as_for_few() -> None:
+    asked = []
+    with pretend_device() as seen:
+        for times in (1, 1, 6):
+            explanations = compared([(3, 4), (40, 30), (6,)] * times, 0, NAME)
+            assert not any("explanation.py" in line for line in seen.uploads)
+            seen.clear()
+            residuals(explanations)
+            asked.append((seen.kernels.total(), seen.syncs.total(), seen.uploads.total()))
+    assert asked[1] == asked[2]
+    assert asked[1][0] <= 15 + 8 * 3
+    assert asked[1][1:] == (1, 0)
 
 
 # What does not.

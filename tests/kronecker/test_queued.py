@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from second_order import KAISA
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -114,6 +116,7 @@ def test_pairs_are_kept_until_their_backward_ends() -> None:
     """Or to a number of bytes; the hooks of an aborted one leave theirs to the step."""
     staged, queue = staged_layers(False, True)[0], PairQueue()
     waiting: list[int] = []
+    inputs = [torch.ones(1, 3)]
 
     class Node(torch.autograd.Function):
         @staticmethod
@@ -123,7 +126,7 @@ def test_pairs_are_kept_until_their_backward_ends() -> None:
         @staticmethod
         def backward(ctx: Any, d: Tensor) -> Any:
             staged.expect(0)
-            what = Rows(torch.ones(1, 3), torch.ones(1, 2), False, "expand")
+            what = Rows(inputs[0], torch.ones(1, 2), False, "expand")
             queue.add(QueuedPair(what, staged, 0, "sum", lambda _: 1.0, 0))
             waiting.append(len(queue._pairs))
             return d
@@ -133,6 +136,10 @@ def test_pairs_are_kept_until_their_backward_ends() -> None:
     assert waiting == [1, 2]
     assert len(queue._pairs) == 0
     assert float(staged.sums().head[0]) == 2
+    inputs[0] = torch.ones(2**22, 2, 3)[:1, 0]  # whose memory is not its own
+    Node.apply(x).backward()
+    assert waiting.pop() == 0
+    inputs[0] = torch.ones(1, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("second_order.kronecker.queued.QUEUED_BYTES", 0)
         Node.apply(x).backward()
@@ -220,3 +227,38 @@ def test_owners_get_slices_of_what_is_stacked() -> None:
 def test_equal_ones_come_together_up_to_a_size() -> None:
     assert in_groups("abacab") == [[0, 2, 4], [1, 5], [3]]
     assert in_groups("aaabb", [1, 1, 1, 9, 1], 2) == [[0, 1], [2], [3], [4]]
+
+
+def test_state_and_memory_follow_averages_into_their_stacks() -> None:
+    """After a checkpoint is loaded, and as layers are frozen, nothing is kept twice."""
+
+    def train(optimizer: KAISA, model: nn.Module) -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 3)).square().sum().backward()
+        optimizer.step()
+
+    def trained() -> tuple[KAISA, nn.Sequential]:
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+        return KAISA(model, lr=0.1, factor_update_steps=1, inv_update_steps=100), model
+
+    first, model = trained()
+    train(first, model)
+    saved = deepcopy(first.state_dict())
+    first.close()
+    optimizer, model = trained()
+    optimizer.load_state_dict(saved)
+    blocks = optimizer._curvature.layers.blocks
+    for frozen in (None, 1):
+        if frozen is not None:
+            model[frozen].requires_grad_(False)
+        train(optimizer, model)
+        found = [block.stored("A") for block in blocks]
+        places = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in found
+            if t is not None
+        }
+        assert sum(places.values()) == sum(t.nbytes for t in found if t is not None)
+        for block, stored in zip(blocks, found, strict=True):
+            assert optimizer.state[block.weight]["curvature"]["A"] is stored
+    optimizer.close()

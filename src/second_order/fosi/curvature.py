@@ -62,6 +62,7 @@ class FOSICurvature(Curvature):
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
+        self._fades = 0.0  # what a step leaves of the momentum outside of the span
 
     @property
     def steps_by_pairs(self) -> bool:
@@ -184,10 +185,11 @@ class FOSICurvature(Curvature):
             rows = self.vector.spread
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
         scales = newton_scales(self.options.newton_scale, self.training)
+        self._fades, *_ = rule = self.pairs.momentum_rule()
         if basis.vectors.device.type == "cpu":
-            step = self._settle(subspace, gradients, c, scales)
+            step = self._settle(subspace, gradients, c, scales, rule)
         else:
-            trust, rule, bounds = self.pairs.trust, self.pairs.momentum_rule(), tuple[Any, ...]()
+            trust, bounds = self.pairs.trust, tuple[Any, ...]()
             if self.options.trust_region:
                 limit = stability_limit(*rule)
                 bounds = trust.numbers, trust.undone, largest_scale(scales), limit
@@ -204,11 +206,11 @@ class FOSICurvature(Curvature):
         gradients: Sequence[Tensor],
         c: Tensor,
         scales: Sequence[float | Tensor],
+        rule: tuple[float, float, bool],
     ) -> Tensor:
         """Take V̂c out of the gradients; returns the Newton step to make, NaN for none."""
-        rule, bounded = self.pairs.momentum_rule(), self.options.trust_region
         of = subspace.momentum, subspace.rates, subspace.last
-        momentum, step, *terms = taken_in(c, *of, *rule, bounded)
+        momentum, step, *terms = taken_in(c, *of, *rule, self.options.trust_region)
         sound = bool(subspace.basis.add(gradients, [-c], along=terms[0] if terms else None))
         if terms:
             finite = sound
@@ -222,7 +224,8 @@ class FOSICurvature(Curvature):
                 for gradient in gradients:
                     gradient.zero_()
                 self.pairs.tell_steps()
-        subspace.accumulate(momentum, rule[0], sound)
+        if sound:
+            subspace.momentum.copy_(momentum)
         return step if sound else torch.full_like(step, torch.nan)
 
     def _correct(self, subspace: Subspace, step: Tensor, scales: list[float | Tensor]) -> None:
@@ -237,10 +240,21 @@ class FOSICurvature(Curvature):
             # Those without a gradient stay, as with any optimizer.
             chunk.put(value, [None if p.grad is None else p for p in chunk.params])
         if isinstance(sound, Tensor):  # a device is asked at the next refresh
-            subspace.unsound = subspace.unsound | ~sound
+            subspace.note(sound)
         elif not sound:
             subspace.unsound = True
             self.pairs.tell_steps()
+
+    def watch(self) -> None:
+        """Let the momentum outside of the span fade: a step is over."""
+        if self.subspace is not None and self.pairs.first_used < self.training.steps:
+            self.subspace.decayed *= self._fades
+
+    @property
+    def quiet_until(self) -> int:
+        """The first step, from the coming one on, that renews the eigenpairs, or may do so."""
+        known = self.vector.unchanged and not self.closed
+        return self.pairs.next_due if known else self.training.steps
 
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""

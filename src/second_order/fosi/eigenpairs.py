@@ -112,6 +112,16 @@ class RefreshedPairs:
         check_interval(f"curvature_interval at step {step}: curvature_interval", every)
         return step - self.tally.step >= int(every)
 
+    @property
+    def next_due(self) -> int:
+        """The first step, from the coming one on, at which :meth:`due` may be true."""
+        options, step, every = self._options, self._training.steps, self._options.curvature_interval
+        if every == AUTO or callable(every) or callable(options.newton_scale):
+            return step
+        first, last = options.warmup_steps, self.tally.step
+        after = every if last >= 0 or first is None else first
+        return max(step, max(last, 0) + after)
+
     def probe(self, loss_fn: Closures) -> None:
         """Time a product, for the budget to know about what a refresh costs. A collective."""
         options, budget = self._options, self.budget

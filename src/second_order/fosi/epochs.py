@@ -29,7 +29,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import PendingAverage, Training
+from second_order.contract.training import Curvature, PendingAverage, Training
 from second_order.distributed.buckets import pack_by_dtype
 from second_order.distributed.mailbox import Mailbox, Message, Patience, connected, open_store
 from second_order.distributed.roles import Role, assign_roles
@@ -60,6 +60,7 @@ class Divided(FOSICurvature):
 
     options: EpochOptions
     role: Role = "worker"
+    quiet_until = Curvature.quiet_until  # the steps of an epoch are counted, and summed
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)

@@ -209,12 +209,6 @@ class Subspace:
         self.last = step if sound else self.last
         return step * verdict.share, momentum, sound
 
-    def accumulate(self, momentum: Tensor, decay: float, sound: bool) -> None:
-        """Go on with a momentum that has taken in V̂ᵀg, where that is ``sound``."""
-        if sound:
-            self.momentum.copy_(momentum)
-        self.decayed *= decay
-
     def settle_there(
         self,
         gradients: Sequence[Tensor],
@@ -247,8 +241,13 @@ class Subspace:
             for gradient in gradients:  # they are of where the step has led to that is undone
                 gradient.masked_fill_(undo, 0.0)
         torch._foreach_copy_(kept, after)
-        self.decayed *= rule[0]
         return step
+
+    def note(self, sound: Tensor) -> None:
+        """Remember a step that was not finite; in place, for steps that are replayed."""
+        if not isinstance(self.unsound, Tensor):
+            self.unsound = torch.zeros_like(sound)
+        self.unsound.logical_or_(~sound)
 
     def momentum_vector(self, chunks: Sequence[Chunk]) -> Tensor:
         """This process's part of the momentum in R^n."""

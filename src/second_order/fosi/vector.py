@@ -202,10 +202,15 @@ class ParameterVector:
         self.mine = [piece for piece in self.pieces if piece.rank == here]
         self.chunks = _chunks_of(self.mine)
 
+    @property
+    def unchanged(self) -> bool:
+        """Whether the parameters train that the vector is cut for."""
+        groups = enumerate(self._training.groups)
+        return self._ids == [(i, id(p)) for i, g in groups for p in g["params"] if p.requires_grad]
+
     def follow(self) -> bool:
         """Cut the vector anew, a collective, where others train than before; returns whether."""
-        groups = enumerate(self._training.groups)
-        if self._ids == [(i, id(p)) for i, g in groups for p in g["params"] if p.requires_grad]:
+        if self.unchanged:
             return False
         whole = self.base_state(range(self._training.world.size)) if self.in_parts else {}
         self.restart()

@@ -151,6 +151,8 @@ def move_factors(
             if old is not None and new is not None and old != new:
                 routes[block, letter] = old, [new]
     received = _deliver_factors(world, routes)
+    for block in before.keys() - plan.keys():  # they do not train
+        block.keep(block.held)
     for block, layer in plan.items():
         block.keep(layer.keeps(world.rank))
         for letter in block.shape.letters:

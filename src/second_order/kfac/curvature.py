@@ -225,10 +225,11 @@ class KFAC(OfLayers):
             settle(self.training.device)  # what the passes have queued is not the refresh's
         solves.asked = None
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
-        if alone and (due or solves.wanted) and self.drift is None:
+        if alone and (due or solves.wanted):
             length.measure(step, True, self.sharded)
             rates = rates_of(self.training, step.layers) if self._options.follows_steps else ()
-            solves.asked = before_refresh(length, rates, step.told)
+            told = [block for block in step.told if block.factors is not None]
+            solves.asked = before_refresh(length, rates, told)
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()

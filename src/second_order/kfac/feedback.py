@@ -234,22 +234,26 @@ def follow_refresh(
     with training.meter.stage("agree"):
         mine = dict.fromkeys(block for block in blocks if block.solved and block in told)
         rates = rates_of(training, blocks) if options.follows_steps else []
-        asked = solves.asked
+        asked, changes = solves.asked, solves.changes
+        taken = {b: change for b in blocks if (change := b.take_change()) is not None}
         if asked is None or asked.told is None:
             asked = before_refresh(length, rates, [b for b in mine if b.factors is not None])
-            nothing, parts = torch.zeros(3, device=device), [asked.numbers]
-            for block in blocks if drift is not None else ():
-                change = block.take_change()
-                parts.append(change if block in mine and change is not None else nothing)
-            numbers = torch.cat([part.to(device) for part in parts])
-            asked.told = numbers.to(torch.float32).tolist()  # a device is waited for once
+        if asked.told is None or taken:
+            parts = [*([asked.numbers] if asked.told is None else ()), *taken.values()]
+            read = torch.cat([part.to(device) for part in parts]).tolist()  # waits for a device
+            count = len(read) - 3 * len(taken)
+            asked.told = read[:count] if asked.told is None else asked.told
+            each = iter(read[count:])
+            changes = changes | dict(zip(taken, zip(each, each, each, strict=True), strict=True))
         told_rates = [rate for rate in rates if isinstance(rate, Tensor)]
         sizes = len(told_rates), int(length.measured is not None), len(asked.blocks)
-        lrs, s, curvature, changed = split(asked.told, sizes)
+        lrs, s, curvature, _ = split(asked.told, sizes)
         rate = max([0.0, *lrs, *(rate for rate in rates if isinstance(rate, float))])
         known = [x for b, x in zip(asked.blocks, curvature, strict=True) if b in mine]
         counts = len(s), len(known), sum(block.state.work for block in mine)
-        heard = [*map(float, counts), sum(s), sum(known), *changed]
+        heard, nothing = [*map(float, counts), sum(s), sum(known)], (0.0, 0.0, 0.0)
+        for b in blocks if drift is not None else ():
+            heard += changes.get(b, nothing) if b in mine else nothing
         if training.world.size > 1:
             message = torch.tensor(heard, dtype=torch.float64)
             training.world.on_cpu().all_reduce([message]).wait()

@@ -23,6 +23,7 @@ from second_order.kfac.losses import (
 from second_order.kfac.options import KFACOptions
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture, GradientScale, StatisticsCollector
+from second_order.kronecker.explanation import Explanation, residuals
 from second_order.kronecker.factors import (
     Reduction,
     StatisticsSums,
@@ -217,7 +218,7 @@ class Layers:
     def connect(self) -> None:
         """Make the capture that turns the model's passes into statistics."""
         options = self._options
-        sampled, divided_by = options.fisher == "sampled", options.accumulation_steps
+        sampled, told = options.fisher == "sampled", options.accumulation_steps
         scaler = None if sampled else self._training.scaler
         fsdp = FSDPParams(self._training.model)
         if self._items is None:
@@ -226,9 +227,7 @@ class Layers:
             options.kfac_approx,
             options.factor_dtype,
             reduction=partial(reduction_of, options, self._items),
-            gradient_scale=GradientScale(
-                1 if sampled or divided_by == "auto" else divided_by, scaler
-            ),
+            gradient_scale=GradientScale(1 if sampled or told == "auto" else told, scaler),
             conv_approximation=self._conv_approximation,
             warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
@@ -298,15 +297,13 @@ class Layers:
 
     def look(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Judge whether the pairs of layers explain their gradients, where these were compared."""
-        found: dict[KroneckerBlock, Tensor] = {}
+        found: dict[KroneckerBlock, Explanation] = {}
         for block in blocks:
             block.state.unlooked += 1
             explanation = block.staged.explanation
-            residual = None if explanation is None else explanation.residual()
-            if residual is not None:
-                found[block] = residual.to(self._training.device)
-        values = torch.stack(list(found.values())).tolist() if found else []
-        for block, residual in zip(found, values, strict=True):
+            if explanation is not None and explanation.known:
+                found[block] = explanation
+        for block, residual in zip(found, residuals(list(found.values())), strict=True):
             if math.isfinite(residual):
                 block.judge(residual)
 
@@ -342,10 +339,14 @@ class Layers:
         """
         blocks = list(sums)
         averages = [block.ensure_factors() for block in blocks]
+        before = [factor for each in averages for factor in each.stored.values()]
         for order, over in update_averages(averages, list(sums.values()), decay):
             ours = tuple(blocks[i] for i in order)
             own_stack([vars(block.staged) for block in ours], "dropped").add_(over)
             self._overflown[ours] = over | self._overflown.get(ours, over)
+        after = (factor for each in averages for factor in each.stored.values())
+        if any(map(operator.is_not, before, after)):
+            self._training.publish()  # frees those that have become slices of a stack
         self.collector.last_a = None
         self.updates += 1
 
@@ -355,9 +356,7 @@ class Layers:
         told = options.accumulation_steps != "auto" or options.loss_reduction == "step_mean"
         if told or reduction == "sum":
             return 1
-        found = 1
-        for block in blocks:
-            found = max(found, block.staged.micro_batches)
+        found = max([1, *(b.staged.micro_batches for b in blocks)])
         if found > 1 and training.first_time("micro-batches"):
             training.warn(f"{found} backward passes in a step: {SAID[reduction]}")
         return found if reduction == "mean" else 1
@@ -393,9 +392,7 @@ class Layers:
 
     def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of those of some layers of which no statistic has ever come."""
-        silent: list[KroneckerBlock] = []
-        for block in agreed:
-            silent += [block] * block.state.silent
+        silent = [block for block in agreed if block.state.silent]
         if not silent:
             return
         training = self._training

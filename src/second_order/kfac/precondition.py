@@ -26,6 +26,7 @@ from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.bank import Bank, Gradients, by_grad
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import PEAK_LR
+from second_order.stages import span
 
 __all__ = [
     "Clip",
@@ -252,7 +253,7 @@ def precondition_by_workers(
                 found.append(Preconditioned(some, some.gradient(), results))
     if not found:
         return None
-    with training.meter.stage("clip"):
+    with span("clip"):
         bound = clip.bound()
         coefficient = None if bound is None else kl_clip_coefficient(clip.change(found), bound)
         write(found, coefficient)

@@ -29,8 +29,14 @@ from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.bank import of_groups
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.decompositions import Decomposition, Problem
-from second_order.kronecker.solvers import SOLVERS, Damping
+from second_order.kronecker.decompositions import (
+    RESIDUAL_TOLERANCE,
+    Attempts,
+    Decomposition,
+    Problem,
+)
+from second_order.kronecker.layers import FactorShape
+from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
 from second_order.kronecker.stacks import as_stack
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
@@ -128,6 +134,8 @@ class Solves:
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
+        self.changes: dict[KroneckerBlock, Sequence[float]] = {}  # by this refresh, if told with it
+        self._combined_once: dict[tuple[KroneckerBlock, ...], Inverse] = {}  # for these, if sound
         self._unsure: dict[KroneckerBlock, Tensor] = {}  # weights of layers that may have none
 
     def restart(self, step: StepPlan) -> None:
@@ -167,6 +175,7 @@ class Solves:
                 solved too often.
         """
         due = list(self.plan) if self.wanted else due
+        self.changes = {}
         try:
             if due:
                 damping: Any = self.options.damping
@@ -262,12 +271,18 @@ class Solves:
         attempts = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
         reads = [attempts.errors, over, *(weight.view(1) for weight in unsure.values())]
         reads += [] if asked is None else [asked.numbers]
-        numbers = torch.cat([each.to(attempts.errors) for each in reads]).tolist()
-        sizes = len(attempts.errors), len(over), len(unsure)
-        errors, told, weights, further = split(numbers, sizes)
+        compared, changes = self._changes(ready, mine, attempts)
+        numbers = torch.cat([each.to(attempts.errors) for each in (*reads, *changes)]).tolist()
+        sizes = [len(attempts.errors), len(over), len(unsure), *map(len, reads[2 + len(unsure) :])]
+        errors, told, weights, *further = split(numbers, sizes)
         if asked is not None:
-            asked.told = further
+            asked.told = further[0]
         found = attempts.finish(errors)
+        if all(error < RESIDUAL_TOLERANCE for error in errors):  # none has climbed the ladder
+            each = iter(further[-1])
+            self.changes |= {block: [next(each) for _ in range(3)] for block in compared}
+        else:
+            self._combined_once = {}
         for block in ready:
             self.under_way[block].verdict = Verdict.SOUND
         for (block, letter), parts in zip(mine, found, strict=True):
@@ -279,6 +294,29 @@ class Solves:
             if not weight > 0:
                 self.under_way[block].verdict, self.under_way[block].solved = _unseen(block), {}
         return told
+
+    def _changes(
+        self, ready: Sequence[KroneckerBlock], mine: Sequence[Item], attempts: Attempts
+    ) -> tuple[list[KroneckerBlock], list[Tensor]]:
+        """What inverses of these parts would change, to be read with the verdicts on a device.
+
+        Nothing where several processes have the parts, or a look costs more than to wait later.
+        """
+        alone = self.training.world.size == 1 and self.training.device.type != "cpu"
+        if self.drift is None or not alone or () in attempts.parts:
+            return [], []
+        parts, renewed = dict(zip(mine, attempts.parts, strict=True)), set(ready)
+        compared, changes = list[KroneckerBlock](), list[Tensor]()
+        for bank in self.step.banks:
+            new = [b for b in bank.blocks if b in renewed and b.inverse is not None]
+            new = [b for b in new if b.has_gradient and not any(map(is_dtensor, b.params))]
+            if new:
+                solved = [{k: parts[b, k] for k in b.shape.letters} for b in new]
+                inverse = self._combined(new[0].shape, solved, [self.under_way[b] for b in new])
+                changes.append(bank.changes_by(new, inverse, self.options.inv_dtype).flatten())
+                compared += new
+                self._combined_once[tuple(new)] = inverse
+        return compared, changes
 
     def ready(
         self, mine: Sequence[KroneckerBlock], others: Sequence[KroneckerBlock]
@@ -398,7 +436,7 @@ class Solves:
 
     def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
         """Put solved layers to use."""
-        received = self._exchanged(verdicts)
+        received, solves = self._exchanged(verdicts), dict[KroneckerBlock, Solve]()
         for block, verdict in verdicts.items():
             solve = self.under_way.pop(block)
             if self.traces is not None:
@@ -410,7 +448,7 @@ class Solves:
                 continue
             if block in received:
                 assert solve.damping is not None
-                self.dampings[block] = solve.damping
+                self.dampings[block], solves[block] = solve.damping, solve
                 if solve.scale is not None:
                     self.scales[block] = solve.scale
             block.installed()
@@ -422,17 +460,28 @@ class Solves:
             if not new:
                 continue
             if compared:
-                bank.keep_before(new, self.options.inv_dtype)
-            solved, parts = [received.pop(block) for block in new], dict[str, Decomposition]()
-            for letter in new[0].shape.letters:
-                columns = zip(*(each.pop(letter) for each in solved), strict=True)
-                parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
-            each = new[0].shape.groups, parts["G"][-1]
-            damping = of_groups([self.dampings[block] for block in new], *each)
-            scales = [self.scales[block] for block in new if block in self.scales]
-            times = of_groups(scales, *each) if scales else None
-            inverse = self.solver.combine(parts, damping, times)
+                told = [block for block in new if block not in self.changes]
+                bank.keep_before(told, self.options.inv_dtype)
+            solved = [received.pop(block) for block in new]
+            inverse = self._combined_once.pop(tuple(new), None)
+            if inverse is None:
+                inverse = self._combined(new[0].shape, solved, [solves[block] for block in new])
             bank.install(new, inverse, keeps=compared and any(map(is_dtensor, bank.params)))
+        self._combined_once = {}
+
+    def _combined(
+        self, shape: FactorShape, solved: Sequence[Solved], solves: Sequence[Solve]
+    ) -> Inverse:
+        """The stacked inverses of layers of a shape, of their decompositions, which are used up."""
+        parts: dict[str, Decomposition] = {}
+        for letter in shape.letters:
+            columns = zip(*(each.pop(letter) for each in solved), strict=True)
+            parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
+        dampings = [solve.damping for solve in solves if solve.damping is not None]
+        scales = [solve.scale for solve in solves if solve.scale is not None]
+        each = shape.groups, parts["G"][-1]
+        times = of_groups(scales, *each) if scales else None
+        return self.solver.combine(parts, of_groups(dampings, *each), times)
 
     def _exchanged(
         self, verdicts: Mapping[KroneckerBlock, Verdict]

@@ -102,7 +102,8 @@ def take_snapshot(
     Returns a function for the thread that needs the copies: it waits for them. ``streams`` are for
     tensors on CUDA.
     """
-    copies = [t.clone() for t in tensors]
+    copies = [torch.empty_like(t) for t in tensors]
+    torch._foreach_copy_(copies, list(tensors))
     if streams is None:
         return lambda: [copy.to(device) for copy in copies]
     current = torch.cuda.current_stream(streams.snapshots.device)

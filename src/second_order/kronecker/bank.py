@@ -125,6 +125,16 @@ class Bank:
             for block, result in zip(whole, some.by_layer(results), strict=True):
                 block.before = result
 
+    def changes_by(
+        self, blocks: Sequence[KroneckerBlock], new: Inverse, dtype: torch.dtype
+    ) -> Tensor:
+        """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of some layers by ``new`` inverses of them."""
+        some = self.some(blocks)
+        gradient = some.gradient()
+        before = some.precondition(gradient, dtype)
+        after = Bank(blocks, new).precondition(gradient, dtype)
+        return _compared(*(each.unflatten(0, (len(blocks), -1)) for each in (before, after)))
+
     def note_change(self, gradient: Tensor, results: Tensor, dtype: torch.dtype) -> None:
         """Note P₀ · P, |P₀|² and |P|² of the layers whose inverses have been renewed."""
         renewed = [i for i, block in enumerate(self.blocks) if block.before is not None]
@@ -138,9 +148,7 @@ class Bank:
             if not isinstance(before, Tensor):
                 before = before.precondition(gradients[i].to(dtype)).to(gradient.dtype)
             old.append(before)
-        before, after = torch.stack(old).flatten(1), torch.stack(new).flatten(1)
-        pairs = (before, after), (before, before), (after, after)
-        changes = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
+        changes = _compared(torch.stack(old), torch.stack(new))
         for i, change in zip(renewed, changes.unbind(), strict=True):
             self.blocks[i].change = change
 
@@ -180,6 +188,13 @@ def of_groups(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> A
         return first
     each = torch.stack([n if isinstance(n, Tensor) else like.new_tensor(n) for n in numbers])
     return each.repeat_interleave(groups) if groups > 1 else each
+
+
+def _compared(before: Tensor, after: Tensor) -> Tensor:
+    """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of results ``(layers, ...)``."""
+    before, after = before.flatten(1), after.flatten(1)
+    pairs = (before, after), (before, before), (after, after)
+    return torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
 
 
 def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:

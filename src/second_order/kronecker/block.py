@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.autograd import params_in_pass
+from second_order.kronecker.explanation import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -17,8 +18,6 @@ from second_order.kronecker.factors import (
 )
 from second_order.kronecker.layers import (
     KINDS,
-    TOLERANCE,
-    Explanation,
     FactorShape,
     Form,
     Key,
@@ -224,11 +223,17 @@ class KroneckerBlock:
         return self.factors
 
     def keep(self, held: tuple[bool, bool]) -> None:
-        """Keep A, or G, or both, or neither from now on; factors that are not kept are freed."""
+        """Keep A, or G, or both, or neither from now on; factors that are not kept are freed.
+
+        Those that are get a place of their own: a slice would keep the memory of all its stack.
+        """
         self.held = held
         if self.factors is not None:
             for letter, factor in self.factors.stored.items():
-                self.factors.stored[letter] = factor if held[letter == "G"] else None
+                kept = factor if held[letter == "G"] else None
+                if kept is not None and kept.untyped_storage().nbytes() > kept.nbytes:
+                    kept = kept.clone()
+                self.factors.stored[letter] = kept
 
     def stored(self, which: str) -> Tensor | None:
         """The factor of a letter, as stored; None if it is not kept here, or is lost."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from second_order.kronecker.triangles import unpack_upper_triangular
 
 __all__ = [
+    "RESIDUAL_TOLERANCE",
     "Attempts",
     "Decompose",
     "Decomposition",
@@ -187,6 +188,17 @@ class Attempts:
             del matrices
         self.errors = torch.cat(errors) if errors else torch.zeros(0, device="cpu")
 
+    @property
+    def parts(self) -> list[Decomposition]:
+        """What :meth:`finish` gives if all are sound; of a batch whose routine raised, nothing."""
+        found: list[Decomposition] = [()] * len(self._problems)
+        for batch in self._batches:
+            sizes = [self._problems[i].groups for i in batch.indices]
+            pieces = zip(*(part.split(sizes) for part in batch.parts), strict=True)
+            for i, parts in zip(batch.indices, pieces, strict=False):
+                found[i] = parts
+        return found
+
     def finish(self, errors: Sequence[float] | None = None) -> list[Decomposition | None]:
         """The parts of each problem, with leading ``groups``; None where not all are sound.
 
@@ -194,18 +206,14 @@ class Attempts:
         ladder. Parts are views of their batch's.
         """
         told = iter(self.errors.tolist() if errors is None else errors)
-        found: list[Decomposition | None] = [None] * len(self._problems)
+        fine: set[int] = set()
         for batch in self._batches:
-            sizes = [self._problems[i].groups for i in batch.indices]
-            sound = [next(told) < RESIDUAL_TOLERANCE for _ in range(sum(sizes))]
+            rows = [i for i in batch.indices for _ in range(self._problems[i].groups)]
+            sound = [next(told) < RESIDUAL_TOLERANCE for _ in rows]
             if not all(sound):
                 self._mend(batch, sound)
-            pieces = zip(*(part.split(sizes) for part in batch.parts), strict=True)
-            start = 0
-            for i, size, parts in zip(batch.indices, sizes, pieces, strict=False):
-                found[i] = parts if all(sound[start : start + size]) else None
-                start += size
-        return found
+            fine |= {*rows} - {i for i, each in zip(rows, sound, strict=True) if not each}
+        return [parts if i in fine else None for i, parts in enumerate(self.parts)]
 
     def _mend(self, batch: _Batch, sound: list[bool]) -> None:
         """Decompose a batch's members that are not ``sound`` by the ladder; tell which are now."""

@@ -8,7 +8,7 @@ Everything is decided on the device, so that no update waits for the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.kronecker.layers import Explanation, FactorShape, PairStatistics
+from second_order.kronecker.explanation import Explanation
+from second_order.kronecker.layers import FactorShape, PairStatistics
 from second_order.kronecker.stacks import as_stack, in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
@@ -189,7 +190,7 @@ Put: TypeAlias = tuple[StagedStatistics, int, dict[str, Tensor], Tensor]
 
 
 def put(pairs: Iterable[Put]) -> None:
-    """Add pairs that were expected to the sums of their layers."""
+    """Add pairs that were expected, of different layers, to the sums of these."""
     totals: list[Tensor] = []
     more: list[Tensor] = []
     for staged, pass_id, factors, record in pairs:
@@ -197,9 +198,6 @@ def put(pairs: Iterable[Put]) -> None:
         if not staged._sums:
             staged._sums = factors
             continue
-        if any(staged._sums["A"] is total for total in totals[:: len(factors)]):
-            torch._foreach_add_(totals, more)  # no sum twice in one operation
-            totals, more = [], []
         totals += staged._sums.values()
         more += factors.values()
     if totals:
@@ -245,7 +243,7 @@ def _alike(
     heads = [(*key, s.groups, len(s.letters)) for key, s in zip(keys, shapes, strict=True)]
     for group in in_groups(heads):
         ours = [shapes[i] for i in group]
-        sizes = [sum(shape.dims[k] ** 2 for k in shape.letters) for shape in ours]
+        sizes = [shape.elements for shape in ours]
         parts = in_groups(ours, sizes, most_elements(keys[group[0]][0]))
         ends = list(accumulate(map(len, parts)))
         slices = [slice(end - len(part), end) for end, part in zip(ends, parts, strict=True)]
@@ -311,10 +309,12 @@ def _sums_of_alike(
         scale = records.rows.new_full((len(staged),), scale) if scale != 1.0 else 1.0
     elif scale.device.type == "cpu" and bool((scale == 1.0).all()):  # nobody waits for an answer
         scale = 1.0
-    heads = records.total[:, 1:].unbind()
-    sums = [StatisticsSums(dict(s._sums), head) for s, head in zip(staged, heads, strict=True)]
+    heads, factors = records.total[:, 1:], [each._sums for each in staged]
     if isinstance(scale, Tensor):
-        sums = _times(sums, slices, scale, first.shape.groups)
+        sums = _times(heads, factors, slices, scale, first.shape.groups)
+    else:
+        pairs = zip(factors, heads.unbind(), strict=True)
+        sums = [StatisticsSums(dict(parts), head) for parts, head in pairs]
     for each, of in zip(sums, staged, strict=True):
         if of.factor_dtype != of.dtype:
             each.factors = {k: total.to(of.factor_dtype) for k, total in each.factors.items()}
@@ -322,18 +322,22 @@ def _sums_of_alike(
 
 
 def _times(
-    sums: Sequence[StatisticsSums], slices: Sequence[slice], scale: Tensor, groups: int
+    heads: Tensor,
+    factors: Sequence[Mapping[str, Tensor]],
+    slices: Sequence[slice],
+    scale: Tensor,
+    groups: int,
 ) -> list[StatisticsSums]:
-    """The same sums, with those of each layer's G times a number of ``scale``."""
-    heads = as_stack([each.head for each in sums]).clone()
+    """Sums, with those of each layer's G times a number of ``scale``."""
+    heads = heads.clone()
     heads[:, 1 + groups : 1 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))
     found: list[Tensor] = []
     for alike in slices:
-        whole = as_stack([each.factors["G"] for each in sums[alike]])
+        whole = as_stack([each["G"] for each in factors[alike]])
         found += (whole * _rows(scale[alike].to(whole.dtype), whole)).unbind()
     return [
-        StatisticsSums({**each.factors, "G": g}, head)
-        for each, g, head in zip(sums, found, heads.unbind(), strict=True)
+        StatisticsSums({**each, "G": g}, head)
+        for each, g, head in zip(factors, found, heads.unbind(), strict=True)
     ]
 
 
@@ -347,9 +351,9 @@ def of_examples(
     keys = [(each.head.device, each.head.dtype, each.factors["G"].shape) for each in sums]
     found: dict[int, StatisticsSums] = {}
     for order, slices in _alike(keys, shapes):
-        ours = [sums[i] for i in order]
-        scale = (as_stack([each.head for each in ours])[:, 0] * share) ** 2
-        found |= zip(order, _times(ours, slices, scale, shapes[order[0]].groups), strict=True)
+        heads, factors = as_stack([sums[i].head for i in order]), [sums[i].factors for i in order]
+        scale, groups = (heads[:, 0] * share) ** 2, shapes[order[0]].groups
+        found |= zip(order, _times(heads, factors, slices, scale, groups), strict=True)
     return [found[i] for i in range(len(sums))]
 
 

@@ -156,7 +156,7 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
 
     A module of a class that is not known, whose weight is a matrix of its ``in_features`` and
     ``out_features``, is taken for a Linear until its first statistics, which show whether it is
-    one: see :class:`~second_order.kronecker.layers.Explanation`.
+    one: see :mod:`second_order.kronecker.explanation`.
     """
     key, kind = key_of(module), type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):

@@ -8,11 +8,12 @@ bytes: large ones give a device work enough one by one.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Hashable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ class Rows:
     _versions: tuple[int, int] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_versions", (self.x._version, self.d._version))
+        vars(self).update(_versions=(self.x._version, self.d._version))
 
     @property
     def changed(self) -> bool:
@@ -80,9 +81,10 @@ class QueuedPair:
     scale: Callable[[Tensor], Tensor | float]  # of gradients
     place: int  # of the layer in the model
     _cleared: int = field(init=False)
+    _stream: Any = field(init=False)  # on which the pair comes into being; None but for CUDA
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_cleared", self.staged.cleared)
+        vars(self).update(_cleared=self.staged.cleared, _stream=_stream_of(self.staged.device))
 
     @property
     def wanted(self) -> bool:
@@ -114,27 +116,49 @@ class QueuedPair:
             return self.what.size
         return sum(factor.numel() for factor in self.what.factors.values())
 
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What is kept."""
+        what = self.what
+        return (what.x, what.d) if isinstance(what, Rows) else list(what.factors.values())
+
+    def wait(self) -> None:
+        """Let the running stream come after the pair's, and its memory stay until it has."""
+        now = _stream_of(self.staged.device)
+        if now != self._stream:
+            now.wait_stream(self._stream)
+            for tensor in self.tensors:
+                tensor.record_stream(now)
+
+
+def _stream_of(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
 
 class PairQueue:
     """Pairs of one pass, or of the beginning of one; ``timed`` measures what comes at its end."""
 
     def __init__(self, timed: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._timed = timed
-        self._pairs: deque[QueuedPair] = deque()
+        self._pairs: list[QueuedPair] = []
         self._bytes = 0
         self._ending = autograd.NO_PASS  # the pass at whose end they are added up
+        self._lock = threading.RLock()  # autograd has a thread for each device
 
     def add(self, pair: QueuedPair, keep: bool = True) -> None:
         """Keep a pair until the running pass ends, or many have come."""
-        self._pairs.append(pair)
-        self._bytes += 4 * pair.size
-        pair.staged.settle = self.flush
-        now = autograd.current_pass()
-        if not keep or self._bytes > QUEUED_BYTES or now == autograd.NO_PASS:
-            self.flush()
-        elif now != self._ending:
-            self._ending = now
-            autograd.after_pass(self._end)
+        with self._lock:
+            self._pairs.append(pair)
+            # A slice keeps the memory of what it is of.
+            held = sum(tensor.untyped_storage().nbytes() for tensor in pair.tensors)
+            self._bytes += max(4 * pair.size, held)
+            pair.staged.settle = self.flush
+            now = autograd.current_pass()
+            if not keep or self._bytes > QUEUED_BYTES or now == autograd.NO_PASS:
+                self.flush()
+            elif now != self._ending:
+                self._ending = now
+                autograd.after_pass(self._end)
 
     def _end(self) -> None:
         with self._timed():
@@ -142,23 +166,28 @@ class PairQueue:
 
     def flush(self) -> None:
         """Bring all pairs to the statistics of their layers."""
-        taken: list[QueuedPair] = []
-        while self._pairs:
-            taken.append(self._pairs.popleft())
-            taken[-1].staged.settle = None
-        self._bytes = 0
-        turns: Counter[int] = Counter()  # pairs of one layer come one after the other
-        kept: list[tuple[int, int, QueuedPair]] = []
-        for pair in filter(lambda pair: pair.wanted, taken):
-            turn = turns[id(pair.staged)] = turns[id(pair.staged)] + 1
-            kept.append((turn, pair.place, pair))
-        kept.sort(key=lambda each: each[:2])
-        keys = [(p.staged.device, turn, _columns(p.staged)) for turn, _, p in kept]
-        for group in in_groups(keys):
-            device = keys[group[0]][0]
-            plain = torch.autocast(device.type, enabled=False)
-            with torch.no_grad(), plain, span("capture"), ieee_matmul(device):
-                _bring([kept[i][2] for i in group])
+        with self._lock:
+            taken, self._pairs, self._bytes = self._pairs, [], 0
+            for pair in taken:
+                pair.staged.settle = None
+                pair.wait()
+            _bring_all(taken)
+
+
+def _bring_all(taken: Iterable[QueuedPair]) -> None:
+    """Bring pairs that are still wanted, the first of each layer before the second ones."""
+    turns: Counter[int] = Counter()  # pairs of one layer come one after the other
+    kept: list[tuple[int, int, QueuedPair]] = []
+    for pair in filter(lambda pair: pair.wanted, taken):
+        turn = turns[id(pair.staged)] = turns[id(pair.staged)] + 1
+        kept.append((turn, pair.place, pair))
+    kept.sort(key=lambda each: each[:2])
+    keys = [(p.staged.device, turn, _columns(p.staged)) for turn, _, p in kept]
+    for group in in_groups(keys):
+        device = keys[group[0]][0]
+        plain = torch.autocast(device.type, enabled=False)
+        with torch.no_grad(), plain, span("capture"), ieee_matmul(device):
+            _bring([kept[i][2] for i in group])
 
 
 def _columns(staged: StagedStatistics) -> int:

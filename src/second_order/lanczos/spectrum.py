@@ -236,7 +236,9 @@ def eigenpairs(
         rows = space.random(seed, 1.0)
         if start is not None:
             rows = start.to(rows.device, rows.dtype)[space.rows].clone()
-        wanted: Any = {"iterations": iterations, "tol": tol, "seed": seed}
+        # A product costs more than to wait for a device.
+        soon = 2 * (largest + smallest)
+        wanted: Any = {"iterations": iterations, "tol": tol, "seed": seed, "expected": soon}
         pairs = extreme_pairs(space, rows, largest, smallest, **wanted)
         space.raise_together()
         if pairs.trouble:

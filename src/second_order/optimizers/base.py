@@ -273,8 +273,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         The steps before it, of which the coming one is number ``optimizer.training.steps``, compute
         the same on the same memory, whatever the batches: one CUDA graph of them can be replayed
         until then. It is the coming step itself while that cannot be known: with a callable of the
-        step for the clip or an interval, while ``overhead`` measures, beside helpers or solves on
-        threads, and under FSDP2.
+        step for the clip, a Newton step's scale or an interval, while ``overhead`` measures, beside
+        helpers or solves on threads, with MRDHO2, and under FSDP2.
         """
         return self._curvature.quiet_until
 

@@ -1,0 +1,98 @@
+"""A run on a device, asked once for its coefficients, is the run on the CPU, asked each time.
+
+The pretended device exists once in a process, so that another one has it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from pretended import NAME, Seen, pretend_device
+from torch import Tensor
+
+from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
+
+SIZE, AT_LEAST = 40, 3
+PRODUCT = 2  # launches of one below
+
+
+def matrix(rank: int) -> Tensor:
+    torch.manual_seed(rank)
+    Q = torch.linalg.qr(torch.randn(SIZE, SIZE, dtype=torch.float64))[0]
+    values = torch.cat([2.0 ** -torch.arange(rank), torch.zeros(SIZE - rank)]).double()
+    return Q @ values.diag() @ Q.t()
+
+
+def converged(ritz: Ritz) -> bool:
+    found = ritz.residuals[-AT_LEAST:] <= 1e-3 * ritz.values[-AT_LEAST:].abs()
+    return bool(found.all())
+
+
+def runs(A: Tensor, start: Tensor, device: str, **options: Any) -> Tridiagonal:
+    A = A.to(device)
+    space = Space(lambda d: A @ d, SIZE, torch.float64, device)
+    return tridiagonalise(space, start.to(device), 30, at_least=AT_LEAST, seed=1, **options)
+
+
+def compared(seen: Seen, rank: int, expected: int, ends: bool, scale: float) -> dict[str, Any]:
+    A, start = matrix(rank), torch.randn(SIZE, dtype=torch.float64) * scale
+    options: dict[str, Any] = {"finished": converged if ends else None, "expected": expected}
+    here = runs(A, start, "cpu", **options)
+    seen.clear()
+    there = runs(A, start, NAME, **options)
+    count, basis = len(here.diagonal), torch.as_tensor(there.basis.inner)  # type: ignore[attr-defined]
+    for one, other in (
+        (there.diagonal, here.diagonal),
+        (there.off_diagonal, here.off_diagonal),
+        (basis[: min(count, 8)], here.basis[:8]),
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+    assert here.finite == there.finite
+    return {
+        "waits": seen.syncs.total(),
+        "uploads": seen.uploads.total(),
+        "launches": seen.kernels.total() / there.products,
+        "made": there.products,
+        "needed": count,
+    }
+
+
+CASES = {
+    "known": (20, 12, True, 1.0),
+    "unknown": (20, 0, True, 1.0),
+    "too few": (20, 4, True, 1.0),
+    "to the end": (20, 0, False, 1.0),
+    "exhausted": (6, 0, True, 1.0),
+    "exhausted early": (2, 0, True, 1.0),
+    "no direction": (20, 0, True, 0.0),
+}
+
+
+def all_cases() -> dict[str, dict[str, Any]]:
+    with pretend_device() as seen:
+        return {name: compared(seen, *case) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, Any]]:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(all_cases)
+
+
+def test_a_run_waits_once_where_it_is_known_how_long_it_will_be(found: Any) -> None:
+    for name in ("known", "unknown", "to the end", "exhausted"):
+        assert found[name]["waits"] == 1, name
+    few = found["too few"]
+    assert 1 < few["waits"] <= 1 + -(-(few["needed"] - 4) // 4)
+    assert few["made"] < few["needed"] + 4
+
+
+def test_an_iteration_is_nine_launches_and_the_product_and_uploads_nothing(found: Any) -> None:
+    end = found["to the end"]
+    assert end["made"] == 30
+    assert end["launches"] <= 9 + PRODUCT + 1  # and one to begin with and to read, of each
+    for name in CASES:  # the matrix and the start; a random direction comes from the CPU
+        assert found[name]["uploads"] == 2 + (name == "no direction"), name
