@@ -125,7 +125,7 @@ class Clip:
         self._layers, self._counted = layers, counted
         self._by_batch = options.kl_clip == AUTO
         self._group_of: dict[KroneckerBlock, int] = {}
-        self._groups: list[tuple[Any, int]] = []  # what these are positions in, and their sizes
+        self._groups: list[tuple[int, int]] = []  # what these are positions in, and their sizes
         self._batches: tuple[int, list[KroneckerBlock], Scalar] | None = None
 
     def follow(self) -> None:
@@ -149,13 +149,10 @@ class Clip:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
         groups, rates = self._training.groups, list[float | Tensor]()
-        same = len(groups) == len(self._groups)
-        for group, (before, size) in zip(groups, self._groups, strict=False):
-            same = same and group is before and len(group["params"]) == size
-        if not same:
+        if self._groups != (now := [(id(group), len(group["params"])) for group in groups]):
             found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
             self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
-            self._groups = [(group, len(group["params"])) for group in groups]
+            self._groups = now
         by_group: dict[int, float | Tensor] = {}
         for block in blocks:
             number = self._group_of[block]

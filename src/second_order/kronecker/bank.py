@@ -97,14 +97,11 @@ class Bank:
 
         A bias without a gradient has zeros.
         """
-        found = [gradient_of(p) for p in self.params]
-        whole = as_matrices(
-            [
-                torch.zeros(p.shape, dtype=p.dtype, device=p.device) if each is None else each
-                for p, each in zip(self.params, found, strict=True)
-            ],
-            self._layout,
-        )
+        found: list[Tensor] = []
+        for p in self.params:
+            g = gradient_of(p)
+            found.append(torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g)
+        whole = as_matrices(found, self._layout)
         return whole if whole.dtype == self._dtype else whole.to(self._dtype)
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
@@ -141,23 +138,20 @@ class Bank:
 
     def note_change(self, gradient: Tensor, results: Tensor, dtype: torch.dtype) -> None:
         """Note P₀ · P, |P₀|² and |P|² of the layers whose inverses have been renewed."""
-        if all(block.before is None for block in self.blocks):
+        renewed = [i for i, block in enumerate(self.blocks) if block.before is not None]
+        if not renewed:
             return
-        old: list[Tensor] = []
-        new: list[Tensor] = []
-        renewed: list[KroneckerBlock] = []
-        layers = zip(self.blocks, self.by_layer(gradient), self.by_layer(results), strict=True)
-        for block, each, result in layers:
-            before, block.before = block.before, None
-            if before is not None and not isinstance(before, Tensor):
-                before = before.precondition(each.to(dtype)).to(each.dtype)
-            if before is not None:
-                renewed.append(block)
-                old.append(before)
-                new.append(result)
+        gradients, results_by_layer = self.by_layer(gradient), self.by_layer(results)
+        old, new = list[Tensor](), [results_by_layer[i] for i in renewed]
+        for i in renewed:
+            before, self.blocks[i].before = self.blocks[i].before, None
+            assert before is not None
+            if not isinstance(before, Tensor):
+                before = before.precondition(gradients[i].to(dtype)).to(gradient.dtype)
+            old.append(before)
         changes = _compared(torch.stack(old), torch.stack(new))
-        for block, change in zip(renewed, changes.unbind(), strict=True):
-            block.change = change
+        for i, change in zip(renewed, changes.unbind(), strict=True):
+            self.blocks[i].change = change
 
     def by_layer(self, results: Tensor) -> Sequence[Tensor]:
         """The layers' parts, ``(groups, out, in)`` each."""
