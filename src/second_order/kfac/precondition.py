@@ -321,7 +321,7 @@ def precondition_by_owners(
         if bound is not None:
             wide = torch.promote_types(dtype, torch.float32)
             changes = [*torch.zeros(world.size, dtype=wide, device=training.device).unbind()]
-            changes[world.rank].copy_(torch.as_tensor(clip.change(found)))
+            changes[world.rank].copy_(torch.as_tensor(clip.change(found), dtype=wide))
         write(found)  # not yet clipped: the whole sum comes with it
     if world.size > 1:
         with meter.stage("exchange"):
@@ -347,7 +347,7 @@ def scale(gradients: Sequence[Tensor], coefficient: Scalar) -> None:
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), some in alike.items():
-        torch._foreach_mul_(some, torch.as_tensor(coefficient).to(device, dtype))
+        torch._foreach_mul_(some, torch.as_tensor(coefficient, dtype=dtype).to(device))
 
 
 def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:

@@ -87,7 +87,10 @@ def precondition_rows(
         write(found, None, whole.get)
         with meter.stage("exchange"):
             changes += _returned(
-                bucket, world, whole, torch.as_tensor(change).to(training.device, bucket.dtype)
+                bucket,
+                world,
+                whole,
+                torch.as_tensor(change, dtype=bucket.dtype).to(training.device),
             )
     if bound is None or not changes:
         return None
