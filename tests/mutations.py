@@ -716,6 +716,8 @@ layers in groups of their own without statistics
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
 
 == kronecker/bank.py
+a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
+    torch.cat(parts, axis)  =>  torch.cat(parts[::-1], axis)
 what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
     if scale is not None:  =>  if False:
 inverses of some layers of a bank are others'
@@ -827,8 +829,6 @@ padding tokens count
     if padding is not None:  =>  if False:
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
-a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
-    torch.cat(parts, axis)  =>  torch.cat(parts[::-1], axis)
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
   - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
   + a = gram(x.unsqueeze(0), form.bias, form.triangular)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from second_order import KAISA
-from second_order.kfac.precondition import precondition_bank, write
+from second_order.kfac.precondition import precondition, write
 from second_order.kronecker import bank as banks
 from second_order.kronecker.bank import Bank, banks_of, of_groups
 from second_order.kronecker.block import KroneckerBlock
@@ -94,7 +94,7 @@ def test_a_bank_is_its_layers_one_by_one(
         for mine_now, given_then in zip(block.inverse.tensors, before.tensors, strict=True):
             assert torch.equal(mine_now, given_then)
     others = [p.grad.clone() for b in blocks if b not in chosen for p in b.params]  # type: ignore[union-attr]
-    write([precondition_bank(bank.some(chosen), F64)], torch.tensor(0.5, dtype=F64))
+    write(precondition([bank], F64, among=chosen), torch.tensor(0.5, dtype=F64))
     written = [p.grad.reshape(-1) for b in chosen for p in b.params]  # type: ignore[union-attr]
     for found, wanted in zip(written, expected, strict=True):
         torch.testing.assert_close(found, 0.5 * wanted, rtol=1e-10, atol=1e-12)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -23,7 +24,7 @@ from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.layers import USUAL_BATCH, Layers
 from second_order.kfac.options import AUTO, KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
-from second_order.kronecker.bank import Bank, Gradients, by_grad
+from second_order.kronecker.bank import Bank, Gradients
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import PEAK_LR, Scalar
 from second_order.stages import span
@@ -36,7 +37,7 @@ __all__ = [
     "kl_change",
     "kl_clip_coefficient",
     "owners_of",
-    "precondition_bank",
+    "precondition",
     "precondition_by_owners",
     "precondition_by_workers",
     "scale",
@@ -56,9 +57,12 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> S
     the CPU, a scalar on its device elsewhere, which nothing waits for.
     """
     if products[0].device.type == "cpu":
-        numbers = [number for each in products for number in each.tolist()]
-        terms = zip(numbers, map(float, learning_rates), strict=True)
-        return math.fsum(abs(x) * rate**2 for x, rate in terms if math.isfinite(x))
+        numbers = chain.from_iterable(map(Tensor.tolist, products))
+        change = 0.0
+        for x, rate in zip(numbers, map(float, learning_rates), strict=True):
+            if math.isfinite(x):
+                change += abs(x) * rate**2
+        return change
     stack, first = products[0], learning_rates[0]
     if len(products) > 1:
         stack = torch.cat([each.to(stack) for each in products])
@@ -83,6 +87,10 @@ def kl_clip_coefficient(change: Scalar, kl_clip: Scalar) -> Scalar:
     return min(1.0, math.sqrt(float(kl_clip) / change)) if change > 0.0 else 1.0
 
 
+def _identity(group: Mapping[str, Any]) -> tuple[int, int]:
+    return id(group), len(group["params"])
+
+
 def bound_for(examples: Tensor) -> Tensor:
     """κ for a batch: 1e-4 (N / 64)^1.5, N its examples, 64 where their number is unknown.
 
@@ -99,12 +107,6 @@ class Preconditioned(NamedTuple):
     bank: Bank
     gradient: Tensor
     results: Tensor
-
-    def product(self) -> Tensor:
-        """P·∇ of each layer, ``(layers,)``."""
-        products: Tensor = (self.results * self.gradient).sum((1, 2))
-        layers = len(self.bank.blocks)
-        return products if len(products) == layers else products.view(layers, -1).sum(1)
 
 
 class Clip:
@@ -149,7 +151,8 @@ class Clip:
         # ν lr P would otherwise not depend on lr at all while the clip is active.
         which = "lr" if callable(self._options.kl_clip) else PEAK_LR
         groups, rates = self._training.groups, list[float | Tensor]()
-        if self._groups != (now := [(id(group), len(group["params"])) for group in groups]):
+        now = list(map(_identity, groups))
+        if self._groups != now:
             found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
             self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
             self._groups = now
@@ -173,11 +176,16 @@ class Clip:
 
         κ follows the batches of the layers ``among``, or else of these.
         """
-        found = list(found)
-        if not found:
+        blocks, products = list[KroneckerBlock](), list[Tensor]()
+        for bank, gradient, results in found:
+            product = (results * gradient).sum((1, 2))
+            if len(product) > len(bank.blocks):
+                product = product.view(len(bank.blocks), -1).sum(1)
+            products.append(product)
+            blocks += bank.blocks
+        if not products:
             return 0.0
-        blocks = [block for each in found for block in each.bank.blocks]
-        total = kl_change([each.product() for each in found], self._rates(blocks))
+        total = kl_change(products, self._rates(blocks))
         if not self._by_batch:
             return total
         known, blocks, updates = self._batches, list(among or blocks), self._layers.updates
@@ -199,26 +207,41 @@ class Clip:
         return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))
 
 
-def precondition_bank(
-    bank: Bank, dtype: torch.dtype, gradient_of: Gradients = by_grad
-) -> Preconditioned:
-    """Precondition gradients of layers that all have one, and an inverse here."""
-    gradient = bank.gradient(gradient_of)
-    results = bank.precondition(gradient, dtype)
-    bank.note_change(gradient, results, dtype)
-    return Preconditioned(bank, gradient, results)
+def precondition(
+    banks: Iterable[Bank],
+    dtype: torch.dtype,
+    gradient_of: Gradients | None = None,
+    among: Container[KroneckerBlock] | None = None,
+) -> list[Preconditioned]:
+    """Precondition the layers ``among`` those of banks that have an inverse and a gradient."""
+    found: list[Preconditioned] = []
+    for bank in banks:
+        mine: list[KroneckerBlock] = []
+        for block in bank.blocks:
+            known = among is None or block in among
+            if known and block.inverse is not None and block.has_gradient:
+                mine.append(block)
+        if mine:
+            some = bank if len(mine) == len(bank.blocks) else bank.some(mine)
+            gradient = some.gradient(gradient_of)
+            results = some.precondition(gradient, dtype)
+            if bank.compares:
+                some.note_change(gradient, results, dtype)
+                bank.compares = any(block.before is not None for block in bank.blocks)
+            found.append(Preconditioned(some, gradient, results))
+    return found
 
 
 def write(
     found: Iterable[Preconditioned],
     scale: Scalar | None = None,
-    gradient_of: Gradients = by_grad,
+    gradient_of: Gradients | None = None,
 ) -> None:
     """Write P, times a scale, into the gradients."""
     to, written = list[Tensor](), list[Tensor]()
     for bank, _, results in found:
         for p, piece in zip(bank.params, bank.pieces(results, scale), strict=True):
-            gradient = gradient_of(p)
+            gradient = p.grad if gradient_of is None else gradient_of(p)
             if gradient is not None:
                 to.append(gradient)
                 written.append(
@@ -226,16 +249,6 @@ def write(
                 )
     if to:
         torch._foreach_copy_(to, written)
-
-
-def _preconditioned(step: StepPlan, dtype: torch.dtype) -> list[Preconditioned]:
-    """What this rank preconditions."""
-    found: list[Preconditioned] = []
-    for bank in step.banks:
-        mine = [block for block in bank.blocks if block.inverse is not None and block.has_gradient]
-        if mine:
-            found.append(precondition_bank(bank.some(mine), dtype))
-    return found
 
 
 def precondition_by_workers(
@@ -246,7 +259,7 @@ def precondition_by_workers(
     Every rank has the mean gradients, gets all results, and clips by itself. Returns ν, a scalar;
     None where nothing is clipped.
     """
-    found = _preconditioned(step, dtype)
+    found = precondition(step.banks, dtype)
     if step.column.size > 1:
         with training.meter.stage("exchange"):
             given = _given_to_all(step, found, training.device)
@@ -315,7 +328,7 @@ def precondition_by_owners(
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
-    found = _preconditioned(step, dtype)
+    found = precondition(step.banks, dtype)
     changes: list[Tensor] = []
     with meter.stage("clip"):
         if bound is not None:

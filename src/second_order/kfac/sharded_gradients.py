@@ -26,9 +26,8 @@ from second_order.distributed.world import BUCKET_BYTES, World
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.precondition import (
     Clip,
-    Preconditioned,
     kl_clip_coefficient,
-    precondition_bank,
+    precondition,
     scale,
     write,
 )
@@ -75,12 +74,7 @@ def precondition_rows(
         with meter.stage("exchange"):
             whole = _gathered(bucket, world, training.device)
         mine = {piece.block for piece in bucket.pieces[world.rank]}
-        mine = {b for b in mine if b.has_gradient and b.inverse is not None}
-        found: list[Preconditioned] = []
-        for bank in step.banks:
-            some = [block for block in bank.blocks if block in mine]
-            if some:
-                found.append(precondition_bank(bank.some(some), dtype, whole.get))
+        found = precondition(step.banks, dtype, whole.get, mine)
         change: Scalar = 0.0
         if bound is not None:
             change = clip.change(found, among)

@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.layers import as_matrices, of_parameters
+from second_order.kronecker.layers import Layout
 from second_order.kronecker.solvers import Inverse
 from second_order.sharded import is_dtensor
 
-__all__ = ["Bank", "Gradients", "banks_of", "by_grad", "of_groups"]
+__all__ = ["Bank", "Gradients", "as_matrices", "banks_of", "of_groups", "of_parameters"]
 
 # Bytes of gradients that are preconditioned together, unless one layer alone has more. On a CPU a
 # batch saves calls alone, and what has been computed is to be found in its cache.
@@ -31,9 +33,46 @@ Gradients: TypeAlias = Callable[[Tensor], Tensor | None]
 """The gradient of a parameter, if it has one."""
 
 
-def by_grad(p: Tensor) -> Tensor | None:
-    """The gradient that a parameter has."""
-    return p.grad
+def as_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
+    """The gradients of equal layers, one after the other, as ``(layers x groups, out, in)``.
+
+    It is a view of a single one wherever that is possible.
+    """
+    axis, views, flipped = layout
+    number, grouped = len(views), len(views[0]) > 2
+    layers = len(gradients) // number
+    if layers > 1 and gradients[0].device.type == "cpu":
+        # Products of matrices whose rows lie apart take twice as long.
+        columns: list[Tensor] = []
+        for i, view in enumerate(views):
+            columns.append(torch.stack(gradients[i::number]).view(layers, *view))
+        whole = columns[0] if number == 1 else torch.cat(columns, axis + 1)
+        whole = whole.flatten(0, 1) if grouped else whole
+        return whole.mT if flipped else whole
+    parts = list(map(torch.reshape, gradients, views * layers))
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
+    if layers > 1:
+        whole = whole.unflatten(axis, (layers, -1)).movedim(axis, 0)
+        whole = whole.flatten(0, 1) if grouped else whole
+    elif not grouped:
+        whole = whole.unsqueeze(0)
+    return whole.mT if flipped else whole
+
+
+def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
+    """The parts of equal layers' ``(layers x groups, out, in)`` by parameter, stacked.
+
+    Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
+    """
+    axis, views, flipped = layout
+    stacked = matrices.mT if flipped else matrices
+    if len(views[0]) > 2:
+        stacked = stacked.unflatten(0, (layers, -1))
+    if len(views) == 1:
+        return (stacked,)
+    sizes = list(map(itemgetter(axis), views))
+    parts: Sequence[Tensor] = stacked.split_with_sizes(sizes, axis + 1)
+    return parts
 
 
 class Bank:
@@ -48,6 +87,7 @@ class Bank:
         first = self.blocks[0]
         self._groups, self._dtype, self._layout = first.shape.groups, first.work_dtype, first.layout
         self.params = [p for block in self.blocks for p in block.params]
+        self.compares = False  # a layer has P by an inverse before, to be compared
 
     def some(self, blocks: Sequence[KroneckerBlock]) -> Bank:
         """The bank of some of the layers, in their order; with views of inverses if in a row."""
@@ -92,14 +132,14 @@ class Bank:
         """The parts of each layer in each tensor of an inverse."""
         return [t.unflatten(0, (-1, self._groups)).unbind() for t in inverse.tensors]
 
-    def gradient(self, gradient_of: Gradients = by_grad) -> Tensor:
+    def gradient(self, gradient_of: Gradients | None = None) -> Tensor:
         """The gradients, ``(layers x groups, out, in)``; a view of a single one where it can be.
 
         A bias without a gradient has zeros.
         """
         found: list[Tensor] = []
         for p in self.params:
-            g = gradient_of(p)
+            g = p.grad if gradient_of is None else gradient_of(p)
             found.append(torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g)
         whole = as_matrices(found, self._layout)
         return whole if whole.dtype == self._dtype else whole.to(self._dtype)
@@ -120,6 +160,7 @@ class Bank:
         whole = [b for b in old if b.has_gradient and not is_dtensor(b.weight)]
         for block in old:
             block.before = block.inverse if is_dtensor(block.weight) else None
+        self.compares = bool(old)
         if whole:
             some = self.some(whole)
             results = some.precondition(some.gradient(), dtype)
@@ -169,8 +210,8 @@ class Bank:
         parts = of_parameters(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":
             parts = [part.contiguous() for part in parts]
-        layers = zip(*[part.unbind() for part in parts], strict=True)
-        return [part for layer in layers for part in layer]
+        layers = zip(*map(Tensor.unbind, parts), strict=True)
+        return list(chain.from_iterable(layers))
 
 
 def _owned(tensor: Tensor) -> Tensor:

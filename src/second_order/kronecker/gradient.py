@@ -24,9 +24,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from second_order.kronecker.bank import as_matrices
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
-from second_order.kronecker.layers import FactorShape, as_matrices
+from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.stacks import in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import pack_upper_triangular
 

@@ -17,7 +17,7 @@ are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias, cast
 
@@ -39,10 +39,8 @@ __all__ = [
     "FactorShape",
     "Layout",
     "PairStatistics",
-    "as_matrices",
     "gram",
     "layout_of",
-    "of_parameters",
 ]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
@@ -400,42 +398,3 @@ def layout_of(shape: FactorShape, sizes: Iterable[int]) -> Layout:
     if shape.transposed:
         return Layout(len(head), tuple((*head, n, out) for n in columns), True)
     return Layout(len(head) + 1, tuple((*head, out, n) for n in columns))
-
-
-def as_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
-    """The gradients of equal layers, one after the other, as ``(layers x groups, out, in)``.
-
-    It is a view of a single one wherever that is possible.
-    """
-    axis, views, flipped = layout
-    number, grouped = len(views), len(views[0]) > 2
-    layers = len(gradients) // number
-    if layers > 1 and gradients[0].device.type == "cpu":
-        # Products of matrices whose rows lie apart take twice as long.
-        columns = [torch.stack(gradients[i::number]).view(layers, *views[i]) for i in range(number)]
-        whole = columns[0] if number == 1 else torch.cat(columns, axis + 1)
-        whole = whole.flatten(0, 1) if grouped else whole
-        return whole.mT if flipped else whole
-    parts = [each.reshape(view) for each, view in zip(gradients, views * layers, strict=True)]
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-    if layers > 1:
-        whole = whole.unflatten(axis, (layers, -1)).movedim(axis, 0)
-        whole = whole.flatten(0, 1) if grouped else whole
-    elif not grouped:
-        whole = whole.unsqueeze(0)
-    return whole.mT if flipped else whole
-
-
-def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
-    """The parts of equal layers' ``(layers x groups, out, in)`` by parameter, stacked.
-
-    Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
-    """
-    axis, views, flipped = layout
-    stacked = matrices.mT if flipped else matrices
-    if len(views[0]) > 2:
-        stacked = stacked.unflatten(0, (layers, -1))
-    if len(views) == 1:
-        return (stacked,)
-    parts: Sequence[Tensor] = stacked.split_with_sizes([view[axis] for view in views], axis + 1)
-    return parts

@@ -19,13 +19,12 @@ from typing import TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from second_order.kronecker.bank import as_matrices, of_parameters
 from second_order.kronecker.decompositions import diagonal
 from second_order.kronecker.layers import (
     FactorShape,
     Layout,
-    as_matrices,
     layout_of,
-    of_parameters,
 )
 
 __all__ = ["KroneckerCurvature", "LayerCurvature", "Vector"]
