@@ -269,6 +269,8 @@ class _Module(backend_registration._DummyBackendModule):
 def _register() -> torch.library.Library:
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
     _foreach_supported_types.append(Pretended)  # type: ignore[arg-type]
+    if not torch.cuda.is_available():  # the process has an accelerator from now on, without streams
+        torch.accelerator.synchronize = lambda *_: None
     # Where the mode is not: other threads, new_tensor.
     library = torch.library.Library("aten", "IMPL")
     aten = torch.ops.aten

@@ -35,12 +35,13 @@ STEPS = 33
 EVERY: dict[str, Any] = {"factor_update_steps": 5, "inv_update_steps": 10}
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
 FUSED: dict[str, Any] = {"lr": torch.tensor(1e-3), "base": torch.optim.AdamW, "fused": True}
+PLAIN: dict[str, Any] = SGD | {"kl_clip": None}  # on the CPU ν is a number, which would be recorded
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "KAISA": (KAISA, SGD | EVERY),
-    "KAISA, eigen": (KAISA, SGD | EVERY | {"solver": "eigen"}),
+    "KAISA": (KAISA, PLAIN | EVERY),
+    "KAISA, eigen": (KAISA, PLAIN | EVERY | {"solver": "eigen"}),
     "KAISA over AdamW": (KAISA, FUSED | EVERY),
-    "KAISA by drift": (KAISA, SGD | {"kl_clip": torch.tensor(1e-3)}),
-    "DPKFAC": (DPKFAC, SGD | EVERY),
+    "KAISA by drift": (KAISA, PLAIN),
+    "DPKFAC": (DPKFAC, PLAIN | EVERY),
 }
 
 
@@ -194,7 +195,10 @@ def on_device(value: float) -> Tensor:
 ADAM = {"base": torch.optim.AdamW, "foreach": True, "capturable": True}
 TUNED: dict[str, tuple[Any, Any]] = {
     "KAISA": (KAISA, {**ADAM, **EVERY, "damping": 0.1}),
-    "KAISA, absolute": (KAISA, {**ADAM, **EVERY, "damping": 0.1, "relative_damping": False}),
+    "KAISA, absolute": (
+        KAISA,
+        {**ADAM, **EVERY, "damping": 0.1, "relative_damping": False, "kl_clip": 1e-6},
+    ),
     "KAISA, clipped": (KAISA, {**SGD, **EVERY, "damping": 0.5, "kl_clip": 1e-3}),
     "KAISA, eigen": (KAISA, {**ADAM, **EVERY, "solver": "eigen", "damping": lambda _: 0.1}),
     "DPKFAC": (DPKFAC, {**SGD, **EVERY, "damping": 0.5}),
@@ -202,7 +206,7 @@ TUNED: dict[str, tuple[Any, Any]] = {
 }
 
 
-REPLAYED = "KAISA", "DHO2"
+REPLAYED = "KAISA", "KAISA, absolute", "DHO2"
 
 
 def put_there(options: dict[str, Any]) -> dict[str, Any]:
