@@ -530,6 +530,8 @@ every gradient worker keeps an inverse of a sharded layer
     (rank, rank), _one(rank), said  =>  (rank, rank), layer.workers, said
 
 == kfac/precondition.py
+what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
+    torch.mul(piece, number, out=gradient)  =>  gradient.copy_(piece)
 the hook's means are lost with their owner
   <-  dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means
     if owners.get(p, rank) != rank]  =>  if False]
@@ -718,8 +720,6 @@ layers in groups of their own without statistics
 == kronecker/bank.py
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
     torch.cat(parts, axis)  =>  torch.cat(parts[::-1], axis)
-what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
-    if scale is not None:  =>  if False:
 inverses of some layers of a bank are others'
   <-  banks::a_bank_is_its_layers_one_by_one
     torch.cat([t[i] for i in here])  =>  torch.cat([t[0] for i in here])

@@ -178,7 +178,10 @@ class Clip:
         """
         blocks, products = list[KroneckerBlock](), list[Tensor]()
         for bank, gradient, results in found:
-            product = (results * gradient).sum((1, 2))
+            if len(bank.blocks) == 1:  # without a product that is as large as the layer
+                product = torch.dot(results.flatten(), gradient.flatten()).unsqueeze(0)
+            else:
+                product = (results * gradient).sum((1, 2))
             if len(product) > len(bank.blocks):
                 product = product.view(len(bank.blocks), -1).sum(1)
             products.append(product)
@@ -239,15 +242,20 @@ def write(
 ) -> None:
     """Write P, times a scale, into the gradients."""
     to, written = list[Tensor](), list[Tensor]()
+    number = scale if isinstance(scale, float) else None  # on the CPU: scaled as it is written
     for bank, _, results in found:
-        for p, piece in zip(bank.params, bank.pieces(results, scale), strict=True):
+        pieces = bank.pieces(results, scale if isinstance(scale, Tensor) else None)
+        for p, piece in zip(bank.params, pieces, strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
             if gradient is not None:
                 to.append(gradient)
                 written.append(
                     piece if piece.shape == gradient.shape else piece.reshape(gradient.shape)
                 )
-    if to:
+    if number is not None:
+        for gradient, piece in zip(to, written, strict=True):
+            torch.mul(piece, number, out=gradient)
+    elif to:
         torch._foreach_copy_(to, written)
 
 
