@@ -178,7 +178,7 @@ class Clip:
         """
         blocks, products = list[KroneckerBlock](), list[Tensor]()
         for bank, gradient, results in found:
-            if len(bank.blocks) == 1:  # without a product that is as large as the layer
+            if len(bank.blocks) == 1 and results.device.type == "cpu":  # no product as large as it
                 product = torch.dot(results.flatten(), gradient.flatten()).unsqueeze(0)
             else:
                 product = (results * gradient).sum((1, 2))
