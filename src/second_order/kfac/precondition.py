@@ -102,11 +102,24 @@ def bound_for(examples: Tensor) -> Tensor:
 
 
 class Preconditioned(NamedTuple):
-    """Layers of a bank that have a gradient, that, and P: ``(layers x groups, out, in)``."""
+    """Layers of a bank that have a gradient, and P, ``(layers x groups, out, in)``.
+
+    Their P·∇, ``(layers,)``, are there for the clip, and not without one.
+    """
 
     bank: Bank
-    gradient: Tensor
     results: Tensor
+    products: Tensor | None
+
+
+def _product(bank: Bank, gradient: Tensor, results: Tensor) -> Tensor:
+    """P·∇ of each layer, ``(layers,)``."""
+    if len(bank.blocks) == 1 and results.device.type == "cpu":  # no product as large as it
+        return torch.dot(results.flatten(), gradient.flatten()).unsqueeze(0)
+    product = (results * gradient).sum((1, 2))
+    if len(product) > len(bank.blocks):
+        product = product.view(len(bank.blocks), -1).sum(1)
+    return product
 
 
 class Clip:
@@ -177,13 +190,8 @@ class Clip:
         κ follows the batches of the layers ``among``, or else of these.
         """
         blocks, products = list[KroneckerBlock](), list[Tensor]()
-        for bank, gradient, results in found:
-            if len(bank.blocks) == 1 and results.device.type == "cpu":  # no product as large as it
-                product = torch.dot(results.flatten(), gradient.flatten()).unsqueeze(0)
-            else:
-                product = (results * gradient).sum((1, 2))
-            if len(product) > len(bank.blocks):
-                product = product.view(len(bank.blocks), -1).sum(1)
+        for bank, _, product in found:
+            assert product is not None
             products.append(product)
             blocks += bank.blocks
         if not products:
@@ -215,6 +223,8 @@ def precondition(
     dtype: torch.dtype,
     gradient_of: Gradients | None = None,
     among: Container[KroneckerBlock] | None = None,
+    *,
+    clipped: bool,
 ) -> list[Preconditioned]:
     """Precondition the layers ``among`` those of banks that have an inverse and a gradient."""
     found: list[Preconditioned] = []
@@ -231,7 +241,8 @@ def precondition(
             if bank.compares:
                 some.note_change(gradient, results, dtype)
                 bank.compares = any(block.before is not None for block in bank.blocks)
-            found.append(Preconditioned(some, gradient, results))
+            product = _product(some, gradient, results) if clipped else None
+            found.append(Preconditioned(some, results, product))
     return found
 
 
@@ -243,7 +254,7 @@ def write(
     """Write P, times a scale, into the gradients."""
     to, written = list[Tensor](), list[Tensor]()
     number = scale if isinstance(scale, float) else None  # on the CPU: scaled as it is written
-    for bank, _, results in found:
+    for bank, results, _ in found:
         pieces = bank.pieces(results, scale if isinstance(scale, Tensor) else None)
         for p, piece in zip(bank.params, pieces, strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
@@ -267,8 +278,10 @@ def precondition_by_workers(
     Every rank has the mean gradients, gets all results, and clips by itself. Returns ν, a scalar;
     None where nothing is clipped.
     """
-    found = precondition(step.banks, dtype)
-    if step.column.size > 1:
+    bound = clip.bound()
+    alone = step.column.size == 1
+    found = precondition(step.banks, dtype, clipped=alone and bound is not None)
+    if not alone:
         with training.meter.stage("exchange"):
             given = _given_to_all(step, found, training.device)
         found = []  # ν is to be alike everywhere, bit for bit: of the same stacks
@@ -277,11 +290,11 @@ def precondition_by_workers(
             if blocks:
                 some = Bank(blocks)
                 results = torch.cat([given[block] for block in blocks])
-                found.append(Preconditioned(some, some.gradient(), results))
+                product = None if bound is None else _product(some, some.gradient(), results)
+                found.append(Preconditioned(some, results, product))
     if not found:
         return None
     with span("clip"):
-        bound = clip.bound()
         coefficient = None if bound is None else kl_clip_coefficient(clip.change(found), bound)
         write(found, coefficient)
     return coefficient
@@ -293,7 +306,7 @@ def _given_to_all(
     """P of all solved layers, from the rank of the column that has it; zeros without a gradient."""
     results: dict[KroneckerBlock, Tensor] = {}
     mine: dict[KroneckerBlock, Tensor] = {}
-    for bank, _, stacked in found:
+    for bank, stacked, _ in found:
         mine.update(zip(bank.blocks, bank.by_layer(stacked), strict=True))
     everybody = range(step.column.size)
     rows = {block: row for block, row in step.rows.items() if block.solved}
@@ -336,7 +349,7 @@ def precondition_by_owners(
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
-    found = precondition(step.banks, dtype)
+    found = precondition(step.banks, dtype, clipped=bound is not None)
     changes: list[Tensor] = []
     with meter.stage("clip"):
         if bound is not None:

@@ -74,7 +74,7 @@ def precondition_rows(
         with meter.stage("exchange"):
             whole = _gathered(bucket, world, training.device)
         mine = {piece.block for piece in bucket.pieces[world.rank]}
-        found = precondition(step.banks, dtype, whole.get, mine)
+        found = precondition(step.banks, dtype, whole.get, mine, clipped=bound is not None)
         change: Scalar = 0.0
         if bound is not None:
             change = clip.change(found, among)

@@ -70,7 +70,8 @@ class EigenInverse:
             return q_g @ rotated.view_as(gradient)
         if q_a is None:
             return q_g @ rotated.mul_(self.scale)
-        return q_g @ (rotated @ q_a).mul_(self.scale) @ q_a.mT
+        other = (rotated @ q_a).mul_(self.scale)  # two places do for four products
+        return torch.matmul(torch.matmul(q_g, other, out=rotated), q_a.mT, out=other)
 
     @property
     def tensors(self) -> list[Tensor]:
