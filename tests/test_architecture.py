@@ -6,7 +6,7 @@
     budget                                 how often curvature is renewed, by the clock
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
-    files                                  of what is saved
+    safetensors files                      of what is saved
     report  errors  patterns  stages  sharded   know nothing at all
 
 `python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.plan`.
@@ -38,11 +38,12 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
     "files": {"errors"},
+    "safetensors": {"errors", "files"},
     "sharded": set(),
     "patterns": {"sharded"},
     "stages": set(),
     "budget": {"contract", "distributed", "options"},
-    "kronecker": {"errors", "patterns", "sharded", "stages"},
+    "kronecker": {"errors", "patterns", "sharded", "stages", "files", "safetensors"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "sharded", "stages"},
     "options": {"errors"},
