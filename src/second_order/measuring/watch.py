@@ -150,7 +150,7 @@ class Stopping:
         module, path = self._model, self._names[layer].split(".")
         for part in path:
             inside = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-            module = getattr(module, part) if not inside else cast(Any, module)._modules[part]
+            module = module.get_submodule(part)
             if inside:
                 return module
         return layer
