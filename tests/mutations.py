@@ -740,7 +740,7 @@ a Linear with an activation behind it taken for one
     state.unexplained = residual if residual > TOLERANCE else 0.0  =>  state.unexplained = 0.0
 old checkpoints without mean eigenvalues
   <-  kaisa::a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors
-    factors.means.copy_(torch.stack(means))  =>  pass
+    factors.means[: len(means)] = torch.stack(means)  =>  pass
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
