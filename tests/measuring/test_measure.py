@@ -82,7 +82,6 @@ def test_pairs_and_corrected_eigenvalues_are_those_of_entries(name: str) -> None
         size = by_hand.x[layer].shape[0]
         close(found.A[0, :size, :size], by_hand.a(layer))
         close(found.G[0], by_hand.g(layer))
-        q_a, q_g = found.eigen["A"][1][0], found.eigen["G"][1][0]
         close(found.corrected[0], corrected(found, 0, by_hand.weights[layer]) / by_hand.terms, 1e-7)
         assert found.examples == by_hand.terms
     for layer in (each for each in by_hand.x if " " in each):

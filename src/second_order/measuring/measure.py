@@ -356,7 +356,9 @@ class _Measurement:
         keep = self.options.keep
         keep = "device" if keep == "owner" and self.world.size == 1 else keep
         owners = {key: self.owner[key[0]] for key in sizes}
-        return Sums(keep, sizes, owners, self.world, self.device, self.dtype)
+        # FSDP2's messages come between, in an order that processes do not share.
+        world = self.aside if self.sharded else self.world
+        return Sums(keep, sizes, owners, world, self.device, self.dtype)
 
     def _over_data(self, number: int, statistics: Inputs | Pairs) -> None:
         """Show the data to statistics, batch by batch; all processes as long as one has a batch."""
