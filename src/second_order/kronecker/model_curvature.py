@@ -124,14 +124,14 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         On the other ranks there are then no layers, and :attr:`uncovered` says so.
         """
-        if not self.owners or self._world is None:
-            return self
-        if to is not None and to not in range(self._world.size):
+        rank, size = (0, 1) if self._world is None else (self._world.rank, self._world.size)
+        if to is not None and to not in range(size):
             raise ValueError(
-                f"to={to} is no rank of {self._world.size} processes; give 0 to "
-                f"{self._world.size - 1}, or None for all"
+                f"to={to} is no rank of {size} processes; give 0 to {size - 1}, or None for all"
             )
-        wanted, layers = to in (None, self._world.rank), {}
+        if not self.owners:
+            return self
+        wanted, layers = to in (None, rank), {}
         for name in self:
             layer = self[name]
             if wanted:
