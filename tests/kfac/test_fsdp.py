@@ -295,7 +295,7 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
     options = {"async_inverse": False} if System is DistKFAC else {}
     optimizer = System(model, **OPTIONS, **options)
     go_on(model, optimizer, shares(rank, world_size))
-    curvature = optimizer.curvature()
+    curvature = optimizer.curvature(dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     covered = {n: size for layer in curvature.values() for n, size in layer.shapes.items()}
     v = {n: torch.randn(size, generator=generator).double() for n, size in covered.items()}
