@@ -740,7 +740,7 @@ a Linear with an activation behind it taken for one
     state.unexplained = residual if residual > TOLERANCE else 0.0  =>  state.unexplained = 0.0
 old checkpoints without mean eigenvalues
   <-  kaisa::a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors
-    factors.means.copy_(torch.stack(means))  =>  pass
+    factors.means[: len(means)] = torch.stack(means)  =>  pass
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
@@ -757,7 +757,7 @@ forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
-    if not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
+    if self._accumulated and not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
   <-  explained::operations_in_place_lose_nothing
     if edge.node.name() != "ViewBackward0":  =>  if True:
@@ -811,6 +811,14 @@ a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_ze
     if bool((variance > CANCELLED * mean.square()).all()):  =>  if True:
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
+
+== kronecker/experts.py
+tokens without a loss are examples of their experts
+  <-  experts::tokens_without_a_loss_are_no_examples
+    mask = live_rows(d).mask  =>  mask = None
+gradients of experts without the weights of their tokens
+  <-  experts::the_factors_of_each_expert_are_those_written_by_hand
+    (d[xs.tokens] * weights)  =>  (d[xs.tokens])
 
 == kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
@@ -873,6 +881,9 @@ both factors of gradients with the trace of the curvature
 a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
   - own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
   + own_stack(owned, "examples").copy_(examples)
+an expert's A moves as if it had tokens in all steps
+  <-  experts::a_is_a_mean_over_an_experts_own_tokens_of_all_steps
+    step * news / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
 
 == kronecker/fisher.py
 micro-batches draw the same noise

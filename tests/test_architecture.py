@@ -2,6 +2,7 @@
 
     optimizers                             what users make
     planning                               what it will cost: it runs optimizers, which ask it
+    measuring                              the curvature of a trained model, without an optimizer
     kfac        fosi                       two wings that know nothing of each other
     budget                                 how often curvature is renewed, by the clock
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
@@ -64,10 +65,14 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded", "planning"),
     },
+    "measuring": {
+        *("errors", "files", "report", "patterns", "sharded", "kronecker", "distributed"),
+        "safetensors",
+    },
     "recipes": {"errors", "options", "contract"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "recipes", "planning"),
+        *("files", "recipes", "planning", "measuring"),
     },
     "profiling": {"files", "report", "stages"},
     "__main__": {"profiling", "planning"},

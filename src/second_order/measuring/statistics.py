@@ -200,6 +200,13 @@ def _padded(inputs: Sequence[Tensor]) -> list[Tensor]:
 class Pairs(Statistics):
     """A and G of layers; a consumer of :class:`~second_order.kronecker.capture.Capture`."""
 
+    _last: tuple[tuple[int, int, bool], tuple[Tensor, int]] | None = None  # rows of one tensor
+
+    def begin(self, rows: Rows, entries: int, idle: bool) -> None:
+        """Begin a batch."""
+        super().begin(rows, entries, idle)
+        self._last = None
+
     def wants(self, module: nn.Module) -> bool:
         """Whether pairs of a module are wanted."""
         return module in self.of and not self.idle
@@ -216,9 +223,13 @@ class Pairs(Statistics):
         """Take in a pair."""
         layer, sums = self.of[module], self.sums
         if layer.linear(module):
-            rows, number = self.rows.pick(x)
+            key = source, pass_id, layer.bias
+            if self._last is None or self._last[0] != key or source < 0:
+                rows, number = self.rows.pick(x)
+                rows = nn.functional.pad(rows, (0, 1), value=1.0) if layer.bias else rows
+                self._last = key, (rows, number)
+            rows, number = self._last[1]
             layer.rows += number
-            rows = nn.functional.pad(rows, (0, 1), value=1.0) if layer.bias else rows
             sums.gram((layer.name, "A"), rows)
             sums.gram((layer.name, "G"), d.reshape(-1, d.shape[-1]))
             return

@@ -84,7 +84,7 @@ class Sums:
             elif fused:
                 total[0].add_(_product(rows, wide))
             else:
-                torch.addmm(total[0], rows.mT, rows, out=total[0])
+                total[0].addmm_(rows.mT, rows)
 
     def add(self, key: Key, matrix: Tensor) -> None:
         """Add ``(groups, n, n)``, or another form in which a sum is kept; its memory is taken."""
