@@ -4,6 +4,7 @@
     planning                               what it will cost: it runs optimizers, which ask it
     kfac        fosi                       two wings that know nothing of each other
     budget                                 how often curvature is renewed, by the clock
+    measuring                              the curvature of a trained model, and whom it is for
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
     safetensors files                      of what is saved
@@ -44,6 +45,7 @@ BELOW: dict[str, set[str]] = {
     "stages": set(),
     "budget": {"contract", "distributed", "options"},
     "kronecker": {"errors", "patterns", "sharded", "stages", "files", "safetensors"},
+    "measuring": {"files", "safetensors", "kronecker"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "sharded", "stages"},
     "options": {"errors"},
@@ -67,7 +69,7 @@ BELOW: dict[str, set[str]] = {
     "recipes": {"errors", "options", "contract"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "recipes", "planning"),
+        *("files", "recipes", "planning", "measuring"),
     },
     "profiling": {"files", "report", "stages"},
     "__main__": {"profiling", "planning"},

@@ -1,0 +1,431 @@
+"""Doors to other packages: what they load of ours is what they would have computed themselves."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from second_order import KroneckerCurvature, LayerCurvature, doors
+from second_order.kronecker.layers import FactorShape
+from second_order.safetensors import load_tensors
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+ENTRIES, TOKENS, WIDTH, CLASSES = 12, 3, 4, 3
+
+
+class Case:
+    """A model, data in two batches, and the data's labels: each entry has one, or each token."""
+
+    def __init__(self, tokens: bool, hidden: int = 5) -> None:
+        torch.manual_seed(0)
+        size = (ENTRIES, TOKENS, WIDTH) if tokens else (ENTRIES, 2, 4, 4)
+        self.x = torch.randn(size, dtype=torch.float64)
+        first: nn.Module = nn.Linear(WIDTH, hidden) if tokens else nn.Conv2d(2, 3, 3, bias=False)
+        between = nn.Tanh() if tokens else nn.Sequential(nn.Flatten(), nn.Tanh())
+        last = nn.Linear(hidden if tokens else 12, CLASSES, bias=not tokens)
+        self.model = nn.Sequential(first, between, last).double()
+        self.y = torch.randint(CLASSES, (ENTRIES, TOKENS) if tokens else (ENTRIES,))
+        self.terms = self.y.numel()
+
+    def loss(self, model: nn.Module, x: Tensor, y: Tensor, reduction: str = "sum") -> Tensor:
+        out = model(x)
+        return nn.functional.cross_entropy(out.flatten(0, -2), y.flatten(), reduction=reduction)
+
+
+def rows_of(module: nn.Module, x: Tensor) -> Tensor:
+    """A layer's inputs ``(entries, rows, in)``, with a 1 for its bias."""
+    if isinstance(module, nn.Conv2d):
+        x = nn.functional.unfold(x, cast("tuple[int, int]", module.kernel_size)).mT
+    x = x.flatten(1, -2) if x.dim() > 2 else x.unsqueeze(1)
+    return x if module.bias is None else torch.cat([x, torch.ones_like(x[..., :1])], -1)
+
+
+def measured(
+    model: nn.Module, x: Tensor, y: Tensor, loss: Callable[..., Tensor], factors: str = "ekfac"
+) -> KroneckerCurvature:
+    """F over the data, by sums written out."""
+    pairs: dict[str, list[Tensor]] = {}
+    layers, handles = {}, []
+
+    def note(name: str, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        pairs[name] = [rows_of(module, inputs[0].detach())]
+        output.register_hook(lambda d: pairs[name].append(d))
+
+    named = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    for name, module in named.items():
+        handles.append(
+            module.register_forward_hook(lambda m, i, o, name=name: note(name, m, i, o))
+        )
+    loss(model, x, y).backward()
+    for handle in handles:
+        handle.remove()
+    terms = y.numel()
+    for name, module in named.items():
+        inputs, d = pairs[name]
+        d = d.flatten(2).mT if isinstance(module, nn.Conv2d) else d
+        d = d.flatten(1, -2) if d.dim() > 2 else d.unsqueeze(1)
+        if factors == "inputs":
+            width = cast("Tensor", module.weight).flatten(1).shape[1]
+            inputs = inputs[..., :width]
+        a = torch.einsum("bti,btj->ij", inputs, inputs) / inputs[..., 0].numel()
+        g = torch.einsum("btp,btq->pq", d, d) / terms
+        stored, corrected, basis = {"A": a[None]}, None, None
+        if factors != "inputs":
+            stored["G"] = g[None]
+        if factors == "ekfac":
+            basis = {k: cast("Any", torch.linalg.eigh(f)) for k, f in stored.items()}
+            gradients = torch.einsum("btp,bti->bpi", d, inputs)
+            rotated = basis["G"][1].mT @ gradients @ basis["A"][1]
+            corrected = rotated.square().sum(0)[None] / terms
+        shapes = {f"{name}.{n}": p.shape for n, p in module.named_parameters()}
+        layers[name] = LayerCurvature(
+            *(name, (name,), type(module), shapes, FactorShape(1, len(a), len(g)), stored),
+            *(terms, 1.0, None, corrected, inputs[..., 0].numel(), basis),
+        )
+    return KroneckerCurvature(layers, [n for n, _ in model.named_parameters()], {})
+
+
+def curvature_of(case: Case, factors: str = "ekfac") -> KroneckerCurvature:
+    return measured(case.model, case.x, case.y, case.loss, factors)
+
+
+def close(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+
+
+# -------------------------------------------------------------------------------------- kronfluence
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("strategy", ["kfac", "ekfac"])
+def test_kronfluence_loads_what_it_would_have_fitted(
+    tmp_path: Path, tokens: bool, strategy: str
+) -> None:
+    kronfluence = pytest.importorskip("kronfluence")
+    arguments = pytest.importorskip("kronfluence.utils.common.factor_arguments")
+    case = Case(tokens)
+
+    class Task(kronfluence.Task):  # type: ignore[misc, name-defined]
+        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
+            assert not sample
+            return case.loss(model, *batch)
+
+        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
+            return case.loss(model, *batch)
+
+    task = Task()
+    model = kronfluence.prepare_model(copy.deepcopy(case.model), task)
+    options: dict[str, Any] = {"cpu": True, "disable_tqdm": True, "output_dir": str(tmp_path), "log_level": 40}
+    analyzer = kronfluence.Analyzer("a", model, task, **options)
+    data = torch.utils.data.TensorDataset(case.x, case.y)
+    fit = {"per_device_batch_size": 5, "factor_args": arguments.pytest_factor_arguments(strategy)}
+    analyzer.fit_all_factors("theirs", data, **fit)
+    folder = tmp_path / "a" / "factors_ours"
+    assert doors.to_kronfluence(curvature_of(case, strategy), folder, documents=ENTRIES) == {}
+    kinds = ["covariance_matrices", "eigendecomposition"] + ["lambda_matrices"] * (
+        strategy == "ekfac"
+    )
+    for kind in kinds:
+        load = getattr(analyzer, f"load_{kind}")
+        ours, theirs = load("ours"), load("theirs")
+        assert ours.keys() == theirs.keys()
+        for key in ours.keys() - {"activation_eigenvectors", "gradient_eigenvectors"}:
+            close(ours[key], theirs[key])
+    if strategy == "ekfac":
+        analyzer.fit_all_factors("ours", data, **fit)  # finds all of them there
+    else:
+        fit["factor_args"] = arguments.pytest_factor_arguments("ekfac")
+        for name in ("ours", "theirs"):  # goes on from them
+            more = f"more of {name}"
+            analyzer.fit_lambda_matrices(more, data, load_from_factors_name=name, **fit)
+        close(*(analyzer.load_lambda_matrices(f"more of {k}") for k in ("ours", "theirs")))
+    args = kronfluence.arguments.ScoreArguments(damping_factor=1e-3)
+    for name in ("precondition_dtype", "per_sample_gradient_dtype", "score_dtype"):
+        setattr(args, name, torch.float64)
+    scores = []
+    for name in ("ours", "theirs"):
+        options = {"per_device_query_batch_size": 6, "score_args": args}
+        analyzer.compute_pairwise_scores(name, name, data, data, **options)
+        scores.append(analyzer.load_pairwise_scores(name)["all_modules"])
+    torch.testing.assert_close(*scores, rtol=1e-7, atol=1e-9)
+    assert scores[0].abs().max() > 1e-3
+
+
+# ------------------------------------------------------------------------------------------ Bergson
+
+
+@pytest.mark.parametrize("include_bias", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_bergson_applies_what_it_would_have_computed(tmp_path: Path, include_bias: bool) -> None:
+    kfac = pytest.importorskip("bergson.hessians.kfac")
+    from bergson.config import InversionConfig
+    from bergson.gradients import GradientProcessor
+    from bergson.hessians import eigenvectors, preconditioner
+
+    case, theirs, ours = Case(tokens=True), tmp_path / "theirs", tmp_path / "ours"
+    model = nn.ModuleDict({"model": case.model})
+    curvature = measured(model, case.x, case.y, lambda m, *b: case.loss(m["model"], *b), "ekfac")
+    corrected = include_bias
+    if not corrected:
+        with pytest.raises(ValueError, match=r"'model\.0' has a bias.*include_bias=True"):
+            doors.to_bergson(curvature, ours, prefix="model.")
+        curvature = measured(model, case.x, case.y, lambda m, *b: case.loss(m["model"], *b), "kfac")
+    options = {"prefix": "model.", "include_bias": include_bias, "documents": ENTRIES}
+    assert doors.to_bergson(curvature, ours, **options) == {}
+
+    shared = {
+        "model": case.model,
+        "path": str(theirs),
+        "dtype": torch.float64,
+        "processor": GradientProcessor(include_bias=include_bias),
+    }
+    mask = torch.ones(case.y.shape, dtype=torch.bool)
+
+    def run(collector: Any) -> None:
+        with collector.with_batch(mask):
+            case.loss(case.model, case.x.clone().requires_grad_(), case.y).backward()
+        collector.teardown()
+
+    run(kfac.CovarianceCollector(**shared))
+    count = torch.tensor(case.terms)
+    found = [
+        eigenvectors.compute_eigendecomposition(str(theirs / f"{side}_sharded"), count)
+        for side in ("activation", "gradient")
+    ]
+    eigenvectors.save_uncorrected_eigenvalues(theirs, *found, count, 0, 1, num_documents=ENTRIES)
+    if corrected:
+        run(eigenvectors.LambdaCollector(**shared, num_documents=ENTRIES))
+    for path in theirs.rglob("*.safetensors"):
+        if "eigen_" not in str(path):
+            close(*(load_tensors(root / path.relative_to(theirs))[0] for root in (ours, theirs)))
+    assert torch.load(ours / "total_processed.pt") == case.terms
+
+    torch.manual_seed(3)
+    sizes = {name: size.numel() for name, size in curvature["model.0"].shapes.items()}
+    width = sum(sizes.values()) if include_bias else sizes["model.0.weight"]
+    gradients = {"0": torch.randn(2, width)}
+    for inversion in ("damped_inverse", "factored_tikhonov"):
+        made = [
+            preconditioner.FactoredPreconditioner.from_path(
+                path, inversion_cfg=InversionConfig(inversion=inversion, damping_factor=0.1)
+            ).apply(gradients)["0"]
+            for path in (ours, theirs)
+        ]
+        torch.testing.assert_close(*made, rtol=1e-4, atol=1e-4)
+
+
+def test_names_below_a_prefix_are_written_without_it(tmp_path: Path) -> None:
+    left_out = doors.to_bergson(curvature_of(Case(tokens=True), "kfac"), tmp_path, prefix="2")
+    assert left_out == {"0": "its name does not begin with '2'"}
+    with pytest.raises(ValueError, match="no layer has anything for Bergson; of '0'"):
+        doors.to_bergson(curvature_of(Case(tokens=True), "kfac"), tmp_path, prefix="model.")
+
+
+# -------------------------------------------------------------------------------------- laplace-torch
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("damping", [False, True])
+def test_laplace_predicts_as_if_it_had_fitted(last: bool, damping: bool) -> None:
+    laplace = pytest.importorskip("laplace")
+    curvlinops = pytest.importorskip("laplace.curvature.curvlinops")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
+    x = torch.randn(ENTRIES, WIDTH, dtype=torch.float64)
+    y = torch.randint(CLASSES, (ENTRIES,))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), ENTRIES)
+
+    def new() -> Any:
+        options = {"last_layer_name": "2"} if last else {}
+        kind = laplace.KronLLLaplace if last else laplace.KronLaplace
+        options |= {"backend": curvlinops.CurvlinopsEF, "damping": damping, "prior_precision": 0.3}
+        return kind(model, "classification", **options)
+
+    ours, theirs = new(), new()
+    theirs.fit(loader)
+    curvature = measured(model, x, y, lambda m, *b: Case.loss(cast("Any", None), m, *b), "ekfac")
+    doors.to_laplace(curvature, ours, loader)
+    close(ours(x), theirs(x))
+    assert not torch.allclose(ours(x), model(x).softmax(-1), atol=1e-3)
+    close(ours.H_facs.to_matrix(), theirs.H_facs.to_matrix())
+    close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
+    doors.to_laplace(curvature, half := new(), loader, examples=ENTRIES / 2)
+    close(half.H_facs.to_matrix() * 2, ours.H_facs.to_matrix())
+    with pytest.raises(ValueError, match=r"'2\.weight' and .* have no curvature.*freeze"):
+        only = KroneckerCurvature({"0": curvature["0"]}, curvature.names, {})
+        doors.to_laplace(only, new(), loader)
+    with pytest.raises(TypeError, match="DiagLaplace has no Kronecker factors"):
+        doors.to_laplace(curvature, laplace.DiagLaplace(model, "classification"), loader)
+
+
+# --------------------------------------------------------------------------------- quantisation
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("factors", ["inputs", "kfac"])
+def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
+    tmp_path: Path, tokens: bool, factors: str
+) -> None:
+    case = Case(tokens)
+    first, curvature = case.model[0], curvature_of(case, factors)
+    hessians = doors.to_gptq(curvature, tmp_path)
+    x = rows_of(first, case.x).flatten(0, 1)[:, : first.weight[0].numel()]
+    close(hessians["0"], 2 / len(x) * x.mT @ x)
+    assert hessians.keys() == {"0", "2"}
+    assert hessians["0"].shape[0] == first.weight[0].numel()
+    tensors, _ = load_tensors(tmp_path / "0.safetensors")
+    close(tensors["H"], hessians["0"])
+    assert tensors["nsamples"].item() == len(x)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_llm_compressor_keeps_the_same_hessian_but_for_a_number() -> None:
+    helpers = pytest.importorskip("llmcompressor.modifiers.gptq.helpers")
+    case = Case(tokens=True)
+    first, count = case.model[0], torch.zeros(())
+    theirs, count = helpers.accumulate_hessian(
+        case.x, first, helpers.make_empty_hessian(first), count
+    )
+    ours = doors.to_gptq(curvature_of(case, "inputs"))["0"]
+    torch.testing.assert_close(ours * TOKENS, (theirs / count).double(), rtol=1e-5, atol=1e-6)
+
+
+def test_gptqs_hessian_of_groups_is_their_mean() -> None:
+    torch.manual_seed(0)
+    a = torch.randn(2, 4, 4)
+    shape = FactorShape(2, 4, 3)
+    shapes = {"0.weight": torch.Size((6, 2, 2))}
+    layer = LayerCurvature("0", ("0",), nn.Conv1d, shapes, shape, {"A": a}, 8, 1)
+    close(doors.to_gptq(KroneckerCurvature({"0": layer}, [], {}))["0"], 2 * a.mean(0))
+    with pytest.raises(ValueError, match="of '0': it has 2 groups"):
+        doors.to_quip(KroneckerCurvature({"0": layer}, [], {}), "nowhere")
+
+
+def llama(factors: str) -> tuple[nn.Module, KroneckerCurvature]:
+    """Two blocks with the names of a Llama's."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.self_attn = nn.ModuleDict({f"{k}_proj": nn.Linear(4, 4) for k in "qkvo"})
+            sizes = {"gate": (4, 6), "up": (4, 6), "down": (6, 4)}
+            self.mlp = nn.ModuleDict({f"{k}_proj": nn.Linear(*n) for k, n in sizes.items()})
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.self_attn.o_proj(sum(self.self_attn[f"{k}_proj"](x) for k in "qkv").tanh())
+            return self.mlp.down_proj(self.mlp.gate_proj(x).sigmoid() * self.mlp.up_proj(x))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block(), nn.Linear(4, CLASSES)).double()
+    model = nn.ModuleDict({"layers": model[:2], "head": model[2]})
+    x, y = torch.randn(ENTRIES, TOKENS, 4, dtype=torch.float64), torch.zeros(ENTRIES, TOKENS).long()
+
+    def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        out = model["head"](model["layers"](x))
+        return nn.functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum")
+
+    return model, measured(model, x, y, loss, factors)
+
+
+def symmetric(flat: Tensor, n: int) -> Tensor:
+    """A matrix from its lower triangle, element by element."""
+    matrix, elements = torch.zeros(n, n, dtype=flat.dtype), iter(flat)
+    for i in range(n):
+        for j in range(i + 1):
+            matrix[i, j] = matrix[j, i] = next(elements)
+    assert next(elements, None) is None
+    return matrix
+
+
+def test_yaqas_pair_is_the_lower_triangles_of_both_sides(tmp_path: Path) -> None:
+    _, curvature = llama("kfac")
+    assert doors.to_yaqa(curvature, tmp_path) == {"head": "names= has none for 'head'"}
+    names = ("q", "k", "v", "o", "up", "gate", "down")
+    files = {f"{i}_{k}_{end}.pt" for i in range(2) for k in names for end in ("hin", "hout")}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    layer = curvature["layers.1.mlp.down_proj"]
+    close(symmetric(torch.load(tmp_path / "1_down_hin.pt"), 6), layer.A[0, :6, :6])
+    close(symmetric(torch.load(tmp_path / "1_down_hout.pt"), 4), layer.G[0])
+    with pytest.raises(ValueError, match=r"'layers\.0.*' and 'layers\.0.*' .* '0'; give names="):
+        doors.to_yaqa(curvature, tmp_path / "b", names=lambda module: module.split(".")[1:2][0])
+
+
+def test_quips_files_are_one_for_each_input(tmp_path: Path) -> None:
+    _, curvature = llama("inputs")
+    assert "layers.0.self_attn.k_proj" in doors.to_quip(curvature, tmp_path)
+    names = {f"{i}_{k}.pt" for i in range(2) for k in ("qkv", "o", "up", "down")}
+    assert {path.name for path in tmp_path.iterdir()} == names
+    content = torch.load(tmp_path / "0_qkv.pt")
+    assert (content["n"], content["ct"], content["mu"].abs().max()) == (4, ENTRIES * TOKENS, 0)
+    close(symmetric(content["flatH"], 4), curvature["layers.0.self_attn.v_proj"].A[0])
+
+
+# ---------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("door", [doors.to_kronfluence, doors.to_bergson, doors.to_yaqa])
+def test_a_curvature_of_inputs_alone_is_refused_where_gradients_are_needed(
+    tmp_path: Path, door: Any
+) -> None:
+    curvature = curvature_of(Case(tokens=True), "inputs")
+    with pytest.raises(ValueError, match="'0' has no G, which .* needs; measure with factors='kfa"):
+        door(curvature, tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_first_layers_owner_writes_what_one_process_would(tmp_path: Path) -> None:
+    whole = curvature_of(Case(tokens=True), "ekfac")
+    folders = [tmp_path / f"{rank}" for rank in range(2)]
+
+    class World:
+        """Both ranks' layers are sent in the order in which they are asked for."""
+
+        size = 2
+
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def on_cpu(self) -> World:
+            return self
+
+        def broadcast(self, tensors: Any, owners: Any) -> None:
+            for tensor, value in zip(tensors, self.sent, strict=True):
+                tensor.copy_(value)
+
+        def all_gather_object(self, value: Any) -> list[Any]:
+            told, _ = value
+            layer = whole[self.asked.pop(0)]
+            tensors = layer.tensors()
+            said = {(layer.name, k): (tuple(t.shape), t.dtype, "cpu") for k, t in tensors.items()}
+            assert told in ({}, said)
+            self.sent = list(tensors.values())
+            return [(said if rank == OWNERS[layer.name] else {}, "") for rank in range(2)]
+
+    from dataclasses import replace
+
+    OWNERS = {"0": 1, "2": 0}
+    for rank, folder in enumerate(folders):
+        world = World(rank)
+        world.asked = ["0", "2"]  # type: ignore[attr-defined]
+        layers = {
+            name: layer if OWNERS[name] == rank else replace(layer, stored={}, corrected=None)
+            for name, layer in whole.items()
+        }
+        shared = KroneckerCurvature(layers, whole.names, {}, owners=OWNERS, world=world)
+        doors.to_kronfluence(shared, folder)
+    doors.to_kronfluence(whole, tmp_path / "alone")
+    assert not folders[0].exists()
+    names = {path.name for path in (tmp_path / "alone").iterdir()}
+    assert names == {path.name for path in folders[1].iterdir()}
+    for name in names - {"factor_arguments.json"}:
+        close(*(load_tensors(folder / name)[0] for folder in (folders[1], tmp_path / "alone")))
+    said = json.loads((folders[1] / "factor_arguments.json").read_text())
+    assert said == {"strategy": "ekfac"}
