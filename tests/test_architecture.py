@@ -2,9 +2,9 @@
 
     optimizers                             what users make
     planning                               what it will cost: it runs optimizers, which ask it
+    measuring                              the curvature of a trained model, without an optimizer
     kfac        fosi                       two wings that know nothing of each other
     budget                                 how often curvature is renewed, by the clock
-    measuring                              the curvature of a trained model, and whom it is for
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
     safetensors files                      of what is saved
@@ -45,7 +45,6 @@ BELOW: dict[str, set[str]] = {
     "stages": set(),
     "budget": {"contract", "distributed", "options"},
     "kronecker": {"errors", "patterns", "sharded", "stages", "files", "safetensors"},
-    "measuring": {"files", "safetensors", "kronecker"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "sharded", "stages"},
     "options": {"errors"},
@@ -65,6 +64,10 @@ BELOW: dict[str, set[str]] = {
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded", "planning"),
+    },
+    "measuring": {
+        *("errors", "files", "report", "patterns", "sharded", "kronecker", "distributed"),
+        "safetensors",
     },
     "recipes": {"errors", "options", "contract"},
     "": {

@@ -1,1 +1,1 @@
-"""The curvature of a trained model, measured over its data, and given to other packages."""
+"""The curvature of a trained model, by passes over its data."""
