@@ -173,4 +173,4 @@ def _gradient(module: nn.Module) -> Tensor:
 
 def close(found: Tensor, expected: Tensor, within: float = 1e-10) -> None:
     difference = (found.to(F64) - expected.to(F64)).norm() / expected.norm().clamp_min(1e-30)
-    assert float(difference) < within, float(difference)
+    assert float(difference.detach()) < within, float(difference.detach())

@@ -201,12 +201,17 @@ def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -
     assert sorted(kept.here) == sorted(k for k, owner in kept.owners.items() if owner == rank)
     factors = {name: (each.A, each.G, each.damping) for name, each in kept.items()}
     for whole in (optimizer.curvature(dtype=torch.float64, gather=True), kept.gather()):
-        assert whole.here == list(whole) == list(kept)
+        assert list(whole.here) == list(whole) == list(kept)
         for name in sorted(whole, reverse=rank == 1):  # each asks for itself
             assert same((whole[name].A, whole[name].G), factors[name][:2])
     take(model, optimizer, shard(MLP.batches(4, n=12)[3], rank, world_size), MLP.loss)
     assert not same(before, model.parameters())
-    return factors, kept.uncovered, kept.here, [p.detach().clone() for p in model.parameters()]
+    return (
+        factors,
+        kept.uncovered,
+        list(kept.here),
+        [p.detach().clone() for p in model.parameters()],
+    )
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from second_order import KroneckerCurvature, LayerCurvature, doors, measure
 from second_order.kronecker.layers import FactorShape
@@ -16,6 +19,8 @@ from second_order.safetensors import load_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pool import World
 
 ENTRIES, TOKENS, WIDTH, CLASSES = 12, 3, 4, 3
 WITHIN: Any = {"rtol": 1e-9, "atol": 1e-11}
@@ -133,6 +138,32 @@ def test_kronfluence_loads_what_it_would_have_fitted(
     assert scores[0].abs().max() > 1e-3
 
 
+@pytest.mark.parametrize("documents", [None, ENTRIES])
+def test_files_for_influence_functions_say_what_the_factors_are(
+    tmp_path: Path, documents: int | None
+) -> None:
+    """Kronfluence's and Bergson's, by their own scales: of sums, of means and of documents."""
+    curvature = Case(tokens=True).curvature()
+    doors.to_kronfluence(curvature, tmp_path / "k", documents=documents)
+    doors.to_bergson(curvature, tmp_path / "b", include_bias=True, documents=documents)
+    layer, rows = curvature["0"], ENTRIES * TOKENS
+    a, g, entries = layer.A[0], layer.G[0], documents or rows
+    k = {path.stem: load_tensors(path)[0]["0"] for path in (tmp_path / "k").glob("*.safetensors")}
+    b = {path.parent.stem: load_tensors(path)[0]["0"] for path in tmp_path.glob("b/*/shard_0.*")}
+    assert k["num_lambda_processed"].tolist() == [entries]
+    close(k["lambda_matrix"] / entries, b["eigenvalue_correction_sharded"])
+    close(b["eigenvalue_correction_sharded"], layer.corrected[0] * rows / entries)
+    for side, factor, short in (("activation", a, "a"), ("gradient", g, "g")):
+        assert k[f"num_{side}_covariance_processed"].tolist() == [rows]
+        close(k[f"{side}_covariance"], factor * rows)
+        close(b[f"{side}_sharded"], factor * rows)
+        q, values = k[f"{side}_eigenvectors"], k[f"{side}_eigenvalues"]
+        close(q * values @ q.mT, factor)
+        close(b[f"eigen_{side}_sharded"], q)
+        close(b[f"factor_eig_{short}"], values * (rows / entries) ** 0.5)
+    close(b["eigenvalue_sharded"], torch.outer(b["factor_eig_g"], b["factor_eig_a"]))
+
+
 # ------------------------------------------------------------------------------------------ Bergson
 
 
@@ -202,7 +233,7 @@ def test_names_below_a_prefix_are_written_without_it(tmp_path: Path) -> None:
         doors.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="model.")
 
 
-# -------------------------------------------------------------------------------------- laplace-torch
+# ------------------------------------------------------------------------------------ laplace-torch
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -211,13 +242,16 @@ def test_laplace_predicts_as_if_it_had_fitted(last: bool, damping: bool) -> None
     laplace = pytest.importorskip("laplace")
     curvlinops = pytest.importorskip("laplace.curvature.curvlinops")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, CLASSES)).double()
-    x = torch.randn(ENTRIES, WIDTH, dtype=torch.float64)
+    first = [nn.Linear(WIDTH, 5)] if damping else [nn.Conv2d(1, 5, 3), nn.Flatten()]
+    model = nn.Sequential(*first, nn.Tanh(), nn.LazyLinear(CLASSES)).double()
+    x = torch.randn(ENTRIES, *([WIDTH] if damping else [1, 4, 4]), dtype=torch.float64)
+    model(x)
+    head = str(len(model) - 1)
     y = torch.randint(CLASSES, (ENTRIES,))
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), ENTRIES)
 
     def new() -> Any:
-        options = {"last_layer_name": "2"} if last else {}
+        options = {"last_layer_name": head} if last else {}
         kind = laplace.KronLLLaplace if last else laplace.KronLaplace
         options |= {"backend": curvlinops.CurvlinopsEF, "damping": damping, "prior_precision": 0.3}
         return kind(model, "classification", **options)
@@ -232,11 +266,55 @@ def test_laplace_predicts_as_if_it_had_fitted(last: bool, damping: bool) -> None
     close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
     doors.to_laplace(curvature, half := new(), loader, examples=ENTRIES / 2)
     close(half.H_facs.to_matrix() * 2, ours.H_facs.to_matrix())
-    with pytest.raises(ValueError, match=r"'2\.weight' and .* have no curvature.*freeze"):
-        only = KroneckerCurvature({"0": curvature["0"]}, curvature.names, {})
-        doors.to_laplace(only, new(), loader)
+    only, other = KroneckerCurvature({"0": curvature["0"]}, curvature.names, {}), new()
+    with pytest.raises(ValueError, match=rf"'{head}\.weight' and .* have no curvature.*freeze"):
+        doors.to_laplace(only, other, loader)
+    diagonal = laplace.DiagLaplace(model, "classification")
     with pytest.raises(TypeError, match="DiagLaplace has no Kronecker factors"):
-        doors.to_laplace(curvature, laplace.DiagLaplace(model, "classification"), loader)
+        doors.to_laplace(curvature, diagonal, loader)
+    unknown = laplace.KronLLLaplace(model, "classification")
+    with pytest.raises(ValueError, match="give last_layer_name="):
+        doors.to_laplace(curvature, unknown, loader)
+
+
+@pytest.mark.parametrize("groups", [1, 10])
+def test_laplaces_hessian_of_other_layers_has_the_blocks_of_their_parameters(groups: int) -> None:
+    """Of an embedding, of a weight that is (in, out), and of a normalisation."""
+    laplace = pytest.importorskip("laplace")
+    torch.manual_seed(0)
+    head = nn.Linear(5, CLASSES, bias=False)
+    model = nn.Sequential(nn.Embedding(7, 4), Conv1D(5, 4), nn.LayerNorm(5), head).double()
+    sizes = {
+        "0": FactorShape(1, 7, 4, diagonal_a=True, transposed=True),
+        "1": FactorShape(1, 5, 5, transposed=True),
+        "2": FactorShape(groups, 1, 10 // groups, diagonal_a=True, exact=True),
+        "3": FactorShape(1, 5, CLASSES),
+    }
+    layers = {}
+    for name, shape in sizes.items():
+        roots = {k: torch.randn(shape.groups, n, n).double() for k, n in shape.dims.items()}
+        stored = {k: root @ root.mT for k, root in roots.items()}
+        if shape.diagonal_a:
+            a = stored["A"].diagonal(dim1=-2, dim2=-1)
+            stored["A"] = torch.ones_like(a) if shape.exact else a
+        module = model.get_submodule(name)
+        shapes = {f"{name}.{n}": p.shape for n, p in module.named_parameters()}
+        layers[name] = LayerCurvature(name, (name,), type(module), shapes, shape, stored, 20, 1)
+    posterior = laplace.KronLaplace(model, "classification")
+    x, y = torch.randint(7, (8,)), torch.randint(CLASSES, (8,))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), 4)
+    doors.to_laplace(KroneckerCurvature(layers, [], {}), posterior, loader)
+    whole = torch.block_diag(*(layer.to_dense() for layer in layers.values())) * 20
+    hessian = posterior.H_facs.to_matrix()
+    ends = [0, *accumulate(p.numel() for p in model.parameters())]
+    for start, end in pairwise(ends):
+        close(hessian[start:end, start:end], whole[start:end, start:end])
+    expected = nn.functional.cross_entropy(model(x), y, reduction="sum")
+    close(posterior.loss, expected.detach())
+    assert (posterior.n_data, posterior.n_outputs) == (8, CLASSES)
+    layers["3"] = replace(layers["3"], shape=FactorShape(2, 5, CLASSES))
+    with pytest.raises(ValueError, match="'3' has no pair of factors; freeze it"):
+        doors.to_laplace(KroneckerCurvature(layers, [], {}), posterior, loader)
 
 
 # --------------------------------------------------------------------------------- quantisation
@@ -346,56 +424,37 @@ def test_a_curvature_of_inputs_alone_is_refused_where_gradients_are_needed(
     tmp_path: Path, door: Any
 ) -> None:
     curvature = Case(tokens=True).curvature("inputs")
-    with pytest.raises(ValueError, match="'0' has no G, which .* needs; measure with factors='kfa"):
+    with pytest.raises(ValueError, match=r"'0' has no G, which .* needs; measure with factors='kf"):
         door(curvature, tmp_path / "none")
     assert not (tmp_path / "none").exists()
 
 
-def test_the_first_layers_owner_writes_what_one_process_would(tmp_path: Path) -> None:
-    whole = Case(tokens=True).curvature("ekfac")
-    folders = [tmp_path / f"{rank}" for rank in range(2)]
+def written(rank: int, ranks: int, folder: Path) -> list[Any]:
+    """What a process gets, of layers that two share."""
+    case = Case(tokens=True)
+    share = slice(rank, None, ranks)
+    batches = [(case.x[share], case.y[share])]
+    options: dict[str, Any] = {"factors": "ekfac", "loss": terms, "progress": False}
+    curvature = measure(case.model, batches, keep="owner", **options)
+    folder = folder / f"{rank} of {ranks}"
+    left_out = doors.to_kronfluence(curvature, folder / "factors_a")
+    doors.to_yaqa(curvature, folder / "yaqa", names=lambda module: module)
+    return [len(curvature.here), left_out, {*doors.to_gptq(curvature, folder / "gptq")}]
 
-    class World:
-        """Both ranks' layers are sent in the order in which they are asked for."""
 
-        size = 2
-
-        def __init__(self, rank: int) -> None:
-            self.rank = rank
-
-        def on_cpu(self) -> World:
-            return self
-
-        def broadcast(self, tensors: Any, owners: Any) -> None:
-            for tensor, value in zip(tensors, self.sent, strict=True):
-                tensor.copy_(value)
-
-        def all_gather_object(self, value: Any) -> list[Any]:
-            told, _ = value
-            layer = whole[self.asked.pop(0)]
-            tensors = layer.tensors()
-            said = {(layer.name, k): (tuple(t.shape), t.dtype, "cpu") for k, t in tensors.items()}
-            assert told in ({}, said)
-            self.sent = list(tensors.values())
-            return [(said if rank == OWNERS[layer.name] else {}, "") for rank in range(2)]
-
-    from dataclasses import replace
-
-    OWNERS = {"0": 1, "2": 0}
-    for rank, folder in enumerate(folders):
-        world = World(rank)
-        world.asked = ["0", "2"]  # type: ignore[attr-defined]
-        layers = {
-            name: layer if OWNERS[name] == rank else replace(layer, stored={}, corrected=None)
-            for name, layer in whole.items()
-        }
-        shared = KroneckerCurvature(layers, whole.names, {}, owners=OWNERS, world=world)
-        doors.to_kronfluence(shared, folder)
-    doors.to_kronfluence(whole, tmp_path / "alone")
-    assert not folders[0].exists()
-    names = {path.name for path in (tmp_path / "alone").iterdir()}
-    assert names == {path.name for path in folders[1].iterdir()}
-    for name in names - {"factor_arguments.json"}:
-        close(*(load_tensors(folder / name)[0] for folder in (folders[1], tmp_path / "alone")))
-    said = json.loads((folders[1] / "factor_arguments.json").read_text())
+def test_the_first_layers_owner_writes_what_one_process_would(tmp_path: Path, world: World) -> None:
+    for result in world.run(written, 2, tmp_path):
+        assert result == [1, {}, {"0", "2"}]
+    assert written(0, 1, tmp_path)[0] == 2
+    alone, one = tmp_path / "0 of 1", [*tmp_path.glob("* of 2")]
+    assert len(one) == 1
+    names = {path.relative_to(alone) for path in alone.rglob("*.*")}
+    assert names == {path.relative_to(one[0]) for path in one[0].rglob("*.*")}
+    assert len(names) == 11 + 4 + 2
+    for name in names:
+        if name.suffix == ".safetensors" and "eigenvectors" not in name.stem:
+            close(load_tensors(one[0] / name)[0], load_tensors(alone / name)[0])
+        elif name.suffix == ".pt":
+            close(torch.load(one[0] / name), torch.load(alone / name))
+    said = json.loads((one[0] / "factors_a" / "factor_arguments.json").read_text())
     assert said == {"strategy": "ekfac"}

@@ -115,9 +115,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return f"KroneckerCurvature({len(self)} layers, {count:,} parameters{said})"
 
     @property
-    def here(self) -> list[str]:
-        """Names of the layers whose factors this process keeps."""
-        return [name for name, layer in self._layers.items() if layer.stored]
+    def here(self) -> dict[str, LayerCurvature]:
+        """By name, the layers whose factors this process keeps."""
+        return {name: layer for name, layer in self._layers.items() if layer.stored}
 
     def gather(self, to: int | None = None) -> KroneckerCurvature:
         """The curvature with all factors on every process, or on the rank ``to``; a collective.

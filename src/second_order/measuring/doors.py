@@ -4,16 +4,18 @@
                    G = Σ d dᵀ / N over the N terms of the loss, d of their sum
                    Λ = Σ_b (Q_Gᵀ ∇_b Q_A)² / N over the entries b of the batches (EK-FAC)
 
-Each of the others divides by another number, which is what the functions here are about. A and G
-are symmetric and belong to inputs and outputs: nothing is transposed where a weight is ``(in,
-out)``, as in ``transformers.Conv1D``. Modules that share a weight get the same factors.
+Each of the others divides by another number. Nothing is transposed where a weight is ``(in, out)``,
+as in ``transformers.Conv1D``: A belongs to inputs and G to outputs. Of a convolution R counts
+images, A sums over their T locations and G is a mean over these (Grosse & Martens 2016); for
+packages that count locations A ⊗ G is then T times what they would have found, and Λ the same.
+Modules that share a weight get the same factors.
 
 Layers that a format has no place for (embeddings, normalisations, biases alone, and where nothing
 else is said grouped convolutions) are left out; what a function returns names them and says why.
 
-Where processes have shared the layers out, each calls the function alike; files are written by the
-one that keeps the first layer, which has all that goes into one file on its CPU at a time. Of a
-curvature that every process has, one alone is to call.
+Where processes have shared the layers out, each calls the function alike, and the one that keeps
+the first layer writes; what goes into one file is in its host's memory at once. Of a curvature that
+every process has, one alone is to call.
 """
 
 from __future__ import annotations
@@ -54,11 +56,12 @@ def to_kronfluence(
         analyzer = Analyzer("digits", model, task)  # output_dir="influence_results"
         analyzer.compute_pairwise_scores("scores", factors_name="ours", ...)
 
-    In safetensors by the modules' names, of ``nn.Linear`` and ``nn.Conv2d``, as it fits them to a
-    loss that is a sum over a batch: Σ x xᵀ and Σ d dᵀ, both to be divided by R; their eigenvectors
-    and, divided by R, eigenvalues; of a curvature with corrected eigenvalues also Σ_b (Q_Gᵀ ∇_b
-    Q_A)², to be divided by the number of entries. ``factor_arguments.json`` says which of "kfac"
-    and "ekfac" it is. The 1 of a bias is the last column, there as here.
+    As it fits them to a loss that is a sum over a batch: Σ x xᵀ and Σ d dᵀ with R as the number of
+    both, their eigenvectors, the eigenvalues of both divided by R, and where there are corrected
+    eigenvalues Σ_b (Q_Gᵀ ∇_b Q_A)² with the number of entries. By the modules' names, of which
+    kronfluence tracks ``nn.Linear`` and ``nn.Conv2d``; a bias is A's last column there, too.
+    ``factor_arguments.json`` says "ekfac", or "kfac", from which
+    ``analyzer.fit_lambda_matrices(..., load_from_factors_name=)`` goes on.
 
     Args:
         curvature: With G.
@@ -73,7 +76,10 @@ def to_kronfluence(
         ValueError: If there is no G, or no layer to write.
     """
     left_out, files = dict[str, str](), _Files(dict)
+    writes = _writes(curvature)
     for layer in _pairs(curvature, "AG", "kronfluence", left_out):
+        if not writes:
+            continue
         terms, rows = _counts(layer)
         (a, q_a), (g, q_g) = _eigen(layer, "A"), _eigen(layer, "G")
         found = {
@@ -132,6 +138,7 @@ def to_bergson(
             an eigenbasis with the bias, of a layer whose bias is to be dropped.
     """
     left_out, files = dict[str, str](), _Files(dict)
+    writes = _writes(curvature)
     for layer in _pairs(curvature, "AG", "Bergson", left_out, prefix):
         part = layer if include_bias else _of_weight(layer)
         if layer.corrected is not None and part.corrected is None:
@@ -139,6 +146,8 @@ def to_bergson(
                 f"layer {layer.name!r} has a bias, and its corrected eigenvalues are of the "
                 f"eigenbasis with it; give include_bias=True here and to Bergson"
             )
+        if not writes:
+            continue
         terms, rows = _counts(layer)
         entries = documents or terms
         (a, q_a), (g, q_g) = _eigen(part, "A"), _eigen(part, "G")
@@ -266,8 +275,8 @@ def to_gptq(curvature: KroneckerCurvature, folder: str | Path | None = None) -> 
 
     Of the weight alone: a bias's column is dropped. Of a grouped convolution the mean over its
     groups, as GPTQModel takes it. No damping is in it: GPTQ adds its percentage of the mean
-    diagonal. GPTQModel and GPTQ count rows; AutoGPTQ and llm-compressor count sequences, so that
-    their H is larger by the mean length of one, and makes the same weights. G is not needed.
+    diagonal. GPTQModel counts rows; AutoGPTQ and llm-compressor count sequences, so that their H is
+    larger by the mean length of one, and makes the same weights.
 
     Args:
         curvature: Of any factors.
@@ -280,8 +289,8 @@ def to_gptq(curvature: KroneckerCurvature, folder: str | Path | None = None) -> 
     Raises:
         ValueError: If there is no such layer.
     """
-    found, writes = dict[str, Tensor](), folder is not None and _writes(curvature)
-    for layer in _pairs(curvature, "A", "GPTQ", {}, groups=True, everywhere=True):
+    found, writes = dict[str, Tensor](), _writes(curvature)
+    for layer in _pairs(curvature, "A", "GPTQ", {}, groups=True):
         h = 2 * _of_weight(layer).A.mean(0).cpu()
         for module in layer.modules:
             found[module] = h
@@ -329,7 +338,10 @@ def to_yaqa(
         ValueError: If there is no G, no layer to write, or two modules are to have one file.
     """
     left_out = dict[str, str]()
+    writes = _writes(curvature)
     for layer, name in _named(_pairs(curvature, "AG", "YAQA", left_out), names, left_out):
+        if not writes:
+            continue
         for matrix, end in ((_of_weight(layer).A, "hin"), (layer.G, "hout")):
             with replacing(_made(folder) / f"{name}_{end}.pt") as file:
                 torch.save(_lower(matrix), file)
@@ -359,7 +371,10 @@ def to_quip(
         ValueError: If there is no layer to write, or two modules are to have one file.
     """
     left_out = dict[str, str]()
+    writes = _writes(curvature)
     for layer, name in _named(_pairs(curvature, "A", "QuIP#", left_out), names, left_out):
+        if not writes:
+            continue
         a = _of_weight(layer).A
         n = a.shape[-1]
         content = {"flatH": _lower(a), "mu": torch.zeros(n), "n": n, "ct": _counts(layer)[1]}
@@ -406,13 +421,12 @@ def _pairs(
     prefix: str = "",
     *,
     groups: bool = False,
-    everywhere: bool = False,
 ) -> Iterator[LayerCurvature]:
-    """Yield layers with factors of a module's inputs and outputs, where files are written.
+    """Yield layers with factors of a module's inputs and outputs, and note why others have none.
 
-    Notes why others have none. Raises ValueError if a letter is missing, or no layer is left.
+    What is found of such a layer is not kept. Raises ValueError if a letter is missing, or no layer
+    is left.
     """
-    here = everywhere or _writes(curvature)
     for name in curvature:
         if not name.startswith(prefix):
             left_out[name] = f"its name does not begin with {prefix!r}"
@@ -423,8 +437,7 @@ def _pairs(
             left_out[name] = why
             continue
         _check(layer, letters, package)
-        if here:
-            yield layer
+        yield replace(layer)
     if len(left_out) == len(curvature):
         name, why = next(iter(left_out.items()), ("none", "there is none"))
         raise ValueError(f"no layer has anything for {package}; of {name!r}: {why}")

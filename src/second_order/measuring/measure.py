@@ -31,7 +31,8 @@ from second_order.distributed.world import World
 from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker.decompositions import eigh
 from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
-from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
+from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.measuring.batches import (
     Call,
@@ -233,7 +234,8 @@ class _Measurement:
         self.bases: dict[str, Any] = {}
         self.failed: dict[str, str] = {}  # by layer, on every process
         self.terms: Any = 0
-        self.total_terms = self.batches = self.done = 0
+        self.total_terms = 0.0
+        self.batches = self.done = 0
         self.unknown: set[Any] = set()  # shapes of inputs that no mask fits
         self.resumed: dict[str, Any] | None = None
         self.began = time.perf_counter()

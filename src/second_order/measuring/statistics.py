@@ -126,8 +126,8 @@ class Inputs(Statistics):
             layer.rows += number
             self.sums.gram((layer.name, "A"), rows)
             return
-        a, number = self._of_kind(layer, module, x, output)
-        layer.rows += number
+        a, examples = self._of_kind(layer, module, x, output)
+        layer.rows += examples
         self.sums.add((layer.name, "A"), a)
 
     def _is_led(self, layer: Layer, x: Tensor) -> bool:

@@ -69,8 +69,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in module.named_buffers(recurse=False)
     ]
     gradients = [(p, p.grad) for p in model.parameters()]
     attention = torch.backends.mha.get_fastpath_enabled()
@@ -90,7 +89,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
         for module, training in modes:
             module.training = training
         for module, name, buffer, value in buffers:
-            module._buffers[name] = buffer
+            setattr(module, name, buffer)
             with torch.no_grad():
                 buffer.copy_(value)
         for p, gradient in gradients:
@@ -150,7 +149,7 @@ class Stopping:
         module, path = self._model, self._names[layer].split(".")
         for part in path:
             inside = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-            module = getattr(module, part) if not inside else cast(Any, module)._modules[part]
+            module = module.get_submodule(part)
             if inside:
                 return module
         return layer
