@@ -121,7 +121,8 @@ def to_bergson(
     that is a sum over a document's tokens: ``activation_sharded`` Σ x xᵀ and ``gradient_sharded``
     Σ d dᵀ, ``total_processed.pt`` with R; ``eigen_*`` the eigenvectors; ``eigenvalue_sharded``
     those of A ⊗ G N / D, a mean over the D documents, as ``factor_eig_a`` and ``factor_eig_g``
-    multiplied with each other are; ``eigenvalue_correction_sharded`` Λ N / D.
+    multiplied with each other are; ``eigenvalue_correction_sharded`` Λ N / D. Bergson leaves the
+    last token of each sequence out of A; :func:`second_order.measure` does by ``mask=``.
 
     Args:
         curvature: With G.
