@@ -740,7 +740,7 @@ a Linear with an activation behind it taken for one
     state.unexplained = residual if residual > TOLERANCE else 0.0  =>  state.unexplained = 0.0
 old checkpoints without mean eigenvalues
   <-  kaisa::a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors
-    factors.means.copy_(torch.stack(means))  =>  pass
+    factors.means[: len(means)] = torch.stack(means)  =>  pass
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
@@ -812,6 +812,14 @@ a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_ze
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
 
+== kronecker/experts.py
+tokens without a loss are examples of their experts
+  <-  experts::tokens_without_a_loss_are_no_examples
+    mask = live_rows(d).mask  =>  mask = None
+gradients of experts without the weights of their tokens
+  <-  experts::the_factors_of_each_expert_are_those_written_by_hand
+    (d[xs.tokens] * weights)  =>  (d[xs.tokens])
+
 == kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
@@ -873,6 +881,9 @@ both factors of gradients with the trace of the curvature
 a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
   - own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
   + own_stack(owned, "examples").copy_(examples)
+an expert's A moves as if it had tokens in all steps
+  <-  experts::a_is_a_mean_over_an_experts_own_tokens_of_all_steps
+    step * news / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
 
 == kronecker/fisher.py
 micro-batches draw the same noise
@@ -922,6 +933,19 @@ the largest factor that is allowed is refused
 a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
     normal * (like + gamma).rsqrt()  =>  normal / (like + gamma)
+a diagonal of corrected eigenvalues in their own basis
+  <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
+    {k: q.square() for k, q in self._vectors.items()}  =>  {}
+corrected eigenvalues without the vectors that they belong to
+  <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
+    basis=basis or None)  =>  basis=None)
+
+== kronecker/model_curvature.py
+an owner that fails alone  <-  curvature_functions::owners_together_are_what_one_process_is
+    if failed:  =>  if False:
+an index that is there before its layers
+  <-  curvature_functions::a_folder_that_is_not_whole_is_refused
+    remove_index(folder)  =>  pass
 
 == kronecker/queued.py
 a pair that is kept over zero_grad

@@ -134,7 +134,7 @@ def check_saved_factors(
             if misfit := block.misfit(part):
                 raise ValueError(misfit)
             if MEANS in part:
-                part.tensor(MEANS, (len(block.shape.letters), block.shape.groups))
+                part.tensor(MEANS, (block.shape.numbers, block.shape.groups))
 
 
 def move_factors(
@@ -206,7 +206,7 @@ def _deliver_factors(
         my_heads: dict[Item, Parts] = {}
         mine: dict[Item, Parts] = {}
         for (block, which), (source, _) in chosen.items():
-            head_shapes[block, which] = (), (), (len(block.shape.letters), block.shape.groups), ()
+            head_shapes[block, which] = (), (), (block.shape.numbers, block.shape.groups), ()
             shapes[block, which] = (block.stored_shapes[which],)
             if source != world.rank:
                 continue

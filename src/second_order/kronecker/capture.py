@@ -38,6 +38,7 @@ from second_order.kronecker import autograd, hooks
 from second_order.kronecker.autograd import Assembly, input_of, is_attention, projections
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.experts import Routed, is_experts
 from second_order.kronecker.factors import Reduction
 from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
 from second_order.kronecker.layers import (
@@ -80,9 +81,9 @@ RUNS_EAGERLY = (
     "statistics; fisher='empirical' has them from the compiled graph"
 )
 COMPILED = (
-    "it is not called, or within torch.compile, which leaves nothing of an attention's products to "
-    "be seen: keep it out of the graph, "
-    "attention.forward = torch.compiler.disable(attention.forward), or name it in skip_layers"
+    "it is not called, or within torch.compile, which leaves nothing of an attention's or of fused "
+    "experts' products to be seen: keep it out of the graph, "
+    "module.forward = torch.compiler.disable(module.forward), or name it in skip_layers"
 )
 
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
@@ -204,7 +205,7 @@ class Capture:
         # The calls of an attention are those of its `out_proj`, too.
         attention = filter(is_attention, root.modules())
         within = {cast(nn.Module, module.out_proj): module for module in attention}
-        for layer in (*within, *within.values()):
+        for layer in (*within, *within.values(), *filter(is_experts, layers)):
             self.missed.setdefault(layer, COMPILED)
         called = dict.fromkeys(within.get(layer, layer) for layer in layers)
         kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
@@ -259,19 +260,23 @@ class Capture:
         if not (wanted and torch.is_grad_enabled()):
             return
         x: Any = input_in(args, kwargs)
-        if not attention and not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+        if is_experts(module):
+            x = Routed.of_call(args, kwargs)
+        if not attention and not (isinstance(x, (Tensor, Routed)) and isinstance(output, Tensor)):
             self.missed[module] = NOT_TENSORS
         elif (output[0] if attention else output).requires_grad:
             with self.timed():
                 if attention:
                     self._observe_attention(module, args, kwargs, output[0], wanted)
                     return
-                last, node = self._last_input, _node_of(output)
+                last, node, shape = self._last_input, _node_of(output), output.shape
+                if isinstance(x, Routed):
+                    self._remember(module, node, x, ALONE, shape=shape)
+                    return
                 if last is None or last[1] != x._version or last[0]() is not x:
                     self._sources += 1
                     self._last_input = weakref.ref(x), x._version
-                used, shape = autograd.as_used(x), output.shape
-                self._remember(module, node, used, self._sources, shape=shape)
+                self._remember(module, node, autograd.as_used(x), self._sources, shape=shape)
 
     def _observe_attention(
         self,
@@ -299,7 +304,7 @@ class Capture:
             self._remember(owner, edge, x, self._sources, thirds=thirds, assembly=assembly)
 
     def _remember(
-        self, module: nn.Module, edge: GradientEdge, x: Tensor | None, source: int, **more: Any
+        self, module: nn.Module, edge: GradientEdge, x: Any, source: int, **more: Any
     ) -> None:
         """Wait for the gradient that comes to a node; no hook of the node may hold it."""
         sampled = self._sampler is not None
@@ -308,7 +313,8 @@ class Capture:
         read: Any = input_of
         if x is not None:
             # Detached, as x may be changed in place and have the node behind it.
-            read = x.detach().detach if sampled else autograd.keep(x)
+            keep = x.kept if isinstance(x, Routed) else partial(autograd.keep, x)
+            read = x.detach().detach if sampled else keep()
         call = _Call(module, read, source, *_repeated_in(), **more)
         if sampled:
             self._pending.append((call, edge))
@@ -564,7 +570,7 @@ class StatisticsCollector:
             return place, self._statistics(block, module, x, d, (ALONE, ALONE))
 
     def _statistics(
-        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, key: tuple[int, int]
+        self, block: KroneckerBlock, module: nn.Module, x: Any, d: Tensor, key: tuple[int, int]
     ) -> PairStatistics:
         approximation = self.approximation
         if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
@@ -578,7 +584,7 @@ class StatisticsCollector:
         wide = torch.promote_types(self.factor_dtype, torch.float32)
         packed = block.staged.triangular and d.device.type == "cpu"  # else all layers' at once
         form = Form(block.trains_bias, approximation, packed, known)
-        x = x.to(wide) if x.is_floating_point() else x
+        x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         pair = block.statistics(module, x, d.to(wide), form)
         if known is not None and pair.factors["A"] is known.factors["A"]:
             return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})
