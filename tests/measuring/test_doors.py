@@ -350,13 +350,15 @@ def test_llm_compressor_keeps_the_same_hessian_but_for_a_number() -> None:
     torch.testing.assert_close(ours * TOKENS, (theirs / count).double(), rtol=1e-5, atol=1e-6)
 
 
-def test_gptqs_hessian_of_groups_is_their_mean() -> None:
+def test_gptqs_hessian_of_a_convolutions_groups_is_their_mean() -> None:
     torch.manual_seed(0)
     a = torch.randn(2, 4, 4)
     shape = FactorShape(2, 4, 3)
     shapes = {"0.weight": torch.Size((6, 2, 2))}
     layer = LayerCurvature("0", ("0",), nn.Conv1d, shapes, shape, {"A": a}, 8, 1)
     close(doors.to_gptq(KroneckerCurvature({"0": layer}, [], {}))["0"], 2 * a.mean(0))
+    experts = replace(layer, kind=nn.Module)
+    close(doors.to_gptq(KroneckerCurvature({"0": experts}, [], {}))["0"], 2 * a)
     with pytest.raises(ValueError, match="of '0': it has 2 groups"):
         doors.to_quip(KroneckerCurvature({"0": layer}, [], {}), "nowhere")
 

@@ -11,7 +11,7 @@ packages that count locations A ⊗ G is then T times what they would have found
 Modules that share a weight get the same factors.
 
 Layers that a format has no place for (embeddings, normalisations, biases alone, and where nothing
-else is said grouped convolutions) are left out; what a function returns names them and says why.
+else is said grouped convolutions and fused experts) are left out; what a function returns names them and says why.
 
 Where processes have shared the layers out, each calls the function alike, and the one that keeps
 the first layer writes; what goes into one file is in its host's memory at once. Of a curvature that
@@ -35,6 +35,7 @@ from torch.nn.utils import parameters_to_vector
 
 from second_order.files import replacing
 from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.layers import CONVOLUTIONS
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.safetensors import save_tensors
 
@@ -275,7 +276,7 @@ def to_gptq(curvature: KroneckerCurvature, folder: str | Path | None = None) -> 
     """H = 2/R Σ x xᵀ = 2 A by module name, ``(in, in)`` on the CPU, as GPTQ keeps it.
 
     Of the weight alone: a bias's column is dropped. Of a grouped convolution the mean over its
-    groups, as GPTQModel takes it. No damping is in it: GPTQ adds its percentage of the mean
+    groups, as GPTQModel takes it; of fused experts ``(experts, in, in)``, each one's own. No damping is in it: GPTQ adds its percentage of the mean
     diagonal. GPTQModel counts rows; AutoGPTQ and llm-compressor count sequences, so that their H is
     larger by the mean length of one, and makes the same weights.
 
@@ -292,7 +293,9 @@ def to_gptq(curvature: KroneckerCurvature, folder: str | Path | None = None) -> 
     """
     found, writes = dict[str, Tensor](), _writes(curvature)
     for layer in _pairs(curvature, "A", "GPTQ", {}, groups=True):
-        h = 2 * _of_weight(layer).A.mean(0).cpu()
+        a = _of_weight(layer).A
+        alike = layer.shape.groups == 1 or issubclass(layer.kind, CONVOLUTIONS)
+        h = 2 * (a.mean(0) if alike else a).cpu()
         for module in layer.modules:
             found[module] = h
             if folder is not None and writes:
