@@ -11,7 +11,8 @@ packages that count locations A ⊗ G is then T times what they would have found
 Modules that share a weight get the same factors.
 
 Layers that a format has no place for (embeddings, normalisations, biases alone, and where nothing
-else is said grouped convolutions and fused experts) are left out; what a function returns names them and says why.
+else is said grouped convolutions and fused experts) are left out; what a function returns names
+them and says why.
 
 Where processes have shared the layers out, each calls the function alike, and the one that keeps
 the first layer writes; what goes into one file is in its host's memory at once. Of a curvature that
@@ -276,9 +277,10 @@ def to_gptq(curvature: KroneckerCurvature, folder: str | Path | None = None) -> 
     """H = 2/R Σ x xᵀ = 2 A by module name, ``(in, in)`` on the CPU, as GPTQ keeps it.
 
     Of the weight alone: a bias's column is dropped. Of a grouped convolution the mean over its
-    groups, as GPTQModel takes it; of fused experts ``(experts, in, in)``, each one's own. No damping is in it: GPTQ adds its percentage of the mean
-    diagonal. GPTQModel counts rows; AutoGPTQ and llm-compressor count sequences, so that their H is
-    larger by the mean length of one, and makes the same weights.
+    groups, as GPTQModel takes it; of fused experts ``(experts, in, in)``, each one's own. No
+    damping is in it: GPTQ adds its percentage of the mean diagonal. GPTQModel counts rows; AutoGPTQ
+    and llm-compressor count sequences, so that their H is larger by the mean length of one, and
+    makes the same weights.
 
     Args:
         curvature: Of any factors.
