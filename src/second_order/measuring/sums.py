@@ -22,6 +22,7 @@ from torch import Tensor
 
 from second_order.distributed.world import World
 from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.layers import gram
 from second_order.kronecker.triangles import pack_upper_triangular
 from second_order.stages import sent
 
@@ -83,6 +84,9 @@ class Sums:
         fused = rows.dtype != wide and rows.is_cuda  # narrow products that are added up widely
         rows = rows if fused else rows.to(wide)
         with ieee_matmul(rows.device):
+            if self._keep != "device" and not fused:
+                self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
+                return
             if self._keep != "device":
                 self.add(key, _product(rows, wide).unsqueeze(0))
                 return
