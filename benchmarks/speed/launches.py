@@ -33,7 +33,7 @@ sys.path.append(str(ROOT / "tests"))
 from pretended import NAME, pretend_device  # type: ignore[import-not-found]  # noqa: E402
 
 MICROSECONDS = 10
-EVERY, REFRESH, STEPS = 4, 8, 11  # statistics, solves, and steps of a training
+EVERY, REFRESH, STEPS = 2, 4, 6  # statistics, solves, and steps of a training
 KINDS = ("quiet", "statistics", "refresh", "first")
 
 
@@ -120,7 +120,9 @@ SYSTEMS: dict[str, Callable[[Any], Any]] = {
 # ---------------------------------------------------------------------------------------- counting
 
 
-def counted(make: Callable[[Any], Any], blocks: int, width: int = 32) -> dict[str, dict[str, int]]:
+def counted(
+    make: Callable[[Any], Any], blocks: int, width: int = 32, steps: int = STEPS
+) -> dict[str, dict[str, int]]:
     """What steps of each kind ask for, as many launches as the most of the kind."""
     found: dict[str, dict[str, int]] = {}
     torch.manual_seed(0)
@@ -135,7 +137,7 @@ def counted(make: Callable[[Any], Any], blocks: int, width: int = 32) -> dict[st
         optimizer = make(model)
         if isinstance(optimizer, DHO2 | MRDHO2):
             optimizer.curvature_closure = loss
-        for step in range(STEPS):
+        for step in range(steps):
             optimizer.zero_grad()
             seen.clear()
             loss().backward()

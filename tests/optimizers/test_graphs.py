@@ -6,8 +6,6 @@ What is of the pretended device runs as a process of its own: this file as a scr
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from functools import cache, partial
@@ -17,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from apart import found_by
 from graphs import Graph
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -296,15 +295,7 @@ def replayed_by(System: Any, options: dict[str, Any]) -> tuple[Any, Any, int]:
 
 @cache
 def seen_there() -> Any:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(run.stdout.splitlines()[-1])
+    return found_by(__file__)
 
 
 @pytest.mark.parametrize("name", TUNED)
