@@ -140,6 +140,8 @@ class _Everywhere(TorchDispatchMode):
 
 
 def _run(op: Any, args: Any, kwargs: Any) -> Any:
+    if sys.gettrace() is None and threading.gettrace() is not None:
+        sys.settrace(threading.gettrace())  # coverage's, which autograd's threads are not told of
     name = op._schema.name.split("::")[-1]
     flat = [*_leaves(args), *_leaves(kwargs)]
     ours = [a for a in flat if isinstance(a, Pretended)]
