@@ -310,11 +310,7 @@ CASES = {
     "DHO2, Gauss-Newton": dho2(curvature="gauss-newton"),
     "DHO2, bounded rate": dho2(lr_scale_clip=2.0),
     "MRDHO2": dho2(MRDHO2),
-    **(
-        {"Muon": kfac(base=torch.optim.Muon, lr=1e-3, rest=torch.optim.AdamW, foreach=True)}
-        if hasattr(torch.optim, "Muon")
-        else {}
-    ),
+    "Muon": kfac(base=torch.optim.Muon, lr=1e-3, rest=torch.optim.AdamW, foreach=True),
 }
 CONTROLS = {"asking": kfac(Asking), "looping": kfac(Looping), "uploading": kfac(Uploading)}
 

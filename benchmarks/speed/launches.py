@@ -16,7 +16,7 @@ import multiprocessing
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarni
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 from pretended import NAME, pretend_device  # type: ignore[import-not-found]  # noqa: E402
+
+__all__ = ["Muon", "counted", "pretend_device"]
 
 MICROSECONDS = 10
 EVERY, REFRESH, STEPS = 2, 4, 6  # statistics, solves, and steps of a training
@@ -87,13 +89,14 @@ PAIRS: dict[str, Any] = {"warmup_steps": 0, "largest": 4, "lanczos_iterations": 
 
 
 class Muon:
-    """torch's Muon on the blocks' matrices, AdamW on the rest."""
+    """torch's Muon on the hidden matrices, AdamW on the rest."""
 
-    def __init__(self, model: Transformer) -> None:
-        hidden = [p for p in model.blocks.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if not any(p is each for each in hidden)]
+    def __init__(self, model: nn.Module, hidden: Iterable[nn.Module]) -> None:
+        matrices = [p for module in hidden for p in module.parameters() if p.dim() == 2]
+        chosen = set(matrices)
+        rest = [p for p in model.parameters() if p not in chosen]
         adamw = torch.optim.AdamW(rest, lr=1e-3, foreach=True)
-        self.parts = [torch.optim.Muon(hidden, lr=1e-3), adamw]
+        self.parts = [torch.optim.Muon(matrices, lr=1e-3), adamw]
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -107,7 +110,7 @@ class Muon:
 SYSTEMS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), **SGD),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True),
-    **({"Muon": Muon} if hasattr(torch.optim, "Muon") else {}),
+    "Muon": lambda model: Muon(model, model.blocks),
     "KAISA inverse": partial(KAISA, **ADAMW, **DUE),
     "KAISA inverse, SGD": partial(KAISA, **SGD, **DUE),
     "KAISA eigen": partial(KAISA, **ADAMW, **DUE, solver="eigen"),
