@@ -146,6 +146,23 @@ def test_no_step_is_quiet_whose_successor_is_not_known(System: Any, options: Any
     optimizer.close()
 
 
+def test_the_momentum_fades_by_each_step_that_is_replayed() -> None:
+    def left(*steps: int) -> float:
+        model, (x, y) = network(), batch(0)
+        optimizer = DHO2(model, **SGD, curvature_interval=9, warmup_steps=0, largest=2)
+        optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
+        for graph in (nullcontext(), Graph().recording()):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            with graph:
+                optimizer.step()
+        for n in steps:
+            optimizer.replayed(n)
+        return float(optimizer._curvature.subspace.decayed)
+
+    assert left(3) == left(1, 1, 1) < left(1)
+
+
 def test_what_a_graph_does_not_hold_is_refused_before_anything_has_changed() -> None:
     model = network()
     optimizer = KAISA(model, **SGD, **EVERY)

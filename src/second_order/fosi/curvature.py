@@ -246,8 +246,13 @@ class FOSICurvature(Curvature):
             self.pairs.tell_steps()
 
     def watch(self) -> None:
-        """Let the momentum outside of the span fade: a step is over."""
-        if self.subspace is not None and self.pairs.first_used < self.training.steps:
+        """Let the momentum fade, unless new pairs are used from the coming step on."""
+        if self.pairs.first_used < self.training.steps:
+            self.fade()
+
+    def fade(self) -> None:
+        """Let the momentum outside of the span fade by a step."""
+        if self.subspace is not None:
             self.subspace.decayed *= self._fades
 
     @property
