@@ -62,7 +62,6 @@ class FOSICurvature(Curvature):
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
-        self._fades = 0.0  # what a step leaves of the momentum outside of the span
 
     @property
     def steps_by_pairs(self) -> bool:
@@ -185,7 +184,7 @@ class FOSICurvature(Curvature):
             rows = self.vector.spread
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
         scales = newton_scales(self.options.newton_scale, self.training)
-        self._fades, *_ = rule = self.pairs.momentum_rule()
+        subspace.fades, *_ = rule = self.pairs.momentum_rule()
         if basis.vectors.device.type == "cpu":
             step = self._settle(subspace, gradients, c, scales, rule)
         else:
@@ -247,13 +246,8 @@ class FOSICurvature(Curvature):
 
     def watch(self) -> None:
         """Let the momentum fade, unless new pairs are used from the coming step on."""
-        if self.pairs.first_used < self.training.steps:
-            self.fade()
-
-    def fade(self) -> None:
-        """Let the momentum outside of the span fade by a step."""
-        if self.subspace is not None:
-            self.subspace.decayed *= self._fades
+        if self.subspace is not None and self.pairs.first_used < self.training.steps:
+            self.subspace.fade()
 
     @property
     def quiet_until(self) -> int:

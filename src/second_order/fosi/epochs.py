@@ -316,7 +316,6 @@ class Worker(Team):
         rows = torch.cat([tensors[2].to(training.device, vector.dtype) for tensors, _ in found], -1)
         if self.total is None:
             self.pairs.tell_steps()
-            self.fade()  # by this step: the momentum goes on in the new pairs
             self.pairs.first_used, largest = training.steps + 1, min(options.largest, len(values))
             pairs = values.double(), residuals.double(), largest, note["loss"]
             self.pairs.use(lambda: self.pairs.basis_of(rows, len(values)), *pairs)
