@@ -312,6 +312,9 @@ parameters without a gradient move
     [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
 
 == fosi/eigenpairs.py
+momentum does not fade at the step at which pairs change
+  <-  mrdho2_within::the_next_epochs_steps_are_those_of_dense_hessians
+    self.first_used > training.steps  =>  False
 the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
   - loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
   + loss > (1.0 + TOLERATED_RISE) * self.batch_loss
@@ -1061,7 +1064,7 @@ sums for documents, handed over as means
 a step that is recorded counts  <-  graphs::a_graph_replayed_trains_as_steps_do
     if recorded:  # and  =>  if False:  # and
 replays leave capture as it is  <-  graphs::a_graph_replayed_trains_as_steps_do
-    training.steps += steps  =>  training.steps += steps; return
+    self._curvature.watch()  =>  pass
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state

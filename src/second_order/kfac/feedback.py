@@ -36,6 +36,7 @@ from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kfac.solve import Asked, Solves, split, stacked_means
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.stacks import in_groups
 from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, local
 
@@ -87,20 +88,13 @@ PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
 
 def _product(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
     """Σ x · y over pairs, a scalar in float32; None of none. On a device many are joined."""
-    joined: list[tuple[list[Tensor], list[Tensor]]] = []
-    current: dict[object, int] = {}
-    filled: dict[object, int] = {}
-    for x, y in pairs:
-        key, nbytes = (x.device, x.dtype, y.dtype), x.nbytes + y.nbytes
-        if x.device.type == "cpu" or key not in current or filled[key] + nbytes > JOINED_BYTES:
-            current[key], filled[key] = len(joined), 0
-            joined.append(([], []))
-        filled[key] += nbytes
-        for each, flat in zip(joined[current[key]], (x, y), strict=True):
-            each.append(flat.flatten())
+    apart = (x.device.type == "cpu" and i for i, (x, _) in enumerate(pairs))
+    keys = [(x.device, x.dtype, y.dtype, a) for (x, y), a in zip(pairs, apart, strict=True)]
+    sizes = [x.nbytes + y.nbytes for x, y in pairs]
     found: list[Tensor] = []
-    for xs, ys in joined:
-        x, y = (each[0] if len(each) == 1 else torch.cat(each) for each in (xs, ys))
+    for group in in_groups(keys, sizes, JOINED_BYTES):
+        both = ([pairs[i][side].flatten() for i in group] for side in (0, 1))
+        x, y = (each[0] if len(each) == 1 else torch.cat(each) for each in both)
         product = torch.vdot(x, y.to(x.dtype)).float()
         found.append(product.to(found[0].device) if found else product)
     return torch.stack(found).sum() if found else None

@@ -37,7 +37,7 @@ from second_order.kronecker.decompositions import (
 )
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
-from second_order.kronecker.stacks import as_stack
+from second_order.kronecker.stacks import as_stack, in_groups
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
@@ -135,7 +135,6 @@ class Solves:
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
         self.changes: dict[KroneckerBlock, Sequence[float]] = {}  # by this refresh, if told with it
-        self._combined_once: dict[tuple[KroneckerBlock, ...], Inverse] = {}  # for these, if sound
         self._unsure: dict[KroneckerBlock, Tensor] = {}  # weights of layers that may have none
 
     def restart(self, step: StepPlan) -> None:
@@ -209,20 +208,12 @@ class Solves:
         One process takes a few layers at a time, so that old inverses are freed before the next new
         ones are made; several take all, in few messages.
         """
-        parts: list[list[KroneckerBlock]] = []
-        filled, agreed = 0.0, []
-        for block in due:
-            size = 0
-            for letter in block.shape.letters:
-                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shapes[letter])
-            if not parts or (self.training.world.size == 1 and filled + size > PART_BYTES):
-                parts.append([])
-                filled = 0.0
-            parts[-1].append(block)
-            filled += size
-        for part in parts:
+        agreed, itemsize = list[KroneckerBlock](), self.options.inv_dtype.itemsize
+        sizes = [2 * itemsize * sum(map(math.prod, b.stored_shapes.values())) for b in due]
+        most = PART_BYTES if self.training.world.size == 1 else math.inf
+        for part in in_groups([None] * len(due), sizes, most):
             with self.training.meter.stage("launch"):
-                over = self.submit(part)
+                over = self.submit([due[i] for i in part])
             self.layers.tell_of_sums(over)
             news, came = self.agree(pending, news)
             agreed += came
@@ -281,8 +272,6 @@ class Solves:
         if all(error < RESIDUAL_TOLERANCE for error in errors):  # none has climbed the ladder
             each = iter(further[-1])
             self.changes |= {block: [next(each) for _ in range(3)] for block in compared}
-        else:
-            self._combined_once = {}
         for block in ready:
             self.under_way[block].verdict = Verdict.SOUND
         for (block, letter), parts in zip(mine, found, strict=True):
@@ -315,7 +304,6 @@ class Solves:
                 inverse = self._combined(new[0].shape, solved, [self.under_way[b] for b in new])
                 changes.append(bank.changes_by(new, inverse, self.options.inv_dtype).flatten())
                 compared += new
-                self._combined_once[tuple(new)] = inverse
         return compared, changes
 
     def ready(
@@ -463,11 +451,8 @@ class Solves:
                 told = [block for block in new if block not in self.changes]
                 bank.keep_before(told, self.options.inv_dtype)
             solved = [received.pop(block) for block in new]
-            inverse = self._combined_once.pop(tuple(new), None)
-            if inverse is None:
-                inverse = self._combined(new[0].shape, solved, [solves[block] for block in new])
+            inverse = self._combined(new[0].shape, solved, [solves[block] for block in new])
             bank.install(new, inverse, keeps=compared and any(map(is_dtensor, bank.params)))
-        self._combined_once = {}
 
     def _combined(
         self, shape: FactorShape, solved: Sequence[Solved], solves: Sequence[Solve]

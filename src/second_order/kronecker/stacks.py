@@ -24,12 +24,12 @@ def most_elements(device: torch.device) -> int:
 
 
 def in_groups(
-    keys: Sequence[Hashable], sizes: Sequence[int] | None = None, most: int = 0
+    keys: Sequence[Hashable], sizes: Sequence[float] | None = None, most: float = 0
 ) -> list[list[int]]:
     """The positions of equal keys, together; of those with ``sizes`` no more than ``most``."""
     groups: list[list[int]] = []
     at: dict[Hashable, int] = {}
-    filled: list[int] = []
+    filled: list[float] = []
     for i, key in enumerate(keys):
         size = 0 if sizes is None else sizes[i]
         place = at.get(key)
