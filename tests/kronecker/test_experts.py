@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -268,6 +269,64 @@ def test_experts_that_compute_something_else_are_left_to_the_base(told: bool) ->
     found = {b.name: b.state.unexplained > 0 for b in optimizer._curvature.layers.blocks}
     assert found["experts.gate_up_proj"] is not told
     assert not found["first"]
+
+
+def test_experts_kept_out_of_a_graph_have_the_factors_of_plain_ones() -> None:
+    found, given = [], batch(9)
+    for compiled in (False, True):
+        model = mixture()
+        optimizer, run = make(KAISA, model, lr=0.0), model
+        if compiled:
+            model.experts.forward = torch.compiler.disable(model.experts.forward)
+            run = torch.compile(model, backend="aot_eager")
+        step(run, optimizer, *given)
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "DeepseekV3", "GptOss"])
+def test_models_of_transformers_train_alike_in_each_implementation(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    sizes: dict[str, Any] = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    sizes |= {"intermediate_size": 12, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    sizes |= {"shared_expert_intermediate_size": 4, "first_k_dense_replace": 1}
+    sizes |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
+    sizes |= {"n_group": 2, "topk_group": 1, "kv_lora_rank": 4, "q_lora_rank": 4}
+    sizes |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    x = torch.randint(23, (4, 6), generator=torch.Generator().manual_seed(0))
+    found: list[Any] = []
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        config._experts_implementation = implementation
+        model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+        for key, p in model.named_parameters():
+            if key.endswith(("gate.weight", "router.weight")):
+                nn.init.normal_(p)  # else each token goes to the first experts
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", message=".*trained by AdamW alone.*norm layers")
+            optimizer = KAISA(model, lr=1e-2, base=torch.optim.AdamW, factor_update_steps=1)
+            values = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                value = model(input_ids=x, labels=x).loss
+                value.backward()
+                optimizer.step()
+                values.append(value.item())
+                if len(values) == 1:  # thereafter rounding tells them apart
+                    of_experts = {k: v for k, v in factors(optimizer).items() if "mlp.experts" in k}
+        assert values[-1] < values[0] - 0.2
+        covered = sum(block.size for block in optimizer._curvature.layers.blocks)
+        norms = sum(p.numel() for key, p in model.named_parameters() if p.dim() == 1)
+        assert covered >= sum(map(torch.numel, model.parameters())) - norms
+        assert not any(b.state.unexplained for b in optimizer._curvature.layers.blocks)
+        found.append(of_experts)
+    assert found[0]
+    for other in found[1:]:
+        assert_same_factors(other, found[0], rtol=1e-3)
 
 
 def test_rows_without_a_backward_pass() -> None:
