@@ -481,7 +481,7 @@ frozen parameters in the share that is said  <-  summary::only_what_trains_is_co
 == kfac/metrics.py
 a curvature object with an absolute damping
   <-  model_curvature::solving_with_the_trainings_damping_is_what_the_training_does
-    gamma *= curvature if curvature > 0 else 1.0  =>  del curvature
+    float(averages.mean_curvature()) if relative  =>  1.0 if relative
 
 == kfac/options.py
 Newton's scale under bases that scale their steps  <-  preconditioner_scale::auto_follows_the_base
@@ -757,7 +757,7 @@ forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
-    if not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
+    if self._accumulated and not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
   <-  explained::operations_in_place_lose_nothing
     if edge.node.name() != "ViewBackward0":  =>  if True:
@@ -929,10 +929,10 @@ the largest factor that is allowed is refused
   <-  finding::layers_with_a_larger_factor_are_left_to_the_base
     or largest <= self.max_factor_dim:  =>  or largest < self.max_factor_dim:
 
-== kronecker/model_curvature.py
+== kronecker/layer_curvature.py
 a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
-    normal * (like + damping).rsqrt()  =>  normal / (like + damping)
+    normal * (like + gamma).rsqrt()  =>  normal / (like + gamma)
 
 == kronecker/queued.py
 a pair that is kept over zero_grad

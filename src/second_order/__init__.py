@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from second_order.files import load_checkpoint, save_checkpoint
     from second_order.kfac.options import DecayingClip, PerStep
     from second_order.kronecker.kinds import register_layer
-    from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
+    from second_order.kronecker.layer_curvature import LayerCurvature
+    from second_order.kronecker.model_curvature import KroneckerCurvature
+    from second_order.measuring.measure import measure
     from second_order.optimizers.base import SecondOrderOptimizer
     from second_order.optimizers.dho2 import DHO2
     from second_order.optimizers.distkfac import DistKFAC
@@ -72,6 +74,7 @@ __all__ = [
     "export_base_state",
     "lanczos",
     "load_checkpoint",
+    "measure",
     "parameter_groups",
     "plan",
     "register_layer",
@@ -86,8 +89,10 @@ _NAMES_IN = {
     ),
     "files": "load_checkpoint save_checkpoint",
     "kfac.options": "DecayingClip PerStep",
-    "kronecker.model_curvature": "KroneckerCurvature LayerCurvature",
+    "kronecker.layer_curvature": "LayerCurvature",
+    "kronecker.model_curvature": "KroneckerCurvature",
     "kronecker.kinds": "register_layer",
+    "measuring.measure": "measure",
     "optimizers.base": "SecondOrderOptimizer",
     "optimizers.dho2": "DHO2",
     "optimizers.distkfac": "DistKFAC",

@@ -156,7 +156,8 @@ class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
     ``consumer`` receives the pairs it wants, under ``no_grad`` and without autocast; ``timed``
-    makes a context manager that measures a hook; ``fsdp`` is what FSDP2 does with parameters.
+    makes a context manager that measures a hook; ``fsdp`` is what FSDP2 does with parameters;
+    ``accumulated``: passes count that accumulate into the layer's parameters, and no others.
 
     ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
     and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
@@ -173,8 +174,10 @@ class Capture:
         sampler: Sampler | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
+        accumulated: bool = True,
     ) -> None:
         self.gate, self.timed, self.fsdp = Gate(), timed, fsdp
+        self._accumulated = accumulated
         self._consumer, self._sampler = consumer, sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -327,7 +330,7 @@ class Capture:
 
     def take(self, call: _Call, gradient: Tensor) -> None:
         """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
-        if not autograd.reaches_parameters(call.module, self.fsdp):
+        if self._accumulated and not autograd.reaches_parameters(call.module, self.fsdp):
             self.missed[call.module] = NOT_ACCUMULATED
         elif self._sampler is not None:
             drawn, call.drawn = call.drawn, None
