@@ -46,6 +46,7 @@ from second_order.kronecker.layers import (
     reduced,
     rows_of_embedding,
 )
+from second_order.kronecker.standardised import STANDARDISED, is_standardised
 
 __all__ = ["found_kind", "register_layer", "ties_of"]
 
@@ -167,7 +168,9 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     forward = type(module).forward
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-    if isinstance(key, type) and (forward is key.forward or scaled):
+    standardised = key is nn.Conv2d and is_standardised(module)
+    if standardised or (isinstance(key, type) and (forward is key.forward or scaled)):
+        key = STANDARDISED if standardised else cast(Key, key)
         weight = module._parameters.get(KINDS[key].weight)
         if isinstance(weight, nn.parameter.UninitializedParameter):
             reason = "run one forward before making the optimizer"
