@@ -933,6 +933,19 @@ the largest factor that is allowed is refused
 a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
     normal * (like + gamma).rsqrt()  =>  normal / (like + gamma)
+a diagonal of corrected eigenvalues in their own basis
+  <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
+    {k: q.square() for k, q in self._vectors.items()}  =>  {}
+corrected eigenvalues without the vectors that they belong to
+  <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
+    basis=basis or None)  =>  basis=None)
+
+== kronecker/model_curvature.py
+an owner that fails alone  <-  curvature_functions::owners_together_are_what_one_process_is
+    if failed:  =>  if False:
+an index that is there before its layers
+  <-  curvature_functions::a_folder_that_is_not_whole_is_refused
+    remove_index(folder)  =>  pass
 
 == kronecker/queued.py
 a pair that is kept over zero_grad

@@ -53,7 +53,7 @@ class Sums:
         dtype: torch.dtype,
     ) -> None:
         self._keep, self._sizes, self._owners = keep, sizes, owners
-        self._world, self._device, self._dtype = world, device, dtype
+        self._world, self._device, self.dtype = world, device, dtype  # dtype: of the sums
         self._turns = {key: turn for turn, key in enumerate(sizes)}
         self._order = list(sizes)
         self._next = 0
@@ -71,7 +71,7 @@ class Sums:
 
     def gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows, of ``(rows, n)``."""
-        wide = self._dtype
+        wide = self.dtype
         fused = rows.dtype != wide and rows.is_cuda  # narrow products that are added up widely
         rows = rows if fused else rows.to(wide)
         with ieee_matmul(rows.device):
@@ -91,7 +91,7 @@ class Sums:
         if self._keep != "device" and matrix.shape != self._sizes[key]:
             matrix = pack_upper_triangular(matrix)
         place = self.waiting if self._keep == "owner" else self.found
-        matrix = matrix.to("cpu" if self._keep == "cpu" else self._device, self._dtype)
+        matrix = matrix.to("cpu" if self._keep == "cpu" else self._device, self.dtype)
         place[key] = place[key].add_(matrix) if key in place else matrix
         if self._keep == "owner" and (turn := self._turns[key]) >= self._next:
             self._send(turn + 1)
@@ -148,7 +148,7 @@ class Sums:
         return mine
 
     def _zeros(self, key: Key) -> Tensor:
-        return torch.zeros(self._sizes[key], dtype=self._dtype, device=self._device)
+        return torch.zeros(self._sizes[key], dtype=self.dtype, device=self._device)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has of them."""
