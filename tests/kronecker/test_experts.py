@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA
-from second_order.kronecker.experts import is_experts, routed
+from second_order.kronecker.experts import Routed, is_experts
 
 F64, WIDTH, INNER, CLASSES = torch.float64, 4, 3, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.*preconditioned; trained by")
@@ -332,18 +332,20 @@ def test_models_of_transformers_train_alike_in_each_implementation(name: str) ->
 def test_rows_without_a_backward_pass() -> None:
     model, (x, index, weights, _) = mixture(has_bias=True), batch(9)
     mask = torch.arange(9) % 3 > 0
-    call: list[Any] = []
+    calls: list[Any] = []
     model.experts.register_forward_hook(
-        lambda module, args, kwargs, output: call.append((args, kwargs)), with_kwargs=True
+        lambda module, args, kwargs, output: calls.append(Routed.of_call(args, kwargs)),
+        with_kwargs=True,
     )
     with torch.no_grad():
         model(x, index, weights)
-    found = {each[:2]: each[2:] for each in routed(model.experts, *call[0], mask)}
+        xs, _, _ = calls[0].rows(model.experts, mask)
     assert is_experts(model.experts)
     assert not is_experts(model.head)
-    for name, expert, rows, tokens in model.experts.seen:
-        kept = mask[tokens]
-        torch.testing.assert_close(found[name, expert][0], rows[kept])
-        assert torch.equal(found[name, expert][1], tokens[kept])
-    with pytest.raises(ValueError, match="not called with"):
-        routed(model.experts, (x,), {})
+    tokens = xs.tokens.split(xs.counts)
+    for name, expert, rows, of in model.experts.seen:
+        kept = mask[of]
+        torch.testing.assert_close(xs.of[name].split(xs.counts)[expert], rows[kept])
+        assert torch.equal(tokens[expert], of[kept])
+    assert Routed.of_call((x,), {}) is None
+    assert Routed.of_call((x, weights), {"top_k_weights": weights}) is None
