@@ -1050,6 +1050,18 @@ the Hessian of the negative loss has its sign
   - weight = self._sign * self._hessian.examples
   + weight = self._hessian.examples
 
+== measuring/doors.py
+a bias's column handed to GPTQ  <-  doors::gptqs_hessian_is_that_of_the_rows_without_the_bias
+    if columns == shape.in_dim:  =>  if True:
+an upper triangle for YAQA  <-  doors::yaqas_pair_is_the_lower_triangles_of_both_sides
+    torch.tril_indices(  =>  torch.triu_indices(
+each process writes
+  <-  doors::the_first_layers_owner_writes_what_one_process_would
+    return next(iter(curvature), None) in curvature.here  =>  return True
+sums for documents, handed over as means
+  <-  doors::files_for_influence_functions_say_what_the_factors_are
+    found["lambda_matrix"] = layer.corrected * terms  =>  found["lambda_matrix"] = layer.corrected
+
 == optimizers/base.py
 a step that is recorded counts  <-  graphs::a_graph_replayed_trains_as_steps_do
     if recorded:  # and  =>  if False:  # and

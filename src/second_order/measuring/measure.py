@@ -358,7 +358,7 @@ class _Measurement:
         owners = {key: self.owner[key[0]] for key in sizes}
         # FSDP2's messages come between, in an order that processes do not share.
         world = self.aside if self.sharded else self.world
-        return Sums(keep, sizes, owners, world, self.device, self.dtype)
+        return Sums(keep, sizes, owners, world, self.device, self.dtype, waits=not self.sharded)
 
     def _over_data(self, number: int, statistics: Inputs | Pairs) -> None:
         """Show the data to statistics, batch by batch; all processes as long as one has a batch."""
