@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -11,10 +11,15 @@ from contract import assert_same_factors, each_kronecker, factors, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA
 from second_order.kronecker.experts import Routed, is_experts
+
+if TYPE_CHECKING:
+    from pool import World
 
 F64, WIDTH, INNER, CLASSES = torch.float64, 4, 3, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.*preconditioned; trained by")
@@ -327,6 +332,29 @@ def test_models_of_transformers_train_alike_in_each_implementation(name: str) ->
     assert found[0]
     for other in found[1:]:
         assert_same_factors(other, found[0], rtol=1e-3)
+
+
+def trained(rank: int, ranks: int, options: dict[str, Any]) -> Any:
+    """Parameters and factors after three steps, each rank's with its share of the tokens."""
+    model = mixture(6)
+    if options.pop("sharded", False):
+        fully_shard(model.experts)
+        fully_shard(model)
+    optimizer = make(KAISA, model, lr=0.05, **options)
+    for seed in range(3):
+        step(model, optimizer, *(t.chunk(ranks)[rank] for t in batch(8, 6, seed)))
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    found = [p.detach().clone() for p in whole]
+    return found, optimizer.curvature().apply([torch.ones_like(p) for p in found])
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "pipelined", "reduce", "sharded"])
+def test_processes_train_experts_as_one_does(world: World, how: str) -> None:
+    options = {"sharded": True} if how == "sharded" else {"factor_exchange": how}
+    alone = trained(0, 1, {})
+    for each in world.run(trained, 2, options):
+        for found, expected in zip(each, alone, strict=True):
+            torch.testing.assert_close(list(found), list(expected))
 
 
 def test_rows_without_a_backward_pass() -> None:
