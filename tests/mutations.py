@@ -983,6 +983,11 @@ tensors out of order taken for a stack
   <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
     is base and part.storage_offset() == start + i * step  =>  is base
 
+== kronecker/standardised.py
+gradients of standardised weights without their scale
+  <-  standardised::factors_are_those_of_the_computed_weight
+    d = d * scale.unsqueeze(-1)  =>  d = d * 1.0
+
 == kronecker/triangles.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking
     return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)  =>  return traces
