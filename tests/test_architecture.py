@@ -67,7 +67,7 @@ BELOW: dict[str, set[str]] = {
     },
     "measuring": {
         *("errors", "files", "report", "patterns", "sharded", "kronecker", "distributed"),
-        "stages",
+        *("stages", "safetensors"),
     },
     "recipes": {"errors", "options", "contract"},
     "": {

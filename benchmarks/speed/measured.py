@@ -113,11 +113,9 @@ def times(sizes: dict[str, int], rounds: int) -> dict[str, float]:
 
     def inputs_floor() -> None:
         for _ in data:
-            [
-                product(counted, m.in_features)
-                for m, is_own in zip(linear, own, strict=True)
-                if is_own
-            ]
+            for m, is_own in zip(linear, own, strict=True):
+                if is_own:
+                    product(counted, m.in_features)
 
     def pairs_floor() -> None:
         for _ in data:
