@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from second_order.measuring.batches import call_model
 
@@ -105,6 +106,25 @@ def terms(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return found * ((mask != 0) & (mask != -100))
 
 
+class _Products(TorchFunctionMode):
+    """Hears of products with a slice of a parameter, as loops over experts make them."""
+
+    def __init__(self, model: nn.Module, see: Callable[[str, Any, Tensor], None]) -> None:
+        super().__init__()
+        self.params = {p: name for name, p in model.named_parameters() if p.dim() == 3}
+        self.see = see
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is nn.functional.linear:
+            weight = args[1]
+            for p, name in self.params.items():
+                if weight._base is p or weight.untyped_storage() is p.untyped_storage():
+                    expert = weight.storage_offset() // p[0].numel()
+                    self.see(f"{name} {expert}", args[:1], output)
+        return output
+
+
 class ByHand:
     """Sums of linear layers over entries alone: inputs, gradients of outputs, and of weights."""
 
@@ -121,7 +141,10 @@ class ByHand:
                 module.register_forward_hook(partial(_see, pairs.setdefault(name, [])))
                 for name, module in linear
             ]
-            output = call_model(model, entry)
+            with _Products(
+                model, lambda name, x, y, pairs=pairs: _see(pairs.setdefault(name, []), None, x, y)
+            ):
+                output = call_model(model, entry)
             [hook.remove() for hook in hooks]
             if gradients:
                 found = terms(output, entry)
@@ -139,6 +162,9 @@ class ByHand:
             if gradients:
                 for name, module in linear:
                     self.weights.setdefault(name, []).append(_gradient(module))
+                for name, p in model.named_parameters():
+                    for i, each in enumerate(p.grad if p.dim() == 3 and p.grad is not None else ()):
+                        self.weights.setdefault(f"{name} {i}", []).append(each.clone())
         model.zero_grad()
 
     def a(self, name: str) -> Tensor:
@@ -153,7 +179,7 @@ def _linear(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, m) for name, m in model.named_modules() if isinstance(m, kinds))
 
 
-def _see(calls: list[Any], module: nn.Module, args: Any, output: Tensor) -> None:
+def _see(calls: list[Any], module: nn.Module | None, args: Any, output: Tensor) -> None:
     if output.requires_grad:
         output.retain_grad()
     calls.append((args[0], output))

@@ -312,6 +312,9 @@ parameters without a gradient move
     [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
 
 == fosi/eigenpairs.py
+momentum does not fade at the step at which pairs change
+  <-  mrdho2_within::the_next_epochs_steps_are_those_of_dense_hessians
+    self.first_used > training.steps  =>  False
 the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
   - loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
   + loss > (1.0 + TOLERATED_RISE) * self.batch_loss
@@ -823,7 +826,7 @@ gradients of experts without the weights of their tokens
 == kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
-    if len(sketches) > 2:  =>  if False:
+    if first.weight is not None:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
@@ -933,6 +936,19 @@ the largest factor that is allowed is refused
 a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
     normal * (like + gamma).rsqrt()  =>  normal / (like + gamma)
+a diagonal of corrected eigenvalues in their own basis
+  <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
+    {k: q.square() for k, q in self._vectors.items()}  =>  {}
+corrected eigenvalues without the vectors that they belong to
+  <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
+    basis=basis or None)  =>  basis=None)
+
+== kronecker/model_curvature.py
+an owner that fails alone  <-  curvature_functions::owners_together_are_what_one_process_is
+    if failed:  =>  if False:
+an index that is there before its layers
+  <-  curvature_functions::a_folder_that_is_not_whole_is_refused
+    remove_index(folder)  =>  pass
 
 == kronecker/queued.py
 a pair that is kept over zero_grad
@@ -966,6 +982,11 @@ rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_le
 tensors out of order taken for a stack
   <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
     is base and part.storage_offset() == start + i * step  =>  is base
+
+== kronecker/standardised.py
+gradients of standardised weights without their scale
+  <-  standardised::factors_are_those_of_the_computed_weight
+    d = d * scale.unsqueeze(-1)  =>  d = d * 1.0
 
 == kronecker/triangles.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking
@@ -1032,11 +1053,23 @@ the Hessian of the negative loss has its sign
   - weight = self._sign * self._hessian.examples
   + weight = self._hessian.examples
 
+== measuring/doors.py
+a bias's column handed to GPTQ  <-  doors::gptqs_hessian_is_that_of_the_rows_without_the_bias
+    if columns == shape.in_dim:  =>  if True:
+an upper triangle for YAQA  <-  doors::yaqas_pair_is_the_lower_triangles_of_both_sides
+    torch.tril_indices(  =>  torch.triu_indices(
+each process writes
+  <-  doors::the_first_layers_owner_writes_what_one_process_would
+    return next(iter(curvature), None) in curvature.here  =>  return True
+sums for documents, handed over as means
+  <-  doors::files_for_influence_functions_say_what_the_factors_are
+    found["lambda_matrix"] = layer.corrected * terms  =>  found["lambda_matrix"] = layer.corrected
+
 == optimizers/base.py
 a step that is recorded counts  <-  graphs::a_graph_replayed_trains_as_steps_do
     if recorded:  # and  =>  if False:  # and
 replays leave capture as it is  <-  graphs::a_graph_replayed_trains_as_steps_do
-    training.steps += steps  =>  training.steps += steps; return
+    self._curvature.watch()  =>  pass
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state

@@ -67,7 +67,7 @@ BELOW: dict[str, set[str]] = {
     },
     "measuring": {
         *("errors", "files", "report", "patterns", "sharded", "kronecker", "distributed"),
-        "safetensors",
+        *("stages", "safetensors"),
     },
     "recipes": {"errors", "options", "contract"},
     "": {

@@ -40,6 +40,7 @@ from torch.profiler import ProfilerActivity, profile
 import reporting
 from floor import Stopwatch, captured, factors, solve_times, statistics_times
 from instruments import peak_bytes
+from launches import Muon, pretend_device
 from measure import KINDS, Training, interval
 from second_order import DHO2, DPKFAC, KAISA, SecondOrderWarning
 from workloads import WORKLOADS, Batch, ResNet, Transformer, Workload
@@ -106,25 +107,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
 
-class Muon:
-    """torch's Muon on the matrices of hidden layers, AdamW on the rest."""
-
-    def __init__(self, model: nn.Module) -> None:
-        hidden = [m.weight for m in model.modules() if isinstance(m, nn.Linear)]
-        chosen = set(hidden)
-        rest = [p for p in model.parameters() if p not in chosen]
-        self.parts = [
-            torch.optim.Muon(hidden, lr=1e-3),
-            torch.optim.AdamW(rest, lr=1e-4, foreach=True),
-        ]
-
-    def zero_grad(self) -> None:
-        for part in self.parts:
-            part.zero_grad()
-
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
+def muon(model: nn.Module) -> Muon:
+    return Muon(model, (m for m in model.modules() if isinstance(m, nn.Linear)))
 
 
 def kfac(System: Callable[..., Any], **options: Any) -> Callable[[nn.Module], Any]:
@@ -162,7 +146,7 @@ def dho2(model: nn.Module) -> DHO2:
 
 def trainings(workload: Workload, names: Iterable[str]) -> Iterable[tuple[str, Training]]:
     """A training by each optimizer, made when its turn comes."""
-    makes = {"AdamW": adamw, "Muon": Muon, **OURS, "DHO2": dho2}
+    makes = {"AdamW": adamw, "Muon": muon, **OURS, "DHO2": dho2}
     for name in names:
         training = Training(workload, makes[name])
         if name == "DHO2":  # no closure holds the optimizer: it goes with the training
@@ -247,9 +231,6 @@ def counted(training: Training) -> dict[str, int]:
 
 def waits(tiny: bool) -> dict[str, Any]:
     """Waits and launches of each kind of step; and what the pretended device says of them."""
-    sys.path.append(str(ROOT / "tests"))
-    from pretended import pretend_device  # type: ignore[import-not-found]  # noqa: PLC0415
-
     rows: dict[str, Any] = {}
     for full, small in zip(workloads(tiny), workloads(tiny=True), strict=True):
         row = rows[full.name] = {}

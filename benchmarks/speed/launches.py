@@ -16,7 +16,7 @@ import multiprocessing
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests"))
 from pretended import NAME, pretend_device  # type: ignore[import-not-found]  # noqa: E402
 
+__all__ = ["Muon", "counted", "pretend_device"]
+
 MICROSECONDS = 10
-EVERY, REFRESH, STEPS = 4, 8, 11  # statistics, solves, and steps of a training
+EVERY, REFRESH, STEPS = 2, 4, 6  # statistics, solves, and steps of a training
 KINDS = ("quiet", "statistics", "refresh", "first")
 
 
@@ -87,13 +89,14 @@ PAIRS: dict[str, Any] = {"warmup_steps": 0, "largest": 4, "lanczos_iterations": 
 
 
 class Muon:
-    """torch's Muon on the blocks' matrices, AdamW on the rest."""
+    """torch's Muon on the hidden matrices, AdamW on the rest."""
 
-    def __init__(self, model: Transformer) -> None:
-        hidden = [p for p in model.blocks.parameters() if p.dim() == 2]
-        rest = [p for p in model.parameters() if not any(p is each for each in hidden)]
+    def __init__(self, model: nn.Module, hidden: Iterable[nn.Module]) -> None:
+        matrices = [p for module in hidden for p in module.parameters() if p.dim() == 2]
+        chosen = set(matrices)
+        rest = [p for p in model.parameters() if p not in chosen]
         adamw = torch.optim.AdamW(rest, lr=1e-3, foreach=True)
-        self.parts = [torch.optim.Muon(hidden, lr=1e-3), adamw]
+        self.parts = [torch.optim.Muon(matrices, lr=1e-3), adamw]
 
     def zero_grad(self) -> None:
         for part in self.parts:
@@ -107,7 +110,7 @@ class Muon:
 SYSTEMS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda model: torch.optim.SGD(model.parameters(), **SGD),
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True),
-    **({"Muon": Muon} if hasattr(torch.optim, "Muon") else {}),
+    "Muon": lambda model: Muon(model, model.blocks),
     "KAISA inverse": partial(KAISA, **ADAMW, **DUE),
     "KAISA inverse, SGD": partial(KAISA, **SGD, **DUE),
     "KAISA eigen": partial(KAISA, **ADAMW, **DUE, solver="eigen"),
@@ -120,7 +123,9 @@ SYSTEMS: dict[str, Callable[[Any], Any]] = {
 # ---------------------------------------------------------------------------------------- counting
 
 
-def counted(make: Callable[[Any], Any], blocks: int, width: int = 32) -> dict[str, dict[str, int]]:
+def counted(
+    make: Callable[[Any], Any], blocks: int, width: int = 32, steps: int = STEPS
+) -> dict[str, dict[str, int]]:
     """What steps of each kind ask for, as many launches as the most of the kind."""
     found: dict[str, dict[str, int]] = {}
     torch.manual_seed(0)
@@ -135,7 +140,7 @@ def counted(make: Callable[[Any], Any], blocks: int, width: int = 32) -> dict[st
         optimizer = make(model)
         if isinstance(optimizer, DHO2 | MRDHO2):
             optimizer.curvature_closure = loss
-        for step in range(STEPS):
+        for step in range(steps):
             optimizer.zero_grad()
             seen.clear()
             loss().backward()

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from second_order.kronecker.kinds import register_layer
     from second_order.kronecker.layer_curvature import LayerCurvature
     from second_order.kronecker.model_curvature import KroneckerCurvature
+    from second_order.measuring import doors
     from second_order.measuring.measure import measure
     from second_order.optimizers.base import SecondOrderOptimizer
     from second_order.optimizers.dho2 import DHO2
@@ -71,6 +72,7 @@ __all__ = [
     "SecondOrderWarning",
     "Summary",
     "calibrate",
+    "doors",
     "export_base_state",
     "lanczos",
     "load_checkpoint",
@@ -92,6 +94,7 @@ _NAMES_IN = {
     "kronecker.layer_curvature": "LayerCurvature",
     "kronecker.model_curvature": "KroneckerCurvature",
     "kronecker.kinds": "register_layer",
+    "measuring.doors": "doors",
     "measuring.measure": "measure",
     "optimizers.base": "SecondOrderOptimizer",
     "optimizers.dho2": "DHO2",
@@ -111,7 +114,8 @@ if not TYPE_CHECKING:  # who checks types is to hear of names that there are not
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+            found = getattr(home, name, home)  # `doors` is its home
             globals()[name] = found
             return found
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
+
+from apart import run
 
 import gpu
 
-ROOT = Path(__file__).resolve().parents[2]
-PATHS = ("src", "examples", "benchmarks", "benchmarks/speed")
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_every_part_of_the_command_runs_on_the_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, gpu.__file__, "--tiny", "--json", tmp_path / "gpu.json"]
-    paths = os.pathsep.join(str(ROOT / path) for path in PATHS)
-    run = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    told = run(gpu.__file__, "--tiny", "--json", tmp_path / "gpu.json")
     record = json.loads((tmp_path / "gpu.json").read_text())
-    assert run.returncode == 0, record
-    assert all(part in record and part in run.stdout for part in gpu.PARTS)
+    assert all(part in record and part in told for part in gpu.PARTS)
     assert record["nccl"]["KAISA inverse"] < 1e-6
     for model in ("transformer", "gpt", "resnet"):
         assert record["steps"][model]["KAISA eigen"]["full"] > 0

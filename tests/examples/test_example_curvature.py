@@ -88,15 +88,15 @@ def test_penalties_keep_what_was_learned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(continual, "CHOOSING", (100,))
-    few = {"none": (0.0,), "identity": (0.3,), "diagonal": (1e4,), "Kronecker": (1e4, 1e-9)}
-    monkeypatch.setattr(continual, "STRENGTHS", few)
+    few = {"none": [(0.0, 0.0)], "identity": [(0.3, 0.0)], "EK-FAC": [(3e3, 0.1), (1e-9, 0.1)]}
+    monkeypatch.setattr(continual, "CHOICES", few)
     continual.main(["--seeds", "7", "--steps", "120"])
     output = capsys.readouterr().out
-    rows = re.findall(r"^(\w+) +(\S+) +(\S+)% +(\S+)%$", output, re.MULTILINE)
-    first = {name: float(before) for name, _, before, _ in rows}
+    rows = re.findall(r"^(\S+) +(\S+) +\S+ +(\S+)% +(\S+)% +\S+%$", output, re.MULTILINE)
+    first = {name: float(accuracy) for name, _, accuracy, _ in rows}
     assert list(first) == list(few)
-    assert first["none"] < first["Kronecker"] - 20
-    assert {name: float(strength) for name, strength, _, _ in rows}["Kronecker"] == 1e4
+    assert first["none"] < first["EK-FAC"] - 20
+    assert {name: float(strength) for name, strength, _, _ in rows}["EK-FAC"] == 3e3
 
 
 def test_laplace_is_less_sure_of_what_it_does_not_know(

@@ -62,6 +62,7 @@ def by_the_book(
     clip: float = 3.0,
     alpha: float = 0.1,
     warmup: int = 0,
+    every: int = EPOCH,
     sound: Callable[[int], bool] = lambda epoch: True,
     **kwargs: Any,
 ) -> list[Tensor]:
@@ -73,7 +74,7 @@ def by_the_book(
     momentum: Tensor | float = 0.0
     bound, last = 1.0, math.inf
     for step, batch in enumerate(BATCHES):
-        epoch, place = divmod(step - warmup, EPOCH)
+        epoch, place = divmod(step - warmup, every)
         if step >= warmup and place == 0:
             used, found = coming, CURVED[epoch % len(CURVED)]
             if used is not None:
@@ -109,7 +110,8 @@ def by_the_book(
 
 # Options, and what the book is told.
 CHOICES: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (MOMENTUM, MOMENTUM),
+    # Four epochs: what was carried of the momentum once is carried again.
+    ({**MOMENTUM, "epoch_steps": 3}, {**MOMENTUM, "every": 3}),
     (ADAM, {**ADAM, "beta": 0.8, "clip": 1.0}),
     ({**MOMENTUM, "warmup_steps": 3, "newton_scale": 0.3}, {**MOMENTUM, "warmup": 3, "alpha": 0.3}),
 ]
@@ -133,10 +135,11 @@ def test_the_next_epochs_steps_are_those_of_dense_hessians(
         assert_same_trajectory(trajectory, by_the_book(**book), rtol=1e-7, hint=options)
         alone = {k: v for k, v in book.items() if k in ("base", "lr", "momentum", "betas")}
         base = base_alone(workers=workers, **alone)
-        first = EPOCH + options.get("warmup_steps", 0)
+        every, warmup = options.get("epoch_steps", EPOCH), options.get("warmup_steps", 0)
+        first = every + warmup
         assert all(map(torch.equal, trajectory[:first], base))
         assert not torch.allclose(trajectory[first], base[first], rtol=1e-6), "pairs are used"
-        epochs = (STEPS - options.get("warmup_steps", 0)) // EPOCH
+        epochs = (STEPS - warmup) // every
         for each in found:
             assert each["warned"] == []
             assert [(r.epoch, r.applied, r.reason) for r in each["epochs"]] == [

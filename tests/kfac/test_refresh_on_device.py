@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import warnings
 from contextlib import nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from apart import found_by
 from pretended import NAME, pretend_device
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -23,7 +21,6 @@ from second_order import KAISA
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[2]
 STEPS, BAD, SIZES = 10, 6, 3  # a factor that is not finite at a step; sizes of factors
 DRIFT: dict[str, Any] = {"inv_update_steps": None}
 EVERY: dict[str, Any] = {"inv_update_steps": 3, "factor_update_steps": 1}
@@ -110,16 +107,7 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    paths = os.pathsep.join(str(ROOT / each) for each in ("src", "tests"))
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    cases: dict[str, Any] = json.loads(run.stdout)
+    cases: dict[str, Any] = found_by(__file__)
     return cases
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,10 +11,15 @@ from contract import assert_same_factors, each_kronecker, factors, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from second_order import KAISA
-from second_order.kronecker.experts import is_experts, routed
+from second_order.kronecker.experts import Routed, is_experts
+
+if TYPE_CHECKING:
+    from pool import World
 
 F64, WIDTH, INNER, CLASSES = torch.float64, 4, 3, 3
 pytestmark = pytest.mark.filterwarnings("ignore:.*preconditioned; trained by")
@@ -270,21 +276,104 @@ def test_experts_that_compute_something_else_are_left_to_the_base(told: bool) ->
     assert not found["first"]
 
 
+def test_experts_kept_out_of_a_graph_have_the_factors_of_plain_ones() -> None:
+    found, given = [], batch(9)
+    for compiled in (False, True):
+        model = mixture()
+        optimizer, run = make(KAISA, model, lr=0.0), model
+        if compiled:
+            model.experts.forward = torch.compiler.disable(model.experts.forward)
+            run = torch.compile(model, backend="aot_eager")
+        step(run, optimizer, *given)
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "DeepseekV3", "GptOss"])
+def test_models_of_transformers_train_alike_in_each_implementation(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    sizes: dict[str, Any] = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    sizes |= {"intermediate_size": 12, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    sizes |= {"shared_expert_intermediate_size": 4, "first_k_dense_replace": 1}
+    sizes |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
+    sizes |= {"n_group": 2, "topk_group": 1, "kv_lora_rank": 4, "q_lora_rank": 4}
+    sizes |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    x = torch.randint(23, (4, 6), generator=torch.Generator().manual_seed(0))
+    found: list[Any] = []
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        config._experts_implementation = implementation
+        model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+        for key, p in model.named_parameters():
+            if key.endswith(("gate.weight", "router.weight")):
+                nn.init.normal_(p)  # else each token goes to the first experts
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", message=".*trained by AdamW alone.*norm layers")
+            optimizer = KAISA(model, lr=1e-2, base=torch.optim.AdamW, factor_update_steps=1)
+            values = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                value = model(input_ids=x, labels=x).loss
+                value.backward()
+                optimizer.step()
+                values.append(value.item())
+                if len(values) == 1:  # thereafter rounding tells them apart
+                    of_experts = {k: v for k, v in factors(optimizer).items() if "mlp.experts" in k}
+        assert values[-1] < values[0] - 0.2
+        covered = sum(block.size for block in optimizer._curvature.layers.blocks)
+        norms = sum(p.numel() for key, p in model.named_parameters() if p.dim() == 1)
+        assert covered >= sum(map(torch.numel, model.parameters())) - norms
+        assert not any(b.state.unexplained for b in optimizer._curvature.layers.blocks)
+        found.append(of_experts)
+    assert found[0]
+    for other in found[1:]:
+        assert_same_factors(other, found[0], rtol=1e-3)
+
+
+def trained(rank: int, ranks: int, options: dict[str, Any]) -> Any:
+    """Parameters and factors after three steps, each rank's with its share of the tokens."""
+    model = mixture(6)
+    if options.pop("sharded", False):
+        fully_shard(model.experts)
+        fully_shard(model)
+    optimizer = make(KAISA, model, lr=0.05, **options)
+    for seed in range(3):
+        step(model, optimizer, *(t.chunk(ranks)[rank] for t in batch(8, 6, seed)))
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    found = [p.detach().clone() for p in whole]
+    return found, optimizer.curvature().apply([torch.ones_like(p) for p in found])
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "pipelined", "reduce", "sharded"])
+def test_processes_train_experts_as_one_does(world: World, how: str) -> None:
+    options = {"sharded": True} if how == "sharded" else {"factor_exchange": how}
+    alone = trained(0, 1, {})
+    for each in world.run(trained, 2, options):
+        for found, expected in zip(each, alone, strict=True):
+            torch.testing.assert_close(list(found), list(expected))
+
+
 def test_rows_without_a_backward_pass() -> None:
     model, (x, index, weights, _) = mixture(has_bias=True), batch(9)
     mask = torch.arange(9) % 3 > 0
-    call: list[Any] = []
+    calls: list[Any] = []
     model.experts.register_forward_hook(
-        lambda module, args, kwargs, output: call.append((args, kwargs)), with_kwargs=True
+        lambda module, args, kwargs, output: calls.append(Routed.of_call(args, kwargs)),
+        with_kwargs=True,
     )
     with torch.no_grad():
         model(x, index, weights)
-    found = {each[:2]: each[2:] for each in routed(model.experts, *call[0], mask)}
+        xs, _, _ = calls[0].rows(model.experts, mask)
     assert is_experts(model.experts)
     assert not is_experts(model.head)
-    for name, expert, rows, tokens in model.experts.seen:
-        kept = mask[tokens]
-        torch.testing.assert_close(found[name, expert][0], rows[kept])
-        assert torch.equal(found[name, expert][1], tokens[kept])
-    with pytest.raises(ValueError, match="not called with"):
-        routed(model.experts, (x,), {})
+    tokens = xs.tokens.split(xs.counts)
+    for name, expert, rows, of in model.experts.seen:
+        kept = mask[of]
+        torch.testing.assert_close(xs.of[name].split(xs.counts)[expert], rows[kept])
+        assert torch.equal(tokens[expert], of[kept])
+    assert Routed.of_call((x,), {}) is None
+    assert Routed.of_call((x, weights), {"top_k_weights": weights}) is None

@@ -190,6 +190,28 @@ def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
 # -------------------------------------------------------------------------------------- processes
 
 
+def frozen(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
+    """What there is of a layer that trains no more, whoever keeps its factors."""
+    model = MLP.model()
+    optimizer = make(System, model, **options)
+    take(model, optimizer, shard(MLP.batches(1, n=12)[0], rank, world_size), MLP.loss)
+    before = {name: layer.factors for name, layer in optimizer.curvature().items()}
+    model.get_submodule("0").requires_grad_(False)
+    after = {name: layer.factors for name, layer in optimizer.curvature().items()}
+    assert before.keys() == after.keys()
+    assert all(same(before[name].values(), after[name].values()) for name in before)
+    assert all(factor.dtype == torch.float32 for factor in after["0"].values())
+
+
+@pytest.mark.parametrize(
+    ("System", "options"), [(KAISA, {}), (KAISA, {"factor_exchange": "reduce"}), (DPKFAC, {})]
+)
+def test_layers_that_train_no_more_keep_their_curvature(
+    world: World, System: Any, options: dict[str, Any]
+) -> None:
+    world.run(frozen, 2, System, options)
+
+
 def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
     """What all have together, and what one has alone."""
     model = MLP.model()

@@ -20,7 +20,7 @@ from measured import (
 )
 from torch import Tensor, nn
 
-from second_order import KroneckerCurvature, SecondOrderError, measure
+from second_order import KroneckerCurvature, LayerCurvature, SecondOrderError, measure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,6 +45,14 @@ def same(one: KroneckerCurvature, other: KroneckerCurvature, within: float = 1e-
             close(one[name].corrected, other[name].corrected, within)
 
 
+def corrected(found: LayerCurvature, group: int, gradients: list[Tensor]) -> Tensor:
+    """Sums over entries of their squared gradients in the eigenbasis of the factors."""
+    a, g = found.eigen["A"][1], found.eigen["G"][1]
+    assert a is not None
+    assert g is not None
+    return torch.stack([(g[group].T @ each @ a[group]).square() for each in gradients]).sum(0)
+
+
 # ------------------------------------------------------------------------- what is measured
 
 
@@ -54,8 +62,13 @@ def test_inputs_are_those_of_entries_without_padding(name: str) -> None:
         model, curvature = measured(name, "inputs", dtype)
         by_hand = ByHand(model, data_of(name, dtype), gradients=False)
         tied = {"GPT-2": {"lm_head"}, "Whisper": {"proj_out"}}.get(name, set())
-        assert set(by_hand.x) - set(curvature) == tied
-        for layer in set(by_hand.x) - tied:
+        experts = {layer for layer in by_hand.x if " " in layer}
+        assert bool(experts) == (name == "Mixtral")
+        for layer in experts:
+            block, expert = layer.split()
+            close(curvature[block].A[int(expert)], by_hand.a(layer), within)
+        assert set(by_hand.x) - set(curvature) - experts == tied
+        for layer in set(by_hand.x) - tied - experts:
             close(curvature[layer].A[0], by_hand.a(layer), within)
             assert curvature[layer].rows == by_hand.rows[layer]
 
@@ -69,10 +82,15 @@ def test_pairs_and_corrected_eigenvalues_are_those_of_entries(name: str) -> None
         size = by_hand.x[layer].shape[0]
         close(found.A[0, :size, :size], by_hand.a(layer))
         close(found.G[0], by_hand.g(layer))
-        q_a, q_g = found.eigen["A"][1][0], found.eigen["G"][1][0]
-        squares = [(q_g.T @ g @ q_a).square() for g in by_hand.weights[layer]]
-        close(found.corrected[0], sum(squares) / by_hand.terms, 1e-7)
-    assert curvature[layer].examples == by_hand.terms
+        close(found.corrected[0], corrected(found, 0, by_hand.weights[layer]) / by_hand.terms, 1e-7)
+        assert found.examples == by_hand.terms
+    for layer in (each for each in by_hand.x if " " in each):
+        block, expert = layer.split()
+        found, i = curvature[block], int(expert)
+        close(found.A[i], by_hand.a(layer))
+        close(found.G[i], by_hand.g(layer))
+        values = corrected(found, i, by_hand.weights[layer]) / by_hand.terms
+        close(found.corrected[i], values, 1e-7)
 
 
 def test_labels_are_drawn_from_the_model() -> None:

@@ -51,12 +51,18 @@ def found_by(
     return kept, owners
 
 
-@pytest.mark.parametrize("factors", ["inputs", "kfac", "ekfac"])
+@pytest.mark.parametrize("factors", ["inputs", "ekfac"])
 @pytest.mark.parametrize(
-    ("wrapper", "keep"),
-    [("", "device"), ("", "owner"), ("", "cpu"), ("DDP", "owner"), ("FSDP2", "device")],
+    ("wrapper", "keep", "ranks"),
+    [
+        ("", "device", 2),
+        ("", "owner", 3),
+        ("", "cpu", 2),
+        ("DDP", "owner", 2),
+        ("FSDP2", "device", 3),
+        ("FSDP2", "owner", 2),
+    ],
 )
-@pytest.mark.parametrize("ranks", [2, 3])
 def test_processes_find_the_same_together(
     world: World, factors: str, wrapper: str, keep: str, ranks: int
 ) -> None:

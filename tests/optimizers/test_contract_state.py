@@ -49,6 +49,15 @@ MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6)
 
 
+def assert_both_go_on(
+    one: tuple[nn.Module, Any], other: tuple[nn.Module, Any], *, start: int
+) -> None:
+    """Alike, each a model and its optimizer."""
+    for model, optimizer in (one, other):
+        train(model, optimizer, 2, start=start)
+    assert_near(one[0], other[0], rtol=1e-12, atol=1e-14)
+
+
 @each_system
 @each_base
 def test_every_base_trains_on_the_preconditioned_gradient(System: Any, base: str) -> None:
@@ -87,10 +96,7 @@ def test_a_checkpoint_continues_the_same_trajectory(System: Any, base: str) -> N
     twin = copy.deepcopy(model)
     resumed = make(System, twin, base=Base, **options)
     resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
-    train(model, optimizer, 2, start=4)
-    train(twin, resumed, 2, start=4)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    assert_both_go_on((model, optimizer), (twin, resumed), start=4)
 
 
 @each_system
@@ -192,9 +198,7 @@ def test_an_optimizer_is_neither_copied_nor_pickled(
     twin = copy.deepcopy(model)
     resumed = make(System, twin, **options)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    train(model, optimizer, 2, start=2)
-    train(twin, resumed, 2, start=2)
-    assert_near(model, twin, rtol=1e-12, atol=1e-14)
+    assert_both_go_on((model, optimizer), (twin, resumed), start=2)
 
 
 @each_kronecker
@@ -294,10 +298,7 @@ def test_distributed_checkpoint_round_trip_continues_the_trajectory(
         twin, resumed, saved, options=StateDictOptions(flatten_optimizer_state_dict=flat)
     )
     assert_same_curvature(curvature_of(resumed), curvature_of(optimizer), rtol=0)
-    train(model, optimizer, 2, start=4)
-    train(twin, resumed, 2, start=4)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+    assert_both_go_on((model, optimizer), (twin, resumed), start=4)
 
 
 @each_system

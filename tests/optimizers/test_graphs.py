@@ -6,8 +6,6 @@ What is of the pretended device runs as a process of its own: this file as a scr
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from functools import cache, partial
@@ -17,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from apart import found_by
 from graphs import Graph
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -145,6 +144,23 @@ def test_no_step_is_quiet_whose_successor_is_not_known(System: Any, options: Any
         optimizer.step()
         assert optimizer.quiet_until == optimizer.training.steps
     optimizer.close()
+
+
+def test_the_momentum_fades_by_each_step_that_is_replayed() -> None:
+    def left(*steps: int) -> float:
+        model, (x, y) = network(), batch(0)
+        optimizer = DHO2(model, **SGD, curvature_interval=9, warmup_steps=0, largest=2)
+        optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
+        for graph in (nullcontext(), Graph().recording()):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            with graph:
+                optimizer.step()
+        for n in steps:
+            optimizer.replayed(n)
+        return float(optimizer._curvature.subspace.decayed)
+
+    assert left(3) == left(1, 1, 1) < left(1)
 
 
 def test_what_a_graph_does_not_hold_is_refused_before_anything_has_changed() -> None:
@@ -296,15 +312,7 @@ def replayed_by(System: Any, options: dict[str, Any]) -> tuple[Any, Any, int]:
 
 @cache
 def seen_there() -> Any:
-    paths = os.pathsep.join(path for path in sys.path if path)
-    run = subprocess.run(
-        [sys.executable, __file__],
-        env={**os.environ, "PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return json.loads(run.stdout.splitlines()[-1])
+    return found_by(__file__)
 
 
 @pytest.mark.parametrize("name", TUNED)

@@ -62,7 +62,6 @@ class FOSICurvature(Curvature):
         self._share: Tensor | None = None  # gradient's share inside, at the last refresh
         self._newton: tuple[Tensor, list[float | Tensor]] | None = None  # τ |û|⁻¹ n, and α
         self._before: list[Tensor] = []  # the parameters before the base's step
-        self._fades = 0.0  # what a step leaves of the momentum outside of the span
 
     @property
     def steps_by_pairs(self) -> bool:
@@ -185,7 +184,7 @@ class FOSICurvature(Curvature):
             rows = self.vector.spread
             self._share = share_inside(c, gradients, self.training.world, rows=rows)
         scales = newton_scales(self.options.newton_scale, self.training)
-        self._fades, *_ = rule = self.pairs.momentum_rule()
+        subspace.fades, *_ = rule = self.pairs.momentum_rule()
         if basis.vectors.device.type == "cpu":
             step = self._settle(subspace, gradients, c, scales, rule)
         else:
@@ -246,9 +245,9 @@ class FOSICurvature(Curvature):
             self.pairs.tell_steps()
 
     def watch(self) -> None:
-        """Let the momentum outside of the span fade: a step is over."""
+        """Let the momentum fade, unless new pairs are used from the coming step on."""
         if self.subspace is not None and self.pairs.first_used < self.training.steps:
-            self.subspace.decayed *= self._fades
+            self.subspace.fade()
 
     @property
     def quiet_until(self) -> int:

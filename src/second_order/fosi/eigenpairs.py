@@ -263,6 +263,8 @@ class RefreshedPairs:
             )
         with self._vector.plain():
             if self.subspace is not None and self.momentum_rule()[0] > 0.0:
+                if self.first_used > training.steps:  # the step before is not over
+                    self.subspace.fade()
                 momentum = self.subspace.momentum_vector(chunks)
             self.drop()  # the old vectors, before there are new ones
             basis = make()

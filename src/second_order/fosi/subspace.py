@@ -192,6 +192,7 @@ class Subspace:
     last: Tensor  # (r_p,) |û|⁻¹ mom of the last step
     carried: Tensor | None = None  # this process's part; None for zero
     decayed: float = 1.0  # the factor of ``carried`` that is left
+    fades: float = 0.0  # what a step leaves of it
     unsound: Flag = False  # whether a step was not finite, the same on all processes
     # The last Newton step without α, the base's step in the span, and α of each group.
     taken: tuple[Tensor, Tensor, Sequence[float | Tensor]] | None = None
@@ -256,6 +257,10 @@ class Subspace:
         if self.carried is not None:
             vector.add_(self.carried, alpha=self.decayed)
         return vector
+
+    def fade(self) -> None:
+        """Let the momentum outside of the span fade by a step."""
+        self.decayed *= self.fades
 
     def carry(self, vector: Tensor, chunks: Sequence[Chunk]) -> None:
         """Take over a momentum in R^n, split into its part in V̂ and the rest, if it is finite."""

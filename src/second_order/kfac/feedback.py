@@ -34,8 +34,9 @@ from second_order.contract.training import Training
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
-from second_order.kfac.solve import Asked, Solves, split, stacked_means
+from second_order.kfac.solve import Asked, Solves, stacked_means
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.stacks import in_groups, numbers_of
 from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, local
 
@@ -87,20 +88,13 @@ PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
 
 def _product(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
     """Σ x · y over pairs, a scalar in float32; None of none. On a device many are joined."""
-    joined: list[tuple[list[Tensor], list[Tensor]]] = []
-    current: dict[object, int] = {}
-    filled: dict[object, int] = {}
-    for x, y in pairs:
-        key, nbytes = (x.device, x.dtype, y.dtype), x.nbytes + y.nbytes
-        if x.device.type == "cpu" or key not in current or filled[key] + nbytes > JOINED_BYTES:
-            current[key], filled[key] = len(joined), 0
-            joined.append(([], []))
-        filled[key] += nbytes
-        for each, flat in zip(joined[current[key]], (x, y), strict=True):
-            each.append(flat.flatten())
+    apart = (x.device.type == "cpu" and i for i, (x, _) in enumerate(pairs))
+    keys = [(x.device, x.dtype, y.dtype, a) for (x, y), a in zip(pairs, apart, strict=True)]
+    sizes = [x.nbytes + y.nbytes for x, y in pairs]
     found: list[Tensor] = []
-    for xs, ys in joined:
-        x, y = (each[0] if len(each) == 1 else torch.cat(each) for each in (xs, ys))
+    for group in in_groups(keys, sizes, JOINED_BYTES):
+        both = ([pairs[i][side].flatten() for i in group] for side in (0, 1))
+        x, y = (each[0] if len(each) == 1 else torch.cat(each) for each in both)
         product = torch.vdot(x, y.to(x.dtype)).float()
         found.append(product.to(found[0].device) if found else product)
     return torch.stack(found).sum() if found else None
@@ -205,14 +199,11 @@ def before_refresh(
     length: StepLength, rates: Iterable[Scalar], blocks: Iterable[KroneckerBlock]
 ) -> Asked:
     """Ask for what a refresh does not change: rates on a device, s, layers' mean curvature."""
-    parts = [rate.view(1) for rate in rates if isinstance(rate, Tensor)]
-    parts += [] if length.measured is None else [length.measured.view(1)]
-    layers: list[KroneckerBlock] = []
-    for alike, means in stacked_means(blocks):
-        layers += alike
-        parts.append(means.prod(0).mean(-1))
-    device = parts[0].device if parts else torch.device("cpu")
-    return Asked(torch.cat([torch.zeros(0, device=device), *(x.to(device) for x in parts)]), layers)
+    on_device = [rate for rate in rates if isinstance(rate, Tensor)]
+    moved = [] if length.measured is None else [length.measured]
+    alike = stacked_means(blocks)
+    curvature = [means.prod(0).mean(-1) for _, means in alike]
+    return Asked((on_device, moved, curvature), [block for group, _ in alike for block in group])
 
 
 def follow_refresh(
@@ -230,24 +221,19 @@ def follow_refresh(
     """
     if drift is None and not options.follows_steps and options.damping_floor == 0:
         return
-    blocks, told, device = [*step.layers], {*step.told}, training.device
+    blocks, tellers = [*step.layers], {*step.told}
     with training.meter.stage("agree"):
-        mine = dict.fromkeys(block for block in blocks if block.solved and block in told)
+        mine = dict.fromkeys(block for block in blocks if block.solved and block in tellers)
         rates = rates_of(training, blocks) if options.follows_steps else []
         asked, changes = solves.asked, solves.changes
         taken = {b: change for b in blocks if (change := b.take_change()) is not None}
         if asked is None or asked.told is None:
             asked = before_refresh(length, rates, [b for b in mine if b.factors is not None])
         if asked.told is None or taken:
-            parts = [*([asked.numbers] if asked.told is None else ()), *taken.values()]
-            read = torch.cat([part.to(device) for part in parts]).tolist()  # waits for a device
-            count = len(read) - 3 * len(taken)
-            asked.told = read[:count] if asked.told is None else asked.told
-            each = iter(read[count:])
+            *asked.told, read = numbers_of(*asked.groups, [*taken.values()])
+            each = iter(read)
             changes = changes | dict(zip(taken, zip(each, each, each, strict=True), strict=True))
-        told_rates = [rate for rate in rates if isinstance(rate, Tensor)]
-        sizes = len(told_rates), int(length.measured is not None), len(asked.blocks)
-        lrs, s, curvature, _ = split(asked.told, sizes)
+        lrs, s, curvature = asked.told
         rate = max([0.0, *lrs, *(rate for rate in rates if isinstance(rate, float))])
         known = [x for b, x in zip(asked.blocks, curvature, strict=True) if b in mine]
         counts = len(s), len(known), sum(block.state.work for block in mine)

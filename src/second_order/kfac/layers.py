@@ -36,7 +36,7 @@ from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.queued import PairQueue
-from second_order.kronecker.stacks import own_stack
+from second_order.kronecker.stacks import numbers_of, own_stack
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
 from second_order.report import LayerRow, Summary
@@ -364,17 +364,16 @@ class Layers:
     # ------------------------------------------------------------------------- what goes wrong
 
     @property
-    def overflown(self) -> Tensor:
+    def overflown(self) -> list[Tensor]:
         """Whether the sums since the last refresh have overflown, of layers that may have any."""
-        noted = [over.to(self._training.device) for over in self._overflown.values()]
-        return torch.cat(noted) if noted else torch.zeros(0, device="cpu")
+        return list(self._overflown.values())
 
     def tell_of_sums(self, over: Sequence[float] | None = None) -> None:
         """Warn of layers whose sums since the last refresh have overflown, unless they are told."""
         if not self._overflown:
             return
         training, noted = self._training, self._overflown
-        over = self.overflown.tolist() if over is None else over
+        (over,) = numbers_of(self.overflown) if over is None else (over,)
         self._overflown = {}
         blocks = [block for group in noted for block in group]
         names = [block.name for block, dropped in zip(blocks, over, strict=True) if dropped]

@@ -37,11 +37,11 @@ from second_order.kronecker.decompositions import (
 )
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
-from second_order.kronecker.stacks import as_stack
+from second_order.kronecker.stacks import as_stack, in_groups, numbers_of
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
-__all__ = ["Asked", "Refreshed", "Solve", "Solved", "Solves", "Verdict", "split", "stacked_means"]
+__all__ = ["Asked", "Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
@@ -98,11 +98,11 @@ def stacked_means(
 
 @dataclass
 class Asked:
-    """Numbers on a device, and what they are once it has been waited for."""
+    """Groups of numbers on a device, and what they are once it has been waited for."""
 
-    numbers: Tensor
-    blocks: Sequence[KroneckerBlock] = ()  # that they are about
-    told: Sequence[float] | None = None
+    groups: Sequence[Sequence[Tensor]]
+    blocks: Sequence[KroneckerBlock] = ()  # that the last ones are about
+    told: Sequence[Sequence[float]] | None = None
 
 
 class Solves:
@@ -135,7 +135,6 @@ class Solves:
         self.restart(StepPlan({}, training.world, training.world))
         self.wanted = False
         self.changes: dict[KroneckerBlock, Sequence[float]] = {}  # by this refresh, if told with it
-        self._combined_once: dict[tuple[KroneckerBlock, ...], Inverse] = {}  # for these, if sound
         self._unsure: dict[KroneckerBlock, Tensor] = {}  # weights of layers that may have none
 
     def restart(self, step: StepPlan) -> None:
@@ -209,20 +208,12 @@ class Solves:
         One process takes a few layers at a time, so that old inverses are freed before the next new
         ones are made; several take all, in few messages.
         """
-        parts: list[list[KroneckerBlock]] = []
-        filled, agreed = 0.0, []
-        for block in due:
-            size = 0
-            for letter in block.shape.letters:
-                size += 2 * self.options.inv_dtype.itemsize * math.prod(block.stored_shapes[letter])
-            if not parts or (self.training.world.size == 1 and filled + size > PART_BYTES):
-                parts.append([])
-                filled = 0.0
-            parts[-1].append(block)
-            filled += size
-        for part in parts:
+        agreed, itemsize = list[KroneckerBlock](), self.options.inv_dtype.itemsize
+        sizes = [2 * itemsize * sum(map(math.prod, b.stored_shapes.values())) for b in due]
+        most = PART_BYTES if self.training.world.size == 1 else math.inf
+        for part in in_groups([None] * len(due), sizes, most):
             with self.training.meter.stage("launch"):
-                over = self.submit(part)
+                over = self.submit([due[i] for i in part])
             self.layers.tell_of_sums(over)
             news, came = self.agree(pending, news)
             agreed += came
@@ -262,27 +253,20 @@ class Solves:
         """
         if not ready:
             return None
-        options, over, asked = self.options, self.layers.overflown, self.asked
+        options, asked = self.options, self.asked or Asked(())
         unsure, self._unsure = self._unsure, {}
         like = {shape: i for i, shape in enumerate(dict.fromkeys(b.shape for b in ready))}
         mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
         mine.sort(key=lambda item: (like[item[0].shape], item[1]))
         problems = [self.problem(block, letter, block.weight.device) for block, letter in mine]
         attempts = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
-        reads = [attempts.errors, over, *(weight.view(1) for weight in unsure.values())]
-        reads += [] if asked is None else [asked.numbers]
         compared, changes = self._changes(ready, mine, attempts)
-        numbers = torch.cat([each.to(attempts.errors) for each in (*reads, *changes)]).tolist()
-        sizes = [len(attempts.errors), len(over), len(unsure), *map(len, reads[2 + len(unsure) :])]
-        errors, told, weights, *further = split(numbers, sizes)
-        if asked is not None:
-            asked.told = further[0]
+        reads = [attempts.errors], self.layers.overflown, [*unsure.values()], changes
+        errors, over, weights, changed, *asked.told = numbers_of(*reads, *asked.groups)
         found = attempts.finish(errors)
         if all(error < RESIDUAL_TOLERANCE for error in errors):  # none has climbed the ladder
-            each = iter(further[-1])
-            self.changes |= {block: [next(each) for _ in range(3)] for block in compared}
-        else:
-            self._combined_once = {}
+            each = iter(changed)
+            self.changes |= dict(zip(compared, zip(each, each, each, strict=True), strict=True))
         for block in ready:
             self.under_way[block].verdict = Verdict.SOUND
         for (block, letter), parts in zip(mine, found, strict=True):
@@ -293,7 +277,7 @@ class Solves:
         for block, weight in zip(unsure, weights, strict=True):
             if not weight > 0:
                 self.under_way[block].verdict, self.under_way[block].solved = _unseen(block), {}
-        return told
+        return over
 
     def _changes(
         self, ready: Sequence[KroneckerBlock], mine: Sequence[Item], attempts: Attempts
@@ -313,9 +297,8 @@ class Solves:
             if new:
                 solved = [{k: parts[b, k] for k in b.shape.letters} for b in new]
                 inverse = self._combined(new[0].shape, solved, [self.under_way[b] for b in new])
-                changes.append(bank.changes_by(new, inverse, self.options.inv_dtype).flatten())
+                changes.append(bank.changes_by(new, inverse, self.options.inv_dtype))
                 compared += new
-                self._combined_once[tuple(new)] = inverse
         return compared, changes
 
     def ready(
@@ -463,11 +446,8 @@ class Solves:
                 told = [block for block in new if block not in self.changes]
                 bank.keep_before(told, self.options.inv_dtype)
             solved = [received.pop(block) for block in new]
-            inverse = self._combined_once.pop(tuple(new), None)
-            if inverse is None:
-                inverse = self._combined(new[0].shape, solved, [solves[block] for block in new])
+            inverse = self._combined(new[0].shape, solved, [solves[block] for block in new])
             bank.install(new, inverse, keeps=compared and any(map(is_dtensor, bank.params)))
-        self._combined_once = {}
 
     def _combined(
         self, shape: FactorShape, solved: Sequence[Solved], solves: Sequence[Solve]
@@ -564,15 +544,6 @@ class Solves:
                     f"the factors of layer {block.name!r} could not be decomposed at step "
                     f"{training.steps}{block.state.complaint}; {kept} until a refresh succeeds"
                 )
-
-
-def split(numbers: Sequence[float], sizes: Iterable[int]) -> list[Sequence[float]]:
-    """So many numbers each, and the rest."""
-    parts, start = list[Sequence[float]](), 0
-    for size in sizes:
-        parts.append(numbers[start : start + size])
-        start += size
-    return [*parts, numbers[start:]]
 
 
 def _unseen(block: KroneckerBlock) -> Verdict:

@@ -21,6 +21,7 @@ from torch import Tensor
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import Layout
 from second_order.kronecker.solvers import Inverse
+from second_order.kronecker.stacks import in_groups
 from second_order.sharded import is_dtensor
 
 __all__ = ["Bank", "Gradients", "as_matrices", "banks_of", "of_groups", "of_parameters"]
@@ -241,18 +242,12 @@ def _compared(before: Tensor, after: Tensor) -> Tensor:
 
 def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:
     """Banks of layers, in their order."""
-    banks: list[list[KroneckerBlock]] = []
-    current: dict[object, list[KroneckerBlock]] = {}
-    filled: dict[object, int] = {}
+    blocks, keys, shares = list(blocks), list[object](), list[float]()
     for block in blocks:
         weight, shape = block.weight, block.shape
-        key = shape, block.work_dtype, weight.dtype, weight.device, block.layout
-        nbytes = block.work_dtype.itemsize * math.prod(shape.gradient_size)
-        most = CPU_BANK_BYTES if weight.device.type == "cpu" else BANK_BYTES
         # An L's factors are not multiplied in stacks: such layers are few, and wide.
-        if key not in current or shape.locations or filled[key] + nbytes > most:
-            banks.append([])
-            current[key], filled[key] = banks[-1], 0
-        current[key].append(block)
-        filled[key] += nbytes
-    return list(map(Bank, banks))
+        alone = block if shape.locations else None
+        keys.append((shape, block.work_dtype, weight.dtype, weight.device, block.layout, alone))
+        most = CPU_BANK_BYTES if weight.device.type == "cpu" else BANK_BYTES
+        shares.append(block.work_dtype.itemsize * math.prod(shape.gradient_size) / most)
+    return [Bank([blocks[i] for i in group]) for group in in_groups(keys, shares, 1)]

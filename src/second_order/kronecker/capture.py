@@ -66,7 +66,7 @@ NOT_ACCUMULATED = (
     "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
     "nothing, and backward() sends none through their outputs"
 )
-NOT_TENSORS = "it is not called with one tensor, or does not return one"
+NOT_TENSORS = "it is not called with one tensor, or does not return one, alone or first of all"
 CHANGED = "its input was changed in place after its forward"
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
@@ -262,17 +262,22 @@ class Capture:
         x: Any = input_in(args, kwargs)
         if is_experts(module):
             x = Routed.of_call(args, kwargs)
+        if isinstance(output, tuple) and output:  # a router's logits, an attention's output
+            output = output[0]
         if not attention and not (isinstance(x, (Tensor, Routed)) and isinstance(output, Tensor)):
             self.missed[module] = NOT_TENSORS
-        elif (output[0] if attention else output).requires_grad:
+        elif output.requires_grad:
             with self.timed():
                 if attention:
-                    self._observe_attention(module, args, kwargs, output[0], wanted)
+                    self._observe_attention(module, args, kwargs, output, wanted)
                     return
                 last, node, shape = self._last_input, _node_of(output), output.shape
                 if isinstance(x, Routed):
                     self._remember(module, node, x, ALONE, shape=shape)
                     return
+                rows, flat = x.shape[:-1], len(shape) == 2 < x.dim()
+                if flat and rows.numel() == len(output):  # a router's, of (batch, positions, in)
+                    shape = torch.Size((*rows, shape[-1]))
                 if last is None or last[1] != x._version or last[0]() is not x:
                     self._sources += 1
                     self._last_input = weakref.ref(x), x._version

@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from second_order.kronecker.stacks import in_groups
 from second_order.kronecker.triangles import unpack_upper_triangular
 
 __all__ = [
@@ -237,22 +238,13 @@ class Attempts:
 
 def _batches(problems: Sequence[Problem]) -> list[list[int]]:
     """Indices of problems that are decomposed together, in their order."""
-    batches: list[list[int]] = []
-    current: dict[object, list[int]] = {}
-    filled: dict[object, int] = {}
-    for i, each in enumerate(problems):
-        key = (
-            *(each.dim, each.dtype, each.device, each.is_diagonal),
-            *(each.stored.dim(), each.added is None),
-        )
-        nbytes = each.groups * each.dim**2 * each.dtype.itemsize
+    keys, shares = list[object](), list[float]()
+    for each in problems:
+        form = each.stored.dim(), each.added is None
+        keys.append((each.dim, each.dtype, each.device, each.is_diagonal, *form))
         most = CPU_BATCH_BYTES if each.device.type == "cpu" else BATCH_BYTES
-        if key not in current or filled[key] + nbytes > most:
-            current[key], filled[key] = [], 0
-            batches.append(current[key])
-        current[key].append(i)
-        filled[key] += nbytes
-    return batches
+        shares.append(each.groups * each.dim**2 * each.dtype.itemsize / most)
+    return in_groups(keys, shares, 1)
 
 
 def _gathered(problems: Sequence[Problem]) -> Tensor:

@@ -37,7 +37,7 @@ from second_order.kronecker.layers import (
     live_rows,
 )
 
-__all__ = ["EXPERTS", "Routed", "is_experts", "routed"]
+__all__ = ["EXPERTS", "Routed", "is_experts"]
 
 MARKS = ("has_gate", "has_bias", "is_transposed")
 """What transformers tells of a module of fused experts."""
@@ -61,7 +61,7 @@ class Rows(NamedTuple):
 
 @dataclass
 class Routed:
-    """The input of a call of fused experts; ``mask`` tells which tokens are examples."""
+    """The input of a call of fused experts."""
 
     hidden: Tensor  # (tokens, in)
     index: Tensor  # (tokens, k): experts; one that is not here may have any other number
@@ -90,7 +90,10 @@ class Routed:
         return Routed(self.hidden.detach(), self.index.detach(), self.weights.detach())
 
     def rows(self, module: nn.Module, mask: Tensor | None = None) -> tuple[Rows, Tensor, Tensor]:
-        """Inputs of both products; then the gate's own input, and the weights of rows."""
+        """Inputs of both products, without a backward pass; of the tokens of a mask, or of all.
+
+        Then the outputs of the first product, and the weights of rows, ``(rows, 1)``.
+        """
         first, second = (name for name in WEIGHTS if name in module._parameters)
         experts = len(cast(Tensor, module._parameters[first]))
         here = (self.index >= 0) & (self.index < experts)
@@ -148,41 +151,6 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> 
         x = x.detach().requires_grad_()
         (found,) = torch.autograd.grad(function(x), x, d)
     return found
-
-
-def routed(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], mask: Tensor | None = None
-) -> list[tuple[str, int, Tensor, Tensor]]:
-    """What fused experts multiply in a call, without a backward pass.
-
-    Args:
-        module: A module of which :func:`is_experts` holds.
-        args: The positional arguments of its call.
-        kwargs: Its keyword arguments.
-        mask: Which tokens count, ``(tokens,)``; None for all.
-
-    Returns:
-        For each parameter and each expert with tokens: the parameter's name, the expert, the rows
-        that are multiplied, ``(rows, in)``, and their tokens, ``(rows,)``.
-
-    Raises:
-        ValueError: If the call's arguments are not hidden states, experts and weights.
-    """
-    call = Routed.of_call(args, kwargs)
-    if call is None:
-        raise ValueError(
-            f"{type(module).__name__} is not called with hidden states (tokens, in), experts and "
-            f"weights (tokens, k), and with no other tensor; leave it out of layers="
-        )
-    with torch.no_grad():
-        xs, _, _ = call.detach().rows(module, mask)
-    tokens = xs.tokens.split(xs.counts)
-    return [
-        (name, expert, rows, tokens[expert])
-        for name, x in xs.of.items()
-        for expert, rows in enumerate(x.split(xs.counts))
-        if len(rows)
-    ]
 
 
 # ------------------------------------------------------------------------------- kinds of layers

@@ -33,6 +33,7 @@ TOLERANCE = 0.1
 
 VECTORS = 8  # columns of R
 MOST = 2**12  # rows of R for all weights with no more columns
+LONGEST = 2**18  # columns of a matrix that weights of more than two dimensions are seen as
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # of sums; TF32's is wider
 TF32_ROUNDING = 2.0**-11
 
@@ -117,63 +118,45 @@ def _arrive(
 
 def residuals(explanations: Sequence[Explanation]) -> list[float]:
     """R of each, less what rounding may make; all of them are known."""
-    keys, shapes = zip(*map(_keys, explanations), strict=True) if explanations else ((), ())
-    order: list[int] = []
-    found: list[Tensor] = []
-    for alike in in_groups(keys):
-        groups = [[alike[i] for i in group] for group in in_groups([shapes[i] for i in alike])]
-        order += [i for group in groups for i in group]
-        members = [[explanations[i] for i in group] for group in groups]
-        found.append(_residuals(members, *keys[alike[0]]))
-    values = torch.cat([each.to(found[0].device) for each in found]).tolist() if found else []
+    groups = in_groups(list(map(_key, explanations)))
+    found = [_residuals([explanations[i] for i in group]) for group in groups]
+    values = torch.cat([each.to(found[0]) for each in found]).tolist() if found else []
+    order = (i for group in groups for i in group)
     return [value for _, value in sorted(zip(order, values, strict=True))]
 
 
-def _keys(each: Any) -> tuple[Any, Any]:
-    """What is the same of all that are compared by some operations, and of those stacked."""
-    dtype = torch.promote_types(each.pairs.dtype, each.gradient.dtype)
+def _key(each: Any) -> Any:
+    """What is the same of all that are compared together."""
+    dtypes = each.pairs.dtype, each.gradient.dtype, each.rough
     shape = each.pairs.shape, each.elements, each.weight is None
-    return (each.pairs.device, dtype, each.rough, len(each.norms)), shape
+    return each.pairs.device, dtypes, shape, len(each.norms)
 
 
-def _residuals(
-    groups: Sequence[Sequence[Any]],
-    device: torch.device,
-    dtype: torch.dtype,
-    rough: torch.dtype,
-    count: int,
-) -> Tensor:
-    """R of the members of all groups, in each of which shapes are equal; ``count`` pairs each."""
-    number, members = torch.finfo(rough), [each for group in groups for each in group]
-    table = torch.zeros(6, len(members), dtype=dtype, device=device)
-    _, pairs, weight, common, noise, left = table
-    apart: list[tuple[Tensor, Tensor, slice]] = []
-    start = 0
-    for group in groups:
-        here = slice(start, start + len(group))
-        start = here.stop
-        parts = [getattr(each, of) for of in ("gradient", "pairs", "weight") for each in group]
-        parts = [part for part in parts if part is not None]
-        sketches = torch.stack(parts).view(-1, len(group), parts[0].numel())
-        _norm(sketches, dim=-1, out=table[: len(sketches), here])
-        rest = sketches[0] - sketches[1]
-        if len(sketches) > 2:
-            torch.sum(rest * sketches[2], -1, out=common[here])
-        noise[here].fill_(number.smallest_normal * number.eps * group[0].elements ** 0.5 * count)
-        apart.append((rest, sketches[-1], here))
-    by = common / weight.square_().clamp_min_(1e-30)
-    for rest, sketch, here in apart:
-        rest.addcmul_(sketch, by[here].unsqueeze(1), value=-1.0)
-        _norm(rest, dim=-1, out=left[here])
+def _residuals(members: Sequence[Any]) -> Tensor:
+    """R of members whose sketches and numbers of pairs are alike, ``(n,)``."""
+    first, count = members[0], len(members[0].norms)
+    number, device = torch.finfo(first.rough), first.pairs.device
+    dtype = torch.promote_types(first.pairs.dtype, first.gradient.dtype)
+
+    def stacked(of: str) -> Tensor:
+        return torch.stack([getattr(each, of) for each in members]).flatten(1).to(dtype)
+
+    gradient, pairs = stacked("gradient"), stacked("pairs")
+    rest, sizes = gradient - pairs, _norm(pairs, dim=-1)
+    largest = torch.maximum(_norm(gradient, dim=-1), sizes)
+    if first.weight is not None:
+        weight = stacked("weight")
+        common = (rest * weight).sum(-1) / weight.square().sum(-1).clamp_min(1e-30)
+        rest = rest.addcmul(weight, common.unsqueeze(1), value=-1.0)
     norms = torch.stack([norm for each in members for both in each.norms for norm in both])
-    tf32 = device.type == "cuda" and rough is torch.float32
-    products = norms.view(-1, count, 2).prod(-1).sum(1)
-    noise.add_(products, alpha=TF32_ROUNDING if tf32 else ROUNDING)
+    tf32 = device.type == "cuda" and first.rough is torch.float32
+    noise = norms.view(-1, count, 2).prod(-1).sum(1) * (TF32_ROUNDING if tf32 else ROUNDING)
     if count > 1:
-        sizes = torch.stack([size for each in members for size in each.sizes])
-        pairs = sizes.view(-1, count).sum(1)
-    noise.add_(pairs, alpha=number.eps)  # of adding up
-    result: Tensor = left.sub_(noise).clamp_min_(0.0) / table[:2].amax(0)
+        parts = torch.stack([size for each in members for size in each.sizes])
+        sizes = parts.view(-1, count).sum(1)
+    noise = noise.add(sizes, alpha=number.eps)  # of adding up
+    noise = noise + number.smallest_normal * number.eps * first.elements**0.5 * count
+    result: Tensor = (_norm(rest, dim=-1) - noise).clamp_min(0.0) / largest
     return result
 
 
@@ -183,10 +166,13 @@ def _size(tensor: Tensor) -> Tensor:
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """The product of a tensor, as a matrix of its first dimension's rows, with R; or a vector."""
+    """The product of a tensor, as a matrix of its first dimension's rows, with R; or a vector.
+
+    Of rows of many entries, as those of fused experts are, each is cut to the last dimension's.
+    """
     if tensor.dim() < 2:
         return tensor.clone()
-    matrix = tensor.flatten(1)
+    matrix = tensor.flatten(1) if tensor[0].numel() <= LONGEST else tensor.flatten(0, -2)
     rows = matrix.shape[1]
     most = max(MOST, 1 << (rows - 1).bit_length())
     return matrix @ _signs(most, matrix.dtype, matrix.device)[:rows]

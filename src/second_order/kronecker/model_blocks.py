@@ -16,6 +16,7 @@ from second_order.kronecker.experts import EXPERTS, is_experts
 from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
 from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape, Key
+from second_order.kronecker.standardised import is_standardised
 from second_order.patterns import first_match
 from second_order.sharded import plain_type
 
@@ -255,6 +256,8 @@ class _Search:
             self.leave(name, module, reason, unexpected=unexpected)
         if weight is not None and id(weight) in self.owned:
             self.sharing.setdefault(id(weight), []).append((name, module))
+        if is_standardised(module) and reason is None and own.get("gain") is not None:
+            self.leave(f"{name}.gain", module, "a lone gain", alone=[own["gain"]], kind=LONE)
 
     def blocks_of(self, key: int) -> list[KroneckerBlock]:
         """The blocks in the place of a weight: its own, and those of biases that are apart."""
@@ -287,7 +290,8 @@ class _Search:
         frozen = bias is not None and bias.requires_grad and not thawed
         apart = "doubly factored" if locations else ""
         if not own.with_bias:
-            apart = "tied to an embedding" if tied else "multiplied at other positions"
+            apart = "standardised" if is_standardised(first) else "multiplied at other positions"
+            apart = "tied to an embedding" if tied else apart
         blocks: list[KroneckerBlock] = []
         if apart or (frozen and not is_attention(first)):
             count = len(members) if tied else 1

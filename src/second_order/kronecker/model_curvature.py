@@ -24,6 +24,7 @@ from second_order.kronecker.saved_curvature import (
     write_index,
     write_layer,
 )
+from second_order.sharded import is_dtensor
 
 __all__ = ["KroneckerCurvature", "Vector"]
 
@@ -124,14 +125,14 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         On the other ranks there are then no layers, and :attr:`uncovered` says so.
         """
-        if not self.owners or self._world is None:
-            return self
-        if to is not None and to not in range(self._world.size):
+        rank, size = (0, 1) if self._world is None else (self._world.rank, self._world.size)
+        if to is not None and to not in range(size):
             raise ValueError(
-                f"to={to} is no rank of {self._world.size} processes; give 0 to "
-                f"{self._world.size - 1}, or None for all"
+                f"to={to} is no rank of {size} processes; give 0 to {size - 1}, or None for all"
             )
-        wanted, layers = to in (None, self._world.rank), {}
+        if not self.owners:
+            return self
+        wanted, layers = to in (None, rank), {}
         for name in self:
             layer = self[name]
             if wanted:
@@ -149,7 +150,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         Args:
             vector: By parameter name; names that are left out count as zero, and the result has all
                 parameters of the layers that are named. Or a list with an entry for each of
-                :attr:`names`, None for those without curvature.
+                :attr:`names`, None for those without curvature. Of FSDP2's shards, given by every
+                process, the result is whole.
 
         Raises:
             ValueError: For a parameter without curvature, or another shape than the parameter's.
@@ -281,7 +283,10 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     # ------------------------------------------------------------------------------------ layers
 
     def _mapped(self, vector: V, f: Callable[[LayerCurvature, Tensor], Tensor]) -> V:
-        named = self._named(vector)
+        named = {
+            name: cast(Any, part).full_tensor() if is_dtensor(part) else part
+            for name, part in self._named(vector).items()
+        }
         device = next((part.device for part in named.values()), None)
 
         def result(layer: LayerCurvature) -> dict[str, Tensor]:
@@ -292,8 +297,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             k for k, layer in self._layers.items() if not layer.shapes.keys().isdisjoint(named)
         ]
         found = _joined(self._everywhere(chosen, result))
-        as_given: Vector = found if named is vector else [found.get(name) for name in self.names]
-        return cast(V, as_given)
+        if isinstance(vector, Mapping):
+            return cast(V, found)
+        return cast(V, [found.get(name) for name in self.names])
 
     def _vector(self, f: Callable[[LayerCurvature], Tensor]) -> dict[str, Tensor]:
         """The matrices of all layers as a vector."""

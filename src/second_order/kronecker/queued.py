@@ -40,15 +40,6 @@ class Rows:
     d: Tensor
     bias: bool  # the homogeneous coordinate belongs to A
     approximation: Approximation
-    _versions: tuple[int, int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        vars(self).update(_versions=(self.x._version, self.d._version))
-
-    @property
-    def changed(self) -> bool:
-        """Whether a tensor has been changed in place since."""
-        return (self.x._version, self.d._version) != self._versions
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -69,7 +60,7 @@ class Rows:
         return (*self.sizes, *ends, self.bias, self.approximation)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class QueuedPair:
     """A pair, which its layer expects."""
 
@@ -80,17 +71,19 @@ class QueuedPair:
     scale: Callable[[Tensor], Tensor | float]  # of gradients
     place: int  # of the layer in the model
     _cleared: int = field(init=False)
+    _versions: list[int] = field(init=False)  # of the tensors
     _stream: Any = field(init=False)  # on which the pair comes into being; None but for CUDA
 
     def __post_init__(self) -> None:
-        vars(self).update(_cleared=self.staged.cleared, _stream=_stream_of(self.staged.device))
+        self._cleared, self._stream = self.staged.cleared, _stream_of(self.staged.device)
+        self._versions = [tensor._version for tensor in self.tensors]
 
     @property
     def wanted(self) -> bool:
         """Whether the layer still expects the pair as it was; a changed one is noted as dropped."""
         if self._cleared != self.staged.cleared:
             return False
-        if isinstance(self.what, Rows) and self.what.changed:
+        if [tensor._version for tensor in self.tensors] != self._versions:
             # In the very pass that brought it: this layer's are not to be kept again.
             self.staged.keeps = False
             self.staged.dropped += 1

@@ -7,12 +7,13 @@ Where they are slices of one tensor, in order, that tensor is used; else they ar
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["as_stack", "in_groups", "most_elements", "own_stack"]
+__all__ = ["as_stack", "in_groups", "most_elements", "numbers_of", "own_stack"]
 
 _base_of: Any = vars(torch._C.TensorBase)["_base"].__get__
 """The tensor that one is a view of, or None."""
@@ -24,12 +25,12 @@ def most_elements(device: torch.device) -> int:
 
 
 def in_groups(
-    keys: Sequence[Hashable], sizes: Sequence[int] | None = None, most: int = 0
+    keys: Sequence[Hashable], sizes: Sequence[float] | None = None, most: float = 0
 ) -> list[list[int]]:
     """The positions of equal keys, together; of those with ``sizes`` no more than ``most``."""
     groups: list[list[int]] = []
     at: dict[Hashable, int] = {}
-    filled: list[int] = []
+    filled: list[float] = []
     for i, key in enumerate(keys):
         size = 0 if sizes is None else sizes[i]
         place = at.get(key)
@@ -40,6 +41,15 @@ def in_groups(
         groups[place].append(i)
         filled[place] += size
     return groups
+
+
+def numbers_of(*groups: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers of groups of tensors; a device is waited for once."""
+    flat = [tensor.reshape(-1) for group in groups for tensor in group]
+    if not flat:
+        return [[] for _ in groups]
+    numbers = iter(torch.cat([tensor.to(flat[0].device) for tensor in flat]).tolist())
+    return [list(islice(numbers, sum(map(Tensor.numel, group)))) for group in groups]
 
 
 def as_stack(parts: Sequence[Tensor]) -> Tensor:

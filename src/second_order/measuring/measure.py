@@ -30,6 +30,7 @@ from second_order.distributed.assignment import spread_costs
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker.decompositions import eigh
+from second_order.kronecker.experts import is_experts
 from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
@@ -221,6 +222,8 @@ class _Measurement:
         self.dtype = torch.float32
         for weight in weights:
             self.dtype = torch.promote_types(self.dtype, weight.dtype)
+        for layer in self.layers:
+            layer.rows = layer.no_rows(self.device)
         self.sharded = bool(sharded_params(model))
         world.level()
         self.aside = world.aside()
@@ -290,7 +293,9 @@ class _Measurement:
         self.failed, self.apart = dict(state["failed"]), set(state["apart"])
         self.total_terms, self.batches = state["total_terms"], state["batches"]
         for layer in self.layers:
-            layer.rows = state["rows"][layer.name]
+            rows = state["rows"][layer.name]
+            layer.rows = torch.tensor(rows, dtype=self.dtype, device=self.device)
+            layer.rows = layer.rows if layer.shape.routed else rows[0]
         self._follow(state["leaders"])
         self.done = state["done"]
         return int(state["pass"])
@@ -311,7 +316,7 @@ class _Measurement:
             "pass": number,
             "index": index,
             "sums": sums.state(),
-            "terms": read([self.terms])[0],
+            "terms": read([self.terms])[0][0],
             "rows": {layer.name: n for layer, n in zip(self.layers, rows, strict=True)},
             "leaders": self._leaders,
             "apart": sorted(self.apart),
@@ -344,14 +349,16 @@ class _Measurement:
                 if iter(self.loader) is self.loader:
                     raise SecondOrderError(ONCE.format(why="layers that shared an input")) from None
                 for layer in group:
-                    layer.rows, layer.leader = 0, None
+                    layer.rows, layer.leader = layer.no_rows(self.device), None
         self._keep_averages(group, sums.finish())
 
     def _sums(self, sizes: Mapping[Key, torch.Size]) -> Sums:
         keep = self.options.keep
         keep = "device" if keep == "owner" and self.world.size == 1 else keep
         owners = {key: self.owner[key[0]] for key in sizes}
-        return Sums(keep, sizes, owners, self.world, self.device, self.dtype)
+        # FSDP2's messages come between, in an order that processes do not share.
+        world = self.aside if self.sharded else self.world
+        return Sums(keep, sizes, owners, world, self.device, self.dtype, waits=not self.sharded)
 
     def _over_data(self, number: int, statistics: Inputs | Pairs) -> None:
         """Show the data to statistics, batch by batch; all processes as long as one has a batch."""
@@ -441,7 +448,8 @@ class _Measurement:
         modules = [m for layer in statistics.layers for m in layer.block.modules]
         if not isinstance(statistics, Inputs):
             return watching_pairs(self.model, modules, statistics)
-        early = [m for m in modules if statistics.of[m].linear(m)]
+        modules = list(dict.fromkeys(modules))
+        early = [m for m in modules if is_experts(m) or statistics.of[m][0].linear(m)]
         late = [m for m in modules if m not in set(early)]
         # FSDP2 would be left in the middle of a pass.
         stopping = None if self.sharded else Stopping(self.model, statistics.take)
@@ -489,20 +497,25 @@ class _Measurement:
         """Divide sums by their numbers, and keep those of this process's layers."""
         counts = read([*(layer.rows for layer in group), self.terms])
         everybody = self.aside.all_gather_object(counts)
-        *rows, self.total_terms = (math.fsum(each) for each in zip(*everybody, strict=True))
+        *rows, (self.total_terms,) = (
+            [math.fsum(n) for n in zip(*each, strict=True)] for each in zip(*everybody, strict=True)
+        )
         inputs = self.options.factors == "inputs"
-        if not (max(rows) if inputs else self.total_terms):
+        if not (max(map(max, rows)) if inputs else self.total_terms):
             raise SecondOrderError("the loader gave no example: nothing can be measured")
         wrong: dict[str, str] = {}
         for layer, number in zip(group, rows, strict=True):
-            layer.rows = number
+            layer.rows = math.fsum(number)
+            layer.missing = int(sum(max(0.0, layer.shape.dims["A"] - n) for n in number))
             if layer.leader is not None:
                 continue
+            of = {"A": [max(n, 1.0) for n in number]}
             for letter in layer.shape.letters:
                 total = sums.get((layer.name, letter))
                 if total is None:
                     continue
-                total = total.div_(max(number if letter == "A" else self.total_terms, 1.0))
+                by = total.new_tensor(of.get(letter, [max(self.total_terms, 1.0)]))
+                total = total.div_(by.view(-1, *[1] * (total.dim() - 1)))
                 if not bool(total.isfinite().all()):
                     wrong[layer.name] = f"its {letter} is not finite"
                 kept = total.cpu() if self.options.memory is not None else total
@@ -511,7 +524,8 @@ class _Measurement:
         for layer in group:  # who shares an A with another is where that is
             if layer.leader is not None:
                 leader = layer.leader.name
-                layer.rows, self.owner[layer.name] = layer.leader.rows, self.owner[leader]
+                layer.rows, layer.missing = layer.leader.rows, layer.leader.missing
+                self.owner[layer.name] = self.owner[leader]
                 if leader in self.failed:
                     self.failed[layer.name] = self.failed[leader]
                 elif (leader, "A") in self.stored:
@@ -629,7 +643,6 @@ class _Measurement:
             sizes = ", ".join(f"{k} {shape.dims[k]}" for k in of)
             groups = f"{shape.groups} x " if shape.groups > 1 else ""
             shared = "" if layer.leader is None else f" (A of {layer.leader.name})"
-            dim = 0 if shape.diagonal_a else shape.dims["A"]
             rows.append(
                 MeasuredLayer(
                     layer.name,
@@ -637,7 +650,7 @@ class _Measurement:
                     sum(size.numel() for size in layer.shapes.values()),
                     f"{groups}{sizes}{shared}" if ours else self.failed[layer.name],
                     float(layer.rows),
-                    max(0, dim - int(layer.rows)),
+                    0 if shape.diagonal_a else layer.missing,
                     self.owner[layer.name] if ours else None,
                 )
             )

@@ -23,12 +23,14 @@ from second_order.errors import SecondOrderError
 from second_order.kronecker.bank import as_matrices
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.experts import Routed
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
     KINDS,
     FactorShape,
     Form,
     LayerKind,
+    gram,
     layout_of,
     linear_statistics,
 )
@@ -50,7 +52,8 @@ class Layer:
         shape: Sizes of its factors; of the weight alone where inputs alone are measured.
         shapes: Shapes of its parameters, by name.
         leader: The layer whose A is this one's, as it reads the same tensor.
-        rows: The number of rows in A's sum.
+        rows: The number of rows in A's sum; of fused experts ``(groups,)``, each one's own.
+        missing: Dimensions of A that so few rows cannot fill.
     """
 
     block: KroneckerBlock
@@ -58,6 +61,7 @@ class Layer:
     shapes: dict[str, torch.Size]
     leader: Layer | None = None
     rows: Any = 0
+    missing: int = 0
 
     @property
     def name(self) -> str:
@@ -79,13 +83,25 @@ class Layer:
         """Whether one of its modules multiplies rows, as they are, by a matrix."""
         return self.kind(module).statistics is linear_statistics
 
+    def no_rows(self, device: torch.device) -> Any:
+        """What :attr:`rows` begins with."""
+        return torch.zeros(self.shape.groups, device=device) if self.shape.routed else 0
+
+    @property
+    def letter(self) -> str:
+        """The name of its weight within its module."""
+        return self.kind(self.block.modules[0]).weight
+
 
 class Statistics:
     """What takes in the calls of layers, batch by batch."""
 
     def __init__(self, layers: Sequence[Layer], sums: Sums) -> None:
         self.layers, self.sums = list(layers), sums
-        self.of = {module: layer for layer in layers for module in layer.block.modules}
+        self.of: dict[nn.Module, list[Layer]] = {}  # fused experts are two
+        for layer in layers:
+            for module in layer.block.modules:
+                self.of.setdefault(module, []).append(layer)
         self.rows = Rows((), torch.device("cpu"))  # of this batch
         self.entries = 0  # of this batch
         self.idle = False  # calls count for nothing
@@ -115,7 +131,10 @@ class Inputs(Statistics):
         """Take in a call of a module."""
         if self.idle:
             return
-        layer = self.of[module]
+        if isinstance(x, Routed):
+            self._of_experts(module, x)
+            return
+        (layer,) = self.of[module]
         self._calls[layer] += 1
         if layer.linear(module):
             if not isinstance(x, Tensor):
@@ -129,6 +148,17 @@ class Inputs(Statistics):
         a, examples = self._of_kind(layer, module, x, output)
         layer.rows += examples
         self.sums.add((layer.name, "A"), a)
+
+    def _of_experts(self, module: nn.Module, call: Routed) -> None:
+        """Take in the rows that experts multiply."""
+        mask = self.rows.ones(call.hidden.shape[:1], call.hidden) != 0
+        xs, _, _ = call.rows(module, mask)
+        for layer in self.of[module]:
+            wide = xs.of[layer.letter].to(self.sums.dtype).unsqueeze(0).split(xs.counts, 1)
+            with ieee_matmul(call.hidden.device):
+                a = torch.cat([gram(rows, False, False) for rows in wide])
+            layer.rows = layer.rows + torch.tensor(xs.counts, device=a.device)
+            self.sums.add((layer.name, "A"), a)
 
     def _is_led(self, layer: Layer, x: Tensor) -> bool:
         """Whether another layer has taken this tensor in, in this batch."""
@@ -221,10 +251,14 @@ class Pairs(Statistics):
         again: bool = False,
     ) -> None:
         """Take in a pair."""
-        layer, sums = self.of[module], self.sums
+        for layer in self.of[module]:
+            self._add(layer, module, x, d, (source, pass_id))
+
+    def _add(self, layer: Layer, module: nn.Module, x: Any, d: Tensor, of: tuple[int, int]) -> None:
+        sums = self.sums
         if layer.linear(module):
-            key = source, pass_id, layer.bias
-            if self._last is None or self._last[0] != key or source < 0:
+            key = *of, layer.bias
+            if self._last is None or self._last[0] != key or of[0] < 0:
                 rows, number = self.rows.pick(x)
                 rows = nn.functional.pad(rows, (0, 1), value=1.0) if layer.bias else rows
                 self._last = key, (rows, number)
@@ -234,11 +268,10 @@ class Pairs(Statistics):
             sums.gram((layer.name, "G"), d.reshape(-1, d.shape[-1]))
             return
         wide = torch.promote_types(d.dtype, torch.float32)
-        x = x.to(wide) if x.is_floating_point() else x
         with ieee_matmul(d.device):
             form = Form(layer.bias, approximation="expand")
-            pair = layer.kind(module).statistics(module, x, d.to(wide), form)
-        layer.rows += pair.examples
+            pair = layer.kind(module).statistics(module, _widened(x, wide), d.to(wide), form)
+        layer.rows = layer.rows + (pair.examples if pair.routed is None else pair.routed)
         for letter, factor in pair.factors.items():
             sums.add((layer.name, letter), factor)
 
@@ -268,18 +301,16 @@ class Eigenvalues(Pairs):
         again: bool = False,
     ) -> None:
         """Take in a pair."""
-        layer = self.of[module]
-        basis = self._bases.get(layer.name)
-        if basis is None:
-            return
         wide = torch.promote_types(d.dtype, torch.float32)
-        x, d = x.to(wide) if x.is_floating_point() else x, d.to(wide)
-        with ieee_matmul(d.device):
-            if layer.linear(module):
-                found = self._of_rows(layer, basis, x, d)
-            else:
-                found = self._by_entry(layer, module, basis, x, d)
-            self.sums.add((layer.name, "F"), found)
+        x, d = _widened(x, wide), d.to(wide)
+        for layer in self.of[module]:
+            basis = self._bases[layer.name]
+            with ieee_matmul(d.device):
+                if layer.linear(module):
+                    found = self._of_rows(layer, basis, x, d)
+                else:
+                    found = self._by_entry(layer, module, basis, x, d)
+                self.sums.add((layer.name, "F"), found)
 
     def _of_rows(self, layer: Layer, basis: Basis, x: Tensor, d: Tensor) -> Tensor:
         """Λ of a matrix's rows, ``(..., in)`` and ``(..., out)``."""
@@ -297,17 +328,18 @@ class Eigenvalues(Pairs):
             total[0].add_((ds.mT @ xs).square_().sum(0))
         return total
 
-    def _by_entry(
-        self, layer: Layer, module: nn.Module, basis: Basis, x: Tensor, d: Tensor
-    ) -> Tensor:
+    def _by_entry(self, layer: Layer, module: nn.Module, basis: Basis, x: Any, d: Tensor) -> Tensor:
         """Λ of any kind of layer, one entry of the batch after the other."""
         kind, layout = layer.kind(module), layout_of(layer.shape, _sizes(layer))
         along = int(d.dim() > 3 and kind is KINDS[nn.MultiheadAttention])  # after the thirds
+        each = 1
+        if isinstance(x, Routed):  # tokens of an entry are next to each other
+            each = len(d) // self.entries if self.entries and len(d) % self.entries == 0 else 1
         total: Tensor | None = None
-        for xs, ds in zip(x.split(1, along), d.split(1, along), strict=True):
+        for xs, ds in zip(_split(x, each, along), d.split(each, along), strict=True):
             parts = [kind.gradient(module, xs, ds)]
             if layer.bias:
-                parts.append(_gradient_of_bias(module, ds, along))
+                parts.append(_gradient_of_bias(layer, module, xs, ds, along))
             matrix = as_matrices(parts, layout)
             rotated = basis.g.to(d.dtype).mT @ matrix
             rotated = rotated if basis.a is None else rotated @ basis.a.to(d.dtype)
@@ -320,8 +352,22 @@ def _sizes(layer: Layer) -> list[int]:
     return [size.numel() for size in layer.shapes.values()]
 
 
-def _gradient_of_bias(module: nn.Module, d: Tensor, thirds: int) -> Tensor:
-    """The gradient of a bias, of one entry's output gradient."""
+def _widened(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _split(x: Any, each: int, along: int) -> Sequence[Any]:
+    if not isinstance(x, Routed):
+        return cast(Sequence[Any], x.split(each, along))
+    parts = (x.hidden.split(each), x.index.split(each), x.weights.split(each))
+    return [Routed(*part) for part in zip(*parts, strict=True)]
+
+
+def _gradient_of_bias(layer: Layer, module: nn.Module, x: Any, d: Tensor, thirds: int) -> Tensor:
+    """The gradient of a bias, of one entry's input and output gradient."""
+    if isinstance(x, Routed):
+        _, ds = x.pairs(module, d)
+        return torch.stack([rows.sum(0) for rows in ds.of[layer.letter].split(ds.counts)])
     if isinstance(module, CONVOLUTIONS):
         return d.flatten(2).sum((0, 2))
     if thirds:
@@ -329,8 +375,11 @@ def _gradient_of_bias(module: nn.Module, d: Tensor, thirds: int) -> Tensor:
     return d.reshape(-1, d.shape[-1]).sum(0)
 
 
-def read(numbers: Sequence[Any]) -> list[float]:
-    """Numbers, of which some may be scalars on a device, in one look at it."""
-    tensors = [n for n in numbers if isinstance(n, Tensor)]
-    known = iter(torch.stack([t.double().cpu() for t in tensors]).tolist() if tensors else ())
-    return [next(known) if isinstance(n, Tensor) else float(cast(Any, n)) for n in numbers]
+def read(numbers: Sequence[Any]) -> list[list[float]]:
+    """Numbers, of which some may be scalars or vectors on a device, in one look at it."""
+    tensors = [n.reshape(-1) for n in numbers if isinstance(n, Tensor)]
+    known = iter(torch.cat([t.double().cpu() for t in tensors]).tolist() if tensors else ())
+    return [
+        [next(known) for _ in range(n.numel())] if isinstance(n, Tensor) else [float(n)]
+        for n in numbers
+    ]

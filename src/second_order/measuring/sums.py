@@ -12,15 +12,19 @@ comes after its turn waits for the next batch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from second_order.distributed.world import World
 from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.layers import gram
 from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.stages import sent
 
 __all__ = ["Keep", "Key", "Sums", "passes_of"]
 
@@ -41,6 +45,9 @@ class Sums:
         world: The processes.
         device: Where the model is.
         dtype: Of the sums.
+        waits: With "owner", wait for a layer's message when the next one has been sent, as little
+            memory is then under way. Not where others need this process's passes to send theirs, as
+            FSDP2 does: then what has not arrived is waited for as the batch ends.
     """
 
     def __init__(
@@ -51,13 +58,15 @@ class Sums:
         world: World,
         device: torch.device,
         dtype: torch.dtype,
+        waits: bool = True,
     ) -> None:
         self._keep, self._sizes, self._owners = keep, sizes, owners
-        self._world, self._device, self._dtype = world, device, dtype
+        self._world, self._device, self.dtype = world, device, dtype  # dtype: of the sums
         self._turns = {key: turn for turn, key in enumerate(sizes)}
         self._order = list(sizes)
         self._next = 0
-        self._sending: tuple[Key, Tensor, Any] | None = None
+        self._sending: deque[tuple[Key, Tensor, Any]] = deque()
+        self._waits = waits
         self.found: dict[Key, Tensor] = {}
         self.waiting: dict[Key, Tensor] = {}  # for their owners
 
@@ -71,10 +80,13 @@ class Sums:
 
     def gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows, of ``(rows, n)``."""
-        wide = self._dtype
+        wide = self.dtype
         fused = rows.dtype != wide and rows.is_cuda  # narrow products that are added up widely
         rows = rows if fused else rows.to(wide)
         with ieee_matmul(rows.device):
+            if self._keep != "device" and not fused:
+                self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
+                return
             if self._keep != "device":
                 self.add(key, _product(rows, wide).unsqueeze(0))
                 return
@@ -91,7 +103,7 @@ class Sums:
         if self._keep != "device" and matrix.shape != self._sizes[key]:
             matrix = pack_upper_triangular(matrix)
         place = self.waiting if self._keep == "owner" else self.found
-        matrix = matrix.to("cpu" if self._keep == "cpu" else self._device, self._dtype)
+        matrix = matrix.to("cpu" if self._keep == "cpu" else self._device, self.dtype)
         place[key] = place[key].add_(matrix) if key in place else matrix
         if self._keep == "owner" and (turn := self._turns[key]) >= self._next:
             self._send(turn + 1)
@@ -101,30 +113,30 @@ class Sums:
         if self._keep == "owner":
             self._send(len(self._order))
             self._next = 0
+            self._take_in(0)
 
     def _send(self, end: int) -> None:
+        world = self._world
         for key in self._order[self._next : end]:
             part = self.waiting.pop(key, None)
-            if part is None:
-                part = self._zeros(key)
-            pending = self._world.reduce([part], [self._owners[key]])
-            self._arrived()
-            self._sending = key, part, pending
+            part = self._zeros(key) if part is None else part
+            sent(part.nbytes)
+            part = part.cpu() if world.backend == "gloo" else part
+            to = self._owners[key]
+            work = dist.reduce(part, group=world.group, group_dst=to, async_op=True)
+            self._sending.append((key, part, work))
+            self._take_in(1 if self._waits else len(self._sending))
         self._next = max(end, self._next)
 
-    def _arrived(self) -> None:
-        """Wait for the sum under way, and take it if it is this process's."""
-        if self._sending is None:
-            return
-        key, part, pending = self._sending
-        self._sending = None
-        pending.wait()
-        if self._owners[key] == self._world.rank:
-            self.found[key] = self.found[key].add_(part) if key in self.found else part
-
-    def settle(self) -> None:
-        """Wait until nothing is under way, as before a checkpoint."""
-        self._arrived()
+    def _take_in(self, most: int) -> None:
+        """Take in the sums that have arrived, until so many are under way at most."""
+        sending = self._sending
+        while sending and (len(sending) > most or sending[0][2].is_completed()):
+            key, part, work = sending.popleft()
+            work.wait()
+            if self._owners[key] == self._world.rank:
+                part = part.to(self._device)
+                self.found[key] = self.found[key].add_(part) if key in self.found else part
 
     def finish(self) -> dict[Key, Tensor]:
         """The sums over all processes of which this one is the owner, as they are kept.
@@ -133,7 +145,6 @@ class Sums:
         """
         if self._keep == "owner":
             self.end_batch()  # what has come after its turn
-            self._arrived()
         mine: dict[Key, Tensor] = {}
         for key in self._order:
             part, size = self.found.pop(key, None), self._sizes[key]
@@ -148,11 +159,10 @@ class Sums:
         return mine
 
     def _zeros(self, key: Key) -> Tensor:
-        return torch.zeros(self._sizes[key], dtype=self._dtype, device=self._device)
+        return torch.zeros(self._sizes[key], dtype=self.dtype, device=self._device)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint has of them."""
-        self.settle()
+        """What a checkpoint has of them, between batches."""
         parts = ("found", self.found), ("waiting", self.waiting)
         return {name: [(*key, part) for key, part in of.items()] for name, of in parts}
 

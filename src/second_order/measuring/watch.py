@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from second_order.kronecker.autograd import input_of, is_attention, projections
 from second_order.kronecker.capture import Capture
+from second_order.kronecker.experts import Routed, is_experts
 from second_order.kronecker.hooks import input_in
 from second_order.sharded import FSDPParams, reshard
 
@@ -171,8 +172,8 @@ def watching_inputs(
     """A block in which ``take(module, input, output)`` hears of calls of modules.
 
     ``before``: those that it hears of before they are called, without an output; ``after``:
-    thereafter. Of an ``nn.MultiheadAttention`` the input is those of queries, keys and values. What
-    it gives is to be called before each batch.
+    thereafter. Of an ``nn.MultiheadAttention`` the input is those of queries, keys and values, of
+    fused experts the whole call. What it gives is to be called before each batch.
     """
     take = take if stopping is None else stopping.take
     # What is inside of an attention is never called.
@@ -180,7 +181,8 @@ def watching_inputs(
     attentions: dict[nn.Module, set[nn.Module]] = {}
 
     def early(module: nn.Module, args: Any, kwargs: Any) -> None:
-        take(module, input_in(args, kwargs), None)
+        routed = Routed.of_call(args, kwargs) if is_experts(module) else None
+        take(module, input_in(args, kwargs) if routed is None else routed, None)
 
     def late(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         take(module, input_in(args, kwargs), output)

@@ -300,8 +300,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 f"steps holds up to step {until}; take what is due then, or has changed, by "
                 f"step(), and record the next steps anew"
             )
-        training.steps += steps
-        self._curvature.watch()
+        for _ in range(steps):
+            training.steps += 1
+            self._curvature.watch()
 
     def take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""

@@ -1,0 +1,32 @@
+"""Scripts that run in a process of their own, as the pretended device exists once in each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+SETTINGS = Path(__file__).resolve().parents[1] / "pyproject.toml"
+
+
+def run(script: str, *arguments: object, **environment: str) -> str:
+    """What a script prints, which finds the modules that this process does."""
+    done = subprocess.run(
+        [sys.executable, script, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr}"
+    return done.stdout
+
+
+def found_by(script: str) -> Any:
+    """What a script prints last, in JSON; coverage counts there if it does here."""
+    counted = "coverage" in sys.modules and sys.modules["coverage"].Coverage.current() is not None
+    environment = {"COVERAGE_PROCESS_START": str(SETTINGS)} if counted else {}
+    return json.loads(run(script, **environment).splitlines()[-1])
