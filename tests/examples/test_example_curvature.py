@@ -16,6 +16,7 @@ import influence
 import laplace
 from digits import load_split
 from language_model import batches
+from second_order import measure
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,6 +114,23 @@ def test_laplace_is_less_sure_of_what_it_does_not_know(
         loss, error = ({name: float(row[i]) for name, *row in of_kind} for i in (1, 2))
         assert loss["Laplace"] < loss["MAP"]
         assert error["Laplace"] < error["MAP"]
+
+
+def test_predictions_are_those_of_the_dense_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of logits with the covariance of (N F + δ)⁻¹, as many samples know it."""
+    monkeypatch.setattr(laplace, "SAMPLES", 4000)
+    torch.manual_seed(0)
+    last, features = torch.nn.Linear(4, 3), torch.randn(20, 4)
+    last.weight.data *= 4.0
+    curvature = measure(torch.nn.Sequential(last), [features], factors="kfac", progress=False)
+    found = laplace.laplace(last, curvature, 20, 0.5, features[:1]).detach()
+    covariance = (20 * curvature["0"].to_dense() + 0.5 * torch.eye(15)).inverse()
+    jacobian = torch.cat([torch.kron(torch.eye(3), features[:1]), torch.eye(3)], 1)
+    spread = torch.linalg.cholesky(jacobian @ covariance @ jacobian.T)
+    logits = last(features[:1]) + torch.randn(50_000, 3) @ spread.T
+    expected = logits.softmax(1).mean(0)
+    assert torch.allclose(found[0], expected, atol=0.01)
+    assert not torch.allclose(last(features[:1]).softmax(1)[0], expected, atol=0.02)
 
 
 def test_the_calibration_of_known_probabilities() -> None:
