@@ -4,8 +4,8 @@
 
 Of all W' of rank r, the one that changes a layer's outputs least, E ‖(W - W') x‖², is U_r U_rᵀ W,
 of the first r left singular vectors of W A^(1/2), A = E x xᵀ (whitening; Wang et al. 2024, SVD-LLM,
-take a Cholesky factor of A). By the eigenvectors of A nothing is inverted, and its rank may be
-deficient, as that of few tokens is.
+take a Cholesky factor of A). By the eigenvectors of A nothing is inverted, and of few tokens, as
+with --windows 2, A may lack full rank; though then plain SVD is better.
 
 The model is trained for some seconds on the characters of Python's own library. Files that are held
 out tell the loss.
