@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from measured import (
     CUTS,
     ENTRIES,
@@ -18,8 +20,6 @@ from measured import (
     model_of,
     terms,
 )
-from torch import Tensor, nn
-
 from second_order import KroneckerCurvature, LayerCurvature, SecondOrderError, measure
 
 if TYPE_CHECKING:
@@ -226,6 +226,26 @@ def test_bad_input_is_refused() -> None:
         measure(model, x, factors="kfac", loss=lambda out, batch: out.sum(), progress=False)
     with pytest.raises(ValueError, match="no layer"):
         measure(nn.BatchNorm1d(2), x, progress=False)
+
+
+class Halved(nn.Module):
+    """A matrix of a Linear's sizes, which multiplies something else than the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = self.out_features = 3
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() @ self.weight.T
+
+
+@pytest.mark.parametrize("factors", ["inputs", "kfac"])
+def test_what_only_looks_like_a_linear_is_named(factors: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Halved())
+    with pytest.warns(UserWarning, match="'1': it does not multiply its input"):
+        curvature = measure(model, [torch.randn(9, 3)], factors=factors, progress=False)
+    assert list(curvature) == ["0"]
 
 
 def test_a_factor_that_is_not_finite_is_named() -> None:
