@@ -350,6 +350,26 @@ def test_bad_input_is_refused() -> None:
         measure(nn.BatchNorm1d(2), x, progress=False)
 
 
+class Halved(nn.Module):
+    """A matrix of a Linear's sizes, which multiplies something else than the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = self.out_features = 3
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() @ self.weight.T
+
+
+@pytest.mark.parametrize("factors", ["inputs", "kfac"])
+def test_what_only_looks_like_a_linear_is_named(factors: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Halved())
+    with pytest.warns(UserWarning, match="'1': it does not multiply its input"):
+        curvature = measure(model, [torch.randn(9, 3)], factors=factors, progress=False)
+    assert list(curvature) == ["0"]
+
+
 def test_a_factor_that_is_not_finite_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].register_forward_pre_hook(lambda m, args: (args[0] / 0,))

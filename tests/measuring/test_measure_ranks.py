@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from measured import ENTRIES, F64, batches_of, close, data_of, model_of, terms
 from second_order import SecondOrderError, measure
+from second_order.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,11 +38,19 @@ def found_by(
 ) -> tuple[Found, dict[str, int]]:
     """The factors that are here, and the owner of each layer by the report."""
     model, data = model_of(name), data_of(name)
-    if wrapper == "FSDP2":
-        mesh = init_device_mesh("cpu", (ranks,))
+    if wrapper.startswith("FSDP2"):
+        mesh, whole = init_device_mesh("cpu", (ranks,)), model
+        model = copy.deepcopy(whole).to("meta") if "meta" in wrapper else whole
         for block in model.model.layers:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if "meta" in wrapper:  # as a model too large for one process is made
+            model.to_empty(device="cpu")
+            values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+            with torch.no_grad():
+                for key, value in (*model.named_parameters(), *model.named_buffers()):
+                    given = values[key].detach()
+                    value.copy_(distribute_tensor(given, mesh) if is_dtensor(value) else given)
     given = DistributedDataParallel(model) if wrapper == "DDP" else model
     loader = batches_of(data, shares(ranks)[rank])
     more = {} if factors == "inputs" else {"loss": terms}
@@ -62,7 +73,7 @@ def found_by(
         ("", "cpu", 2),
         ("DDP", "owner", 2),
         ("FSDP2", "device", 3),
-        ("FSDP2", "owner", 2),
+        ("FSDP2 from meta", "owner", 2),
     ],
 )
 def test_processes_find_the_same_together(

@@ -16,7 +16,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -61,6 +61,7 @@ from second_order.measuring.sums import Keep, Key, Sums, passes_of
 from second_order.measuring.watch import (
     Stop,
     Stopping,
+    compared,
     undisturbed,
     unwrapped,
     watching_inputs,
@@ -73,6 +74,7 @@ __all__ = ["measure"]
 Factors: TypeAlias = Literal["inputs", "kfac", "ekfac"]
 
 TOLERANCE = 1e-2  # of a decomposition's relative error
+OTHERWISE = 0.05  # relative difference of a Linear's output from W x + b
 
 ONCE = (
     "the loader can be gone through once only, and {why} takes another pass: give a list of "
@@ -349,7 +351,9 @@ class _Measurement:
             sums = self._sums(sizes)
             try:
                 statistics = Inputs(group, sums, self.apart) if inputs else Pairs(group, sums)
-                self._over_data(number, statistics)
+                with compared(*self._guessed(group)) as found:
+                    self._over_data(number, statistics)
+                self._check(found, group)
                 break
             except _Again:
                 if _goes_once(self.loader):
@@ -358,6 +362,29 @@ class _Measurement:
                     layer.rows, layer.leader = layer.no_rows(self.device), None
                 self.batches = 0 if number == 0 else self.batches
         self._keep_averages(group, sums.finish())
+
+    def _guessed(
+        self, group: Sequence[Layer]
+    ) -> tuple[list[nn.Module], Callable[[nn.Module], bool]]:
+        """The modules that are taken for Linears by their sizes alone, and which are transposed."""
+        guessed: dict[nn.Module, bool] = {}
+        for layer in group:
+            for module, key in zip(layer.block.modules, layer.block.keys, strict=True):
+                if isinstance(key, str) and layer.linear(module):
+                    guessed[module] = layer.shape.transposed
+        return list(guessed), guessed.__getitem__
+
+    def _check(self, found: Mapping[nn.Module, Tensor], group: Sequence[Layer]) -> None:
+        """Note layers that do not compute what a Linear does."""
+        differences = dict(zip(found, read(list(found.values())), strict=True))
+        wrong = {
+            layer.name: "it does not multiply its input by its weight, as its sizes suggest; "
+            "tell how it computes by register_layer"
+            for layer in group
+            for module in layer.block.modules
+            if module in differences and not differences[module][0] < OTHERWISE
+        }
+        self._note(wrong)
 
     def _sums(self, sizes: Mapping[Key, torch.Size]) -> Sums:
         keep = self.options.keep

@@ -25,12 +25,16 @@ from second_order.sharded import FSDPParams, reshard
 __all__ = [
     "Stop",
     "Stopping",
+    "compared",
     "trainable",
     "undisturbed",
     "unwrapped",
     "watching_inputs",
     "watching_pairs",
 ]
+
+
+ROWS = 8  # that are compared
 
 
 class Stop(BaseException):
@@ -251,3 +255,38 @@ def watching_pairs(
             stack.callback(hook.remove)
         with torch.enable_grad():
             yield backward
+
+
+# ------------------------------------------------------------------------- what is taken for one
+
+
+@contextmanager
+def compared(
+    modules: Iterable[nn.Module], transposed: Callable[[nn.Module], bool]
+) -> Iterator[dict[nn.Module, Tensor]]:
+    """A block in which modules that are taken for Linears are compared with one, at a first call.
+
+    It gives, by module, ‖y - (W x + b)‖ / ‖y‖ of some rows.
+    """
+    found: dict[nn.Module, Tensor] = {}
+    handles: dict[nn.Module, Any] = {}
+
+    def compare(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        handles.pop(module).remove()
+        x, weight = input_in(args, kwargs), cast(Tensor, module.weight)
+        output = output[0] if isinstance(output, tuple) else output  # a router's logits
+        with torch.no_grad():
+            x, y = x.reshape(-1, x.shape[-1])[:ROWS], output.reshape(-1, output.shape[-1])[:ROWS]
+            weight = weight.T if transposed(module) else weight
+            bias = getattr(module, "bias", None)
+            expected = nn.functional.linear(x.to(weight.dtype), weight, bias)
+            size = y.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
+            found[module] = (y.float() - expected.float()).norm() / size
+
+    try:
+        for module in modules:
+            handles[module] = module.register_forward_hook(compare, with_kwargs=True)
+        yield found
+    finally:
+        for handle in handles.values():
+            handle.remove()
