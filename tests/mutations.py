@@ -818,7 +818,7 @@ parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_position
 == kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
-    if len(sketches) > 2:  =>  if False:
+    if first.weight is not None:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
@@ -957,7 +957,7 @@ rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_le
 == kronecker/stacks.py
 tensors out of order taken for a stack
   <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
-    is base and part.storage_offset() == start + i * step  =>  is base
+    part.storage_offset() != at  =>  False
 
 == kronecker/triangles.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking

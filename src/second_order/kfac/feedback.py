@@ -226,7 +226,9 @@ def follow_refresh(
         mine = dict.fromkeys(block for block in blocks if block.solved and block in tellers)
         rates = rates_of(training, blocks) if options.follows_steps else []
         asked, changes = solves.asked, solves.changes
-        taken = {b: change for b in blocks if (change := b.take_change()) is not None}
+        taken: dict[KroneckerBlock, Tensor] = {}
+        for bank in step.banks:
+            taken, bank.changes = taken | bank.changes, {}
         if asked is None or asked.told is None:
             asked = before_refresh(length, rates, [b for b in mine if b.factors is not None])
         if asked.told is None or taken:

@@ -238,9 +238,8 @@ def precondition(
             some = bank if len(mine) == len(bank.blocks) else bank.some(mine)
             gradient = some.gradient(gradient_of)
             results = some.precondition(gradient, dtype)
-            if bank.compares:
-                some.note_change(gradient, results, dtype)
-                bank.compares = any(block.before is not None for block in bank.blocks)
+            if bank.before:
+                bank.note_change(some, gradient, results, dtype)
             product = _product(some, gradient, results) if clipped else None
             found.append(Preconditioned(some, results, product))
     return found

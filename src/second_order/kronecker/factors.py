@@ -249,7 +249,7 @@ class _Records(NamedTuple):
     """The records of layers whose pairs came in the same way, one row each."""
 
     total: Tensor
-    uses: Tensor | float  # in a pass
+    uses: Tensor | float  # in a pass; 1.0 where none is counted
     rows: Tensor  # of the uses that count
     passes: int
 
