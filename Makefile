@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo systems progress language-model tasks sensitivity defaults batch-scaling widths fosi-gain bounded bench against compiled rivals structure launches gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo systems progress language-model tasks sensitivity defaults batch-scaling widths fosi-gain bounded bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -91,6 +91,9 @@ structure: venv ## files, functions and lines that a step of each system takes a
 
 launches: venv ## what a step asks of a GPU: launches, waits and uploads of each system: minutes
 	$(BENCH)/speed/launches.py --json benchmarks/results/launches.json $(ARGS)
+
+measured: venv ## what `measure` costs beside bare passes, in time and memory: a minute
+	$(BENCH)/speed/measured.py --json benchmarks/results/measured.json $(ARGS)
 
 gpu: venv ## all that a GPU should answer, in one table: under eight minutes; ARGS=--tiny without one
 	$(BENCH)/speed/gpu.py --json benchmarks/results/gpu.json $(ARGS)

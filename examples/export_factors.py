@@ -126,7 +126,7 @@ def main() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(digits.train_images), digits.train_labels).backward()
         optimizer.step()
-    curvature = optimizer.curvature(dtype=torch.float32)
+    curvature = optimizer.curvature()
     count = len(digits.train_labels)
     print("left out:", write_kronfluence(curvature, folder, count))
     state = laplace_state(curvature, model, examples=count, outputs=CLASSES)

@@ -86,7 +86,7 @@ def factors_of_the_minimum(model: nn.Module, optimizer: KAISA, data: Data) -> Kr
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(data.images), data.labels).backward()
         optimizer.step()
-    return optimizer.curvature()
+    return optimizer.curvature(dtype=torch.float64)
 
 
 def gradients(model: nn.Module, data: Data) -> dict[str, Tensor]:

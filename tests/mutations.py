@@ -484,7 +484,7 @@ frozen parameters in the share that is said  <-  summary::only_what_trains_is_co
 == kfac/metrics.py
 a curvature object with an absolute damping
   <-  model_curvature::solving_with_the_trainings_damping_is_what_the_training_does
-    gamma *= curvature if curvature > 0 else 1.0  =>  del curvature
+    float(averages.mean_curvature()) if relative  =>  1.0 if relative
 
 == kfac/options.py
 Newton's scale under bases that scale their steps  <-  preconditioner_scale::auto_follows_the_base
@@ -743,7 +743,7 @@ a Linear with an activation behind it taken for one
     state.unexplained = residual if residual > TOLERANCE else 0.0  =>  state.unexplained = 0.0
 old checkpoints without mean eigenvalues
   <-  kaisa::a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors
-    factors.means.copy_(torch.stack(means))  =>  pass
+    factors.means[: len(means)] = torch.stack(means)  =>  pass
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
@@ -760,7 +760,7 @@ forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
-    if not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
+    if self._accumulated and not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
   <-  explained::operations_in_place_lose_nothing
     if edge.node.name() != "ViewBackward0":  =>  if True:
@@ -814,6 +814,14 @@ a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_ze
     if bool((variance > CANCELLED * mean.square()).all()):  =>  if True:
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
     row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
+
+== kronecker/experts.py
+tokens without a loss are examples of their experts
+  <-  experts::tokens_without_a_loss_are_no_examples
+    mask = live_rows(d).mask  =>  mask = None
+gradients of experts without the weights of their tokens
+  <-  experts::the_factors_of_each_expert_are_those_written_by_hand
+    (d[xs.tokens] * weights)  =>  (d[xs.tokens])
 
 == kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
@@ -876,6 +884,9 @@ both factors of gradients with the trace of the curvature
 a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
   - own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
   + own_stack(owned, "examples").copy_(examples)
+an expert's A moves as if it had tokens in all steps
+  <-  experts::a_is_a_mean_over_an_experts_own_tokens_of_all_steps
+    step * news / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
 
 == kronecker/fisher.py
 micro-batches draw the same noise
@@ -921,10 +932,23 @@ the largest factor that is allowed is refused
   <-  finding::layers_with_a_larger_factor_are_left_to_the_base
     or largest <= self.max_factor_dim:  =>  or largest < self.max_factor_dim:
 
-== kronecker/model_curvature.py
+== kronecker/layer_curvature.py
 a curvature object of another covariance
   <-  model_curvature::samples_have_the_inverse_as_covariance
-    normal * (like + damping).rsqrt()  =>  normal / (like + damping)
+    normal * (like + gamma).rsqrt()  =>  normal / (like + gamma)
+a diagonal of corrected eigenvalues in their own basis
+  <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
+    {k: q.square() for k, q in self._vectors.items()}  =>  {}
+corrected eigenvalues without the vectors that they belong to
+  <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
+    basis=basis or None)  =>  basis=None)
+
+== kronecker/model_curvature.py
+an owner that fails alone  <-  curvature_functions::owners_together_are_what_one_process_is
+    if failed:  =>  if False:
+an index that is there before its layers
+  <-  curvature_functions::a_folder_that_is_not_whole_is_refused
+    remove_index(folder)  =>  pass
 
 == kronecker/queued.py
 a pair that is kept over zero_grad
@@ -958,6 +982,11 @@ rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_le
 tensors out of order taken for a stack
   <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
     part.storage_offset() != at  =>  False
+
+== kronecker/standardised.py
+gradients of standardised weights without their scale
+  <-  standardised::factors_are_those_of_the_computed_weight
+    d = d * scale.unsqueeze(-1)  =>  d = d * 1.0
 
 == kronecker/triangles.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking
@@ -1023,6 +1052,18 @@ the Hessian of the negative loss has its sign
   <-  dho2_state::uphill_on_the_negative_loss_is_downhill
   - weight = self._sign * self._hessian.examples
   + weight = self._hessian.examples
+
+== measuring/doors.py
+a bias's column handed to GPTQ  <-  doors::gptqs_hessian_is_that_of_the_rows_without_the_bias
+    if columns == shape.in_dim:  =>  if True:
+an upper triangle for YAQA  <-  doors::yaqas_pair_is_the_lower_triangles_of_both_sides
+    torch.tril_indices(  =>  torch.triu_indices(
+each process writes
+  <-  doors::the_first_layers_owner_writes_what_one_process_would
+    return next(iter(curvature), None) in curvature.here  =>  return True
+sums for documents, handed over as means
+  <-  doors::files_for_influence_functions_say_what_the_factors_are
+    found["lambda_matrix"] = layer.corrected * terms  =>  found["lambda_matrix"] = layer.corrected
 
 == optimizers/base.py
 a step that is recorded counts  <-  graphs::a_graph_replayed_trains_as_steps_do

@@ -279,6 +279,12 @@ def _note(counter: Counter[str], name: str, times: int = 1) -> None:
 
 
 class _Module(backend_registration._DummyBackendModule):
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        pass
+
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
 

@@ -2,11 +2,12 @@
 
     optimizers                             what users make
     planning                               what it will cost: it runs optimizers, which ask it
+    measuring                              the curvature of a trained model, without an optimizer
     kfac        fosi                       two wings that know nothing of each other
     budget                                 how often curvature is renewed, by the clock
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options                    recipes
-    files                                  of what is saved
+    safetensors files                      of what is saved
     report  errors  patterns  stages  sharded   know nothing at all
 
 `python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.plan`.
@@ -38,11 +39,12 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
     "files": {"errors"},
+    "safetensors": {"errors", "files"},
     "sharded": set(),
     "patterns": {"sharded"},
     "stages": set(),
     "budget": {"contract", "distributed", "options"},
-    "kronecker": {"errors", "patterns", "sharded", "stages"},
+    "kronecker": {"errors", "patterns", "sharded", "stages", "files", "safetensors"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "sharded", "stages"},
     "options": {"errors"},
@@ -63,10 +65,14 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
         *("kfac", "fosi", "sharded", "planning"),
     },
+    "measuring": {
+        *("errors", "files", "report", "patterns", "sharded", "kronecker", "distributed"),
+        *("stages", "safetensors"),
+    },
     "recipes": {"errors", "options", "contract"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "recipes", "planning"),
+        *("files", "recipes", "planning", "measuring"),
     },
     "profiling": {"files", "report", "stages"},
     "__main__": {"profiling", "planning"},

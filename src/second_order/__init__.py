@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from second_order.files import load_checkpoint, save_checkpoint
     from second_order.kfac.options import DecayingClip, PerStep
     from second_order.kronecker.kinds import register_layer
-    from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
+    from second_order.kronecker.layer_curvature import LayerCurvature
+    from second_order.kronecker.model_curvature import KroneckerCurvature
+    from second_order.measuring import doors
+    from second_order.measuring.measure import measure
     from second_order.optimizers.base import SecondOrderOptimizer
     from second_order.optimizers.dho2 import DHO2
     from second_order.optimizers.distkfac import DistKFAC
@@ -69,9 +72,11 @@ __all__ = [
     "SecondOrderWarning",
     "Summary",
     "calibrate",
+    "doors",
     "export_base_state",
     "lanczos",
     "load_checkpoint",
+    "measure",
     "parameter_groups",
     "plan",
     "register_layer",
@@ -86,8 +91,11 @@ _NAMES_IN = {
     ),
     "files": "load_checkpoint save_checkpoint",
     "kfac.options": "DecayingClip PerStep",
-    "kronecker.model_curvature": "KroneckerCurvature LayerCurvature",
+    "kronecker.layer_curvature": "LayerCurvature",
+    "kronecker.model_curvature": "KroneckerCurvature",
     "kronecker.kinds": "register_layer",
+    "measuring.doors": "doors",
+    "measuring.measure": "measure",
     "optimizers.base": "SecondOrderOptimizer",
     "optimizers.dho2": "DHO2",
     "optimizers.distkfac": "DistKFAC",
@@ -106,7 +114,8 @@ if not TYPE_CHECKING:  # who checks types is to hear of names that there are not
 
     def __getattr__(name: str) -> object:
         if name in _HOMES:
-            found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+            home = importlib.import_module(f"{__name__}.{_HOMES[name]}")
+            found = getattr(home, name, home)  # `doors` is its home
             globals()[name] = found
             return found
         if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):

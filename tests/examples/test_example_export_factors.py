@@ -26,7 +26,7 @@ def trained(name: str) -> tuple[nn.Module, KroneckerCurvature]:
     model = case.model()
     optimizer = make(DistKFAC, model, exact_blocks=True)
     take(model, optimizer, case.batches(1)[0], case.loss)
-    return model, optimizer.curvature()
+    return model, optimizer.curvature(dtype=torch.float64)
 
 
 def test_kronfluence_divides_and_has_the_factors(tmp_path: Path) -> None:

@@ -295,14 +295,16 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
     options = {"async_inverse": False} if System is DistKFAC else {}
     optimizer = System(model, **OPTIONS, **options)
     go_on(model, optimizer, shares(rank, world_size))
-    curvature = optimizer.curvature()
+    curvature = optimizer.curvature(dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     covered = {n: size for layer in curvature.values() for n, size in layer.shapes.items()}
     v = {n: torch.randn(size, generator=generator).double() for n, size in covered.items()}
+    params = curvature.apply({n: p.detach() for n, p in model.named_parameters() if n in v})
     found = optimizer.statistics()
     numbers = {n: found[n] for n in ("clip", "trace_A/max", "trace_G/min", "layers/solved")}
     accounts = {n for n, value in found.items() if n.startswith("bytes/") and value > 0}
-    return {"solved": curvature.solve(v, damping=0.1), "numbers": numbers, "accounts": accounts}
+    solved = curvature.solve(v, damping=0.1) | {f"F {n}": x for n, x in params.items()}
+    return {"solved": solved, "numbers": numbers, "accounts": accounts}
 
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])

@@ -89,7 +89,7 @@ def flat(layer: Any, vector: Any) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_apply_solve_trace_and_logdet_are_those_of_the_dense_matrix(kind: str) -> None:
     model, optimizer = trained(kind)
-    curvature = optimizer.curvature()
+    curvature = optimizer.curvature(dtype=torch.float64)
     torch.manual_seed(1)
     covered = {name for layer in curvature.values() for name in layer.shapes}
     vector = {n: torch.randn_like(p) for n, p in model.named_parameters() if n in covered}
@@ -117,7 +117,7 @@ def test_apply_solve_trace_and_logdet_are_those_of_the_dense_matrix(kind: str) -
 def test_samples_have_the_inverse_as_covariance(kind: str) -> None:
     """A sample is S z with z normal: S Sᵀ, from unit vectors in the place of z."""
     _, optimizer = trained(kind)
-    curvature = optimizer.curvature()
+    curvature = optimizer.curvature(dtype=torch.float64)
     assert (kind == "doubly factored") == any("L" in each.factors for each in curvature.values())
     for layer in curvature.values():
         shape = layer.shape.gradient_size
@@ -142,7 +142,7 @@ def test_solving_with_the_trainings_damping_is_what_the_training_does(System: An
     MLP.loss(model(x), y).backward()
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     optimizer.step()
-    solved = optimizer.curvature().solve(before)
+    solved = optimizer.curvature(dtype=torch.float64).solve(before)
     for name, p in model.named_parameters():
         assert p.grad is not None
         torch.testing.assert_close(p.grad, solved[name], rtol=1e-8, atol=1e-12)
@@ -153,9 +153,9 @@ def test_what_has_no_curvature_is_said() -> None:
     model = ZOO["norms"].model()
     optimizer = make(KAISA, model, skip_layers=["0"])
     with pytest.raises(SecondOrderError, match=r"KAISA has no factors yet: .* after the first"):
-        optimizer.curvature()
+        optimizer.curvature(dtype=torch.float64)
     take(model, optimizer, ZOO["norms"].batches(1)[0], ZOO["norms"].loss)
-    curvature = optimizer.curvature()
+    curvature = optimizer.curvature(dtype=torch.float64)
     assert curvature.uncovered
     assert set(curvature.uncovered) & set(curvature.names) == set(curvature.uncovered)
     grads = dict(model.named_parameters())
@@ -168,7 +168,7 @@ def test_what_has_no_curvature_is_said() -> None:
     assert [x is None for x in found] == [x is None for x in as_list]
     optimizer.close()
     with pytest.raises(SecondOrderError, match="before close"):
-        optimizer.curvature()
+        optimizer.curvature(dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -184,10 +184,32 @@ def test_what_has_no_curvature_is_said() -> None:
 def test_what_cannot_be_is_refused(call: Any, message: str) -> None:
     _, optimizer = trained("linear")
     with pytest.raises(ValueError, match=message):
-        call(optimizer.curvature())
+        call(optimizer.curvature(dtype=torch.float64))
 
 
 # -------------------------------------------------------------------------------------- processes
+
+
+def frozen(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
+    """What there is of a layer that trains no more, whoever keeps its factors."""
+    model = MLP.model()
+    optimizer = make(System, model, **options)
+    take(model, optimizer, shard(MLP.batches(1, n=12)[0], rank, world_size), MLP.loss)
+    before = {name: layer.factors for name, layer in optimizer.curvature().items()}
+    model.get_submodule("0").requires_grad_(False)
+    after = {name: layer.factors for name, layer in optimizer.curvature().items()}
+    assert before.keys() == after.keys()
+    assert all(same(before[name].values(), after[name].values()) for name in before)
+    assert all(factor.dtype == torch.float32 for factor in after["0"].values())
+
+
+@pytest.mark.parametrize(
+    ("System", "options"), [(KAISA, {}), (KAISA, {"factor_exchange": "reduce"}), (DPKFAC, {})]
+)
+def test_layers_that_train_no_more_keep_their_curvature(
+    world: World, System: Any, options: dict[str, Any]
+) -> None:
+    world.run(frozen, 2, System, options)
 
 
 def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
@@ -196,47 +218,54 @@ def gathered(rank: int, world_size: int, System: Any, options: dict[str, Any]) -
     optimizer = make(System, model, relative_damping=True, **options)
     for batch in MLP.batches(3, n=12):
         take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
-    alone = optimizer.curvature(gather=False) if rank == 0 else None
     before = [p.detach().clone() for p in model.parameters()]
-    curvature = optimizer.curvature()
-    factors = {name: (each.A, each.G, each.damping) for name, each in curvature.items()}
+    kept = optimizer.curvature(dtype=torch.float64)
+    assert sorted(kept.here) == sorted(k for k, owner in kept.owners.items() if owner == rank)
+    factors = {name: (each.A, each.G, each.damping) for name, each in kept.items()}
+    for whole in (optimizer.curvature(dtype=torch.float64, gather=True), kept.gather()):
+        assert list(whole.here) == list(whole) == list(kept)
+        for name in sorted(whole, reverse=rank == 1):  # each asks for itself
+            assert same((whole[name].A, whole[name].G), factors[name][:2])
     take(model, optimizer, shard(MLP.batches(4, n=12)[3], rank, world_size), MLP.loss)
     assert not same(before, model.parameters())
-    uncovered = {} if alone is None else alone.uncovered
-    return factors, curvature.uncovered, uncovered, [p.detach().clone() for p in model.parameters()]
+    return (
+        factors,
+        kept.uncovered,
+        list(kept.here),
+        [p.detach().clone() for p in model.parameters()],
+    )
 
 
 @pytest.mark.parametrize(
-    ("System", "options", "elsewhere"),
+    ("System", "options"),
     [
-        (KAISA, {"grad_worker_fraction": 0.5}, False),
-        (KAISA, {"factor_exchange": "reduce", "colocate_factors": False}, True),
-        (DPKFAC, {}, True),
-        (DistKFAC, {}, False),
+        (KAISA, {"grad_worker_fraction": 0.5}),
+        (KAISA, {"factor_exchange": "reduce", "colocate_factors": False}),
+        (DPKFAC, {}),
+        (DistKFAC, {}),
     ],
     ids=["KAISA", "KAISA-reduce", "DPKFAC", "DistKFAC"],
 )
-def test_every_process_gets_all_of_them(
-    world: World, System: Any, options: dict[str, Any], elsewhere: bool
+def test_every_process_keeps_its_own_and_gets_all_of_them(
+    world: World, System: Any, options: dict[str, Any]
 ) -> None:
     results = world.run(gathered, 2, System, options)
     first = results[0][0]
+    assert sorted(name for each in results for name in each[2]) == sorted(first)
     assert len(first) == 3
-    for factors, uncovered, _, parameters in results:
+    for factors, uncovered, here, parameters in results:
         assert uncovered == {}
+        assert here
         assert same(parameters, results[0][3])
         for name, (a, g, damping) in factors.items():
             assert torch.equal(a, first[name][0])
             assert torch.equal(g, first[name][1])
             assert damping == pytest.approx(first[name][2])
-    reasons = set(results[0][2].values())
-    assert bool(reasons) == elsewhere
-    assert all("curvature(gather=True) on every process" in reason for reason in reasons)
     if System is KAISA:  # as one process has them, of the whole batches
         model = MLP.model()
         optimizer = make(KAISA, model, relative_damping=True)
         for batch in MLP.batches(3, n=12):
             take(model, optimizer, batch, MLP.loss)
-        for name, layer in optimizer.curvature().items():
+        for name, layer in optimizer.curvature(dtype=torch.float64).items():
             torch.testing.assert_close(first[name][0], layer.A, rtol=1e-8, atol=1e-12)
             torch.testing.assert_close(first[name][1], layer.G, rtol=1e-8, atol=1e-12)

@@ -134,7 +134,7 @@ def check_saved_factors(
             if misfit := block.misfit(part):
                 raise ValueError(misfit)
             if MEANS in part:
-                part.tensor(MEANS, (len(block.shape.letters), block.shape.groups))
+                part.tensor(MEANS, (block.shape.numbers, block.shape.groups))
 
 
 def move_factors(
@@ -165,17 +165,19 @@ def move_factors(
 
 
 def gather_factors(
-    world: World, plan: Mapping[KroneckerBlock, LayerPlan], ranks: Sequence[int]
+    world: World,
+    plan: Mapping[KroneckerBlock, LayerPlan],
+    to: Callable[[LayerPlan], Sequence[int]],
 ) -> dict[KroneckerBlock, dict[str, Tensor]]:
-    """Collect copies of the factors that other ranks keep, by layer and letter, on some ranks.
+    """Collect copies of the factors that other ranks keep, by layer and letter, on a layer's ranks.
 
     A factor that its keeper has lost is missing.
     """
     routes = {
-        (block, letter): (keeper, ranks)
+        (block, letter): (keeper, to(layer))
         for block, layer in plan.items()
         for letter in block.shape.letters
-        if (keeper := layer.keeper(letter)) is not None
+        if (keeper := layer.keeper(letter)) is not None and {*to(layer)} != {keeper}
     }
     found: dict[KroneckerBlock, dict[str, Tensor]] = {}
     for (block, _), parts in _deliver_factors(world, routes).items():
@@ -204,7 +206,7 @@ def _deliver_factors(
         my_heads: dict[Item, Parts] = {}
         mine: dict[Item, Parts] = {}
         for (block, which), (source, _) in chosen.items():
-            head_shapes[block, which] = (), (), (len(block.shape.letters), block.shape.groups), ()
+            head_shapes[block, which] = (), (), (block.shape.numbers, block.shape.groups), ()
             shapes[block, which] = (block.stored_shapes[which],)
             if source != world.rank:
                 continue

@@ -517,7 +517,7 @@ class KFAC(OfLayers):
         """Collect copies of the factors that other ranks keep; a collective."""
         if not self._closed and self.layers.follow():
             self._compile()
-        found = gather_factors(self.training.world, self.known, ranks)
+        found = gather_factors(self.training.world, self.known, lambda _: ranks)
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
 
     def close(self) -> None:
@@ -538,12 +538,12 @@ class KFAC(OfLayers):
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""
-        gather = gather and bool(self.kept_elsewhere)
-        if gather and self.layers.follow():
+        spread = bool(self.kept_elsewhere)
+        if spread and self.layers.follow():
             self._compile()
         damping, layers = float(self.solves.damping), self.layers
         return fitted_curvature(
-            self.training, self._options, layers, self.known, damping, dtype, gather
+            self.training, self._options, layers, self.known, damping, dtype, gather, spread
         )
 
     def metrics(self) -> dict[str, float]:

@@ -22,14 +22,14 @@ from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.model_curvature import KroneckerCurvature, LayerCurvature
+from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import condition_estimate
 from second_order.stages import ELSEWHERE
 
 __all__ = ["ACCOUNTS", "NAMES", "fitted_curvature", "metrics_of"]
 
 UNNAMED = "(not in the model)"
-KEPT_ELSEWHERE = "another process keeps its factors: call curvature(gather=True) on every process"
 
 ACCOUNTS = (
     *("statistics", "statistics_exchange", "solve", "solve_exchange", "wait", "average_gradients"),
@@ -108,51 +108,85 @@ def fitted_curvature(
     damping: float,
     dtype: torch.dtype,
     gather: bool,
+    spread: bool,
 ) -> KroneckerCurvature:
-    """Copy the running averages into an object of their own; raise if no layer has any."""
-    away = gather_factors(training.world, plan, range(training.world.size)) if gather else {}
+    """Copy the running averages into an object of their own; raise if no layer has any.
+
+    Copies are the owner's, or everybody's to ``gather``. Where factors are ``spread``, as some are
+    kept by other ranks alone, it is a collective.
+    """
+    world, names = training.world, training.names()
+    everybody = range(world.size)
+    away = gather_factors(world, plan, lambda e: everybody if gather else [_owner(e)])
+    averages = {block: _averages_of(block, away.get(block, {})) for block in layers.blocks}
+    reasons, known = {}, {}
+    for block, each in averages.items():
+        reasons[block.name] = _why_not(block, _params_of(block), each)
+        if not reasons[block.name]:
+            gamma = _damping_of(each, damping, options.relative_damping)
+            known[block.name] = float(each.examples), float(each.weight), gamma
+    owners: dict[str, int] = {}
+    if world.size > 1 and not gather:
+        owners = {block.name: _owner(plan.get(block)) for block in layers.blocks}
+        for rank, told in reversed([*enumerate(world.all_gather_object(known) if spread else ())]):
+            known |= told
+            owners |= dict.fromkeys(told, rank)
+    uncovered = _left_to_the_base(training, layers)
     found: dict[str, LayerCurvature] = {}
-    names = training.names()
-    ours = {id(p): names.get(id(p), UNNAMED) for p in members_of(training.groups)}
-    reasons = {row.name: row.reason for row in layers.left}
-    uncovered = {}
-    for name in ours.values():  # but those of layers, below
-        reason = reasons.get(name, reasons.get(name.rpartition(".")[0], "it is in no layer"))
-        uncovered[name] = f"{training.base_name} alone trains it ({reason})"
-    for block in layers.blocks:
-        params = _params_of(block)
-        shapes = {names.get(id(p), UNNAMED): p.shape for p in params}
-        averages = _averages_of(block, away.get(block, {}))
-        layer = plan.get(block)
-        here = layer is None or gather or all(layer.keeps(training.world.rank))
-        why = _why_not(block, params, averages) if here else KEPT_ELSEWHERE
-        if why:
-            uncovered |= dict.fromkeys(shapes, why)
+    for block, each in averages.items():
+        name, kept = block.name, {k: t for k, t in each.stored.items() if t is not None}
+        shapes = {names.get(id(p), UNNAMED): p.shape for p in _params_of(block)}
+        if name not in known:
+            uncovered |= dict.fromkeys(uncovered.keys() & shapes.keys(), reasons[name])
             continue
-        gamma = None if math.isnan(damping) else damping
-        if gamma is not None and options.relative_damping:
-            curvature = float(averages.mean_curvature())
-            gamma *= curvature if curvature > 0 else 1.0
-        uncovered = {name: reason for name, reason in uncovered.items() if name not in shapes}
-        found[block.name] = LayerCurvature(
-            name=block.name,
+        here = owners.get(name, world.rank) == world.rank
+        uncovered = {param: why for param, why in uncovered.items() if param not in shapes}
+        examples, updates, gamma = known[name]
+        found[name] = LayerCurvature(
+            name=name,
             modules=tuple(block.names),
             kind=type(block.modules[0]),
             shapes=shapes,
             shape=block.shape,
-            factors={letter: averages.matrix(letter, dtype) for letter in block.shape.letters},
-            examples=float(averages.examples),
-            updates=float(averages.weight),
+            stored={k: t.to(dtype, copy=True) for k, t in kept.items()} if here else {},
+            examples=examples,
+            updates=updates,
             damping=gamma,
         )
-    if not found and KEPT_ELSEWHERE not in uncovered.values():
+    if not found:
         raise SecondOrderError(
             f"{training.name} has no factors yet: curvature() is for after the first step, and "
             f"before close()"
         )
-    listed = list(ours.values())
-    uncovered = {name: why for name, why in uncovered.items() if name in listed}
-    return KroneckerCurvature(found, listed, uncovered)
+    listed = [names.get(id(p), UNNAMED) for p in members_of(training.groups)]
+    owners = {name: owners[name] for name in found if name in owners}
+    return KroneckerCurvature(found, listed, uncovered, owners=owners, world=world)
+
+
+def _owner(layer: LayerPlan | None) -> int:
+    """The rank that keeps A, or decomposes it if all do."""
+    if layer is None:  # it does not train
+        return 0
+    return layer.solver("A") if layer.keepers is None else layer.keepers[0]
+
+
+def _damping_of(averages: KroneckerFactors, damping: float, relative: bool) -> float | None:
+    """γ of the training for a layer; None if it is not known."""
+    if math.isnan(damping):
+        return None
+    curvature = float(averages.mean_curvature()) if relative else 1.0
+    return damping * (curvature if curvature > 0 else 1.0)
+
+
+def _left_to_the_base(training: Training, layers: Layers) -> dict[str, str]:
+    """Why a parameter is in no layer, by name, for all of them."""
+    names, uncovered = training.names(), {}
+    reasons = {row.name: row.reason for row in layers.left}
+    for p in members_of(training.groups):
+        name = names.get(id(p), UNNAMED)
+        reason = reasons.get(name, reasons.get(name.rpartition(".")[0], "it is in no layer"))
+        uncovered[name] = f"{training.base_name} alone trains it ({reason})"
+    return uncovered
 
 
 def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:

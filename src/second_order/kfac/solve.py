@@ -90,10 +90,10 @@ def stacked_means(
     """Layers that are alike, and their factors' mean eigenvalues, ``(factors, layers, groups)``."""
     alike: dict[object, list[KroneckerBlock]] = {}
     for block in blocks:
-        means = block.ensure_factors().means
+        means = block.ensure_factors().of_letters
         key = means.shape, means.dtype, means.device, block.shape.exact
         alike.setdefault(key, []).append(block)
-    return [(b, torch.stack([x.ensure_factors().means for x in b], 1)) for b in alike.values()]
+    return [(b, torch.stack([x.ensure_factors().of_letters for x in b], 1)) for b in alike.values()]
 
 
 @dataclass

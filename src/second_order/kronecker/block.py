@@ -180,17 +180,18 @@ class KroneckerBlock:
         """The name, in a module, of the parameter whose gradient is compared."""
         return self._kinds[module].weight
 
-    def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+    def product(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
         """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
         wide = torch.promote_types(d.dtype, torch.float32)
-        x = x.to(wide) if x.is_floating_point() else x
+        x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         return self._kinds[module].gradient(module, x, d.to(wide))
 
-    def look(self, module: nn.Module, x: Tensor, d: Tensor, fsdp: FSDPParams | None) -> None:
+    def look(self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None) -> None:
         """Compare a pair with the gradient that is about to arrive."""
         weight = params_in_pass(module, fsdp).get(self.looked_at(module))
         if weight is not None:
-            self.explanation.add(self.product(module, x, d), x, d, weight)
+            rows = x if isinstance(x, Tensor) else x.hidden
+            self.explanation.add(self.product(module, x, d), rows, d, weight)
 
     @property
     def explanation(self) -> Explanation:
@@ -270,7 +271,8 @@ class KroneckerBlock:
             factors.means.copy_(saved["mean_eigenvalues"])
         elif len(matrices) == len(shape.letters):
             means = [mean_eigenvalue(m, m.shape[-1]) for m in matrices.values()]
-            factors.means.copy_(torch.stack(means))
+            factors.means[: len(means)] = torch.stack(means)
+            factors.means[len(means) :] = 1.0
         for k in shape.letters:
             here = self.held[k == "G"] and k in matrices
             kept = factors.store(matrices[k]).to(self.weight.device, copy=True) if here else None

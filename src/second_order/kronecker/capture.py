@@ -38,6 +38,7 @@ from second_order.kronecker import autograd, hooks
 from second_order.kronecker.autograd import Assembly, input_of, is_attention, projections
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.experts import Routed, is_experts
 from second_order.kronecker.factors import Reduction
 from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
 from second_order.kronecker.layers import (
@@ -65,7 +66,7 @@ NOT_ACCUMULATED = (
     "gradients that torch.autograd.grad gives back end in no parameter's .grad and count for "
     "nothing, and backward() sends none through their outputs"
 )
-NOT_TENSORS = "it is not called with one tensor, or does not return one"
+NOT_TENSORS = "it is not called with one tensor, or does not return one, alone or first of all"
 CHANGED = "its input was changed in place after its forward"
 CHECKPOINTED = (
     "inside checkpoint(..., use_reentrant=False) the input of an attention's out_proj cannot be "
@@ -80,9 +81,9 @@ RUNS_EAGERLY = (
     "statistics; fisher='empirical' has them from the compiled graph"
 )
 COMPILED = (
-    "it is not called, or within torch.compile, which leaves nothing of an attention's products to "
-    "be seen: keep it out of the graph, "
-    "attention.forward = torch.compiler.disable(attention.forward), or name it in skip_layers"
+    "it is not called, or within torch.compile, which leaves nothing of an attention's or of fused "
+    "experts' products to be seen: keep it out of the graph, "
+    "module.forward = torch.compiler.disable(module.forward), or name it in skip_layers"
 )
 
 _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward"
@@ -155,7 +156,8 @@ class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
     ``consumer`` receives the pairs it wants, under ``no_grad`` and without autocast; ``timed``
-    makes a context manager that measures a hook; ``fsdp`` is what FSDP2 does with parameters.
+    makes a context manager that measures a hook; ``fsdp`` is what FSDP2 does with parameters;
+    ``accumulated``: passes count that accumulate into the layer's parameters, and no others.
 
     ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
     and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
@@ -172,8 +174,10 @@ class Capture:
         sampler: Sampler | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
+        accumulated: bool = True,
     ) -> None:
         self.gate, self.timed, self.fsdp = Gate(), timed, fsdp
+        self._accumulated = accumulated
         self._consumer, self._sampler = consumer, sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._observed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -201,7 +205,7 @@ class Capture:
         # The calls of an attention are those of its `out_proj`, too.
         attention = filter(is_attention, root.modules())
         within = {cast(nn.Module, module.out_proj): module for module in attention}
-        for layer in (*within, *within.values()):
+        for layer in (*within, *within.values(), *filter(is_experts, layers)):
             self.missed.setdefault(layer, COMPILED)
         called = dict.fromkeys(within.get(layer, layer) for layer in layers)
         kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]
@@ -256,19 +260,28 @@ class Capture:
         if not (wanted and torch.is_grad_enabled()):
             return
         x: Any = input_in(args, kwargs)
-        if not attention and not (isinstance(x, Tensor) and isinstance(output, Tensor)):
+        if is_experts(module):
+            x = Routed.of_call(args, kwargs)
+        if isinstance(output, tuple) and output:  # a router's logits, an attention's output
+            output = output[0]
+        if not attention and not (isinstance(x, (Tensor, Routed)) and isinstance(output, Tensor)):
             self.missed[module] = NOT_TENSORS
-        elif (output[0] if attention else output).requires_grad:
+        elif output.requires_grad:
             with self.timed():
                 if attention:
-                    self._observe_attention(module, args, kwargs, output[0], wanted)
+                    self._observe_attention(module, args, kwargs, output, wanted)
                     return
-                last, node = self._last_input, _node_of(output)
+                last, node, shape = self._last_input, _node_of(output), output.shape
+                if isinstance(x, Routed):
+                    self._remember(module, node, x, ALONE, shape=shape)
+                    return
+                rows, flat = x.shape[:-1], len(shape) == 2 < x.dim()
+                if flat and rows.numel() == len(output):  # a router's, of (batch, positions, in)
+                    shape = torch.Size((*rows, shape[-1]))
                 if last is None or last[1] != x._version or last[0]() is not x:
                     self._sources += 1
                     self._last_input = weakref.ref(x), x._version
-                used, shape = autograd.as_used(x), output.shape
-                self._remember(module, node, used, self._sources, shape=shape)
+                self._remember(module, node, autograd.as_used(x), self._sources, shape=shape)
 
     def _observe_attention(
         self,
@@ -296,7 +309,7 @@ class Capture:
             self._remember(owner, edge, x, self._sources, thirds=thirds, assembly=assembly)
 
     def _remember(
-        self, module: nn.Module, edge: GradientEdge, x: Tensor | None, source: int, **more: Any
+        self, module: nn.Module, edge: GradientEdge, x: Any, source: int, **more: Any
     ) -> None:
         """Wait for the gradient that comes to a node; no hook of the node may hold it."""
         sampled = self._sampler is not None
@@ -305,7 +318,8 @@ class Capture:
         read: Any = input_of
         if x is not None:
             # Detached, as x may be changed in place and have the node behind it.
-            read = x.detach().detach if sampled else autograd.keep(x)
+            keep = x.kept if isinstance(x, Routed) else partial(autograd.keep, x)
+            read = x.detach().detach if sampled else keep()
         call = _Call(module, read, source, *_repeated_in(), **more)
         if sampled:
             self._pending.append((call, edge))
@@ -316,7 +330,7 @@ class Capture:
 
     def take(self, call: _Call, gradient: Tensor) -> None:
         """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
-        if not autograd.reaches_parameters(call.module, self.fsdp):
+        if self._accumulated and not autograd.reaches_parameters(call.module, self.fsdp):
             self.missed[call.module] = NOT_ACCUMULATED
         elif self._sampler is not None:
             drawn, call.drawn = call.drawn, None
@@ -561,7 +575,7 @@ class StatisticsCollector:
             return place, self._statistics(block, module, x, d, (ALONE, ALONE))
 
     def _statistics(
-        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor, key: tuple[int, int]
+        self, block: KroneckerBlock, module: nn.Module, x: Any, d: Tensor, key: tuple[int, int]
     ) -> PairStatistics:
         approximation = self.approximation
         if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
@@ -575,7 +589,7 @@ class StatisticsCollector:
         wide = torch.promote_types(self.factor_dtype, torch.float32)
         packed = block.staged.triangular and d.device.type == "cpu"  # else all layers' at once
         form = Form(block.trains_bias, approximation, packed, known)
-        x = x.to(wide) if x.is_floating_point() else x
+        x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         pair = block.statistics(module, x, d.to(wide), form)
         if known is not None and pair.factors["A"] is known.factors["A"]:
             return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})

@@ -45,7 +45,7 @@ from second_order.kronecker.layers import (
     symmetric,
 )
 
-__all__ = ["extract_patches", "pad_input", "patch_second_moment", "sum_patches"]
+__all__ = ["CONV", "extract_patches", "pad_input", "patch_second_moment", "sum_patches"]
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 

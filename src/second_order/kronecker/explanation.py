@@ -33,6 +33,7 @@ TOLERANCE = 0.1
 
 VECTORS = 8  # columns of R
 MOST = 2**12  # rows of R for all weights with no more columns
+LONGEST = 2**18  # columns of a matrix that weights of more than two dimensions are seen as
 ROUNDING = 8 * torch.finfo(torch.float32).eps  # of sums; TF32's is wider
 TF32_ROUNDING = 2.0**-11
 
@@ -164,10 +165,13 @@ def _size(tensor: Tensor) -> Tensor:
 
 
 def _sketch(tensor: Tensor) -> Tensor:
-    """The product of a tensor, as a matrix of its first dimension's rows, with R; or a vector."""
+    """The product of a tensor, as a matrix of its first dimension's rows, with R; or a vector.
+
+    Of rows of many entries, as those of fused experts are, each is cut to the last dimension's.
+    """
     if tensor.dim() < 2:
         return tensor.clone()
-    matrix = tensor.flatten(1)
+    matrix = tensor.flatten(1) if tensor[0].numel() <= LONGEST else tensor.flatten(0, -2)
     rows = matrix.shape[1]
     most = max(MOST, 1 << (rows - 1).bit_length())
     return matrix @ _signs(most, matrix.dtype, matrix.device)[:rows]

@@ -49,7 +49,8 @@ class StatisticsSums:
 
     # By letter, the sum over examples of a factor, stored as the running average is.
     factors: dict[str, Tensor]
-    # The number of examples, then the sums of the mean eigenvalues of A's groups, G's, and L's.
+    # The number of examples, then the sums of the mean eigenvalues of A's groups, G's, and L's;
+    # then the examples of each group, if these have their own.
     head: Tensor
 
 
@@ -154,7 +155,8 @@ class StagedStatistics:
             n.view(1) if isinstance(n, Tensor) else like.new_full((1,), float(n))
             for n in (pair.rows, pair.examples)
         ]
-        record = torch.cat([*counts, *means]).to(self.dtype)
+        routed = [] if pair.routed is None else [pair.routed]
+        record = torch.cat([*counts, *means, *routed]).to(self.dtype)
         if not math.isfinite(record.sum()):  # nobody waits for an answer
             record.zero_()
             # Not in place: another layer may have been given the same A.
@@ -169,7 +171,7 @@ class StagedStatistics:
     def _blank(self) -> StatisticsSums:
         blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
         shapes = {k: self.shape.stored_shape(k, self.triangular) for k in self.shape.letters}
-        head = blank(1 + len(shapes) * self.shape.groups, dtype=self.dtype)
+        head = blank(1 + self.shape.numbers * self.shape.groups, dtype=self.dtype)
         return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, head)
 
 
@@ -235,7 +237,8 @@ def _alike(
 
     ``keys`` begin with a device.
     """
-    heads = [(*key, s.groups, len(s.letters)) for key, s in zip(keys, shapes, strict=True)]
+    sizes_of = ((s.groups, len(s.letters), s.numbers) for s in shapes)
+    heads = [(*key, *sizes) for key, sizes in zip(keys, sizes_of, strict=True)]
     for group in in_groups(heads):
         ours = [shapes[i] for i in group]
         sizes = [shape.elements for shape in ours]
@@ -353,8 +356,8 @@ def of_examples(
 
 
 def _rows(numbers: Tensor, like: Tensor) -> Tensor:
-    """One number for each slice of a stack, in its dimensions."""
-    return numbers.view(-1, *[1] * (like.dim() - 1))
+    """One number for each slice of a stack, or for each of its groups, in its dimensions."""
+    return numbers.reshape(*numbers.shape, *[1] * (like.dim() - numbers.dim()))
 
 
 class KroneckerFactors:
@@ -366,7 +369,7 @@ class KroneckerFactors:
         triangular: Whether only upper triangles are stored.
         weight: W of the top of this file, a scalar; 0 before the first statistic.
         means: ``(2, groups)``: the mean eigenvalues of A and of G, averaged as they are; ``(3, 1)``
-            with that of L.
+            with that of L; ``(3, groups)`` with each group's share of the examples, of experts.
         examples: Number of examples in an update, averaged as the factors are; 0 before the first.
         stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
@@ -384,7 +387,7 @@ class KroneckerFactors:
         self.dtype, self.triangular = dtype, triangular
         self.weight = torch.zeros((), dtype=wide, device=device)
         self.examples = torch.zeros((), dtype=wide, device=device)
-        self.means = torch.zeros(len(shape.letters), shape.groups, dtype=wide, device=device)
+        self.means = torch.zeros(shape.numbers, shape.groups, dtype=wide, device=device)
         self.stored: dict[str, Tensor | None] = dict.fromkeys(shape.letters)
         for k in shape.letters:
             if held[k == "G"]:
@@ -413,7 +416,12 @@ class KroneckerFactors:
 
     def mean_curvature(self) -> Tensor:
         """Mean eigenvalue of A ⊗ G, or A ⊗ L ⊗ G, over the groups; a scalar."""
-        return self.means.prod(0).mean()
+        return self.of_letters.prod(0).mean()
+
+    @property
+    def of_letters(self) -> Tensor:
+        """The mean eigenvalues of the factors alone, ``(2 or 3, groups)``."""
+        return self.means[: len(self.shape.letters)]
 
     def to_dense(self) -> Tensor:
         """G ⊗ A, ``(groups, out in, out in)``, which multiplies ``gradient.flatten(1)``."""
@@ -467,7 +475,7 @@ def _take_in(
     dropping = over.device.type != "cpu" or bool(over.any())
     if dropping:
         heads.masked_fill_(over.unsqueeze(1), 0.0)
-    examples, means = heads[:, 0], heads[:, 1:].unflatten(1, (len(shape.letters), -1))
+    examples, means = heads[:, 0], heads[:, 1:].unflatten(1, (shape.numbers, -1))
     unit_trace = None
     if shape.marginal:
         # Both factors of gradients have the trace of the curvature, which their product is to have
@@ -484,7 +492,13 @@ def _take_in(
     own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
     examples = examples.clamp_min(1.0)
     average = own_stack(owned, "means")
-    average.lerp_((means / _rows(examples, means)).to(average.dtype), _rows(step, average))
+    news, steps = (means / _rows(examples, means)).to(average.dtype), _rows(step, average)
+    if shape.routed:
+        own, step_a = _own_means(average[:, -1], news[:, -1], step.unsqueeze(1))
+        news[:, 0].mul_(own)
+        steps = steps.repeat(1, *news.shape[1:])
+        steps[:, 0] = step_a
+    average.lerp_(news, steps)
     for alike in slices:
         for letter in shape.letters:
             if averages[alike.start].stored[letter] is None:
@@ -498,8 +512,23 @@ def _take_in(
             # The number of examples is not rounded to the factors' dtype.
             number, narrow = _rows(examples[alike], total), total.dtype != examples.dtype
             mean = total.to(examples.dtype) / number if narrow else total.div_(number)
-            average.lerp_(mean.to(average.dtype), _rows(step[alike].to(average.dtype), average))
+            steps = step
+            if shape.routed and letter == "A":
+                mean, steps = mean * _rows(own[alike].to(mean.dtype), mean), step_a
+            average.lerp_(mean.to(average.dtype), _rows(steps[alike].to(average.dtype), average))
     return over if dropping else None
+
+
+def _own_means(shares: Tensor, news: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    """What makes an expert's A a mean over its own examples, and the step that it then takes.
+
+    Of ``(layers, groups)``: its share of all examples so far, and of this step's. An average of
+    sums, over that of shares, moves by the step times the new share over the share thereafter.
+    """
+    after = torch.lerp(shares, news, step)
+    seen = news > 0
+    own = torch.where(seen, 1.0 / news.where(seen, 1.0), 0.0)
+    return own, torch.where(seen, step * news / after.where(seen, 1.0), 0.0)
 
 
 @lru_cache(maxsize=256)

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LIKELIHOODS", "LabelSampler", "Likelihood", "sampled_loss"]
+__all__ = ["LIKELIHOODS", "LabelSampler", "Likelihood", "logits_of", "sampled_loss"]
 
 Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
 
@@ -61,6 +61,14 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
     """
     if callable(likelihood):
         return likelihood(output)
+    logits = logits_of(output)
+    # Half precision logits make poor distributions, and float32 costs nothing here.
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return LIKELIHOODS[likelihood](logits, torch.Generator(logits.device).manual_seed(seed))
+
+
+def logits_of(output: Any) -> Tensor:
+    """The tensor of logits in a model's output; raise TypeError if there is none."""
     kind = type(output).__name__
     if isinstance(output, Mapping):
         output = output.get("logits")
@@ -70,13 +78,11 @@ def sampled_loss(output: Any, likelihood: Likelihood, seed: int) -> Tensor:
         output = output[0]
     if not isinstance(output, Tensor):
         raise TypeError(
-            f"fisher='sampled' found no tensor of logits in the model's output of type {kind}; "
+            f"labels cannot be drawn: no tensor of logits is in the model's output of type {kind}; "
             f"pass likelihood= a callable that takes the output, draws labels from it and returns "
             f"their summed negative log-likelihood"
         )
-    # Half precision logits make poor distributions, and float32 costs nothing here.
-    output = output.to(torch.promote_types(output.dtype, torch.float32))
-    return LIKELIHOODS[likelihood](output, torch.Generator(output.device).manual_seed(seed))
+    return output
 
 
 class LabelSampler:

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
 from second_order.kronecker.autograd import as_used, is_attention, skip_code, transformed
+from second_order.kronecker.experts import is_experts
 
 __all__ = ["LayerHook", "RootHook", "RootPreHook", "Watch", "hook_of", "release"]
 
@@ -101,7 +102,7 @@ class LayerHook(WatchHook):
         if torch.compiler.is_exporting():
             return None
         if torch.compiler.is_dynamo_compiling():
-            if not is_attention(module):
+            if not (is_attention(module) or is_experts(module)):
                 return _traced(self.watches, module, input_in(args, kwargs), output)
             if "forward" in vars(module):  # else its products cannot be seen
                 _outside(self, module, args, kwargs, output)

@@ -46,6 +46,7 @@ from second_order.kronecker.layers import (
     reduced,
     rows_of_embedding,
 )
+from second_order.kronecker.standardised import STANDARDISED, is_standardised
 
 __all__ = ["found_kind", "register_layer", "ties_of"]
 
@@ -53,6 +54,9 @@ TIED_EMBEDDING, TIED_OUTPUT = "tied embedding", "tied output"
 TRANSPOSED = "transposed linear"
 TRANSPOSED_CLASSES = ("transformers.pytorch_utils.Conv1D",)
 """Classes of Linears whose weight is (in, out), by their full names."""
+
+ROUTER_SIZES = ("num_experts", "hidden_dim")
+"""What transformers' routers of fused experts call the sizes of their weight."""
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -156,7 +160,7 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
 
     A module of a class that is not known, whose weight is a matrix of its ``in_features`` and
     ``out_features``, is taken for a Linear until its first statistics, which show whether it is
-    one: see :mod:`second_order.kronecker.explanation`.
+    one: see :mod:`second_order.kronecker.explanation`. So is a router of experts.
     """
     key, kind = key_of(module), type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
@@ -164,7 +168,9 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     forward = type(module).forward
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-    if isinstance(key, type) and (forward is key.forward or scaled):
+    standardised = key is nn.Conv2d and is_standardised(module)
+    if standardised or (isinstance(key, type) and (forward is key.forward or scaled)):
+        key = STANDARDISED if standardised else cast(Key, key)
         weight = module._parameters.get(KINDS[key].weight)
         if isinstance(weight, nn.parameter.UninitializedParameter):
             reason = "run one forward before making the optimizer"
@@ -192,6 +198,8 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
         sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
         if any(name in TRANSPOSED_CLASSES for name in names):
             return TRANSPOSED, None
+        if list(weight.shape) == [getattr(module, name, None) for name in ROUTER_SIZES]:
+            return "linear", None
         if list(weight.shape) in (sizes, sizes[::-1]):
             return ("linear" if list(weight.shape) == sizes else TRANSPOSED), None
     if isinstance(key, type):

@@ -60,10 +60,12 @@ class FactorShape:
     exact: bool = False  # G is the whole curvature, and A is 1
     transposed: bool = False  # the weight is (groups in, out)
     marginal: bool = False  # G is of gradients' rows and A of their columns; A has the trace 1
+    routed: bool = False  # each group has examples of its own, over which A is a mean
     letters: str = field(init=False, repr=False, compare=False)  # names of the factors
     dims: dict[str, int] = field(init=False, repr=False, compare=False)  # their sizes n
     diagonals: str = field(init=False, repr=False, compare=False)  # those kept as diagonals
     elements: int = field(init=False, repr=False, compare=False)  # n² of a group, added up
+    numbers: int = field(init=False, repr=False, compare=False)  # of a group, in a record
     gradient_size: tuple[int, int, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +76,7 @@ class FactorShape:
             dims=dims,
             diagonals="A" if self.diagonal_a else "",
             elements=sum(n**2 for n in dims.values()),
+            numbers=len(dims) + self.routed,
             gradient_size=(self.groups, self.out_dim, self.in_dim),
         )
 
@@ -147,6 +150,7 @@ class PairStatistics:
     examples: int | Tensor  # on a device a scalar tensor, which the host does not read
     rows: int  # those without a gradient included
     live: LiveRows | None = None  # the rows that A is a sum over, if another layer may use it
+    routed: Tensor | None = None  # examples of each group, if these have their own, (groups,)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from second_order.kronecker.autograd import is_attention
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_of
+from second_order.kronecker.experts import EXPERTS, is_experts
 from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
 from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape, Key
+from second_order.kronecker.standardised import is_standardised
 from second_order.patterns import first_match
 from second_order.sharded import plain_type
 
@@ -153,6 +155,7 @@ class _Search:
         # By weight, the modules that have it; nothing in the place of exact blocks.
         self.sharing: dict[int, list[tuple[str, nn.Module]]] = {}
         self.exact: dict[int, ExactBlock] = {}  # by what they come after
+        self.experts: dict[int, KroneckerBlock] = {}  # by their weight
         self.in_exact: set[int] = set()
         self.rows: list[tuple[LeftToBase, list[int]]] = []  # and the parameters that each may have
         self.left: set[nn.Module] = set()
@@ -191,9 +194,30 @@ class _Search:
         self.in_exact.update(map(id, params))
         return True
 
+    def add_experts(self, name: str, module: nn.Module) -> None:
+        """Add the blocks of fused experts, one for each of their weights."""
+        own = module._parameters
+        for letter in (each for each in EXPERTS if own.get(each) is not None):
+            key, weight = EXPERTS[letter], cast(nn.Parameter, own[letter])
+            full, kind, bias = f"{name}.{letter}".lstrip("."), KINDS[key], own.get(f"{letter}_bias")
+            reason = self.rules.too_large(kind.shape(module, bias is not None))
+            if reason is not None:
+                alone = [p for p in (weight, bias) if p is not None]
+                self.leave(full, module, reason, alone=alone, kind=LONE, unexpected=True)
+            elif id(weight) in self.owned:
+                block = self.known.get(id(weight))
+                bias = bias if id(bias) in self.owned else None
+                if block is None or block.keys != [key] or block.bias is not bias:
+                    block = KroneckerBlock([full], [module], bias, *self.stored, [key])
+                self.experts[id(weight)] = block
+                self.sharing.setdefault(id(weight), [])
+
     def sort(self, name: str, module: nn.Module, pattern: str | None, fed_by: int | None) -> None:
         """Find out what a module is: a layer, the place of an exact block, or the base's."""
         own, rules = dict(module.named_parameters(recurse=False)), self.rules
+        if is_experts(module) and not pattern:
+            self.add_experts(name, module)
+            return
         key, weight, bar = self.keys[module], own.get("weight"), ""
         if pattern:
             bar = f"skip_layers: {pattern!r}"
@@ -232,12 +256,14 @@ class _Search:
             self.leave(name, module, reason, unexpected=unexpected)
         if weight is not None and id(weight) in self.owned:
             self.sharing.setdefault(id(weight), []).append((name, module))
+        if is_standardised(module) and reason is None and own.get("gain") is not None:
+            self.leave(f"{name}.gain", module, "a lone gain", alone=[own["gain"]], kind=LONE)
 
     def blocks_of(self, key: int) -> list[KroneckerBlock]:
         """The blocks in the place of a weight: its own, and those of biases that are apart."""
         members = self.sharing[key]
         if not members:
-            return [self.exact[key]]
+            return [self.experts[key] if key in self.experts else self.exact[key]]
         if key in self.exact:  # an exact block would not see what the other module does with it
             norm = self.exact[key]
             self.in_exact.difference_update(map(id, norm.owned))
@@ -264,7 +290,8 @@ class _Search:
         frozen = bias is not None and bias.requires_grad and not thawed
         apart = "doubly factored" if locations else ""
         if not own.with_bias:
-            apart = "tied to an embedding" if tied else "multiplied at other positions"
+            apart = "standardised" if is_standardised(first) else "multiplied at other positions"
+            apart = "tied to an embedding" if tied else apart
         blocks: list[KroneckerBlock] = []
         if apart or (frozen and not is_attention(first)):
             count = len(members) if tied else 1

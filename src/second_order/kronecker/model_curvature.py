@@ -1,185 +1,77 @@
 """The curvature of a trained model: a block for each layer, zero between the layers.
 
-    F = A ⊗ G,   or A ⊗ L ⊗ G,   or a block for each group of a convolution
-    A = Q_A diag(a) Q_Aᵀ,  G = Q_G diag(g) Q_Gᵀ   =>   f(F) V = Q_G [ f(g aᵀ) ∘ (Q_Gᵀ V Q_A) ] Q_Aᵀ
-
-V is a vector of a layer's parameters as a matrix (groups, out, in), in which a bias is the last
-column. Vectors of a model are dictionaries by parameter name, or lists like the optimizer's
-parameters.
+Vectors of a model are dictionaries by parameter name, or lists like the optimizer's parameters; a
+layer's are matrices, as :mod:`second_order.kronecker.layer_curvature` has them. Of layers that
+other processes keep, results are sent and not factors.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
-from typing import TypeAlias, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from second_order.kronecker.bank import as_matrices, of_parameters
-from second_order.kronecker.decompositions import diagonal
-from second_order.kronecker.layers import (
-    FactorShape,
-    Layout,
-    layout_of,
+from second_order.errors import SecondOrderError
+from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.saved_curvature import (
+    read_index,
+    read_layer,
+    remove_index,
+    write_index,
+    write_layer,
 )
+from second_order.sharded import is_dtensor
 
-__all__ = ["KroneckerCurvature", "LayerCurvature", "Vector"]
+__all__ = ["KroneckerCurvature", "Vector"]
 
 Vector: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor | None]
 V = TypeVar("V", Mapping[str, Tensor], Sequence[Tensor | None])
 Damping: TypeAlias = float | Mapping[str, float] | None
 
 
-@dataclass(frozen=True, eq=False)
-class LayerCurvature:
-    """A layer's factors, and what they are a curvature of.
+class Processes(Protocol):
+    """The processes that keep layers: :class:`~second_order.distributed.world.World`."""
 
-    Attributes:
-        name: The layer's name, as in ``summary()``.
-        modules: Names of the modules that share the weight, one for most layers.
-        kind: The class of the first of them.
-        shapes: Shapes of the layer's parameters, by name; the weight first.
-        shape: Sizes of the factors.
-        factors: By letter, "A" of inputs ``(groups, in, in)``, or ``(groups, in)`` if it is
-            diagonal, and "G" of the outputs' gradients ``(groups, out, out)``; "L" of locations
-            for a doubly factored layer. The layer of a bias or of a normalisation has A = 1 and is
-            all in G.
-        examples: Mean number of examples in an update of the running averages.
-        updates: Number of updates that the averages are of, as far as they remember: W, the sum of
-            the weights of all updates, the last one's being 1.
-        damping: γ of the training for these factors; None if it is not known.
-    """
+    rank: int
+    size: int
 
-    name: str
-    modules: tuple[str, ...]
-    kind: type[nn.Module]
-    shapes: Mapping[str, torch.Size]
-    shape: FactorShape
-    factors: Mapping[str, Tensor]
-    examples: float
-    updates: float
-    damping: float | None = None
+    def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Give every rank the value that each tensor has on its owner, in place."""
 
-    @property
-    def A(self) -> Tensor:  # noqa: N802
-        """E[a aᵀ] of the layer's inputs, a 1 for the bias appended."""
-        return self.factors["A"]
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank."""
 
-    @property
-    def G(self) -> Tensor:  # noqa: N802
-        """E[d dᵀ] of the gradients of the layer's outputs."""
-        return self.factors["G"]
-
-    @cached_property
-    def eigen(self) -> dict[str, tuple[Tensor, Tensor | None]]:
-        """By letter, eigenvalues ``(groups, n)`` and eigenvectors; None where it is diagonal."""
-        found: dict[str, tuple[Tensor, Tensor | None]] = {}
-        for letter, factor in self.factors.items():
-            values, vectors = (factor, None) if factor.dim() == 2 else torch.linalg.eigh(factor)
-            found[letter] = values.clamp_min(0), vectors
-        return found
-
-    @cached_property
-    def values(self) -> Tensor:
-        """The eigenvalues of F, ``(groups, out, in)``."""
-        a, g = self.eigen["A"][0], self.eigen["G"][0]
-        if "L" in self.eigen:
-            a = (a.unsqueeze(-1) * self.eigen["L"][0].unsqueeze(-2)).flatten(-2)
-        return g.unsqueeze(-1) * a.unsqueeze(-2)
-
-    def to_matrix(self, vector: Mapping[str, Tensor]) -> Tensor:
-        """A vector as a matrix ``(groups, out, in)``; parameters that it lacks are zeros."""
-        like = self.factors["G"]
-        parts = [
-            vector[name].to(like) if name in vector else torch.zeros(size).to(like)
-            for name, size in self.shapes.items()
-        ]
-        return as_matrices(parts, self._layout)
-
-    def to_vector(self, matrix: Tensor) -> dict[str, Tensor]:
-        """A matrix ``(groups, out, in)`` as a vector by the parameters' names."""
-        parts = zip(self.shapes.items(), of_parameters(matrix, self._layout), strict=True)
-        copy = partial(torch.clone, memory_format=torch.contiguous_format)
-        return {name: copy(part.reshape(size)) for (name, size), part in parts}
-
-    @property
-    def _layout(self) -> Layout:
-        return layout_of(self.shape, map(math.prod, self.shapes.values()))
-
-    def apply(self, matrix: Tensor) -> Tensor:
-        """F V for ``(groups, out, in)``."""
-        return _product(matrix, self.factors)
-
-    def function(self, matrix: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """f(F) V for ``(groups, out, in)``, f of the eigenvalues, element by element."""
-        vectors = {k: q for k, (_, q) in self.eigen.items() if q is not None}
-        rotated = _product(matrix, {k: q.mT for k, q in vectors.items()})
-        return _product(rotated * f(self.values), vectors)
-
-    def solve(self, matrix: Tensor, damping: float) -> Tensor:
-        """(F + γ)⁻¹ V for ``(groups, out, in)``."""
-        return self.function(matrix, lambda values: 1.0 / (values + damping))
-
-    def trace(self) -> float:
-        """Tr F, of the factors' traces."""
-        diagonals = [diagonal(factor).sum(-1) for factor in self.factors.values()]
-        return float(torch.stack(diagonals).prod(0).sum())
-
-    def logdet(self, damping: float) -> float:
-        """Log det (F + γ)."""
-        return float((self.values + damping).log().sum())
-
-    def sample(self, damping: float, generator: torch.Generator | None = None) -> Tensor:
-        """A sample of N(0, (F + γ)⁻¹) as a matrix ``(groups, out, in)``."""
-        like = self.values
-        normal = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
-        vectors = {k: q for k, (_, q) in self.eigen.items() if q is not None}
-        return _product(normal * (like + damping).rsqrt(), vectors)
-
-    def to_dense(self) -> Tensor:
-        """F ``(n, n)`` of the parameters flattened one after the other; for small layers."""
-        counts = [math.prod(size) for size in self.shapes.values()]
-        like, columns = self.factors["G"], []
-        for unit in torch.eye(sum(counts), dtype=like.dtype, device=like.device):
-            sizes = zip(self.shapes.items(), unit.split(counts), strict=True)
-            vector = {name: piece.view(size) for (name, size), piece in sizes}
-            product = self.to_vector(self.apply(self.to_matrix(vector)))
-            columns.append(torch.cat([part.reshape(-1) for part in product.values()]))
-        return torch.stack(columns, 1)
-
-
-def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:
-    """G V Aᵀ, or G V (A ⊗ L)ᵀ, for ``(groups, out, in)``; one that is missing counts as 1."""
-    a, g, locations = by.get("A"), by.get("G"), by.get("L")
-    if a is not None and locations is not None:
-        maps = matrix.reshape(-1, a.shape[-1], locations.shape[-1])
-        matrix = (a[0] @ maps @ locations[0].mT).view(matrix.shape)
-    elif a is not None:
-        matrix = matrix @ a.mT if a.dim() == 3 else matrix * a.unsqueeze(-2)
-    return matrix if g is None else g @ matrix
+    def on_cpu(self) -> Processes:
+        """These ranks for tensors on the CPU."""
 
 
 class KroneckerCurvature(Mapping[str, LayerCurvature]):
-    """F, the Fisher information of a model by layers, as the training has averaged it.
+    """F, the Fisher information of a model by layers.
 
     F is the *mean* over examples of g gᵀ, g the gradient of one example's loss (of a term of the
     mean, so of a token or a row where the loss is a mean over those): for a data set of N examples,
-    N F is the Fisher information of all of them. With ``fisher="empirical"`` the labels are the
-    data's, with ``"sampled"`` the model's own, and F is then the Gauss-Newton matrix of the usual
-    losses. Weights move while averages are taken: an F of the last weights needs some more steps
-    with lr=0, or a short memory.
+    N F is the Fisher information of all of them. With the data's labels it is the empirical one;
+    with labels drawn from the model F is the Gauss-Newton matrix of the usual losses. Weights move
+    while a training takes averages: its F of the last weights needs some more steps with lr=0, or a
+    short memory.
 
-    A layer is found by its name, ``curvature["0"]``; the factors are copies, in float64 unless
-    another dtype was asked for.
+    A layer is found by its name, ``curvature["0"]``. Where processes have shared the layers out,
+    everything but :attr:`here`, names and lengths is a collective: every process asks alike, with
+    the same vectors, and each gets the whole answer. ``curvature[name]`` then fetches the layer's
+    factors, which are kept by nobody but the owner; :meth:`gather` keeps all.
 
     Args:
-        layers: The layers' curvature, by name.
+        layers: The layers' curvature, by name, in an order that all processes share. One that
+            another process keeps has nothing in ``stored``.
         names: Names of the optimizer's parameters, in their order.
         uncovered: Why a parameter has no curvature here, by its name.
+        owners: The rank that keeps a layer, by name; one that is not named is on every rank.
+        world: The processes that the ranks are of; needed with ``owners``.
+        report: What has been measured, as a text or an object whose ``str`` is one.
     """
 
     def __init__(
@@ -187,13 +79,28 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layers: Mapping[str, LayerCurvature],
         names: Sequence[str],
         uncovered: Mapping[str, str],
+        *,
+        owners: Mapping[str, int] | None = None,
+        world: Processes | None = None,
+        report: Any = None,
     ) -> None:
+        if owners and world is None:
+            raise ValueError("owners= are ranks of processes; give world=, the World they are of")
         self._layers, self.names = dict(layers), list(names)
-        self.uncovered = dict(uncovered)
+        self.uncovered, self.report = dict(uncovered), report
+        alone = world is None or world.size == 1
+        self.owners, self._world = {} if alone else dict(owners or {}), world
         self._sizes = {n: size for each in layers.values() for n, size in each.shapes.items()}
 
     def __getitem__(self, name: str) -> LayerCurvature:
-        return self._layers[name]
+        layer = self._layers[name]
+        if name not in self.owners:
+            return layer
+        tensors = self._everywhere([name], LayerCurvature.tensors)[name]
+        return layer if layer.stored else layer.with_tensors(tensors)
+
+    def __contains__(self, name: object) -> bool:  # Mapping's own would fetch the layer
+        return name in self._layers
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layers)
@@ -202,38 +109,92 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return len(self._layers)
 
     def __repr__(self) -> str:
-        said = f", {len(self.uncovered)} without" if self.uncovered else ""
+        elsewhere = len(self) - len(self.here)
+        said = f", {elsewhere} of them elsewhere" if elsewhere else ""
+        said += f", {len(self.uncovered)} without" if self.uncovered else ""
         count = sum(map(math.prod, self._sizes.values()))
         return f"KroneckerCurvature({len(self)} layers, {count:,} parameters{said})"
+
+    @property
+    def here(self) -> dict[str, LayerCurvature]:
+        """By name, the layers whose factors this process keeps."""
+        return {name: layer for name, layer in self._layers.items() if layer.stored}
+
+    def gather(self, to: int | None = None) -> KroneckerCurvature:
+        """The curvature with all factors on every process, or on the rank ``to``; a collective.
+
+        On the other ranks there are then no layers, and :attr:`uncovered` says so.
+        """
+        rank, size = (0, 1) if self._world is None else (self._world.rank, self._world.size)
+        if to is not None and to not in range(size):
+            raise ValueError(
+                f"to={to} is no rank of {size} processes; give 0 to {size - 1}, or None for all"
+            )
+        if not self.owners:
+            return self
+        wanted, layers = to in (None, rank), {}
+        for name in self:
+            layer = self[name]
+            if wanted:
+                layers[name] = layer
+        away = {} if wanted else dict.fromkeys(self._sizes, f"it has been gathered on rank {to}")
+        return KroneckerCurvature(layers, self.names, self.uncovered | away, report=self.report)
+
+    # --------------------------------------------------------------------------------- functions
 
     def apply(self, vector: V) -> V:
         """F v, as a dictionary or a list, whichever v is.
 
+        Results are on the device of the vector, in the dtype of the factors.
+
         Args:
             vector: By parameter name; names that are left out count as zero, and the result has all
                 parameters of the layers that are named. Or a list with an entry for each of
-                :attr:`names`, None for those without curvature.
+                :attr:`names`, None for those without curvature. Of FSDP2's shards, given by every
+                process, the result is whole.
 
         Raises:
             ValueError: For a parameter without curvature, or another shape than the parameter's.
         """
         return self._mapped(vector, lambda layer, matrix: layer.apply(matrix))
 
-    def solve(self, vector: V, damping: Damping = None) -> V:
+    def solve(self, vector: V, damping: Damping = None, *, relative: bool = False) -> V:
         """(F + γ)⁻¹ v.
 
         Args:
             vector: As for :meth:`apply`.
             damping: γ > 0, a number, or one for each layer by name; None for the training's own.
+            relative: Whether γ is ``damping`` times the mean eigenvalue of the layer.
 
         Raises:
             ValueError: As for :meth:`apply`, and for a γ that is not positive or not known.
         """
-        gamma = self._dampings(damping)
-        return self._mapped(vector, lambda layer, matrix: layer.solve(matrix, gamma[layer.name]))
+        gamma = self._dampings(damping, relative)
+        return self._mapped(
+            vector, lambda layer, matrix: layer.solve(matrix, gamma[layer.name], relative=relative)
+        )
+
+    def sqrt(self, vector: V) -> V:
+        """F^(1/2) v; ``vector`` as for :meth:`apply`."""
+        return self.function(vector, torch.sqrt)
+
+    def function(self, vector: V, f: Callable[[Tensor], Tensor]) -> V:
+        """f(F) v, f of the eigenvalues, element by element.
+
+            whitened = curvature.function(v, lambda values: (values + gamma).rsqrt())
+
+        Args:
+            vector: As for :meth:`apply`.
+            f: Gives a tensor of the shape of its argument, a layer's ``(groups, out, in)``.
+        """
+        return self._mapped(vector, lambda layer, matrix: layer.function(matrix, f))
 
     def sample(
-        self, damping: Damping = None, generator: torch.Generator | None = None
+        self,
+        damping: Damping = None,
+        generator: torch.Generator | None = None,
+        *,
+        relative: bool = False,
     ) -> dict[str, Tensor]:
         """A sample of N(0, (F + γ)⁻¹), by parameter name.
 
@@ -242,30 +203,177 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         Args:
             damping: γ, as for :meth:`solve`.
-            generator: Where random numbers come from; on the factors' device.
+            generator: Where random numbers come from; on the factors' device. That of a layer's
+                owner draws for it.
+            relative: As for :meth:`solve`.
         """
-        gamma, found = self._dampings(damping), {}
-        for name, layer in self.items():
-            found.update(layer.to_vector(layer.sample(gamma[name], generator)))
-        return found
+        gamma = self._dampings(damping, relative)
+        return self._vector(
+            lambda layer: layer.sample(gamma[layer.name], generator, relative=relative)
+        )
+
+    def diagonal(self) -> dict[str, Tensor]:
+        """The diagonal of F, by parameter name."""
+        return self._vector(LayerCurvature.diagonal)
+
+    def eigenvalues(self) -> Tensor:
+        """All eigenvalues of F, the largest first: as many as there are parameters."""
+        found = self._everywhere(self, lambda layer: {"": layer.values.flatten()}).values()
+        return torch.cat([each[""] for each in found]).sort(descending=True).values
 
     def trace(self) -> float:
         """Tr F."""
-        return sum(layer.trace() for layer in self.values())
+        return self._sum(LayerCurvature.trace)
 
-    def logdet(self, damping: Damping = None) -> float:
+    def logdet(self, damping: Damping = None, *, relative: bool = False) -> float:
         """Log det (F + γ), γ as for :meth:`solve`."""
-        gamma = self._dampings(damping)
-        return sum(layer.logdet(gamma[name]) for name, layer in self.items())
+        gamma = self._dampings(damping, relative)
+        return self._sum(lambda layer: layer.logdet(gamma[layer.name], relative=relative))
+
+    # ------------------------------------------------------------------------------------- files
+
+    def save(self, folder: str | Path) -> None:
+        """Write a file for each layer, and ``curvature.json`` once all of them are there.
+
+        ``<layer>.safetensors`` has the factors as whole matrices ``(groups, n, n)`` under their
+        letters, or ``(groups, n)`` of a diagonal A; corrected eigenvalues as "corrected", with
+        the eigenvectors that they belong to as "A_eigenvectors" and so on. Characters of a name
+        that are no letters, digits or ``.-_`` are written as in a URL. Each owner writes its own
+        layers, into a folder that all processes see; of a curvature without owners one process
+        alone is to call this.
+        """
+        folder, world = Path(folder), self._world if self.owners else None
+        rank = 0 if world is None else world.rank
+
+        def begin() -> None:
+            if rank == 0:
+                folder.mkdir(parents=True, exist_ok=True)
+                remove_index(folder)
+
+        def write() -> None:
+            for name, layer in self._layers.items():
+                if self.owners.get(name, 0) == rank:
+                    write_layer(folder, layer)
+
+        def end() -> None:
+            if rank == 0:
+                write_index(folder, self._layers, self.names, self.uncovered, self.report)
+
+        for each in (begin, write, end):
+            self._agreed(each)
+
+    @classmethod
+    def load(
+        cls, folder: str | Path, device: torch.device | str | None = None
+    ) -> KroneckerCurvature:
+        """Read what :meth:`save` has written, all layers, by whatever number of processes.
+
+        Args:
+            folder: The folder.
+            device: Device of the factors. None: the CPU, where a factor is read from its file
+                when it is used, so that files are not to be changed meanwhile.
+
+        Raises:
+            CheckpointError: If the folder has no index, or a file is cut short or spoilt.
+        """
+        index = read_index(Path(folder))
+        layers = {each.name: read_layer(Path(folder), each, device) for each in index.layers}
+        return cls(layers, index.names, index.uncovered, report=index.report)
+
+    # ------------------------------------------------------------------------------------ layers
 
     def _mapped(self, vector: V, f: Callable[[LayerCurvature, Tensor], Tensor]) -> V:
-        named = self._named(vector)
-        found: dict[str, Tensor] = {}
-        for layer in self.values():
-            if any(name in named for name in layer.shapes):
-                found.update(layer.to_vector(f(layer, layer.to_matrix(named))))
-        result: Vector = found if named is vector else [found.get(name) for name in self.names]
-        return cast(V, result)
+        named = {
+            name: cast(Any, part).full_tensor() if is_dtensor(part) else part
+            for name, part in self._named(vector).items()
+        }
+        device = next((part.device for part in named.values()), None)
+
+        def result(layer: LayerCurvature) -> dict[str, Tensor]:
+            parts = layer.to_vector(f(layer, layer.to_matrix(named)))
+            return {name: part.to(device) for name, part in parts.items()}
+
+        chosen = [
+            k for k, layer in self._layers.items() if not layer.shapes.keys().isdisjoint(named)
+        ]
+        found = _joined(self._everywhere(chosen, result))
+        if isinstance(vector, Mapping):
+            return cast(V, found)
+        return cast(V, [found.get(name) for name in self.names])
+
+    def _vector(self, f: Callable[[LayerCurvature], Tensor]) -> dict[str, Tensor]:
+        """The matrices of all layers as a vector."""
+        return _joined(self._everywhere(self, lambda layer: layer.to_vector(f(layer))))
+
+    def _sum(self, f: Callable[[LayerCurvature], float]) -> float:
+        def number(layer: LayerCurvature) -> dict[str, Tensor]:
+            return {"": torch.tensor(f(layer), dtype=torch.float64, device="cpu")}
+
+        return sum(float(each[""]) for each in self._everywhere(self, number).values())
+
+    def _everywhere(
+        self,
+        names: Iterable[str],
+        compute: Callable[[LayerCurvature], Mapping[str, Tensor]],
+    ) -> dict[str, Mapping[str, Tensor]]:
+        """Compute tensors of layers where these are; all processes get them, by layer and key."""
+        names, rank = list(names), 0 if self._world is None else self._world.rank
+        found: dict[str, Mapping[str, Tensor]] = {}
+
+        def mine() -> dict[tuple[str, str], Tensor]:
+            for name in names:
+                if self.owners.get(name, rank) == rank:
+                    found[name] = compute(self._layers[name])
+            owned = [name for name in found if name in self.owners]
+            return {(name, key): t for name in owned for key, t in found[name].items()}
+
+        if self.owners.keys().isdisjoint(names):
+            mine()
+            return found
+        assert self._world is not None
+        arrived: dict[str, dict[str, Tensor]] = {}
+        for (name, key), tensor in self._spread(mine).items():
+            arrived.setdefault(name, {})[key] = tensor
+        return {name: arrived.get(name, found.get(name, {})) for name in names}
+
+    def _spread(
+        self, compute: Callable[[], dict[tuple[str, str], Tensor]]
+    ) -> dict[tuple[str, str], Tensor]:
+        """Send what each process computes to all."""
+        world, mine = cast(Processes, self._world), {}
+
+        def told() -> dict[tuple[str, str], Any]:
+            mine.update(compute())
+            return {k: (tuple(t.shape), t.dtype, t.device.type) for k, t in mine.items()}
+
+        tensors, owners = {}, {}
+        for rank, said in enumerate(self._agreed(told)):
+            for key, (shape, dtype, device) in said.items():
+                owners[key] = rank
+                here = rank == world.rank
+                tensors[key] = mine[key] if here else torch.empty(shape, dtype=dtype, device=device)
+        for kind in sorted({tensor.device.type for tensor in tensors.values()}):
+            over = world.on_cpu() if kind == "cpu" else world
+            keys = [key for key, tensor in tensors.items() if tensor.device.type == kind]
+            over.broadcast([tensors[key] for key in keys], [owners[key] for key in keys])
+        return tensors
+
+    def _agreed(self, compute: Callable[[], Any]) -> list[Any]:
+        """What each process computes, by rank; where one raises, all do."""
+        if not self.owners or self._world is None:
+            return [compute()]
+        value, error = None, None
+        try:
+            value = compute()
+        except Exception as raised:  # the others wait for this process
+            error = raised
+        told = self._world.all_gather_object((value, repr(error) if error else ""))
+        if error is not None:
+            raise error
+        failed = {rank: said for rank, (_, said) in enumerate(told) if said}
+        if failed:
+            raise SecondOrderError("; ".join(f"rank {r}: {said}" for r, said in failed.items()))
+        return [value for value, _ in told]
 
     def _named(self, vector: Vector) -> Mapping[str, Tensor]:
         """A vector by name, of parameters that have curvature."""
@@ -292,18 +400,14 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 )
         return vector
 
-    def _dampings(self, damping: Damping) -> dict[str, float]:
-        """γ of each layer."""
-        found: dict[str, float] = {}
-        for name, layer in self.items():
-            gamma = damping.get(name) if isinstance(damping, Mapping) else damping
-            gamma = layer.damping if gamma is None else gamma
-            if gamma is None:
-                raise ValueError(
-                    f"the damping of layer {name!r} is not known, as no inverse has been solved "
-                    f"yet; give damping="
-                )
-            if not 0 < gamma < math.inf:
-                raise ValueError(f"damping={gamma} of layer {name!r} must be positive and finite")
-            found[name] = float(gamma)
-        return found
+    def _dampings(self, damping: Damping, relative: bool) -> dict[str, float]:
+        """The number given for each layer, or known."""
+        given = damping if isinstance(damping, Mapping) else dict.fromkeys(self, damping)
+        return {
+            name: layer.check_damping(given.get(name), relative)
+            for name, layer in self._layers.items()
+        }
+
+
+def _joined(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for each in parts.values() for name, tensor in each.items()}

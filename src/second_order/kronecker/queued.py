@@ -178,7 +178,7 @@ def _bring_all(taken: Iterable[QueuedPair]) -> None:
 
 def _columns(staged: StagedStatistics) -> int:
     """Numbers in a record."""
-    return 2 + len(staged.shape.letters) * staged.shape.groups
+    return 2 + staged.shape.numbers * staged.shape.groups
 
 
 def _bring(pairs: Sequence[QueuedPair]) -> None:
@@ -222,6 +222,9 @@ def _sums(pairs: Sequence[QueuedPair], records: Tensor) -> dict[str, Tensor]:
         letters = first.what.factors
         factors = {k: torch.stack([each.factors[k] for each in formed]) for k in letters}
         records[:, 1] = torch.stack([torch.as_tensor(each.examples) for each in formed])
+        if shape.routed:
+            counts = [cast(Tensor, each.routed) for each in formed]
+            records[:, -shape.groups :] = torch.stack(counts)
     square = scale_squared(first.scale(factors["G"]), first.what.rows, first.reduction)
     if square is not None:
         factors["G"].mul_(square)

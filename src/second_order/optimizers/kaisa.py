@@ -44,18 +44,19 @@ class KroneckerOptimizer(SecondOrderOptimizer):
     _curvature: Curvature
 
     def curvature(
-        self, *, dtype: torch.dtype = torch.float64, gather: bool = True
+        self, *, dtype: torch.dtype = torch.float32, gather: bool = False
     ) -> KroneckerCurvature:
         """The factors as a matrix to apply, solve with and sample from, once the model has trained.
 
-        They are copied, and training may go on. A collective where other processes keep some of
-        them, as with DPKFAC and ``factor_exchange="reduce"``: every process calls it, and each gets
-        all of them. DPKFAC's factors are of the batches of their owner.
+        They are copied, and training may go on. With several processes each keeps the copies of
+        some layers, which are fetched when they are asked for, as
+        :class:`~second_order.KroneckerCurvature` tells. A collective where other processes keep
+        some factors, as with DPKFAC and ``factor_exchange="reduce"``. DPKFAC's factors are of the
+        batches of their owner.
 
         Args:
             dtype: Dtype of the copies, and of everything computed with them.
-            gather: False to take only what this process keeps, without a message; the other layers
-                are then in :attr:`~second_order.KroneckerCurvature.uncovered`.
+            gather: True to give every process all copies, so that each can ask for itself.
 
         Raises:
             SecondOrderError: Before the first statistics, and on a process that does not train.
@@ -66,7 +67,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
                 f"rank {self.training.world.rank} computes statistics for others, and keeps no "
                 f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"
             )
-        if gather and curvature.kept_elsewhere:
+        if curvature.kept_elsewhere:
             self.agree("curvature()")
         return curvature.fitted(dtype, gather)
 

@@ -1,0 +1,198 @@
+"""Fused experts: the weights of all experts of a layer in two parameters of three dimensions.
+
+Such a module is called with hidden states, ``(tokens, in)``, the experts of each token and their
+weights, both ``(tokens, k)``, as transformers' ``use_experts_implementation`` has it. Each of its
+parameters is a grouped layer, an expert to a group. Of an example n routed to expert e, the
+gradient of its block is d xᵀ; of all others it is 0. So the Fisher block of e is
+
+    F_e = (1 / N) Σ over the examples of e of (x xᵀ) ⊗ (d dᵀ)  ≈  A_e ⊗ G_e
+    A_e = (1 / N_e) Σ x xᵀ,    G_e = (1 / N) Σ d dᵀ
+
+N are the examples of the loss, N_e those routed to e: A is a mean over the tokens of the expert, G
+over all, as an expert has the smaller curvature the fewer tokens come to it. A step in which none
+comes leaves A as it is, and counts as zeros in G.
+
+What the products multiply is computed again from the module's input and the gradient of its output,
+so that it does not matter which implementation the model runs, nor what a checkpoint keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from second_order.kronecker import autograd
+from second_order.kronecker.layers import (
+    KINDS,
+    FactorShape,
+    Form,
+    LayerKind,
+    PairStatistics,
+    gram,
+    live_rows,
+)
+
+__all__ = ["EXPERTS", "Routed", "is_experts"]
+
+MARKS = ("has_gate", "has_bias", "is_transposed")
+"""What transformers tells of a module of fused experts."""
+
+WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether a module is one of fused experts, as transformers has them."""
+    down: Any = module._parameters.get("down_proj")
+    return down is not None and down.dim() == 3 and all(hasattr(module, mark) for mark in MARKS)
+
+
+class Rows(NamedTuple):
+    """Rows of experts' inputs, or of gradients of their outputs, those of an expert together."""
+
+    of: Mapping[str, Tensor]  # by parameter, (rows, in or out)
+    tokens: Tensor  # of each row
+    counts: list[int]  # rows of each expert
+
+
+@dataclass
+class Routed:
+    """The input of a call of fused experts."""
+
+    hidden: Tensor  # (tokens, in)
+    index: Tensor  # (tokens, k): experts; one that is not here may have any other number
+    weights: Tensor  # (tokens, k)
+    _pairs: tuple[Rows, Rows] | None = field(default=None, repr=False)
+
+    @classmethod
+    def of_call(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed | None:
+        """The input among the arguments of a call, by dtype and shape; None if it is another."""
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        index = [each for each in given if not each.is_floating_point()]
+        if len(given) != 3 or len(index) != 1:
+            return None
+        weights = [t for t in given if t is not index[0] and t.shape == index[0].shape]
+        hidden = [t for t in given if t is not index[0] and t.shape != index[0].shape]
+        fits = len(weights) == len(hidden) == 1 and len(hidden[0]) == len(index[0])
+        return cls(hidden[0], index[0], weights[0]) if fits else None
+
+    def kept(self) -> Callable[[], Routed]:
+        """Keep the input as autograd keeps its own; what is returned reads it."""
+        hidden, index, weights = map(autograd.keep, (self.hidden, self.index, self.weights))
+        return lambda: Routed(hidden(), index(), weights())
+
+    def detach(self) -> Routed:
+        """The input apart from autograd's graph."""
+        return Routed(self.hidden.detach(), self.index.detach(), self.weights.detach())
+
+    def rows(self, module: nn.Module, mask: Tensor | None = None) -> tuple[Rows, Tensor, Tensor]:
+        """Inputs of both products, without a backward pass; of the tokens of a mask, or of all.
+
+        Then the outputs of the first product, and the weights of rows, ``(rows, 1)``.
+        """
+        first, second = (name for name in WEIGHTS if name in module._parameters)
+        experts = len(cast(Tensor, module._parameters[first]))
+        here = (self.index >= 0) & (self.index < experts)
+        if mask is not None:
+            here = here & mask.unsqueeze(1)
+        token, slot = here.nonzero(as_tuple=True)
+        expert, order = self.index[token, slot].sort(stable=True)
+        token, slot = token[order], slot[order]
+        counts = expert.bincount(minlength=experts).tolist()
+        x = self.hidden[token].to(cast(Tensor, module._parameters[first]).dtype)
+        u = _product(module, first, x, counts)
+        of = {first: x, second: _gated(module, u)}
+        return Rows(of, token, counts), u, self.weights[token, slot].unsqueeze(1)
+
+    def pairs(self, module: nn.Module, d: Tensor) -> tuple[Rows, Rows]:
+        """Rows of inputs and of gradients, given that of the module's output, ``(tokens, in)``.
+
+        Tokens whose gradient is zero are left out. Computed once: both parameters have need of it.
+        """
+        if self._pairs is None:
+            mask = live_rows(d).mask
+            xs, u, weights = self.rows(module, mask)
+            first, second = xs.of
+            dy = (d[xs.tokens] * weights).to(xs.of[first].dtype)
+            if getattr(module, "has_post_expert_norm", False):
+                y = _product(module, second, xs.of[second], xs.counts)
+                dy = _pulled_back(cast(Any, module).post_expert_norm, y, dy)
+            da = _product(module, second, dy, xs.counts, backwards=True)
+            du = _pulled_back(partial(_gated, module), u, da)
+            self._pairs = xs, Rows({first: du, second: dy}, xs.tokens, xs.counts)
+        return self._pairs
+
+
+def _gated(module: Any, u: Tensor) -> Tensor:
+    """What the second product multiplies, from the outputs of the first."""
+    return cast(Tensor, module._apply_gate(u) if module.has_gate else module.act_fn(u))
+
+
+def _product(
+    module: Any, name: str, x: Tensor, counts: list[int], backwards: bool = False
+) -> Tensor:
+    """Rows times their experts' weights, with biases; or backwards, from outputs to inputs."""
+    weight = getattr(module, name).detach()
+    weight = weight if module.is_transposed != backwards else weight.mT
+    parts = [rows @ of for rows, of in zip(x.split(counts), weight, strict=True)]
+    if module.has_bias and not backwards:
+        bias = getattr(module, f"{name}_bias").detach()
+        parts = [part.add_(of) for part, of in zip(parts, bias, strict=True)]
+    return torch.cat(parts)
+
+
+def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> Tensor:
+    """The gradient of a function's input, from that of its output."""
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(function(x), x, d)
+    return found
+
+
+# ------------------------------------------------------------------------------- kinds of layers
+
+
+def _statistics(module: nn.Module, x: Any, d: Tensor, form: Form, name: str) -> PairStatistics:
+    xs, ds = x.pairs(module, d)
+    live = live_rows(d)
+
+    def grams(rows: Tensor, bias: bool) -> Tensor:
+        each = (part.to(d.dtype).unsqueeze(0) for part in rows.split(xs.counts))
+        return torch.cat([gram(part, bias, form.triangular) for part in each])
+
+    factors = {"A": grams(xs.of[name], form.bias), "G": grams(ds.of[name], False)}
+    counts = torch.tensor(xs.counts, dtype=d.dtype, device=d.device)
+    return PairStatistics(factors, live.count, len(d), routed=counts)
+
+
+def _gradient(module: Any, x: Any, d: Tensor, name: str) -> Tensor:
+    xs, ds = x.pairs(module, d)
+    parts = (rows.of[name].to(d.dtype).split(xs.counts) for rows in (xs, ds))
+    found = torch.stack([of.mT @ rows for rows, of in zip(*parts, strict=True)])
+    return found.mT if module.is_transposed else found
+
+
+def _shape(module: Any, bias: bool, name: str) -> FactorShape:
+    experts, out, width = getattr(module, name).shape
+    if module.is_transposed:
+        out, width = width, out
+    transposed = module.is_transposed
+    return FactorShape(experts, width + int(bias), out, transposed=transposed, routed=True)
+
+
+EXPERTS = {name: f"experts: {name}" for name in WEIGHTS}
+"""The keys of their kinds, by the names of the parameters."""
+
+for _name, _key in EXPERTS.items():
+    KINDS[_key] = LayerKind(
+        partial(_statistics, name=_name),
+        partial(_shape, name=_name),
+        _name,
+        f"{_name}_bias",
+        gradient=partial(_gradient, name=_name),
+        fits=lambda module, x, d: isinstance(x, Routed) and d.shape == x.hidden.shape,
+    )

@@ -1,0 +1,330 @@
+"""The curvature of one layer, of Kronecker factors.
+
+    F = A ⊗ G,   or A ⊗ L ⊗ G,   or a block for each group of a convolution
+    A = Q_A diag(a) Q_Aᵀ,  G = Q_G diag(g) Q_Gᵀ   =>   f(F) V = Q_G [ f(g aᵀ) ∘ (Q_Gᵀ V Q_A) ] Q_Aᵀ
+
+V is a vector of the layer's parameters as a matrix (groups, out, in), in which a bias is the last
+column. With corrected eigenvalues Λ (George et al. 2018, EK-FAC) Λ takes the place of g aᵀ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from second_order.errors import DecompositionError
+from second_order.kronecker.bank import as_matrices, of_parameters
+from second_order.kronecker.decompositions import Attempts, Problem, diagonal, eigh, ieee_matmul
+from second_order.kronecker.layers import FactorShape, Layout, layout_of
+from second_order.kronecker.triangles import unpack_upper_triangular
+
+__all__ = ["Eigen", "LayerCurvature"]
+
+Eigen: TypeAlias = Mapping[str, tuple[Tensor, Tensor | None]]
+"""By letter, eigenvalues ``(groups, n)`` and eigenvectors ``(groups, n, n)``; None if diagonal."""
+
+CORRECTED, VALUES, VECTORS = "corrected", "_eigenvalues", "_eigenvectors"
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCurvature:
+    """A layer's factors, and what they are a curvature of.
+
+    Attributes:
+        name: The layer's name, as in ``summary()``.
+        modules: Names of the modules that share the weight, one for most layers.
+        kind: The class of the first of them.
+        shapes: Shapes of the layer's parameters, by name; the weight first.
+        shape: Sizes of the factors.
+        stored: The factors as they are kept, by letter: symmetric matrices ``(groups, n, n)``,
+            their packed triangles ``(groups, n (n + 1) / 2)``, or the diagonal ``(groups, n)`` of a
+            diagonal A. Empty if another process keeps them. "A" is of inputs, "G" of the outputs'
+            gradients, "L" of a doubly factored layer's locations. The layer of a bias or of a
+            normalisation has A = 1 and is all in G. Without "G" it counts as the identity.
+        examples: Number of examples that the factors are the mean of; of running averages, the mean
+            number in an update.
+        updates: Number of updates that running averages are of, as far as they remember: W, the sum
+            of the weights of all updates, the last one's being 1. Of a mean over a data set 1.
+        damping: γ of the training for these factors; None if it is not known.
+        corrected: Eigenvalues of F in the eigenbasis of its factors, ``(groups, out, in)``; None
+            for the products of the factors' own.
+        rows: Number of rows of inputs that A is the mean of; None if it is not known.
+        basis: The eigenvalues and eigenvectors of the factors, where they are known, as
+            :attr:`eigen`; None to find them when they are needed. Belongs with ``corrected``, as
+            another computer finds other vectors of eigenvalues that are close to each other.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    kind: type[nn.Module]
+    shapes: Mapping[str, torch.Size]
+    shape: FactorShape
+    stored: Mapping[str, Tensor]
+    examples: float
+    updates: float
+    damping: float | None = None
+    corrected: Tensor | None = None
+    rows: float | None = None
+    basis: Eigen | None = None
+
+    # ------------------------------------------------------------------------------------- factors
+
+    @property
+    def factors(self) -> dict[str, Tensor]:
+        """By letter, whole matrices ``(groups, n, n)``, or ``(groups, n)`` of a diagonal A."""
+        return {letter: self.factor(letter) for letter in self.stored}
+
+    def factor(self, letter: str) -> Tensor:
+        """A factor by its letter; a new tensor if it is kept as a triangle.
+
+        Raises:
+            ValueError: If the layer has none of that letter here.
+        """
+        if letter not in self.stored:
+            here = f"it has {' and '.join(self.stored)}" if self.stored else "it is kept elsewhere"
+            raise ValueError(f"layer {self.name!r} has no factor {letter} here: {here}")
+        kept = self.stored[letter]
+        if kept.dim() == 3 or letter in self.shape.diagonals:
+            return kept
+        return unpack_upper_triangular(kept, self.shape.dims[letter])
+
+    @property
+    def A(self) -> Tensor:  # noqa: N802
+        """E[a aᵀ] of the layer's inputs, a 1 for the bias appended."""
+        return self.factor("A")
+
+    @property
+    def G(self) -> Tensor:  # noqa: N802
+        """E[d dᵀ] of the gradients of the layer's outputs."""
+        return self.factor("G")
+
+    @cached_property
+    def eigen(self) -> Eigen:
+        """By letter, eigenvalues ``(groups, n)`` and eigenvectors; None where it is diagonal.
+
+        Found once and kept.
+
+        Raises:
+            DecompositionError: For a factor that is not finite, or that no routine decomposes.
+        """
+        if self.basis is not None:
+            return self.basis
+        problems = [
+            Problem(
+                self.shape.groups,
+                self.shape.dims[letter],
+                torch.promote_types(kept.dtype, torch.float32),
+                kept.device,
+                kept,
+                is_diagonal=letter in self.shape.diagonals,
+            )
+            for letter, kept in self.stored.items()
+        ]
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        for letter, parts in zip(self.stored, Attempts(problems, eigh).finish(), strict=True):
+            if parts is None:
+                entries = int((~self.stored[letter].isfinite()).sum())
+                why = f"{entries} entries are not finite" if entries else "no routine has done it"
+                raise DecompositionError(
+                    f"factor {letter} of layer {self.name!r} cannot be decomposed: {why}"
+                )
+            found[letter] = (parts[-1], parts[0] if len(parts) > 1 else None)
+        return found
+
+    @property
+    def values(self) -> Tensor:
+        """The eigenvalues of F, ``(groups, out, in)``, at their places in the eigenbasis."""
+        if self.corrected is not None:
+            return self.corrected
+        return self._outer({letter: values for letter, (values, _) in self.eigen.items()})
+
+    @property
+    def eigenvalues(self) -> Tensor:
+        """The eigenvalues of F, the largest first."""
+        return self.values.flatten().sort(descending=True).values
+
+    # ------------------------------------------------------------------------------------- vectors
+
+    def to_matrix(self, vector: Mapping[str, Tensor]) -> Tensor:
+        """A vector as a matrix ``(groups, out, in)``; parameters that it lacks are zeros."""
+        like = next(iter(self.stored.values()))
+        parts = [
+            vector[name].to(like) if name in vector else torch.zeros(size).to(like)
+            for name, size in self.shapes.items()
+        ]
+        return as_matrices(parts, self._layout)
+
+    def to_vector(self, matrix: Tensor) -> dict[str, Tensor]:
+        """A matrix ``(groups, out, in)`` as a vector by the parameters' names."""
+        parts = zip(self.shapes.items(), of_parameters(matrix, self._layout), strict=True)
+        copy = partial(torch.clone, memory_format=torch.contiguous_format)
+        return {name: copy(part.reshape(size)) for (name, size), part in parts}
+
+    @property
+    def _layout(self) -> Layout:
+        return layout_of(self.shape, map(math.prod, self.shapes.values()))
+
+    # ----------------------------------------------------------------------------------- functions
+
+    def apply(self, matrix: Tensor) -> Tensor:
+        """F V for ``(groups, out, in)``."""
+        if self.corrected is not None:
+            return self.function(matrix, lambda values: values)
+        return _product(matrix, self.factors)
+
+    def function(self, matrix: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
+        """f(F) V for ``(groups, out, in)``, f of the eigenvalues, element by element."""
+        rotated = _product(matrix, {letter: q.mT for letter, q in self._vectors.items()})
+        return _product(rotated * f(self.values), self._vectors)
+
+    def solve(
+        self, matrix: Tensor, damping: float | None = None, *, relative: bool = False
+    ) -> Tensor:
+        """(F + γ)⁻¹ V for ``(groups, out, in)``, γ as :meth:`gamma` finds it."""
+        gamma = self.gamma(damping, relative)
+        return self.function(matrix, lambda values: 1.0 / (values + gamma))
+
+    def sqrt(self, matrix: Tensor) -> Tensor:
+        """F^(1/2) V for ``(groups, out, in)``."""
+        return self.function(matrix, torch.sqrt)
+
+    def trace(self) -> float:
+        """Tr F, of the factors' traces."""
+        if self.corrected is not None:
+            return float(self.corrected.sum())
+        traces = {letter: each.sum(-1, keepdim=True) for letter, each in self._diagonals.items()}
+        return float(self._outer(traces).sum())
+
+    def logdet(self, damping: float | None = None, *, relative: bool = False) -> float:
+        """Log det (F + γ), γ as :meth:`gamma` finds it."""
+        return float((self.values + self.gamma(damping, relative)).log().sum())
+
+    def diagonal(self) -> Tensor:
+        """The diagonal of F as a matrix ``(groups, out, in)``."""
+        if self.corrected is None:
+            return self._outer(self._diagonals)
+        return _product(self.corrected, {k: q.square() for k, q in self._vectors.items()})
+
+    def sample(
+        self,
+        damping: float | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        relative: bool = False,
+    ) -> Tensor:
+        """A sample of N(0, (F + γ)⁻¹) as a matrix ``(groups, out, in)``."""
+        like, gamma = self.values, self.gamma(damping, relative)
+        normal = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+        return _product(normal * (like + gamma).rsqrt(), self._vectors)
+
+    def to_dense(self) -> Tensor:
+        """F ``(n, n)`` of the parameters flattened one after the other; for small layers."""
+        counts = [math.prod(size) for size in self.shapes.values()]
+        like, columns = next(iter(self.stored.values())), []
+        for unit in torch.eye(sum(counts), dtype=like.dtype, device=like.device):
+            sizes = zip(self.shapes.items(), unit.split(counts), strict=True)
+            vector = {name: piece.view(size) for (name, size), piece in sizes}
+            product = self.to_vector(self.apply(self.to_matrix(vector)))
+            columns.append(torch.cat([part.reshape(-1) for part in product.values()]))
+        return torch.stack(columns, 1)
+
+    # ------------------------------------------------------------------------------------- damping
+
+    def gamma(self, damping: float | None = None, relative: bool = False) -> float:
+        """γ: ``damping``, or the training's own; or, if ``relative``, that many mean eigenvalues.
+
+        Where F is zero, the mean eigenvalue counts as 1.
+
+        Raises:
+            ValueError: As :meth:`check_damping` does.
+        """
+        number = self.check_damping(damping, relative)
+        mean = self.trace() / math.prod(self.shape.gradient_size) if relative else 1.0
+        return number * (mean if mean > 0 else 1.0)
+
+    def check_damping(self, damping: float | None, relative: bool) -> float:
+        """A damping as a number, the training's own for None.
+
+        Raises:
+            ValueError: Unless it is positive, finite and known; a relative one is to be given.
+        """
+        if damping is None and relative:
+            raise ValueError(
+                f"relative=True needs damping=, in mean eigenvalues of layer {self.name!r}; the "
+                f"training's own is absolute"
+            )
+        damping = self.damping if damping is None else damping
+        if damping is None:
+            raise ValueError(
+                f"the damping of layer {self.name!r} is not known, as no inverse has been solved "
+                f"for it; give damping="
+            )
+        if not 0 < damping < math.inf:
+            raise ValueError(
+                f"damping={damping} of layer {self.name!r} must be positive and finite"
+            )
+        return float(damping)
+
+    # ------------------------------------------------------------------------------------- tensors
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that the layer keeps, by name: :meth:`with_tensors` reads it.
+
+        The factors by their letters, as they are stored; with "corrected" the basis that it is in,
+        ``"A_eigenvalues"`` and ``"A_eigenvectors"``.
+        """
+        found = dict(self.stored)
+        if self.corrected is not None:
+            found[CORRECTED] = self.corrected
+            for letter, (values, vectors) in self.eigen.items():
+                found[letter + VALUES] = values
+                if vectors is not None:
+                    found[letter + VECTORS] = vectors
+        return found
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> LayerCurvature:
+        """The layer with what :meth:`tensors` gave."""
+        letters = [letter for letter in self.shape.letters if letter in tensors]
+        basis = {
+            letter: (tensors[letter + VALUES], tensors.get(letter + VECTORS))
+            for letter in letters
+            if letter + VALUES in tensors
+        }
+        stored, corrected = {letter: tensors[letter] for letter in letters}, tensors.get(CORRECTED)
+        return replace(self, stored=stored, corrected=corrected, basis=basis or None)
+
+    @property
+    def _vectors(self) -> dict[str, Tensor]:
+        """Eigenvectors by letter, of the factors that are not diagonal."""
+        return {letter: q for letter, (_, q) in self.eigen.items() if q is not None}
+
+    @property
+    def _diagonals(self) -> dict[str, Tensor]:
+        return {letter: diagonal(factor) for letter, factor in self.factors.items()}
+
+    def _outer(self, of: Mapping[str, Tensor]) -> Tensor:
+        """Products ``(groups, out, in)`` of one number each of A, L and G, ``(groups, n)``."""
+        a = of["A"]
+        if "L" in of:
+            a = (a.unsqueeze(-1) * of["L"].unsqueeze(-2)).flatten(-2)
+        if "G" in of:
+            return of["G"].unsqueeze(-1) * a.unsqueeze(-2)
+        return a.unsqueeze(-2).expand(-1, self.shape.out_dim, -1)
+
+
+def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:
+    """G V Aᵀ, or G V (A ⊗ L)ᵀ, for ``(groups, out, in)``; one that is missing counts as 1."""
+    a, g, locations = by.get("A"), by.get("G"), by.get("L")
+    with ieee_matmul(matrix.device, matrix.dtype):
+        if a is not None and locations is not None:
+            maps = matrix.reshape(-1, a.shape[-1], locations.shape[-1])
+            matrix = (a[0] @ maps @ locations[0].mT).view(matrix.shape)
+        elif a is not None:
+            matrix = matrix @ a.mT if a.dim() == 3 else matrix * a.unsqueeze(-2)
+        return matrix if g is None else g @ matrix

@@ -1,0 +1,1 @@
+"""The curvature of a trained model, by passes over its data."""

@@ -1,0 +1,162 @@
+"""What a loader gives: how a model is called with it, the rows that count, the losses' terms.
+
+Padding counts nothing. Which rows of a layer's input are padding is told by a mask of the batch's
+entries and positions: a tensor whose first dimensions are the mask's, or are those flattened, has
+its rows. A mask is read on the host, before the batch goes to the model's device, so that nothing
+there is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from second_order.kronecker.fisher import LIKELIHOODS, Likelihood, logits_of, sampled_loss
+
+__all__ = ["Call", "Loss", "Mask", "Rows", "call_model", "drawn", "masks_of", "moved", "terms_of"]
+
+Call: TypeAlias = Callable[[nn.Module, Any], Any]
+Loss: TypeAlias = Callable[[Any, Any], Any]
+Mask: TypeAlias = Callable[[Any], Any]
+
+IGNORED = -100
+"""The label that losses ignore."""
+
+UNREDUCED = (
+    'return the losses of all terms, as cross_entropy(..., reduction="none") gives them, or their '
+    "sum and number as (sum, number)"
+)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch on a device; mappings become dictionaries."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: moved(value, device) for key, value in batch.items()}
+    if isinstance(batch, (tuple, list)):
+        return [moved(value, device) for value in batch]
+    return batch
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """The model's output for a batch.
+
+    A mapping gives keywords, but for the labels of a model that needs none to make its decoder's
+    input; a tuple or list its first entry; a tensor itself.
+
+    Raises:
+        TypeError: For a batch of another kind.
+    """
+    if isinstance(batch, Mapping):
+        decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        return model(**{k: v for k, v in batch.items() if decodes or k != "labels"})
+    if isinstance(batch, (tuple, list)) and batch:
+        return model(batch[0])
+    if isinstance(batch, Tensor):
+        return model(batch)
+    raise TypeError(
+        f"the loader gave a {type(batch).__name__}; give tensors, tuples that begin with the "
+        f"model's input, or mappings of its keywords, or pass call=lambda model, batch: ..."
+    )
+
+
+def masks_of(batch: Any) -> list[Tensor]:
+    """The masks of a batch, ``(entries, ...)``, by its attention masks and its labels."""
+    if not isinstance(batch, Mapping):
+        labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+        return _of_labels(labels)
+    named = (batch.get(key) for key in ("decoder_attention_mask", "attention_mask"))
+    found = [mask != 0 for mask in named if isinstance(mask, Tensor) and mask.dim() == 2]
+    return [*found, *_of_labels(batch.get("labels"))]
+
+
+def _of_labels(labels: Any) -> list[Tensor]:
+    whole = isinstance(labels, Tensor) and labels.dim() > 0
+    if not whole or labels.is_floating_point() or labels.dtype is torch.bool:
+        return []
+    return [labels != IGNORED]
+
+
+class Rows:
+    """The rows that count in a batch's tensors, by the shape of these without their last dimension.
+
+    The first mask that fits a shape decides. A shape that no mask fits has no rows left out.
+    """
+
+    def __init__(self, masks: Sequence[Any], device: torch.device) -> None:
+        self._masks = [torch.as_tensor(mask).detach().cpu().bool() for mask in masks]
+        self._device = device
+        self._found: dict[torch.Size, tuple[Tensor | None, int]] = {}
+        self.unknown: set[torch.Size] = set()  # shapes that masks say nothing of
+
+    def of(self, shape: Iterable[int]) -> tuple[Tensor | None, int]:
+        """Positions of the counted rows among all rows of a shape, None for all; their number."""
+        shape = torch.Size(shape)
+        if shape not in self._found:
+            self._found[shape] = self._look(shape)
+        return self._found[shape]
+
+    def _look(self, shape: torch.Size) -> tuple[Tensor | None, int]:
+        for mask in self._masks:
+            flat = mask.dim() > 1 and shape == (mask.numel(),)
+            if flat or shape[: mask.dim()] == mask.shape:
+                rest = (1,) * (len(shape) - mask.dim())
+                whole = mask.flatten() if flat else mask.view(*mask.shape, *rest).expand(shape)
+                (index,) = whole.flatten().nonzero(as_tuple=True)
+                if len(index) == whole.numel():
+                    return None, len(index)
+                return index.to(self._device, non_blocking=True), len(index)
+        if self._masks:
+            self.unknown.add(shape)
+        return None, shape.numel()
+
+    def pick(self, x: Tensor) -> tuple[Tensor, int]:
+        """The counted rows of ``(..., n)`` as ``(rows, n)``, and their number."""
+        index, number = self.of(x.shape[:-1])
+        rows = x.reshape(-1, x.shape[-1])
+        return rows if index is None else rows.index_select(0, index), number
+
+    def ones(self, shape: torch.Size, like: Tensor) -> Tensor:
+        """A tensor of a shape with ones in the counted rows, and zeros in the others."""
+        index, _ = self.of(shape)
+        if index is None:
+            return torch.ones((), dtype=like.dtype, device=like.device).expand(shape)
+        flat = torch.zeros(shape.numel(), dtype=like.dtype, device=like.device)
+        return flat.index_fill_(0, index, 1.0).view(shape)
+
+
+def terms_of(value: Any) -> tuple[Tensor, int | Tensor]:
+    """The sum of a loss's terms, and their number; those that are exactly zero are none.
+
+    Raises:
+        TypeError: If the loss is a single number, which tells nobody of how many terms.
+    """
+    if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
+        total, number = value
+        return total.sum(), number
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return value.sum(), (value.detach() != 0).sum()
+    what = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+    raise TypeError(f"the loss returned {what}, of which nobody knows the number: {UNREDUCED}")
+
+
+def drawn(
+    output: Any, likelihood: Likelihood, rows: Rows, seed: int
+) -> tuple[Tensor, int | Tensor]:
+    """The summed loss of labels that are drawn from the model's output, and its number of terms.
+
+    A term is a row of logits with "categorical", an entry of the batch else.
+    """
+    if callable(likelihood):
+        return terms_of(likelihood(output))
+    logits = logits_of(output)
+    index, number = rows.of(logits.shape[:-1] if likelihood == "categorical" else logits.shape[:1])
+    if index is not None:
+        kept = -1 if likelihood == "categorical" else 1
+        logits = logits.reshape(-1, *logits.shape[kept:]).index_select(0, index)
+    assert likelihood in LIKELIHOODS
+    return sampled_loss(cast(Any, logits), likelihood, seed), number

@@ -1,0 +1,688 @@
+"""The curvature of a trained model, in one pass over its data, without an optimizer.
+
+find the layers; plan who owns each, and in how many passes             find.py, sums.py
+for each pass: for each batch:
+    the rows that count, by the masks                                    batches.py
+    "inputs"   forward, stopped after the last layer:  A += xᵀ x         watch.py, statistics.py
+    "kfac"     forward, labels drawn or given, backward:  A += xᵀ x, G += dᵀ d
+    save, if due                                                         progress.py
+sums of all processes to their owners, divided by their numbers
+"ekfac": decompose, and a second time over the data:  Λ += (Q_Gᵀ ∇ Q_A)²
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from second_order.distributed.assignment import spread_costs
+from second_order.distributed.world import World
+from second_order.errors import SecondOrderError, SecondOrderWarning
+from second_order.kronecker.decompositions import eigh
+from second_order.kronecker.experts import is_experts
+from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
+from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.measuring.batches import (
+    Call,
+    Loss,
+    Mask,
+    Rows,
+    call_model,
+    drawn,
+    masks_of,
+    moved,
+    terms_of,
+)
+from second_order.measuring.find import find_layers
+from second_order.measuring.progress import MeasuredLayer, Report, Saves, bar_of
+from second_order.measuring.statistics import Basis, Eigenvalues, Inputs, Layer, Pairs, read
+from second_order.measuring.sums import Keep, Key, Sums, passes_of
+from second_order.measuring.watch import (
+    Stop,
+    Stopping,
+    undisturbed,
+    unwrapped,
+    watching_inputs,
+    watching_pairs,
+)
+from second_order.sharded import sharded_params
+
+__all__ = ["measure"]
+
+Factors: TypeAlias = Literal["inputs", "kfac", "ekfac"]
+
+TOLERANCE = 1e-2  # of a decomposition's relative error
+
+ONCE = (
+    "the loader can be gone through once only, and {why} takes another pass: give a list of "
+    "batches, or a DataLoader"
+)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What was asked for."""
+
+    factors: Factors
+    loss: Loss | None
+    likelihood: Likelihood
+    mask: Mask | None
+    call: Call
+    keep: Keep
+    memory: int | None
+    seed: int
+    shown: bool
+
+    def check(self) -> None:
+        """Raise unless the options are sound, and belong together."""
+        for name, kind in (("factors", Factors), ("keep", Keep)):
+            if (value := getattr(self, name)) not in get_args(kind):
+                known = ", ".join(map(repr, get_args(kind)))
+                raise ValueError(f"{name}={value!r} is not one of {known}")
+        if not callable(self.likelihood) and self.likelihood not in LIKELIHOODS:
+            known = ", ".join(map(repr, LIKELIHOODS))
+            raise ValueError(f"likelihood={self.likelihood!r} is not one of {known}, or a function")
+        if self.loss is not None and not callable(self.loss):
+            raise TypeError(f"loss={self.loss!r} is not a function of (output, batch)")
+        if self.loss is not None and self.factors == "inputs":
+            raise ValueError('factors="inputs" takes no loss=: A is of inputs alone; use "kfac"')
+        if self.memory is not None and self.memory <= 0:
+            raise ValueError(f"memory={self.memory} bytes must be positive")
+
+
+def measure(
+    model: nn.Module,
+    loader: Any,
+    *,
+    factors: Factors = "inputs",
+    loss: Loss | None = None,
+    likelihood: Likelihood = "categorical",
+    layers: Sequence[str] | None = None,
+    mask: Mask | None = None,
+    call: Call | None = None,
+    keep: Keep = "device",
+    memory: int | None = None,
+    checkpoint: str | Path | None = None,
+    checkpoint_every: int = 100,
+    seed: int = 0,
+    process_group: Any = None,
+    progress: bool = True,
+) -> KroneckerCurvature:
+    """Measure the curvature of a trained model over a data set.
+
+        curvature = second_order.measure(model, loader, factors="kfac")
+
+    Every example weighs the same, whatever the batches and processes: sums over the data set are
+    divided by its number of examples. Padding counts nothing. The model is run in evaluation mode,
+    and is left as it was: hooks, ``.grad``, buffers, modes and the state of random numbers.
+
+    A is the mean of x xᵀ over the rows x of a layer's inputs (of a convolution, over images, summed
+    over locations). G is the sum of d dᵀ over all rows, divided by the number N of the loss's
+    terms, d the gradient of the sum of these terms with respect to a row of the layer's output. F =
+    A ⊗ G then approximates the mean over terms of g gᵀ (Martens & Grosse 2015; Eschenhagen et al.
+    2023, "expand").
+
+    Args:
+        model: The model; one of FSDP2 or DistributedDataParallel, too.
+        loader: Gives the batches of this process, each time it is iterated over: tensors, tuples
+            that begin with the model's input, or mappings of its keywords, as collators of Hugging
+            Face give them. Another pass must give the same batches in the same order.
+        factors: "inputs": A of the weights alone, by forward passes. "kfac": A and G, a 1 appended
+            to the inputs of layers with a bias. "ekfac": A and G, and by a second pass the
+            eigenvalues of F in their eigenbasis (George et al. 2018), of the gradients of whole
+            entries of a batch.
+        loss: ``loss(output, batch)`` of the data's own labels: the terms, unreduced, of which those
+            that are exactly 0 do not count, or ``(sum, number)``. None: labels are drawn from the
+            model's predictions, one a row of logits.
+        likelihood: Of what labels are drawn: "categorical", "bernoulli", "gaussian", or a function
+            of the output that returns terms as ``loss`` does.
+        layers: Patterns, shell style, of names or classes of modules to measure, with all that is
+            inside of them; None for all.
+        mask: ``mask(batch)`` tells the entries and positions that count, ``(entries, ...)``; None:
+            the batch's ``attention_mask``, or else labels other than -100.
+        call: ``call(model, batch)`` returns the model's output, if the batch alone does not tell
+            how to call it.
+        keep: Where sums live: "device": on the model's device, whole; "cpu": as triangles in the
+            host's memory, each product moved there; "owner": as triangles, each layer's on one
+            process alone, to which each batch's sum is sent.
+        memory: Bytes of sums at once on a process; as many passes over the data as that takes, each
+            of some layers, whose factors then move to the host's memory.
+        checkpoint: A folder of saves, from which an interrupted measurement goes on: to the same
+            numbers, if the loader gives the same batches. It is emptied at the end.
+        checkpoint_every: Batches between two saves.
+        seed: Of drawn labels.
+        process_group: The processes that measure, each with batches of its own; None for all.
+        progress: Show a bar (of tqdm, where it is installed), the plan and the closing table.
+
+    Returns:
+        The curvature, in float32 (float64 of a float64 model), each layer on one process, with a
+        :class:`Report` as ``report``.
+
+    Raises:
+        ValueError: For options that are not sound, patterns of nothing, or a budget that one layer
+            does not fit into.
+        TypeError: For batches that do not tell how to call the model, or a loss that is one number.
+        SecondOrderError: If the loader gives no example, or another process has failed.
+    """
+    shown = progress
+    world = World(process_group)
+    given = _Options(factors, loss, likelihood, mask, call or call_model, keep, memory, seed, shown)
+    given.check()
+    if checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1")
+    model = unwrapped(model)
+    run = _Measurement(model, loader, given, layers, world)
+    what = (
+        f"{factors}, keep={keep!r}, {len(run.passes)} passes, seed {seed}, {world.size} processes, "
+        f"layers {[layer.name for layer in run.layers]}"
+    )
+    run.saves = Saves(Path(checkpoint) if checkpoint else None, checkpoint_every, world, what)
+    with undisturbed(model, run.device):
+        run.all_passes()
+    curvature = run.result()
+    run.saves.clear()
+    run.say(str(curvature.report))
+    return curvature
+
+
+class _Again(Exception):  # noqa: N818 - no error
+    """A pass is to begin anew, as layers share no longer."""
+
+
+class _Measurement:
+    """A measurement under way."""
+
+    saves: Saves
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loader: Any,
+        options: _Options,
+        patterns: Sequence[str] | None,
+        world: World,
+    ) -> None:
+        self.model, self.loader, self.options, self.world = model, loader, options, world
+        self.layers, self.left = find_layers(model, patterns, options.factors == "inputs")
+        weights = [layer.block.weight for layer in self.layers]
+        self.device = weights[0].device
+        self.dtype = torch.float32
+        for weight in weights:
+            self.dtype = torch.promote_types(self.dtype, weight.dtype)
+        for layer in self.layers:
+            layer.rows = layer.no_rows(self.device)
+        self.sharded = bool(sharded_params(model))
+        world.level()
+        self.aside = world.aside()
+        costs = [self._cost(layer) for layer in self.layers]
+        ranks = spread_costs(costs, world.size)
+        self.owner = {layer.name: rank for layer, rank in zip(self.layers, ranks, strict=True)}
+        self.passes = passes_of(costs, options.memory)
+        self.apart: set[str] = set()
+        self.stored: dict[Key, Tensor] = {}  # of layers that are owned here, averaged
+        self.corrected: dict[str, Tensor] = {}
+        self.bases: dict[str, Any] = {}
+        self.failed: dict[str, str] = {}  # by layer, on every process
+        self.terms: Any = 0
+        self.total_terms = 0.0
+        self.batches = self.done = 0
+        self.unknown: set[Any] = set()  # shapes of inputs that no mask fits
+        self.resumed: dict[str, Any] | None = None
+        self.began = time.perf_counter()
+        ekfac = options.factors == "ekfac"
+        self.number_of_passes = len(self.passes) * (2 if ekfac else 1)
+        if self.number_of_passes > 1 and iter(loader) is loader:
+            raise ValueError(ONCE.format(why='factors="ekfac"' if ekfac else "memory="))
+
+    def say(self, text: str) -> None:
+        """Print a text, if anything is to be shown."""
+        if self.options.shown and self.world.rank == 0:
+            sys.stderr.write(f"{text}\n")
+
+    def _cost(self, layer: Layer) -> int:
+        """Bytes of a layer's sums on a process while they grow."""
+        whole = self.options.keep == "device"
+        sizes = (self._size(layer, letter, packed=not whole) for letter in layer.shape.letters)
+        count = sum(map(torch.Size.numel, sizes))
+        if self.options.factors == "ekfac":
+            count = max(count, 2 * layer.shape.elements + math.prod(layer.shape.gradient_size))
+        shared = self.world.size if self.options.keep == "owner" else 1
+        return -(-count * self.dtype.itemsize // shared)
+
+    def _size(self, layer: Layer, letter: str, packed: bool = True) -> torch.Size:
+        return torch.Size(layer.shape.stored_shape(letter, packed))
+
+    # ----------------------------------------------------------------------------- over the data
+
+    def all_passes(self) -> None:
+        """Go through the data as often as it takes."""
+        if self.number_of_passes > 1:
+            again = self.options.factors == "ekfac"
+            self.say(
+                f"{self.number_of_passes} passes over the data, for {len(self.passes)} groups of "
+                f"{len(self.layers)} layers{', two for each group' if again else ''}"
+            )
+        self.resumed = self.saves.last()
+        begin = 0
+        if self.resumed is not None:
+            begin = self._resume(self.resumed)
+        for number in range(begin, self.number_of_passes):
+            group = [self.layers[i] for i in self.passes[number % len(self.passes)]]
+            if number < len(self.passes):
+                self._average(number, group)
+            else:
+                self._correct(number, group)
+
+    def _resume(self, state: Mapping[str, Any]) -> int:
+        """Take over what a save has of ended passes; returns the pass that it was made in."""
+        self.stored = {tuple(key): kept for *key, kept in state["stored"]}
+        self.corrected, self.bases = dict(state["corrected"]), dict(state["bases"])
+        self.failed, self.apart = dict(state["failed"]), set(state["apart"])
+        self.total_terms, self.batches = state["total_terms"], state["batches"]
+        for layer in self.layers:
+            rows = state["rows"][layer.name]
+            layer.rows = torch.tensor(rows, dtype=self.dtype, device=self.device)
+            layer.rows = layer.rows if layer.shape.routed else rows[0]
+        self._follow(state["leaders"])
+        self.done = state["done"]
+        return int(state["pass"])
+
+    def _follow(self, leaders: Mapping[str, str]) -> None:
+        named = {layer.name: layer for layer in self.layers}
+        for name, layer in named.items():
+            leader = leaders.get(name)
+            layer.leader = None if leader is None else named[leader]
+
+    @property
+    def _leaders(self) -> dict[str, str]:
+        return {each.name: each.leader.name for each in self.layers if each.leader is not None}
+
+    def _state(self, number: int, index: int, sums: Sums) -> dict[str, Any]:
+        rows = read([layer.rows for layer in self.layers])
+        return {
+            "pass": number,
+            "index": index,
+            "sums": sums.state(),
+            "terms": read([self.terms])[0][0],
+            "rows": {layer.name: n for layer, n in zip(self.layers, rows, strict=True)},
+            "leaders": self._leaders,
+            "apart": sorted(self.apart),
+            "stored": [(*key, kept) for key, kept in self.stored.items()],
+            "corrected": self.corrected,
+            "bases": self.bases,
+            "failed": self.failed,
+            "total_terms": self.total_terms,
+            "batches": self.batches,
+            "done": self.done,
+        }
+
+    def _average(self, number: int, group: list[Layer]) -> None:
+        """A pass for A, or for A and G, of some layers."""
+        inputs = self.options.factors == "inputs"
+        order = group if inputs else group[::-1]  # as a backward pass goes
+        sizes = {
+            (layer.name, letter): self._size(layer, letter)
+            for layer in order
+            for letter in layer.shape.letters
+            if not inputs or letter == "A"
+        }
+        while True:
+            sums = self._sums(sizes)
+            try:
+                statistics = Inputs(group, sums, self.apart) if inputs else Pairs(group, sums)
+                self._over_data(number, statistics)
+                break
+            except _Again:
+                if iter(self.loader) is self.loader:
+                    raise SecondOrderError(ONCE.format(why="layers that shared an input")) from None
+                for layer in group:
+                    layer.rows, layer.leader = layer.no_rows(self.device), None
+        self._keep_averages(group, sums.finish())
+
+    def _sums(self, sizes: Mapping[Key, torch.Size]) -> Sums:
+        keep = self.options.keep
+        keep = "device" if keep == "owner" and self.world.size == 1 else keep
+        owners = {key: self.owner[key[0]] for key in sizes}
+        # FSDP2's messages come between, in an order that processes do not share.
+        world = self.aside if self.sharded else self.world
+        return Sums(keep, sizes, owners, world, self.device, self.dtype, waits=not self.sharded)
+
+    def _over_data(self, number: int, statistics: Inputs | Pairs) -> None:
+        """Show the data to statistics, batch by batch; all processes as long as one has a batch."""
+        options, saves, start = self.options, self.saves, 0
+        self.terms = 0
+        state, self.resumed = self.resumed, None
+        if state is not None and state["pass"] == number:
+            start = state["index"]
+            statistics.sums.load(state["sums"])
+            self.terms = state["terms"]
+            if isinstance(statistics, Inputs):
+                statistics.first = False
+                statistics.sums.drop((name, "A") for name in statistics.leaders)
+        total = len(self.loader) if hasattr(self.loader, "__len__") else None
+        batches, batch, error = iter(self.loader), None, ""
+        what = f"pass {number + 1} of {self.number_of_passes}"
+        shown = options.shown and self.world.rank == 0
+        with self._watching(statistics) as run, bar_of(total, what, shown) as bar:
+            for index in count():
+                given, failure = _END, None
+                if not error:
+                    given = next(batches, _END)
+                more = self._agree(given is not _END, error, statistics, index - start)
+                if not more:
+                    break
+                if index >= start:
+                    try:
+                        batch = self._one_batch(index, given, batch, statistics, run)
+                    except Exception as raised:
+                        if self.world.size == 1:
+                            raise
+                        failure, error = raised, f"{type(raised).__name__}: {raised}"
+                    statistics.end()
+                    self.done += 1
+                    if number == 0 and given is not _END:
+                        self.batches += 1
+                    if failure is None and saves.is_due(index + 1):
+                        saves.save(self.done, self._state(number, index + 1, statistics.sums))
+                bar.update()
+                if failure is not None:
+                    self._agree(False, error, statistics, 0, failure)
+
+    def _agree(
+        self,
+        more: bool,
+        error: str,
+        statistics: Inputs | Pairs,
+        seen: int,
+        failure: Exception | None = None,
+    ) -> bool:
+        """Whether any process has another batch; raise on all where one has failed.
+
+        After its first batch, let all share the same inputs.
+        """
+        mine: dict[str, str] = {}
+        apart: set[str] = set()
+        if isinstance(statistics, Inputs):
+            mine, apart = statistics.leaders, statistics.apart
+        if self.world.size == 1:
+            if apart - self.apart:
+                self.apart |= apart
+                raise _Again
+            if seen == 1:
+                statistics.sums.drop((name, "A") for name in mine)
+            return more
+        said = self.aside.all_gather_object((more, error, mine, sorted(apart)))
+        failed = [(rank, each[1]) for rank, each in enumerate(said) if each[1]]
+        if failure is not None:
+            raise failure
+        if failed:
+            rank, why = failed[0]
+            raise SecondOrderError(f"measure: process {rank} failed: {why}")
+        every = set().union(*(each[3] for each in said))
+        if seen >= 1:
+            for name in {name for each in said for name in each[2]}:
+                if len({each[2].get(name) for each in said}) > 1:
+                    every.add(name)
+        if every - self.apart:
+            self.apart |= every
+            raise _Again
+        if seen == 1:
+            statistics.sums.drop((name, "A") for name in mine)
+        return any(each[0] for each in said)
+
+    def _watching(self, statistics: Inputs | Pairs) -> AbstractContextManager[Any]:
+        """A block in which statistics are told of calls; it gives what begins, or runs back."""
+        modules = [m for layer in statistics.layers for m in layer.block.modules]
+        if not isinstance(statistics, Inputs):
+            return watching_pairs(self.model, modules, statistics)
+        modules = list(dict.fromkeys(modules))
+        early = [m for m in modules if is_experts(m) or statistics.of[m][0].linear(m)]
+        late = [m for m in modules if m not in set(early)]
+        # FSDP2 would be left in the middle of a pass.
+        stopping = None if self.sharded else Stopping(self.model, statistics.take)
+        return watching_inputs(self.model, early, late, statistics.take, stopping)
+
+    def _one_batch(
+        self, index: int, given: Any, last: Any, statistics: Inputs | Pairs, run: Any
+    ) -> Any:
+        """Show one batch to statistics; of a process without one, FSDP2 wants a pass all the same.
+
+        Returns the batch.
+        """
+        options = self.options
+        idle = given is _END
+        if idle and not self.sharded:
+            return last
+        if idle and last is None:
+            raise SecondOrderError(
+                "the loader of this process gave no batch, and the model is shared"
+            )
+        batch = last if idle else given
+        masks = masks_of(batch) if options.mask is None else [options.mask(batch)]
+        rows = Rows(masks, self.device)
+        here = moved(batch, self.device)
+        statistics.begin(rows, _entries(batch), idle)
+        if isinstance(statistics, Inputs):
+            run()
+            with torch.no_grad(), suppress(Stop):
+                options.call(self.model, here)
+        else:
+            output = options.call(self.model, here)
+            if options.loss is not None:
+                total, number = terms_of(options.loss(output, here))
+            else:
+                drawing = hash((options.seed, index, self.world.rank)) % 2**63
+                total, number = drawn(output, options.likelihood, rows, drawing)
+            run(total)
+            self.terms = self.terms + (0 if idle else number)
+        self.unknown |= rows.unknown
+        return batch
+
+    # --------------------------------------------------------------------------------- averages
+
+    def _keep_averages(self, group: Sequence[Layer], sums: Mapping[Key, Tensor]) -> None:
+        """Divide sums by their numbers, and keep those of this process's layers."""
+        counts = read([*(layer.rows for layer in group), self.terms])
+        everybody = self.aside.all_gather_object(counts)
+        *rows, (self.total_terms,) = (
+            [math.fsum(n) for n in zip(*each, strict=True)] for each in zip(*everybody, strict=True)
+        )
+        inputs = self.options.factors == "inputs"
+        if not (max(map(max, rows)) if inputs else self.total_terms):
+            raise SecondOrderError("the loader gave no example: nothing can be measured")
+        wrong: dict[str, str] = {}
+        for layer, number in zip(group, rows, strict=True):
+            layer.rows = math.fsum(number)
+            layer.missing = int(sum(max(0.0, layer.shape.dims["A"] - n) for n in number))
+            if layer.leader is not None:
+                continue
+            of = {"A": [max(n, 1.0) for n in number]}
+            for letter in layer.shape.letters:
+                total = sums.get((layer.name, letter))
+                if total is None:
+                    continue
+                by = total.new_tensor(of.get(letter, [max(self.total_terms, 1.0)]))
+                total = total.div_(by.view(-1, *[1] * (total.dim() - 1)))
+                if not bool(total.isfinite().all()):
+                    wrong[layer.name] = f"its {letter} is not finite"
+                kept = total.cpu() if self.options.memory is not None else total
+                self.stored[layer.name, letter] = kept
+        self._note(wrong)
+        for layer in group:  # who shares an A with another is where that is
+            if layer.leader is not None:
+                leader = layer.leader.name
+                layer.rows, layer.missing = layer.leader.rows, layer.leader.missing
+                self.owner[layer.name] = self.owner[leader]
+                if leader in self.failed:
+                    self.failed[layer.name] = self.failed[leader]
+                elif (leader, "A") in self.stored:
+                    self.stored[layer.name, "A"] = self.stored[leader, "A"]
+            elif not layer.rows:
+                self.failed[layer.name] = "it was not called with a row that counts"
+
+    def _note(self, wrong: Mapping[str, str]) -> None:
+        """Note layers that have failed on some process, on all of them."""
+        for each in self.aside.all_gather_object(dict(wrong)):
+            for name, why in each.items():
+                self.failed[name] = why
+                warnings.warn(f"measure: layer {name!r}: {why}", SecondOrderWarning, stacklevel=6)
+
+    # ------------------------------------------------------------------------------ eigenvalues
+
+    def _correct(self, number: int, group: list[Layer]) -> None:
+        """A pass for the eigenvalues of F in the eigenbasis of A and G of some layers."""
+        mine = [layer for layer in group if layer.name not in self.failed]
+        bases = {layer.name: self._basis(layer) for layer in mine}
+        kept = {
+            name: Basis(of["A"][1], cast(Tensor, of["G"][1]))
+            for name, of in bases.items()
+            if name not in self.failed
+        }
+        sizes = {
+            (layer.name, "F"): torch.Size(layer.shape.gradient_size)
+            for layer in mine[::-1]
+            if layer.name in kept
+        }
+        sums = self._sums(sizes)
+        statistics = Eigenvalues([x for x in mine if x.name in kept], sums, kept)
+        if kept:
+            rows = [layer.rows for layer in self.layers]
+            self._over_data(number, statistics)
+            for layer, n in zip(self.layers, rows, strict=True):
+                layer.rows = n
+        for (name, _), total in sums.finish().items():
+            found = total.div_(max(self.total_terms, 1.0))
+            self.corrected[name] = found.cpu() if self.options.memory is not None else found
+
+    def _basis(self, layer: Layer) -> dict[str, tuple[Tensor, Tensor | None]]:
+        """The eigenvalues and eigenvectors of a layer's A and G, from its owner."""
+        rank, owner, shape = self.world.rank, self.owner[layer.name], layer.shape
+        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        wrong: dict[str, str] = {}
+        for letter in shape.letters:
+            dim, diagonal = shape.dims[letter], letter in shape.diagonals
+            sizes = [(shape.groups, dim), *([] if diagonal else [(shape.groups, dim, dim)])]
+            parts = [torch.zeros(n, dtype=self.dtype, device=self.device) for n in sizes]
+            if rank == owner:
+                kept = self.stored[layer.name, letter].to(self.device)
+                matrix = kept if diagonal else unpack_upper_triangular(kept, dim)
+                pair, errors = eigh(matrix.double() if matrix.device.type == "cpu" else matrix)
+                if not bool((errors < TOLERANCE).all()):
+                    wrong[layer.name] = f"its {letter} could not be decomposed"
+                for part, new in zip(parts, pair[::-1], strict=True):
+                    part.copy_(new)
+            self.world.broadcast(parts, [owner] * len(parts))
+            found[letter] = parts[0], None if diagonal else parts[1]
+        self._note(wrong)
+        if rank == owner:
+            place = torch.device("cpu") if self.options.memory is not None else self.device
+            self.bases[layer.name] = {
+                k: (n.to(place), None if q is None else q.to(place)) for k, (n, q) in found.items()
+            }
+        return found
+
+    # ---------------------------------------------------------------------------------- the end
+
+    def result(self) -> KroneckerCurvature:
+        """The curvature, with its report."""
+        found: dict[str, LayerCurvature] = {}
+        uncovered: dict[str, str] = {}
+        for layer in self.layers:
+            if layer.name in self.failed:
+                uncovered |= dict.fromkeys(layer.shapes, self.failed[layer.name])
+                continue
+            letters = [k for k in layer.shape.letters if (layer.name, k) in self.stored]
+            found[layer.name] = LayerCurvature(
+                name=layer.name,
+                modules=tuple(layer.block.names),
+                kind=type(layer.block.modules[0]),
+                shapes=layer.shapes,
+                shape=layer.shape,
+                stored={k: self.stored[layer.name, k] for k in letters},
+                examples=self.total_terms or layer.rows,
+                updates=1.0,
+                corrected=self.corrected.get(layer.name),
+                rows=layer.rows,
+                basis=self.bases.get(layer.name),
+            )
+        names = [name for name, _ in self.model.named_parameters()]
+        covered = {name for layer in found.values() for name in layer.shapes}
+        reasons = {row.name: row.reason for row in self.left}
+        for name in names:
+            if name not in covered and name not in uncovered:
+                owner = name.rpartition(".")[0]
+                why = "its layer is measured by inputs alone"
+                uncovered[name] = reasons.get(name, reasons.get(owner, why))
+        return KroneckerCurvature(
+            found,
+            names,
+            uncovered,
+            owners={name: self.owner[name] for name in found} if self.world.size > 1 else None,
+            world=self.world if self.world.size > 1 else None,
+            report=self._report(found),
+        )
+
+    def _report(self, found: Mapping[str, LayerCurvature]) -> Report:
+        rows: list[MeasuredLayer] = []
+        for layer in self.layers:
+            shape, ours = layer.shape, layer.name in found
+            of = "A" if self.options.factors == "inputs" else shape.letters
+            sizes = ", ".join(f"{k} {shape.dims[k]}" for k in of)
+            groups = f"{shape.groups} x " if shape.groups > 1 else ""
+            shared = "" if layer.leader is None else f" (A of {layer.leader.name})"
+            rows.append(
+                MeasuredLayer(
+                    layer.name,
+                    type(layer.block.modules[0]).__name__,
+                    sum(size.numel() for size in layer.shapes.values()),
+                    f"{groups}{sizes}{shared}" if ours else self.failed[layer.name],
+                    float(layer.rows),
+                    0 if shape.diagonal_a else layer.missing,
+                    self.owner[layer.name] if ours else None,
+                )
+            )
+        rows += [MeasuredLayer(r.name, r.kind, r.parameters, r.reason) for r in self.left]
+        batches = sum(self.aside.all_gather_object(self.batches))
+        notes = []
+        if self.unknown:
+            shapes = ", ".join(str(tuple(shape)) for shape in sorted(self.unknown)[:3])
+            notes.append(f"no mask fits rows of shape {shapes}: all of these count")
+        unique = {id(t): t for t in (*self.stored.values(), *self.corrected.values())}
+        return Report(
+            f"Curvature of {type(self.model).__name__}: {self.options.factors}, "
+            f"{self.world.size} process{'es' if self.world.size > 1 else ''}",
+            rows,
+            sum(p.numel() for p in self.model.parameters()),
+            self.total_terms or max(float(layer.rows) for layer in self.layers),
+            batches,
+            self.number_of_passes,
+            time.perf_counter() - self.began,
+            sum(t.nbytes for t in unique.values()),
+            notes,
+        )
+
+
+_END: Any = object()
+
+
+def _entries(batch: Any) -> int:
+    """The number of a batch's entries: the first dimension of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, (Mapping, tuple, list)):
+        return next((_entries(value) for value in values if isinstance(value, Tensor)), 0)
+    return 0

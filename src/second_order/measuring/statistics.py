@@ -1,0 +1,385 @@
+"""What is summed up over the data: of layers' inputs, of pairs, and EK-FAC's eigenvalues.
+
+inputs    A += Σ x xᵀ over the rows that count
+pairs     A, and G += Σ d dᵀ over all rows
+ekfac     Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise, ∇_b = Σ_t d_t x_tᵀ of an entry b of the batch
+          (George et al. 2018, equation 9)
+
+A and G of convolutions are those of Grosse and Martens 2016: A is a sum over an image's locations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from second_order.errors import SecondOrderError
+from second_order.kronecker.bank import as_matrices
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.experts import Routed
+from second_order.kronecker.layers import (
+    CONVOLUTIONS,
+    KINDS,
+    FactorShape,
+    Form,
+    LayerKind,
+    gram,
+    layout_of,
+    linear_statistics,
+)
+from second_order.measuring.batches import Rows
+from second_order.measuring.sums import Sums
+
+__all__ = ["Basis", "Eigenvalues", "Inputs", "Layer", "Pairs", "Statistics", "read"]
+
+CHUNK_BYTES = 2**26
+"""Of the gradients of single entries of a batch that are there at once."""
+
+
+@dataclass(eq=False)
+class Layer:
+    """A layer that is measured.
+
+    Attributes:
+        block: Its modules, and what they are.
+        shape: Sizes of its factors; of the weight alone where inputs alone are measured.
+        shapes: Shapes of its parameters, by name.
+        leader: The layer whose A is this one's, as it reads the same tensor.
+        rows: The number of rows in A's sum; of fused experts ``(groups,)``, each one's own.
+        missing: Dimensions of A that so few rows cannot fill.
+    """
+
+    block: KroneckerBlock
+    shape: FactorShape
+    shapes: dict[str, torch.Size]
+    leader: Layer | None = None
+    rows: Any = 0
+    missing: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.block.name
+
+    @property
+    def bias(self) -> bool:
+        """Whether A has the homogeneous coordinate."""
+        return len(self.shapes) > 1
+
+    def kind(self, module: nn.Module) -> LayerKind:
+        """The rules for one of its modules."""
+        key = self.block.keys[self.block.modules.index(module)]
+        assert key is not None
+        return KINDS[key]
+
+    def linear(self, module: nn.Module) -> bool:
+        """Whether one of its modules multiplies rows, as they are, by a matrix."""
+        return self.kind(module).statistics is linear_statistics
+
+    def no_rows(self, device: torch.device) -> Any:
+        """What :attr:`rows` begins with."""
+        return torch.zeros(self.shape.groups, device=device) if self.shape.routed else 0
+
+    @property
+    def letter(self) -> str:
+        """The name of its weight within its module."""
+        return self.kind(self.block.modules[0]).weight
+
+
+class Statistics:
+    """What takes in the calls of layers, batch by batch."""
+
+    def __init__(self, layers: Sequence[Layer], sums: Sums) -> None:
+        self.layers, self.sums = list(layers), sums
+        self.of: dict[nn.Module, list[Layer]] = {}  # fused experts are two
+        for layer in layers:
+            for module in layer.block.modules:
+                self.of.setdefault(module, []).append(layer)
+        self.rows = Rows((), torch.device("cpu"))  # of this batch
+        self.entries = 0  # of this batch
+        self.idle = False  # calls count for nothing
+
+    def begin(self, rows: Rows, entries: int, idle: bool) -> None:
+        """Begin a batch; an ``idle`` one counts for nothing."""
+        self.rows, self.entries, self.idle = rows, entries, idle
+
+    def end(self) -> None:
+        """End a batch."""
+        self.sums.end_batch()
+
+
+class Inputs(Statistics):
+    """A of layers, of which those that read one tensor share one.
+
+    Which do, the first batch tells. ``apart``: names of layers that share nothing.
+    """
+
+    def __init__(self, layers: Sequence[Layer], sums: Sums, apart: Iterable[str]) -> None:
+        super().__init__(layers, sums)
+        self.apart, self.first = set(apart), True
+        self._seen: dict[int, tuple[weakref.ref[Tensor], int, Layer]] = {}
+        self._calls: Counter[Layer] = Counter()
+
+    def take(self, module: nn.Module, x: Any, output: Any) -> None:
+        """Take in a call of a module."""
+        if self.idle:
+            return
+        if isinstance(x, Routed):
+            self._of_experts(module, x)
+            return
+        (layer,) = self.of[module]
+        self._calls[layer] += 1
+        if layer.linear(module):
+            if not isinstance(x, Tensor):
+                raise SecondOrderError(f"layer {layer.name!r} was not called with one tensor")
+            if x.shape[-1] != layer.shape.dims["A"] or self._is_led(layer, x):
+                return  # the model will say what is wrong
+            rows, number = self.rows.pick(x)
+            layer.rows += number
+            self.sums.gram((layer.name, "A"), rows)
+            return
+        a, examples = self._of_kind(layer, module, x, output)
+        layer.rows += examples
+        self.sums.add((layer.name, "A"), a)
+
+    def _of_experts(self, module: nn.Module, call: Routed) -> None:
+        """Take in the rows that experts multiply."""
+        mask = self.rows.ones(call.hidden.shape[:1], call.hidden) != 0
+        xs, _, _ = call.rows(module, mask)
+        for layer in self.of[module]:
+            wide = xs.of[layer.letter].to(self.sums.dtype).unsqueeze(0).split(xs.counts, 1)
+            with ieee_matmul(call.hidden.device):
+                a = torch.cat([gram(rows, False, False) for rows in wide])
+            layer.rows = layer.rows + torch.tensor(xs.counts, device=a.device)
+            self.sums.add((layer.name, "A"), a)
+
+    def _is_led(self, layer: Layer, x: Tensor) -> bool:
+        """Whether another layer has taken this tensor in, in this batch."""
+        known = self._seen.get(id(x))
+        leader = None
+        if known is not None and known[0]() is x and known[1] == x._version:
+            leader = known[2]
+        else:
+            self._seen[id(x)] = weakref.ref(x), x._version, layer
+        if self.first and self._calls[layer] == 1 and layer.name not in self.apart:
+            layer.leader = leader if leader is not layer else None
+        if layer.leader is not None and layer.leader is not leader:
+            self.apart.add(layer.name)
+        return layer.leader is not None
+
+    def end(self) -> None:
+        """End a batch; note layers that were called otherwise than those that share with them."""
+        for layer in self.layers:
+            if layer.leader is not None and self._calls[layer] != self._calls[layer.leader]:
+                self.apart.add(layer.name)
+        self._calls.clear()
+        self._seen.clear()
+        self.first = False
+        super().end()
+
+    @property
+    def leaders(self) -> dict[str, str]:
+        """By name, the layers that share, and whose A is theirs."""
+        return {each.name: each.leader.name for each in self.layers if each.leader is not None}
+
+    def _of_kind(
+        self, layer: Layer, module: nn.Module, x: Any, output: Any
+    ) -> tuple[Tensor, int | Tensor]:
+        """A's sum, and the number of its rows, by a layer's own rule.
+
+        The rule leaves out rows whose gradient is zero: it is shown gradients of few ones.
+        """
+        kind, rows = layer.kind(module), self.rows
+        if kind is KINDS[nn.MultiheadAttention]:
+            x = torch.stack([t.expand(x[0].shape) for t in _padded(x)])
+            like = rows.ones(x.shape[1:3], x)
+            d = like.expand(3, *like.shape).unsqueeze(-1)
+        elif isinstance(module, CONVOLUTIONS):
+            whole = (*output.shape,) if output.dim() == x.dim() else (1, *output.shape)
+            lone = len(whole) == len(module.kernel_size) + 1
+            spatial = whole[1:] if lone else whole[2:]
+            entries = (1,) if lone else whole[:1]
+            x = x.unsqueeze(0) if lone else x
+            ones = rows.ones(torch.Size(entries), x)
+            d = ones.view(-1, *[1] * (1 + len(spatial))).expand(-1, module.groups, *spatial)
+        elif layer.shape.diagonal_a:
+            d = rows.ones(x.shape, output).unsqueeze(-1)
+        else:  # of a user's class
+            d = rows.ones(output.shape[:-1], output).unsqueeze(-1).expand(output.shape)
+        wide = torch.promote_types(d.dtype, torch.float32)
+        x = x.to(wide) if x.is_floating_point() else x
+        with ieee_matmul(d.device):
+            form = Form(bias=False, approximation="expand")
+            pair = kind.statistics(module, x, d.to(wide), form)
+        return pair.factors["A"], pair.examples
+
+
+def _padded(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Queries, keys and values of one length, filled up by zeros."""
+    longest = max(t.shape[1] for t in inputs)
+    return [nn.functional.pad(t, (0, 0, 0, longest - t.shape[1])) for t in inputs]
+
+
+class Pairs(Statistics):
+    """A and G of layers; a consumer of :class:`~second_order.kronecker.capture.Capture`."""
+
+    _last: tuple[tuple[int, int, bool], tuple[Tensor, int]] | None = None  # rows of one tensor
+
+    def begin(self, rows: Rows, entries: int, idle: bool) -> None:
+        """Begin a batch."""
+        super().begin(rows, entries, idle)
+        self._last = None
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether pairs of a module are wanted."""
+        return module in self.of and not self.idle
+
+    def consume(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        d: Tensor,
+        pass_id: int,
+        source: int = -1,
+        again: bool = False,
+    ) -> None:
+        """Take in a pair."""
+        for layer in self.of[module]:
+            self._add(layer, module, x, d, (source, pass_id))
+
+    def _add(self, layer: Layer, module: nn.Module, x: Any, d: Tensor, of: tuple[int, int]) -> None:
+        sums = self.sums
+        if layer.linear(module):
+            key = *of, layer.bias
+            if self._last is None or self._last[0] != key or of[0] < 0:
+                rows, number = self.rows.pick(x)
+                rows = nn.functional.pad(rows, (0, 1), value=1.0) if layer.bias else rows
+                self._last = key, (rows, number)
+            rows, number = self._last[1]
+            layer.rows += number
+            sums.gram((layer.name, "A"), rows)
+            sums.gram((layer.name, "G"), d.reshape(-1, d.shape[-1]))
+            return
+        wide = torch.promote_types(d.dtype, torch.float32)
+        with ieee_matmul(d.device):
+            form = Form(layer.bias, approximation="expand")
+            pair = layer.kind(module).statistics(module, _widened(x, wide), d.to(wide), form)
+        layer.rows = layer.rows + (pair.examples if pair.routed is None else pair.routed)
+        for letter, factor in pair.factors.items():
+            sums.add((layer.name, letter), factor)
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Eigenvectors of A, None where it is diagonal, and of G: ``(groups, n, n)``."""
+
+    a: Tensor | None
+    g: Tensor
+
+
+class Eigenvalues(Pairs):
+    """The second moment of entries' gradients in the eigenbasis of A and G."""
+
+    def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Basis]) -> None:
+        super().__init__(layers, sums)
+        self._bases = bases
+
+    def consume(
+        self,
+        module: nn.Module,
+        x: Tensor,
+        d: Tensor,
+        pass_id: int,
+        source: int = -1,
+        again: bool = False,
+    ) -> None:
+        """Take in a pair."""
+        wide = torch.promote_types(d.dtype, torch.float32)
+        x, d = _widened(x, wide), d.to(wide)
+        for layer in self.of[module]:
+            basis = self._bases[layer.name]
+            with ieee_matmul(d.device):
+                if layer.linear(module):
+                    found = self._of_rows(layer, basis, x, d)
+                else:
+                    found = self._by_entry(layer, module, basis, x, d)
+                self.sums.add((layer.name, "F"), found)
+
+    def _of_rows(self, layer: Layer, basis: Basis, x: Tensor, d: Tensor) -> Tensor:
+        """Λ of a matrix's rows, ``(..., in)`` and ``(..., out)``."""
+        assert basis.a is not None
+        count, a = d.numel() // d.shape[-1], basis.a[0].to(x.dtype)
+        entries = self.entries if self.entries and count % self.entries == 0 else count
+        x = x.reshape(entries, -1, x.shape[-1])
+        x = x @ a[:-1] + a[-1] if layer.bias else x @ a
+        d = d.reshape(entries, -1, d.shape[-1]) @ basis.g[0].to(d.dtype)
+        if count == entries:
+            return (d[:, 0].square().mT @ x[:, 0].square()).unsqueeze(0)
+        total = x.new_zeros(1, d.shape[-1], x.shape[-1])
+        each = max(1, CHUNK_BYTES // (total.nbytes or 1))
+        for xs, ds in zip(x.split(each), d.split(each), strict=True):
+            total[0].add_((ds.mT @ xs).square_().sum(0))
+        return total
+
+    def _by_entry(self, layer: Layer, module: nn.Module, basis: Basis, x: Any, d: Tensor) -> Tensor:
+        """Λ of any kind of layer, one entry of the batch after the other."""
+        kind, layout = layer.kind(module), layout_of(layer.shape, _sizes(layer))
+        along = int(d.dim() > 3 and kind is KINDS[nn.MultiheadAttention])  # after the thirds
+        each = 1
+        if isinstance(x, Routed):  # tokens of an entry are next to each other
+            each = len(d) // self.entries if self.entries and len(d) % self.entries == 0 else 1
+        total: Tensor | None = None
+        for xs, ds in zip(_split(x, each, along), d.split(each, along), strict=True):
+            parts = [kind.gradient(module, xs, ds)]
+            if layer.bias:
+                parts.append(_gradient_of_bias(layer, module, xs, ds, along))
+            matrix = as_matrices(parts, layout)
+            rotated = basis.g.to(d.dtype).mT @ matrix
+            rotated = rotated if basis.a is None else rotated @ basis.a.to(d.dtype)
+            total = rotated.square() if total is None else total.add_(rotated.square())
+        assert total is not None
+        return total
+
+
+def _sizes(layer: Layer) -> list[int]:
+    return [size.numel() for size in layer.shapes.values()]
+
+
+def _widened(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def _split(x: Any, each: int, along: int) -> Sequence[Any]:
+    if not isinstance(x, Routed):
+        return cast(Sequence[Any], x.split(each, along))
+    parts = (x.hidden.split(each), x.index.split(each), x.weights.split(each))
+    return [Routed(*part) for part in zip(*parts, strict=True)]
+
+
+def _gradient_of_bias(layer: Layer, module: nn.Module, x: Any, d: Tensor, thirds: int) -> Tensor:
+    """The gradient of a bias, of one entry's input and output gradient."""
+    if isinstance(x, Routed):
+        _, ds = x.pairs(module, d)
+        return torch.stack([rows.sum(0) for rows in ds.of[layer.letter].split(ds.counts)])
+    if isinstance(module, CONVOLUTIONS):
+        return d.flatten(2).sum((0, 2))
+    if thirds:
+        return d.flatten(1, -2).sum(1).flatten()
+    return d.reshape(-1, d.shape[-1]).sum(0)
+
+
+def read(numbers: Sequence[Any]) -> list[list[float]]:
+    """Numbers, of which some may be scalars or vectors on a device, in one look at it."""
+    tensors = [n.reshape(-1) for n in numbers if isinstance(n, Tensor)]
+    known = iter(torch.cat([t.double().cpu() for t in tensors]).tolist() if tensors else ())
+    return [
+        [next(known) for _ in range(n.numel())] if isinstance(n, Tensor) else [float(n)]
+        for n in numbers
+    ]

@@ -1,0 +1,204 @@
+"""Sums over a data set of the matrices of layers, and where they live while they grow.
+
+device   whole on the device, each process its own, summed to the owners at the end
+cpu      as triangles in the host's memory
+owner    as triangles, each on one process alone: with every batch each layer's sum goes to its
+         owner, in a fixed order, and nobody keeps another's for longer than that takes
+
+With "owner" a layer's turn comes once a batch, in the order in which layers are called. When a
+layer has been called, those before it have had theirs, with or without a sum of this process; what
+comes after its turn waits for the next batch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from second_order.distributed.world import World
+from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.layers import gram
+from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.stages import sent
+
+__all__ = ["Keep", "Key", "Sums", "passes_of"]
+
+Keep: TypeAlias = Literal["device", "cpu", "owner"]
+
+Key: TypeAlias = tuple[str, str]
+"""A layer's name, and the letter of one of its matrices."""
+
+
+class Sums:
+    """Sums of the layers of a pass over the data.
+
+    Args:
+        keep: Where they live; "owner" among several processes only.
+        sizes: The shape of each sum as it is kept, ``(groups, n, n)``, ``(groups, n (n + 1) / 2)``
+            or ``(groups, n)``, in the order of turns.
+        owners: The process that gets each.
+        world: The processes.
+        device: Where the model is.
+        dtype: Of the sums.
+        waits: With "owner", wait for a layer's message when the next one has been sent, as little
+            memory is then under way. Not where others need this process's passes to send theirs, as
+            FSDP2 does: then what has not arrived is waited for as the batch ends.
+    """
+
+    def __init__(
+        self,
+        keep: Keep,
+        sizes: Mapping[Key, torch.Size],
+        owners: Mapping[Key, int],
+        world: World,
+        device: torch.device,
+        dtype: torch.dtype,
+        waits: bool = True,
+    ) -> None:
+        self._keep, self._sizes, self._owners = keep, sizes, owners
+        self._world, self._device, self.dtype = world, device, dtype  # dtype: of the sums
+        self._turns = {key: turn for turn, key in enumerate(sizes)}
+        self._order = list(sizes)
+        self._next = 0
+        self._sending: deque[tuple[Key, Tensor, Any]] = deque()
+        self._waits = waits
+        self.found: dict[Key, Tensor] = {}
+        self.waiting: dict[Key, Tensor] = {}  # for their owners
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """Expect no more of these."""
+        for key in set(keys).intersection(self._turns):
+            del self._turns[key]
+            self.found.pop(key, None)
+        self._order = list(self._turns)
+        self._turns = {key: turn for turn, key in enumerate(self._order)}
+
+    def gram(self, key: Key, rows: Tensor) -> None:
+        """Add rowsᵀ rows, of ``(rows, n)``."""
+        wide = self.dtype
+        fused = rows.dtype != wide and rows.is_cuda  # narrow products that are added up widely
+        rows = rows if fused else rows.to(wide)
+        with ieee_matmul(rows.device):
+            if self._keep != "device" and not fused:
+                self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
+                return
+            if self._keep != "device":
+                self.add(key, _product(rows, wide).unsqueeze(0))
+                return
+            total = self.found.get(key)
+            if total is None:
+                self.found[key] = _product(rows, wide).unsqueeze(0)
+            elif fused:
+                total[0].add_(_product(rows, wide))
+            else:
+                total[0].addmm_(rows.mT, rows)
+
+    def add(self, key: Key, matrix: Tensor) -> None:
+        """Add ``(groups, n, n)``, or another form in which a sum is kept; its memory is taken."""
+        if self._keep != "device" and matrix.shape != self._sizes[key]:
+            matrix = pack_upper_triangular(matrix)
+        place = self.waiting if self._keep == "owner" else self.found
+        matrix = matrix.to("cpu" if self._keep == "cpu" else self._device, self.dtype)
+        place[key] = place[key].add_(matrix) if key in place else matrix
+        if self._keep == "owner" and (turn := self._turns[key]) >= self._next:
+            self._send(turn + 1)
+
+    def end_batch(self) -> None:
+        """Give the layers that have not been called in this batch their turn."""
+        if self._keep == "owner":
+            self._send(len(self._order))
+            self._next = 0
+            self._take_in(0)
+
+    def _send(self, end: int) -> None:
+        world = self._world
+        for key in self._order[self._next : end]:
+            part = self.waiting.pop(key, None)
+            part = self._zeros(key) if part is None else part
+            sent(part.nbytes)
+            part = part.cpu() if world.backend == "gloo" else part
+            to = self._owners[key]
+            work = dist.reduce(part, group=world.group, group_dst=to, async_op=True)
+            self._sending.append((key, part, work))
+            self._take_in(1 if self._waits else len(self._sending))
+        self._next = max(end, self._next)
+
+    def _take_in(self, most: int) -> None:
+        """Take in the sums that have arrived, until so many are under way at most."""
+        sending = self._sending
+        while sending and (len(sending) > most or sending[0][2].is_completed()):
+            key, part, work = sending.popleft()
+            work.wait()
+            if self._owners[key] == self._world.rank:
+                part = part.to(self._device)
+                self.found[key] = self.found[key].add_(part) if key in self.found else part
+
+    def finish(self) -> dict[Key, Tensor]:
+        """The sums over all processes of which this one is the owner, as they are kept.
+
+        A collective. A sum to which nobody has added is zero.
+        """
+        if self._keep == "owner":
+            self.end_batch()  # what has come after its turn
+        mine: dict[Key, Tensor] = {}
+        for key in self._order:
+            part, size = self.found.pop(key, None), self._sizes[key]
+            if part is None:
+                part = self._zeros(key)
+            if part.shape != size:
+                part = pack_upper_triangular(part)
+            if self._keep != "owner" and self._world.size > 1:
+                self._world.reduce([part], [self._owners[key]]).wait()
+            if self._owners[key] == self._world.rank:
+                mine[key] = part
+        return mine
+
+    def _zeros(self, key: Key) -> Tensor:
+        return torch.zeros(self._sizes[key], dtype=self.dtype, device=self._device)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint has of them, between batches."""
+        parts = ("found", self.found), ("waiting", self.waiting)
+        return {name: [(*key, part) for key, part in of.items()] for name, of in parts}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        place = torch.device("cpu") if self._keep == "cpu" else self._device
+        for name in ("found", "waiting"):
+            setattr(self, name, {(layer, k): part.to(place) for layer, k, part in state[name]})
+
+
+def _product(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    if rows.dtype == dtype:
+        return rows.mT @ rows
+    return torch.mm(rows.mT, rows, out_dtype=dtype)
+
+
+def passes_of(costs: Sequence[int], budget: int | None) -> list[list[int]]:
+    """Positions of layers by pass: as many in a row as fit into a budget.
+
+    Raises:
+        ValueError: If a layer alone does not fit.
+    """
+    if budget is None:
+        return [list(range(len(costs)))]
+    most = max(costs, default=0)
+    if most > budget:
+        raise ValueError(
+            f"memory={budget:,} bytes are less than one layer takes, {most:,}; give at least that, "
+            f"or leave that layer out by layers="
+        )
+    found: list[list[int]] = [[]]
+    filled = 0
+    for i, cost in enumerate(costs):
+        if filled + cost > budget:
+            found.append([])
+            filled = 0
+        found[-1].append(i)
+        filled += cost
+    return found

@@ -1,0 +1,347 @@
+"""The curvature of layers made at random, on one process and on several, against dense matrices."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from second_order import CheckpointError, KroneckerCurvature, LayerCurvature, SecondOrderError
+from second_order.distributed.world import World as Processes
+from second_order.kronecker.layers import FactorShape
+from second_order.kronecker.triangles import pack_upper_triangular
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pool import World
+
+KINDS = ("linear", "with bias", "grouped", "embedding", "doubly factored", "exact")
+
+
+def positive(*size: int) -> Tensor:
+    """Symmetric matrices, the last eigenvalue of each being zero."""
+    *batch, n = size
+    root = torch.randn(*batch, n, max(n - 1, 1), dtype=torch.float64)
+    return root @ root.mT / n
+
+
+def layer_of(
+    kind: str, name: str, out: int, width: int, *, alone: bool, packed: bool, corrected: bool
+) -> LayerCurvature:
+    """A layer of a kind, its factors drawn from torch's generator."""
+    groups = 3 if kind == "grouped" else 1
+    bias = int(kind == "with bias" and not alone)
+    shape, size = FactorShape(groups, width + bias, out), (groups * out, width)
+    if kind == "embedding":
+        shape, size = FactorShape(1, width, out, diagonal_a=True, transposed=True), (width, out)
+    elif kind == "doubly factored":
+        shape, size = FactorShape(1, width * 2, out, locations=2), (out, width * 2)
+    elif kind == "exact":
+        shape, size = FactorShape(1, 1, out, exact=True), (out,)
+    whole = {letter: positive(groups, shape.dims[letter]) for letter in shape.letters}
+    if kind == "embedding":
+        whole["A"] = torch.rand(1, width, dtype=torch.float64)
+    if kind == "exact":
+        whole["A"] = torch.ones(1, 1, 1, dtype=torch.float64)
+    packing = [letter for letter, x in whole.items() if packed and x.dim() == 3]
+    stored = whole | {letter: pack_upper_triangular(whole[letter]) for letter in packing}
+    if alone:
+        del stored["G"]
+    shapes = {f"{name}.weight": torch.Size(size)}
+    if bias:
+        shapes[f"{name}.bias"] = torch.Size((out,))
+    values = torch.rand(shape.gradient_size, dtype=torch.float64) if corrected else None
+    return LayerCurvature(name, (name,), nn.Linear, shapes, shape, stored, 8.0, 1.0, None, values)
+
+
+def dense(layer: LayerCurvature) -> Tensor:
+    """F in the order of the parameters flattened, by Kronecker products of factors or vectors."""
+    groups, out, width = layer.shape.gradient_size
+    a = torch.diag_embed(layer.A) if layer.shape.diagonal_a else layer.A
+    g = layer.G if "G" in layer.stored else torch.eye(out, dtype=a.dtype).repeat(groups, 1, 1)
+    if layer.corrected is None:
+        if "L" in layer.stored:
+            a = torch.kron(a[0], layer.factor("L")[0])[None]
+        blocks = [torch.kron(gi, ai) for gi, ai in zip(g, a, strict=True)]
+    else:
+        q = a if layer.shape.diagonal_a else torch.linalg.eigh(a).eigenvectors
+        if layer.shape.diagonal_a:
+            q = torch.eye(width, dtype=a.dtype)[None]
+        if "L" in layer.stored:
+            q = torch.kron(q[0], torch.linalg.eigh(layer.factor("L")[0]).eigenvectors)[None]
+        p = torch.linalg.eigh(g).eigenvectors if "G" in layer.stored else g
+        basis = [torch.kron(pi, qi) for pi, qi in zip(p.contiguous(), q.contiguous(), strict=True)]
+        pairs = zip(basis, layer.corrected.flatten(1), strict=True)
+        blocks = [b @ v.diag() @ b.mT for b, v in pairs]
+    index = torch.arange(groups * out * width).view(groups, out, width)
+    order = index.reshape(-1)
+    if layer.shape.transposed:
+        order = index[0].mT.reshape(-1)
+    elif len(layer.shapes) == 2:
+        order = torch.cat([index[..., :-1].reshape(-1), index[..., -1].reshape(-1)])
+    return torch.block_diag(*blocks)[order][:, order]
+
+
+def powered(F: Tensor, f: Any) -> Tensor:
+    values, vectors = torch.linalg.eigh(F)
+    return vectors @ f(values.clamp_min(0)).diag() @ vectors.mT
+
+
+def flat(layer: LayerCurvature, vector: Mapping[str, Tensor]) -> Tensor:
+    return torch.cat([vector[name].reshape(-1) for name in layer.shapes])
+
+
+def near(found: Tensor, expected: Tensor, to: float = 1e-7) -> None:
+    torch.testing.assert_close(found, expected, rtol=to, atol=to)
+
+
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 4),
+    st.integers(2, 4),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+    st.floats(0.01, 2.0),
+)
+def test_all_functions_of_a_layer_are_those_of_the_dense_matrix(
+    kind: str, out: int, width: int, alone: bool, packed: bool, corrected: bool, gamma: float
+) -> None:
+    alone = alone and kind != "exact"
+    layer = layer_of(kind, "x", out, width, alone=alone, packed=packed, corrected=corrected)
+    curvature, F = KroneckerCurvature({"x": layer}, list(layer.shapes), {}), dense(layer)
+    near(layer.to_dense(), F)
+    v = {n: torch.randn(s, dtype=torch.float64) for n, s in layer.shapes.items()}
+    eye, mean = torch.eye(len(F), dtype=F.dtype), float(F.trace()) / len(F)
+    # An eigenvalue that is zero is found as 1e-16, and its root as 1e-8.
+    for found, expected, to in (
+        (curvature.apply(v), F, 1e-9),
+        (curvature.solve(v, gamma), torch.linalg.inv(F + gamma * eye), 1e-7),
+        (curvature.solve(v, gamma, relative=True), torch.linalg.inv(F + gamma * mean * eye), 1e-6),
+        (curvature.sqrt(v), powered(F, torch.sqrt), 1e-6),
+        (
+            curvature.function(v, lambda x: (x + gamma).rsqrt()),
+            powered(F, lambda x: (x + gamma).rsqrt()),
+            1e-7,
+        ),
+    ):
+        assert found.keys() == v.keys()
+        near(flat(layer, found), expected @ flat(layer, v), to)
+    near(flat(layer, curvature.diagonal()), F.diagonal(), 1e-9)
+    near(curvature.eigenvalues(), torch.linalg.eigvalsh(F).flip(0), 1e-9)
+    near(layer.eigenvalues, curvature.eigenvalues())
+    assert curvature.trace() == pytest.approx(float(F.trace()))
+    assert curvature.logdet(gamma) == pytest.approx(float(torch.logdet(F + gamma * eye)))
+    relative = torch.logdet(F + gamma * mean * eye)
+    assert curvature.logdet(gamma, relative=True) == pytest.approx(float(relative))
+    if corrected:  # it matters
+        assert not torch.allclose(F, dense(replace(layer, corrected=None)), rtol=1e-3)
+
+
+# -------------------------------------------------------------------------------------- processes
+
+
+def drawn(seed: int = 0) -> KroneckerCurvature:
+    """A layer of each kind, and some with A alone, as triangles, or corrected."""
+    torch.manual_seed(seed)
+    layers = {}
+    for i, kind in enumerate(KINDS):
+        said: dict[str, Any] = {"packed": i % 2 == 0, "corrected": i % 3 == 1, "alone": i in (0, 3)}
+        name = ("a/b", "..", "ä b", "%", "", "x.1")[i]
+        layers[name] = layer_of(kind, name, 2 + i % 3, 3, **said)
+    names = [name for layer in layers.values() for name in layer.shapes]
+    return KroneckerCurvature(layers, [*names, "none"], {"none": "it is none"}, report="measured")
+
+
+def shared(rank: int, size: int) -> KroneckerCurvature:
+    """The same, each layer on one process but the last, which all have."""
+    whole, processes = drawn(), Processes()
+    owners = {name: i % size for i, name in enumerate(list(whole)[:-1])}
+    layers = {
+        name: layer if owners.get(name, rank) == rank else replace(layer, stored={}, corrected=None)
+        for name, layer in whole.items()
+    }
+    names, why = whole.names, whole.uncovered
+    return KroneckerCurvature(
+        layers, names, why, owners=owners, world=processes, report=whole.report
+    )
+
+
+def results(curvature: KroneckerCurvature) -> dict[str, Any]:
+    """What whole vectors give, and each layer's tensors."""
+    torch.manual_seed(1)
+    sizes = {n: s for layer in drawn().values() for n, s in layer.shapes.items()}
+    v = {n: torch.randn(s, dtype=torch.float64) for n, s in sizes.items()}
+    gammas = {name: 0.1 + i for i, name in enumerate(curvature)}
+    some = dict(list(v.items())[1:3])
+    listed = curvature.solve([v.get(name) for name in curvature.names], gammas)
+    solved = zip(curvature.names, listed, strict=True)
+    return {
+        "apply": curvature.apply(some),
+        "solve": {name: x for name, x in solved if x is not None},
+        "relative": curvature.solve(v, 0.1, relative=True),
+        "sqrt": curvature.sqrt(v),
+        "diagonal": curvature.diagonal(),
+        "numbers": {
+            "trace": torch.tensor(curvature.trace()),
+            "logdet": torch.tensor(curvature.logdet(gammas)),
+            "eigenvalues": curvature.eigenvalues(),
+        },
+        "layers": {
+            f"{name} {key}": tensor
+            for name, layer in curvature.items()
+            for key, tensor in {**layer.factors, "values": layer.values}.items()
+        },
+    }
+
+
+def by_owner(rank: int, size: int, folder: str) -> Any:
+    curvature = shared(rank, size)
+    found = results(curvature)
+    sample = curvature.sample(0.1)
+    gathered = curvature.gather(to=size - 1)
+    with pytest.raises(ValueError, match=f"to={size} is no rank of {size} processes"):
+        curvature.gather(to=size)
+    if rank == size - 1:
+        assert list(gathered.here) == list(curvature)
+        assert_same(results(gathered), found)
+    else:
+        assert (len(gathered), gathered.here) == (0, {})
+        with pytest.raises(ValueError, match=f"it has been gathered on rank {size - 1}"):
+            gathered.apply({next(iter(sample)): torch.ones(1)})
+    curvature.save(folder)
+    broken = next(iter(curvature))  # on rank 0
+    layer = curvature._layers[broken]
+    if layer.stored:
+        curvature._layers[broken] = replace(layer, stored={"A": layer.stored["A"] * math.nan})
+    with pytest.raises(SecondOrderError, match=r"factor A of layer 'a/b' cannot be decomposed: \d"):
+        curvature.sqrt({f"{broken}.weight": torch.ones(next(iter(layer.shapes.values())))})
+    return list(curvature.here), found, sample
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any], to: float = 1e-12) -> None:
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert found[key].keys() == value.keys(), key
+        for name, tensor in value.items():
+            torch.testing.assert_close(found[key][name], tensor, rtol=to, atol=to)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_owners_together_are_what_one_process_is(world: World, tmp_path: Path, size: int) -> None:
+    expected = results(drawn())
+    told = world.run(by_owner, size, str(tmp_path))
+    here = [name for each, _, _ in told for name in each if name != "x.1"]
+    assert sorted(here) == sorted(set(drawn()) - {"x.1"})
+    assert all(("x.1" in each) for each, _, _ in told)
+    for _, found, sample in told:
+        assert_same(found, expected)
+        owned = {n: x for n, x in sample.items() if not n.startswith("x.1.")}
+        assert len(owned) == len(sample) - 1
+        assert all(torch.equal(x, told[0][2][name]) for name, x in owned.items())
+    loaded = KroneckerCurvature.load(tmp_path)
+    assert_same(results(loaded), expected)
+    assert loaded.report == "measured"
+
+
+# ------------------------------------------------------------------------------------------ files
+
+
+def test_what_is_saved_is_loaded_and_read_by_others(tmp_path: Path) -> None:
+    theirs = pytest.importorskip("safetensors.torch")
+    curvature = drawn()
+    curvature.save(tmp_path)
+    index = json.loads((tmp_path / "curvature.json").read_text("utf-8"))
+    files = {name: each["file"] for name, each in index["layers"].items()}
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*files.values(), "curvature.json"])
+    for name, layer in curvature.items():
+        found = theirs.load_file(tmp_path / files[name])
+        for letter, factor in layer.factors.items():
+            assert torch.equal(found[letter], factor)
+        assert ("corrected" in found) == (layer.corrected is not None)
+    for device in (None, "cpu"):
+        loaded = KroneckerCurvature.load(tmp_path, device)
+        assert_same(results(loaded), results(curvature))
+        assert (loaded.names, loaded.uncovered) == (curvature.names, curvature.uncovered)
+        for name, layer in loaded.items():
+            before = curvature[name]
+            assert (layer.kind, layer.modules, layer.examples) == (nn.Linear, (name,), 8.0)
+            assert (layer.shapes, layer.shape) == (before.shapes, before.shape)
+
+
+def test_corrected_eigenvalues_stay_with_their_vectors(tmp_path: Path) -> None:
+    """Any vectors of equal eigenvalues are A's: those of another computer are not to be taken."""
+    turned = torch.linalg.qr(torch.randn(1, 4, 4, dtype=torch.float64)).Q
+    eye = torch.eye(4, dtype=torch.float64)[None]
+    layer = layer_of("linear", "x", 4, 4, alone=False, packed=False, corrected=True)
+    basis = {letter: (torch.ones(1, 4, dtype=torch.float64), turned) for letter in "AG"}
+    layer = replace(layer, stored={"A": eye, "G": eye}, basis=basis)
+    KroneckerCurvature({"x": layer}, [], {}).save(tmp_path)
+    loaded = KroneckerCurvature.load(tmp_path)["x"]
+    near(loaded.to_dense(), layer.to_dense())
+    assert not torch.allclose(layer.to_dense(), replace(layer, basis=None).to_dense(), atol=1e-3)
+
+
+def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    drawn().save(tmp_path)
+    index = tmp_path / "curvature.json"
+    kept = json.loads(index.read_text("utf-8"))
+    (tmp_path / "x.1.safetensors").write_bytes((tmp_path / "a%2Fb.safetensors").read_bytes())
+    with pytest.raises(CheckpointError, match=r"x.1.safetensors does not fit curvature.json"):
+        KroneckerCurvature.load(tmp_path)
+    for wrong, message in (
+        ({"format": "gguf"}, "gguf of version 1 is not known"),
+        ({"layers": {"x": {}}}, "cannot be read: KeyError"),
+    ):
+        index.write_text(json.dumps(kept | wrong), "utf-8")
+        with pytest.raises(CheckpointError, match=message):
+            KroneckerCurvature.load(tmp_path)
+    strange = replace(drawn()["%"], stored={"A": torch.ones(1, 1, 1, dtype=torch.cdouble)})
+    with pytest.raises(ValueError, match=r"the format has no 'A' of torch.complex128"):
+        KroneckerCurvature({"%": strange}, [], {}).save(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no curvature.json: .* writing has not ended"):
+        KroneckerCurvature.load(tmp_path)
+
+
+def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
+    drawn().save(tmp_path)
+    index = tmp_path / "curvature.json"
+    content = index.read_text("utf-8")
+    for said in ("os:system", "no.such.thing:Linear", "torch:Tensor"):
+        index.write_text(content.replace("torch.nn.modules.linear:Linear", said), "utf-8")
+        assert {each.kind for each in KroneckerCurvature.load(tmp_path).values()} == {nn.Module}
+
+
+# ---------------------------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c.solve({}, 0.0, relative=True), "damping=0.0 of layer 'a/b' must be positive"),
+        (lambda c: c.logdet(relative=True), "relative=True needs damping=, in mean eigenvalues"),
+        (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* give damping="),
+        (lambda c: c["a/b"].G, "layer 'a/b' has no factor G here: it has A"),
+        (lambda c: replace(c["a/b"], stored={}).A, "no factor A here: it is kept elsewhere"),
+        (lambda c: KroneckerCurvature(c, [], {}, owners={"": 0}), "give world=, the World"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(call: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(drawn())
+
+
+def test_relative_damping_of_nothing_is_absolute() -> None:
+    layer = layer_of("linear", "x", 2, 3, alone=False, packed=False, corrected=False)
+    nothing = replace(layer, stored={k: torch.zeros_like(x) for k, x in layer.stored.items()})
+    v = torch.randn(1, 2, 3, dtype=torch.float64)
+    near(nothing.solve(v, 0.5, relative=True), v / 0.5)

@@ -1,0 +1,379 @@
+"""Fused experts: their factors against sums over examples, written by hand."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import assert_same_factors, each_kronecker, factors, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from second_order import KAISA
+from second_order.kronecker.experts import Routed, is_experts
+
+if TYPE_CHECKING:
+    from pool import World
+
+F64, WIDTH, INNER, CLASSES = torch.float64, 4, 3, 3
+pytestmark = pytest.mark.filterwarnings("ignore:.*preconditioned; trained by")
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"has_gate": False},
+    {"has_bias": True, "is_transposed": True},
+    {"has_post_expert_norm": True, "is_transposed": True},
+]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(kind) or "plain")
+
+
+class Experts(nn.Module):
+    """Experts as transformers tells of them, one after the other; notes what each multiplies."""
+
+    def __init__(
+        self,
+        experts: int,
+        has_gate: bool = True,
+        has_bias: bool = False,
+        is_transposed: bool = False,
+        has_post_expert_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        self.has_gate, self.has_bias, self.is_transposed = has_gate, has_bias, is_transposed
+        self.has_post_expert_norm = has_post_expert_norm
+        self.post_expert_norm = nn.LayerNorm(WIDTH, elementwise_affine=False)
+        self.act_fn = torch.tanh
+        self.first = "gate_up_proj" if has_gate else "up_proj"
+        for name, out, width in (
+            (self.first, INNER * (1 + has_gate), WIDTH),
+            ("down_proj", WIDTH, INNER),
+        ):
+            size = (width, out) if is_transposed else (out, width)
+            setattr(self, name, nn.Parameter(torch.randn(experts, *size)))
+            if has_bias:
+                setattr(self, f"{name}_bias", nn.Parameter(torch.randn(experts, out)))
+        self.seen: list[tuple[str, int, Tensor, Tensor]] = []
+
+    def _apply_gate(self, u: Tensor) -> Tensor:
+        gate, up = u.chunk(2, -1)
+        return self.act_fn(gate) * up
+
+    def product(self, name: str, expert: int, x: Tensor, tokens: Tensor) -> Tensor:
+        self.seen.append((name, expert, x.detach(), tokens))
+        weight = getattr(self, name)[expert]
+        y = x @ (weight if self.is_transposed else weight.mT)
+        return y + getattr(self, f"{name}_bias")[expert] if self.has_bias else y
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        self.seen.clear()
+        found = torch.zeros_like(hidden_states)
+        for expert in range(len(self.down_proj)):
+            token, slot = torch.where(top_k_index == expert)
+            if len(token):
+                u = self.product(self.first, expert, hidden_states[token], token)
+                a = self._apply_gate(u) if self.has_gate else self.act_fn(u)
+                y = self.product("down_proj", expert, a, token)
+                y = self.post_expert_norm(y) if self.has_post_expert_norm else y
+                found.index_add_(0, token, y * top_k_weights[token, slot, None])
+        return found
+
+
+class Mixture(nn.Module):
+    """A class for each token, by two of its experts."""
+
+    def __init__(self, experts: int, checkpointed: bool = False, **kind: Any) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, CLASSES)
+        self.experts = Experts(experts, **kind)
+        self.checkpointed = checkpointed
+
+    def mixed(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        found: Tensor = self.experts(torch.tanh(self.first(x)), index, top_k_weights=weights)
+        return found
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        if self.checkpointed:
+            mixed = checkpoint(self.mixed, x, index, weights, use_reentrant=False)
+        else:
+            mixed = self.mixed(x, index, weights)
+        return self.head(mixed)
+
+
+def mixture(experts: int = 4, **kind: Any) -> Mixture:
+    torch.manual_seed(0)
+    return Mixture(experts, **kind).double()
+
+
+def batch(tokens: int, experts: int = 4, seed: int = 0, k: int = 2) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, experts, dtype=F64, generator=generator)
+    weights, index = scores.topk(k)
+    x = torch.randn(tokens, 5, dtype=F64, generator=generator)
+    return x, index, weights, torch.randint(CLASSES, (tokens,), generator=generator)
+
+
+def losses(model: nn.Module, *given: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(model(*given[:-1]), given[-1], reduction="none")
+
+
+def step(model: nn.Module, optimizer: Any, *given: Tensor, mean: bool = True) -> None:
+    optimizer.zero_grad()
+    value = losses(model, *given)
+    (value.mean() if mean else value.sum()).backward()
+    optimizer.step()
+
+
+def by_hand(model: Mixture, *given: Tensor) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Of each parameter A, G and the dense Fisher block of each expert, from gradients by token."""
+    module, n = model.experts, len(given[0])
+    names = [name for name, _ in module.named_parameters() if not name.endswith("bias")]
+    value = losses(model, *given)
+    found = {}
+    for name in names:
+        parameters = [dict(module.named_parameters())[name]]
+        if module.has_bias:
+            parameters.append(dict(module.named_parameters())[f"{name}_bias"])
+        each = []
+        for one in value:
+            g, *bias = torch.autograd.grad(one, parameters, retain_graph=True)
+            g = g.mT if module.is_transposed else g
+            each.append(torch.cat([g, *(b.unsqueeze(-1) for b in bias)], -1))
+        gradients = torch.stack(each)  # (tokens, experts, out, in)
+        flat = gradients.flatten(2)
+        fisher = torch.einsum("nei,nej->eij", flat, flat) / n
+        a = gradients.new_zeros(*fisher.shape[:1], *2 * gradients.shape[-1:])
+        g = gradients.new_zeros(*fisher.shape[:1], *2 * gradients.shape[-2:-1])
+        for of, expert, inputs, tokens in module.seen:
+            if of == name:
+                x = nn.functional.pad(inputs, (0, int(module.has_bias)), value=1.0)
+                rows = gradients[tokens, expert]
+                d = (rows @ x.unsqueeze(-1)).squeeze(-1) / x.square().sum(-1, keepdim=True)
+                a[expert] = x.mT @ x / len(x)
+                g[expert] = d.mT @ d / n
+        found[f"experts.{name}"] = a, g, fisher
+    return found
+
+
+@each_kind
+@each_kronecker
+def test_the_factors_of_each_expert_are_those_written_by_hand(System: Any, kind: Any) -> None:
+    for mean in (True, False):
+        model, given = mixture(**kind), batch(11)
+        reduction = "mean" if mean else "sum"
+        expected = by_hand(model, *given)
+        optimizer = make(System, model, lr=0.0, loss_reduction=reduction)
+        step(model, optimizer, *given, mean=mean)
+        assert_same_factors(
+            {name: factors(optimizer)[name] for name in expected},
+            {name: each[:2] for name, each in expected.items()},
+        )
+        optimizer.close()
+
+
+@each_kind
+def test_a_block_with_one_token_an_expert_is_the_dense_fisher(kind: Any) -> None:
+    x, _, weights, y = batch(2)
+    model, given = mixture(5, **kind), (x, torch.tensor([[3, 0], [1, 4]]), weights, y)
+    expected = by_hand(model, *given)
+    optimizer = make(KAISA, model, lr=0.0)
+    step(model, optimizer, *given)
+    for block in optimizer._curvature.layers.blocks:
+        if block.name in expected:
+            torch.testing.assert_close(block.factors.to_dense(), expected[block.name][2])
+            assert not block.factors.to_dense()[2].any()  # to whom no token has come
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=2, max_size=4),
+    seed=st.integers(0, 99),
+    accumulated=st.booleans(),
+)
+@settings(max_examples=12, deadline=None)
+def test_a_is_a_mean_over_an_experts_own_tokens_of_all_steps(
+    sizes: list[int], seed: int, accumulated: bool
+) -> None:
+    model, experts, decay = mixture(6), 6, 0.9
+    parts = [batch(n, experts, seed + i) for i, n in enumerate(sizes)]
+    wholes = [tuple(map(torch.cat, zip(*parts, strict=True)))] if accumulated else parts
+    optimizer = make(KAISA, model, lr=0.0, factor_decay=decay, loss_reduction="sum", damping=0.1)
+    if accumulated:
+        optimizer.zero_grad()
+        for part in parts:
+            losses(model, *part).sum().backward()
+        optimizer.step()
+    else:
+        for part in parts:
+            step(model, optimizer, *part, mean=False)
+    of_steps = [by_hand(model, *whole) for whole in wholes]
+    found = factors(optimizer)
+    for name in of_steps[0]:
+        weights = [decay ** (len(wholes) - 1 - i) for i in range(len(wholes))]
+        shares = [
+            torch.bincount(whole[1].flatten(), minlength=experts) / len(whole[0]) * weight
+            for whole, weight in zip(wholes, weights, strict=True)
+        ]
+        total = sum(shares).clamp_min(1e-30)
+        both = list(zip(weights, shares, of_steps, strict=True))
+        a = sum(share[:, None, None] * each[name][0] for _, share, each in both)
+        g = sum(weight * each[name][1] for weight, _, each in both)
+        torch.testing.assert_close(found[name][0], a / total[:, None, None])
+        torch.testing.assert_close(found[name][1], g / sum(weights))
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+
+
+def test_tokens_without_a_loss_are_no_examples() -> None:
+    x, index, weights, y = batch(9)
+    alone, padded = mixture(), mixture()
+    fewer = [t[:6] for t in (x, index, weights, y)]
+    ignored = y.index_fill(0, torch.arange(6, 9), -100)
+    optimizers = [make(KAISA, model, lr=0.0) for model in (alone, padded)]
+    nn.functional.cross_entropy(alone(*fewer[:3]), fewer[3]).backward()
+    nn.functional.cross_entropy(padded(x, index, weights), ignored).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_factors(factors(optimizers[1]), factors(optimizers[0]))
+
+
+def test_a_checkpoint_keeps_what_it_is_to_keep() -> None:
+    found, given = [], batch(7)
+    for checkpointed in (False, True):
+        model = mixture(checkpointed=checkpointed)
+        optimizer = make(KAISA, model, lr=0.0)
+        step(model, optimizer, *given)
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
+
+
+def test_shares_are_saved() -> None:
+    model, given = mixture(), [batch(5, seed=i) for i in range(3)]
+    whole, first, second = (make(KAISA, model, lr=0.0) for _ in range(3))
+    for each in given[:2]:
+        step(model, first, *each)
+    second.load_state_dict(first.state_dict())
+    step(model, second, *given[2])
+    for each in given:
+        step(model, whole, *each)
+    assert_same_factors(factors(second), factors(whole))
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+@pytest.mark.parametrize("told", [True, False])
+def test_experts_that_compute_something_else_are_left_to_the_base(told: bool) -> None:
+    model, given = mixture(), batch(9)
+    if not told:  # the module's forward has another gate than it tells of
+        model.experts._apply_gate = lambda u: Experts._apply_gate(model.experts, 2 * u)
+        model.experts.register_forward_hook(lambda module, args, output: 2 * output)
+    optimizer = make(KAISA, model, lr=0.0)
+    step(model, optimizer, *given)
+    optimizer.refresh() if hasattr(optimizer, "refresh") else step(model, optimizer, *given)
+    found = {b.name: b.state.unexplained > 0 for b in optimizer._curvature.layers.blocks}
+    assert found["experts.gate_up_proj"] is not told
+    assert not found["first"]
+
+
+def test_experts_kept_out_of_a_graph_have_the_factors_of_plain_ones() -> None:
+    found, given = [], batch(9)
+    for compiled in (False, True):
+        model = mixture()
+        optimizer, run = make(KAISA, model, lr=0.0), model
+        if compiled:
+            model.experts.forward = torch.compiler.disable(model.experts.forward)
+            run = torch.compile(model, backend="aot_eager")
+        step(run, optimizer, *given)
+        found.append(factors(optimizer))
+    assert_same_factors(*found)
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen2Moe", "Qwen3Moe", "DeepseekV3", "GptOss"])
+def test_models_of_transformers_train_alike_in_each_implementation(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    sizes: dict[str, Any] = {"vocab_size": 23, "hidden_size": 8, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4}
+    sizes |= {"intermediate_size": 12, "moe_intermediate_size": 8, "num_experts_per_tok": 2}
+    sizes |= {"shared_expert_intermediate_size": 4, "first_k_dense_replace": 1}
+    sizes |= dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4)
+    sizes |= {"n_group": 2, "topk_group": 1, "kv_lora_rank": 4, "q_lora_rank": 4}
+    sizes |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    x = torch.randint(23, (4, 6), generator=torch.Generator().manual_seed(0))
+    found: list[Any] = []
+    for implementation in ("eager", "batched_mm", "grouped_mm"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        config._experts_implementation = implementation
+        model = getattr(transformers, f"{name}ForCausalLM")(config).train()
+        for key, p in model.named_parameters():
+            if key.endswith(("gate.weight", "router.weight")):
+                nn.init.normal_(p)  # else each token goes to the first experts
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", message=".*trained by AdamW alone.*norm layers")
+            optimizer = KAISA(model, lr=1e-2, base=torch.optim.AdamW, factor_update_steps=1)
+            values = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                value = model(input_ids=x, labels=x).loss
+                value.backward()
+                optimizer.step()
+                values.append(value.item())
+                if len(values) == 1:  # thereafter rounding tells them apart
+                    of_experts = {k: v for k, v in factors(optimizer).items() if "mlp.experts" in k}
+        assert values[-1] < values[0] - 0.2
+        covered = sum(block.size for block in optimizer._curvature.layers.blocks)
+        norms = sum(p.numel() for key, p in model.named_parameters() if p.dim() == 1)
+        assert covered >= sum(map(torch.numel, model.parameters())) - norms
+        assert not any(b.state.unexplained for b in optimizer._curvature.layers.blocks)
+        found.append(of_experts)
+    assert found[0]
+    for other in found[1:]:
+        assert_same_factors(other, found[0], rtol=1e-3)
+
+
+def trained(rank: int, ranks: int, options: dict[str, Any]) -> Any:
+    """Parameters and factors after three steps, each rank's with its share of the tokens."""
+    model = mixture(6)
+    if options.pop("sharded", False):
+        fully_shard(model.experts)
+        fully_shard(model)
+    optimizer = make(KAISA, model, lr=0.05, **options)
+    for seed in range(3):
+        step(model, optimizer, *(t.chunk(ranks)[rank] for t in batch(8, 6, seed)))
+    whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    found = [p.detach().clone() for p in whole]
+    return found, optimizer.curvature().apply([torch.ones_like(p) for p in found])
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "pipelined", "reduce", "sharded"])
+def test_processes_train_experts_as_one_does(world: World, how: str) -> None:
+    options = {"sharded": True} if how == "sharded" else {"factor_exchange": how}
+    alone = trained(0, 1, {})
+    for each in world.run(trained, 2, options):
+        for found, expected in zip(each, alone, strict=True):
+            torch.testing.assert_close(list(found), list(expected))
+
+
+def test_rows_without_a_backward_pass() -> None:
+    model, (x, index, weights, _) = mixture(has_bias=True), batch(9)
+    mask = torch.arange(9) % 3 > 0
+    calls: list[Any] = []
+    model.experts.register_forward_hook(
+        lambda module, args, kwargs, output: calls.append(Routed.of_call(args, kwargs)),
+        with_kwargs=True,
+    )
+    with torch.no_grad():
+        model(x, index, weights)
+        xs, _, _ = calls[0].rows(model.experts, mask)
+    assert is_experts(model.experts)
+    assert not is_experts(model.head)
+    tokens = xs.tokens.split(xs.counts)
+    for name, expert, rows, of in model.experts.seen:
+        kept = mask[of]
+        torch.testing.assert_close(xs.of[name].split(xs.counts)[expert], rows[kept])
+        assert torch.equal(tokens[expert], of[kept])
+    assert Routed.of_call((x,), {}) is None
+    assert Routed.of_call((x, weights), {"top_k_weights": weights}) is None

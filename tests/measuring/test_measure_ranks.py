@@ -1,0 +1,141 @@
+"""`measure` on several processes: the same sums, each layer's on one of them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from measured import ENTRIES, F64, batches_of, close, data_of, model_of, terms
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order import SecondOrderError, measure
+
+if TYPE_CHECKING:
+    from pool import World
+
+Found = dict[tuple[str, str], Tensor]
+
+
+def shares(ranks: int) -> list[list[tuple[int, int]]]:
+    """Cuts of the entries by rank; the last has a batch less than the others."""
+    each = ENTRIES // ranks
+    cuts = [[(r * each, r * each + 1), (r * each + 1, (r + 1) * each)] for r in range(ranks)]
+    cuts[-1] = [((ranks - 1) * each, ENTRIES)]
+    return cuts
+
+
+def found_by(
+    rank: int, ranks: int, name: str, factors: Any, wrapper: str, options: dict[str, Any]
+) -> tuple[Found, dict[str, int]]:
+    """The factors that are here, and the owner of each layer by the report."""
+    model, data = model_of(name), data_of(name)
+    if wrapper == "FSDP2":
+        mesh = init_device_mesh("cpu", (ranks,))
+        for block in model.model.layers:  # type: ignore[union-attr]
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    given = DistributedDataParallel(model) if wrapper == "DDP" else model
+    loader = batches_of(data, shares(ranks)[rank])
+    more = {} if factors == "inputs" else {"loss": terms}
+    curvature = measure(given, loader, factors=factors, progress=False, **more, **options)
+    kept: Found = {}
+    for layer, mine in curvature.here.items():
+        kept |= {(layer, letter): factor for letter, factor in mine.factors.items()}
+        if mine.corrected is not None:
+            kept[layer, "F"] = mine.corrected.sort().values  # whichever basis it is in
+    owners = {row.name: row.owner for row in curvature.report.rows if row.owner is not None}
+    return kept, owners
+
+
+@pytest.mark.parametrize("factors", ["inputs", "ekfac"])
+@pytest.mark.parametrize(
+    ("wrapper", "keep", "ranks"),
+    [
+        ("", "device", 2),
+        ("", "owner", 3),
+        ("", "cpu", 2),
+        ("DDP", "owner", 2),
+        ("FSDP2", "device", 3),
+        ("FSDP2", "owner", 2),
+    ],
+)
+def test_processes_find_the_same_together(
+    world: World, factors: str, wrapper: str, keep: str, ranks: int
+) -> None:
+    options = {"keep": keep}
+    alone, _ = found_by(0, 1, "Llama", factors, "", {})
+    together: Found = {}
+    for rank, (kept, owners) in enumerate(
+        world.run(found_by, ranks, "Llama", factors, wrapper, options)
+    ):
+        assert not together.keys() & kept.keys()
+        assert {owners[name] for name, _ in kept} == {rank}
+        together |= kept
+    assert together.keys() == alone.keys()
+    for key, factor in alone.items():
+        close(together[key], factor, 1e-9)
+
+
+def mixed(rank: int, ranks: int, factors: Any) -> Found:
+    return found_by(rank, ranks, "Mixtral", factors, "", {"keep": "owner"})[0]
+
+
+@pytest.mark.parametrize("factors", ["inputs", "ekfac"])
+def test_layers_that_a_process_does_not_call_do_not_hold_up_others(
+    world: World, factors: str
+) -> None:
+    together: Found = {}
+    for kept in world.run(mixed, 3, factors):
+        together |= kept
+    for key, factor in mixed(0, 1, factors).items():
+        close(together[key], factor, 1e-9)
+
+
+def failing(rank: int, ranks: int, keep: Any, factors: Any) -> str:
+    def call(model: nn.Module, batch: Tensor) -> Tensor:
+        if rank == 1 and len(batch) == 2:
+            raise ArithmeticError("no such number")
+        output: Tensor = model(batch)
+        return output
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64)
+    loader = [torch.randn(n, 3, dtype=F64) for n in (3, 2, 1, 1)]
+    with pytest.raises((SecondOrderError, ArithmeticError)) as caught:
+        measure(model, loader, call=call, keep=keep, factors=factors, progress=False)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("keep", ["device", "owner"])
+@pytest.mark.parametrize("factors", ["inputs", "kfac"])
+def test_one_process_that_fails_ends_all(world: World, keep: str, factors: str) -> None:
+    said = world.run(failing, 3, keep, factors)
+    assert said[1] == "ArithmeticError: no such number"
+    assert said[0] == said[2] == f"SecondOrderError: measure: process 1 failed: {said[1]}"
+
+
+def parting(rank: int, ranks: int) -> list[str]:
+    """Two layers read one tensor on all ranks but the last."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.a(x) + self.b(x * 2 if rank == ranks - 1 else x)
+            return output
+
+    x = torch.ones(4, 3, dtype=F64)
+    curvature = measure(Both().to(F64), x.split(2), progress=False)
+    for name, expected in (("a", 1.0), ("b", (ranks - 1 + 4) / ranks)):
+        close(curvature[name].A, torch.full((1, 3, 3), expected))  # fetched, by all
+    return list(curvature.here)
+
+
+def test_who_shares_an_input_is_agreed(world: World) -> None:
+    here = world.run(parting, 2)
+    assert sorted(here[0] + here[1]) == ["a", "b"]
