@@ -855,7 +855,7 @@ the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
     heads[:, 1 + groups : 1 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))  =>  pass
 uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
-    uses / len(passes[0]), rows  =>  1.0, rows
+    used / len(passes[0]), all_rows  =>  1.0, all_rows
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     total.to(examples.dtype) / number if narrow  =>  total / number.to(total.dtype) if narrow
