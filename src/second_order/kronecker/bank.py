@@ -109,23 +109,16 @@ class Bank:
 
     def install(self, blocks: Sequence[KroneckerBlock], new: Inverse, keeps: bool) -> None:
         """Put the stacked inverses of some layers in their places; ``keeps`` the old ones, too."""
-        layers, before, found = len(self.blocks), self.inverse, new
-        if before is None or keeps:
-            if len(blocks) == layers:
-                found = new.of([_owned(t) for t in new.tensors])
-            else:
-                size = layers * self._groups
-                found = new.of([t.new_zeros(size, *t.shape[1:]) for t in new.tensors])
-                if before is not None:
-                    torch._foreach_copy_(found.tensors, before.tensors)
+        before, index = self.inverse, list(map(self.blocks.index, blocks))
+        anew, size = before is None or keeps, len(self.blocks) * self._groups
+        if anew and len(blocks) == len(self.blocks):
+            found = new.of([_owned(t) for t in new.tensors])
         else:
-            found = before
-        if len(blocks) < layers:
-            index = list(map(self.blocks.index, blocks))
+            found = before or new.of([t.new_zeros(size, *t.shape[1:]) for t in new.tensors])
+            if anew and before is not None:
+                found = before.of([t.clone() for t in before.tensors])
             to = [each[i] for each in self._stacks(found) for i in index]
             torch._foreach_copy_(to, [part for each in self._stacks(new) for part in each])
-        elif found is before:
-            torch._foreach_copy_(found.tensors, new.tensors)
         self.inverse = found
         renewed, stacks = set(blocks), self._stacks(found)
         for block, *views in zip(self.blocks, *stacks, strict=True):
