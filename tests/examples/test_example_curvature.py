@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import compression
 import continual
 import influence
-import laplace
+import laplace_digits
 from digits import load_split
 from language_model import batches
 from second_order import measure
@@ -103,13 +103,13 @@ def test_penalties_keep_what_was_learned(
 def test_laplace_is_less_sure_of_what_it_does_not_know(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(laplace, "SAMPLES", 50)
-    monkeypatch.setattr(laplace, "PRECISIONS", (1.0, 10.0))
+    monkeypatch.setattr(laplace_digits, "SAMPLES", 50)
+    monkeypatch.setattr(laplace_digits, "PRECISIONS", (1.0, 10.0))
     picture = tmp_path / "laplace.png"
-    laplace.main(["--seeds", "7", "--steps", "600", "--output", str(picture)])
+    laplace_digits.main(["--seeds", "7", "--steps", "600", "--output", str(picture)])
     assert picture.read_bytes().startswith(PNG)
     rows = re.findall(r"(\w+) +(\S+)% +(\S+) +(\S+)$", capsys.readouterr().out, re.MULTILINE)
-    assert [row[0] for row in rows] == [*laplace.COLOURS] * 2
+    assert [row[0] for row in rows] == [*laplace_digits.COLOURS] * 2
     for of_kind in (rows[:3], rows[3:]):
         loss, error = ({name: float(row[i]) for name, *row in of_kind} for i in (1, 2))
         assert loss["Laplace"] < loss["MAP"]
@@ -118,12 +118,12 @@ def test_laplace_is_less_sure_of_what_it_does_not_know(
 
 def test_predictions_are_those_of_the_dense_posterior(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of logits with the covariance of (N F + δ)⁻¹, as many samples know it."""
-    monkeypatch.setattr(laplace, "SAMPLES", 4000)
+    monkeypatch.setattr(laplace_digits, "SAMPLES", 4000)
     torch.manual_seed(0)
     last, features = torch.nn.Linear(4, 3), torch.randn(20, 4)
     last.weight.data *= 4.0
     curvature = measure(torch.nn.Sequential(last), [features], factors="kfac", progress=False)
-    found = laplace.laplace(last, curvature, 20, 0.5, features[:1]).detach()
+    found = laplace_digits.laplace(last, curvature, 20, 0.5, features[:1]).detach()
     covariance = (20 * curvature["0"].to_dense() + 0.5 * torch.eye(15)).inverse()
     jacobian = torch.cat([torch.kron(torch.eye(3), features[:1]), torch.eye(3)], 1)
     spread = torch.linalg.cholesky(jacobian @ covariance @ jacobian.T)
@@ -135,15 +135,15 @@ def test_predictions_are_those_of_the_dense_posterior(monkeypatch: pytest.Monkey
 
 def test_the_calibration_of_known_probabilities() -> None:
     p = torch.tensor([[0.95, 0.05], [0.95, 0.05], [0.6, 0.4]])
-    share, confidence, accuracy = laplace.reliability(p, torch.tensor([0, 1, 0]))
+    share, confidence, accuracy = laplace_digits.reliability(p, torch.tensor([0, 1, 0]))
     assert share[[6, 9]].tolist() == pytest.approx([1 / 3, 2 / 3])
     assert confidence[[6, 9]].tolist() == pytest.approx([0.6, 0.95])
     assert accuracy[[6, 9]].tolist() == pytest.approx([1.0, 0.5])
-    loss = laplace.loss_of(p, torch.tensor([0, 1, 0]))
+    loss = laplace_digits.loss_of(p, torch.tensor([0, 1, 0]))
     assert loss == pytest.approx(float(cross_entropy(p.log(), torch.tensor([0, 1, 0]))))
 
 
 def test_turning_by_nothing_changes_nothing() -> None:
     images = load_split().test_images[:5]
-    assert torch.allclose(laplace.disturbed(images, 0.0, 0.0), images, atol=1e-5)
-    assert not torch.allclose(laplace.disturbed(images, 45.0, 0.0), images, atol=0.1)
+    assert torch.allclose(laplace_digits.disturbed(images, 0.0, 0.0), images, atol=1e-5)
+    assert not torch.allclose(laplace_digits.disturbed(images, 45.0, 0.0), images, atol=0.1)

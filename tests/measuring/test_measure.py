@@ -22,6 +22,8 @@ from measured import (
     terms,
 )
 from second_order import KroneckerCurvature, LayerCurvature, SecondOrderError, measure
+from second_order.errors import CheckpointError
+from second_order.measuring.sums import passes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -324,6 +326,60 @@ def test_a_killed_run_goes_on_to_the_same_numbers(factors: str, stop: int, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+class Killed(BaseException):
+    pass
+
+
+def killed(model: nn.Module, loader: Any, after: int, **options: Any) -> None:
+    """A measurement that ends after so many batches."""
+    calls = iter(range(after))
+
+    def call(model: nn.Module, batch: Tensor) -> Tensor:
+        if next(calls, None) is None:
+            raise Killed
+        output: Tensor = model(batch)
+        return output
+
+    with pytest.raises(Killed):
+        measure(model, loader, call=call, checkpoint_every=1, progress=False, **options)
+
+
+def test_a_save_of_another_measurement_is_refused(tmp_path: Path) -> None:
+    model, other = nn.Linear(5, 2).to(F64), nn.Linear(5, 2).to(F64)
+    x = torch.randn(4, 5, dtype=F64).split(2)
+    options: dict[str, Any] = {"factors": "ekfac", "checkpoint": tmp_path}
+    killed(model, x, 3, **options)
+    for changed, text in (
+        ({"model": other}, "other weights"),
+        ({"likelihood": "gaussian"}, "other likelihood"),
+        ({"loss": terms}, "other loss"),
+        ({"seed": 1, "keep": "cpu"}, "other keep, seed"),
+        ({"factors": "kfac"}, "other factors"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            measure(**{"model": model, "loader": x, "progress": False, **options, **changed})
+    found = measure(model, x, progress=False, **options).report.rows
+    assert found == measure(model, x, factors="ekfac", progress=False).report.rows
+    assert found[0].missing == 2
+
+
+def test_a_budget_counts_what_is_there() -> None:
+    model = nn.Sequential(nn.Embedding(500, 4), nn.Linear(4, 40, bias=False), nn.Linear(40, 4))
+    x = [torch.randint(500, (3, 2))]
+    for factors, budget in (
+        ("inputs", 4 * (500 + 4**2 + 40**2)),
+        ("ekfac", 4 * (500 + 4**2 + 500 * 4 + 4**2 + 40**2 + 40 * 4 + 41**2 + 4**2 + 41 * 4)),
+    ):
+        for less, passes in ((0, 1), (1, 2)):
+            found = measure(model, x, factors=factors, memory=budget - less, progress=False)
+            assert found.report.passes == passes * (1 + (factors == "ekfac"))
+    costs = [(0, 3), (0, 3), (1, 2), (1, 3)]
+    assert passes_of(costs, [0, 1, 0, 1], 4) == [[0, 1], [2], [3]]
+    assert passes_of(costs, [0, 1, 0, 1], 8) == [[0, 1, 2, 3]]
+    with pytest.raises(ValueError, match="less than one layer takes, 4"):
+        passes_of(costs, [0, 1, 0, 1], 3)
+
+
 # ---------------------------------------------------------------------------------- bad input
 
 
@@ -346,6 +402,8 @@ def test_bad_input_is_refused() -> None:
         measure(model, [], progress=False)
     with pytest.raises(TypeError, match="of which nobody knows the number"):
         measure(model, x, factors="kfac", loss=lambda out, batch: out.sum(), progress=False)
+    with pytest.raises(SecondOrderError, match="no layer has factors"):
+        measure(model, x, factors="kfac", loss=lambda out, batch: batch[:, 0], progress=False)
     with pytest.raises(ValueError, match="no layer"):
         measure(nn.BatchNorm1d(2), x, progress=False)
 

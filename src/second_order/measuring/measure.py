@@ -67,7 +67,7 @@ from second_order.measuring.watch import (
     watching_inputs,
     watching_pairs,
 )
-from second_order.sharded import sharded_params
+from second_order.sharded import local, sharded_params
 
 __all__ = ["measure"]
 
@@ -120,7 +120,7 @@ def measure(
     factors: Factors = "inputs",
     loss: Loss | None = None,
     likelihood: Likelihood = "categorical",
-    layers: Sequence[str] | None = None,
+    layers: Sequence[str] | str | None = None,
     mask: Mask | None = None,
     call: Call | None = None,
     keep: Keep = "device",
@@ -159,8 +159,8 @@ def measure(
             model's predictions, one a row of logits.
         likelihood: Of what labels are drawn: "categorical", "bernoulli", "gaussian", or a function
             of the output that returns terms as ``loss`` does.
-        layers: Patterns, shell style, of names or classes of modules to measure, with all that is
-            inside of them; None for all.
+        layers: A pattern or several, shell style, of names or classes of modules to measure, with
+            all that is inside of them; None for all.
         mask: ``mask(batch)`` tells the entries and positions that count, ``(entries, ...)``; None:
             the batch's ``attention_mask``, or else labels other than -100.
         call: ``call(model, batch)`` returns the model's output, if the batch alone does not tell
@@ -193,16 +193,16 @@ def measure(
     given.check()
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1")
-    model = unwrapped(model)
+    model, layers = unwrapped(model), [layers] if isinstance(layers, str) else layers
     run = _Measurement(model, loader, given, layers, world)
-    what = (
-        f"{factors}, keep={keep!r}, {len(run.passes)} passes, seed {seed}, {world.size} processes, "
-        f"layers {[layer.name for layer in run.layers]}"
-    )
-    run.saves = Saves(Path(checkpoint) if checkpoint else None, checkpoint_every, world, what)
+    if checkpoint is not None:
+        run.saves = Saves(Path(checkpoint), checkpoint_every, world, run.identity())
     with undisturbed(model, run.device):
         run.all_passes()
     curvature = run.result()
+    if not curvature:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(run.failed.items())[:3])
+        raise SecondOrderError(f"measure: no layer has factors ({reasons})")
     run.saves.clear()
     run.say(str(curvature.report))
     return curvature
@@ -214,8 +214,6 @@ class _Again(Exception):  # noqa: N818 - no error
 
 class _Measurement:
     """A measurement under way."""
-
-    saves: Saves
 
     def __init__(
         self,
@@ -238,9 +236,9 @@ class _Measurement:
         world.level()
         self.aside = world.aside()
         costs = [self._cost(layer) for layer in self.layers]
-        ranks = spread_costs(costs, world.size)
+        ranks = spread_costs([*map(sum, costs)], world.size)
         self.owner = {layer.name: rank for layer, rank in zip(self.layers, ranks, strict=True)}
-        self.passes = passes_of(costs, options.memory)
+        self.passes = passes_of(costs, ranks, options.memory)
         self.apart: set[str] = set()
         self.stored: dict[Key, Tensor] = {}  # of layers that are owned here, averaged
         self.corrected: dict[str, Tensor] = {}
@@ -251,6 +249,7 @@ class _Measurement:
         self.batches = self.done = 0
         self.unknown: set[Any] = set()  # shapes of inputs that no mask fits
         self.resumed: dict[str, Any] | None = None
+        self.saves = Saves(None, 1, world, {})
         self.began = time.perf_counter()
         ekfac = options.factors == "ekfac"
         self.number_of_passes = len(self.passes) * (2 if ekfac else 1)
@@ -262,15 +261,27 @@ class _Measurement:
         if self.options.shown and self.world.rank == 0:
             sys.stderr.write(f"{text}\n")
 
-    def _cost(self, layer: Layer) -> int:
-        """Bytes of a layer's sums on a process while they grow."""
-        whole = self.options.keep == "device"
-        sizes = (self._size(layer, letter, packed=not whole) for letter in self._letters(layer))
-        count = sum(map(torch.Size.numel, sizes))
+    def _cost(self, layer: Layer) -> tuple[int, int]:
+        """Bytes of a layer's sums on each process while they grow, and how many more on its owner.
+
+        While EK-FAC's eigenvalues are summed, all processes have the eigenvectors.
+        """
+
+        def numbers(packed: bool) -> int:
+            letters = self._letters(layer)
+            return sum(self._size(layer, letter, packed).numel() for letter in letters)
+
+        sums, everywhere, owned = numbers(self.options.keep != "device"), 0, self._is_owned
         if self.options.factors == "ekfac":
-            count = max(count, 2 * layer.shape.elements + math.prod(layer.shape.gradient_size))
-        shared = self.world.size if self.options.keep == "owner" else 1
-        return -(-count * self.dtype.itemsize // shared)
+            everywhere = numbers(packed=False)
+            sums = max(sums - everywhere, math.prod(layer.shape.gradient_size))
+        costs = (everywhere, sums) if owned else (everywhere + sums, 0)
+        return costs[0] * self.dtype.itemsize, costs[1] * self.dtype.itemsize
+
+    @property
+    def _is_owned(self) -> bool:
+        """Whether the sums of a layer are on one process alone while they grow."""
+        return self.options.keep == "owner" and self.world.size > 1
 
     def _letters(self, layer: Layer) -> Sequence[str]:
         """The names of a layer's factors that are measured."""
@@ -278,6 +289,29 @@ class _Measurement:
 
     def _size(self, layer: Layer, letter: str, packed: bool = True) -> torch.Size:
         return torch.Size(layer.shape.stored_shape(letter, packed))
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this measurement from another one, in this process's saves."""
+        options = self.options
+        named = {"likelihood": options.likelihood, "loss": options.loss}
+        functions = {
+            name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
+            for name, value in named.items()
+        }
+        weights = [local(layer.block.weight).detach() for layer in self.layers]
+        norms = [torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]
+        sizes = (list(map(int, layer.shape.gradient_size)) for layer in self.layers)
+        return {
+            "factors": options.factors,
+            "keep": options.keep,
+            "memory": self.passes,
+            "seed": options.seed,
+            **functions,
+            "processes": self.world.size,
+            "layers": dict(zip((layer.name for layer in self.layers), sizes, strict=True)),
+            "dtype": str(self.dtype),
+            "weights": [f"{norm:.9e}" for (norm,) in read(norms)],
+        }
 
     # ----------------------------------------------------------------------------- over the data
 
@@ -308,8 +342,8 @@ class _Measurement:
         self.total_terms, self.batches = state["total_terms"], state["batches"]
         for layer in self.layers:
             rows = state["rows"][layer.name]
-            layer.rows = torch.tensor(rows, dtype=self.dtype, device=self.device)
-            layer.rows = layer.rows if layer.shape.routed else rows[0]
+            layer.rows = rows[0] if len(rows) == 1 else torch.tensor(rows, device=self.device)
+            layer.missing = state["missing"][layer.name]
         self._follow(state["leaders"])
         self.done = state["done"]
         return int(state["pass"])
@@ -327,6 +361,7 @@ class _Measurement:
             "sums": sums.state(),
             "terms": read([self.terms])[0][0],
             "rows": {layer.name: n for layer, n in zip(self.layers, rows, strict=True)},
+            "missing": {layer.name: layer.missing for layer in self.layers},
             "leaders": leaders_of(self.layers),
             "apart": sorted(self.apart),
             "stored": [(*key, kept) for key, kept in self.stored.items()],
@@ -387,8 +422,8 @@ class _Measurement:
         self._note(wrong)
 
     def _sums(self, sizes: Mapping[Key, torch.Size]) -> Sums:
-        keep = self.options.keep
-        keep = "device" if keep == "owner" and self.world.size == 1 else keep
+        keep: Keep = self.options.keep
+        keep = "device" if keep == "owner" and not self._is_owned else keep
         owners = {key: self.owner[key[0]] for key in sizes}
         # FSDP2's messages come between, in an order that processes do not share.
         world = self.aside if self.sharded else self.world
@@ -497,6 +532,7 @@ class _Measurement:
             )
         batch = last if idle else given
         masks = masks_of(batch) if options.mask is None else [options.mask(batch)]
+        masks = [mask for mask in masks if mask is not None]
         rows = Rows(masks, self.device)
         here = moved(batch, self.device)
         statistics.begin(rows, _entries(batch), idle)
@@ -546,6 +582,9 @@ class _Measurement:
                 kept = total.cpu() if self.options.memory is not None else total
                 self.stored[layer.name, letter] = kept
         self._note(wrong)
+        for layer in group:
+            if layer.leader is None and not layer.rows:
+                self.failed[layer.name] = "it was not called with a row that counts"
         for layer in group:  # who shares an A with another is where that is
             if layer.leader is not None:
                 leader = layer.leader.name
@@ -555,8 +594,6 @@ class _Measurement:
                     self.failed[layer.name] = self.failed[leader]
                 elif (leader, "A") in self.stored:
                     self.stored[layer.name, "A"] = self.stored[leader, "A"]
-            elif not layer.rows:
-                self.failed[layer.name] = "it was not called with a row that counts"
 
     def _note(self, wrong: Mapping[str, str]) -> None:
         """Note layers that have failed on some process, on all of them."""

@@ -119,10 +119,12 @@ def bar_of(batches: int | None, what: str, shown: bool) -> Iterator[Bar]:
 class Saves:
     """A measurement's saves in a folder; None for no saves.
 
-    ``what`` tells one measurement from another: saves of another are refused.
+    ``what`` tells one measurement from another, by name: saves of another are refused.
     """
 
-    def __init__(self, folder: Path | None, every: int, world: World, what: str) -> None:
+    def __init__(
+        self, folder: Path | None, every: int, world: World, what: Mapping[str, Any]
+    ) -> None:
         self._folder, self._every, self._world, self._what = folder, every, world, what
         self._numbers: list[int] = []
         if folder is not None:
@@ -133,22 +135,38 @@ class Saves:
         return self._folder / f"{number:010d}.{self._world.rank}.pt"
 
     def last(self) -> dict[str, Any] | None:
-        """The newest state that all processes have; a collective."""
+        """The newest state that all processes have; a collective.
+
+        Raises:
+            CheckpointError: On all processes, if one has a save of another measurement, or spoilt.
+        """
         if self._folder is None:
             return None
         mine = {
             int(path.name.split(".")[0]) for path in self._folder.glob(f"*.{self._world.rank}.pt")
         }
-        common = set.intersection(*self._world.all_gather_object(mine))
+        world = self._world.aside()
+        common = set.intersection(*world.all_gather_object(mine))
         self._numbers = sorted(mine)
-        if not common:
-            return None
-        path = self._path(max(common))
+        state: dict[str, Any] | None = None
+        wrong = ""
+        if mine:
+            try:
+                state = self._read(self._path(max(common or mine)))
+            except CheckpointError as error:
+                wrong = str(error)
+        wrong = next(filter(None, world.all_gather_object(wrong)), "")
+        if wrong:
+            raise CheckpointError(wrong)
+        return state if common else None
+
+    def _read(self, path: Path) -> dict[str, Any]:
         state: dict[str, Any] = load_checkpoint(path)
-        if state["what"] != self._what:
+        other = [name for name, mine in self._what.items() if state["what"].get(name) != mine]
+        if other:
             raise CheckpointError(
-                f"{path} was saved by another measurement: {state['what']}, this is {self._what}; "
-                f"give the arguments of that one, or another checkpoint="
+                f"{path} was saved by another measurement: other {', '.join(other)}; give the "
+                f"model and arguments of that one, or another checkpoint="
             )
         return state
 

@@ -12,7 +12,7 @@ comes after its turn waits for the next batch.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
@@ -179,26 +179,30 @@ def _product(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(rows.mT, rows, out_dtype=dtype)
 
 
-def passes_of(costs: Sequence[int], budget: int | None) -> list[list[int]]:
-    """Positions of layers by pass: as many in a row as fit into a budget.
+def passes_of(
+    costs: Sequence[tuple[int, int]], owners: Sequence[int], budget: int | None
+) -> list[list[int]]:
+    """Positions of layers by pass: as many in a row as fit into a budget on every process.
+
+    ``costs``: bytes of each layer on every process, and how many more on its owner.
 
     Raises:
         ValueError: If a layer alone does not fit.
     """
     if budget is None:
         return [list(range(len(costs)))]
-    most = max(costs, default=0)
+    most = max(map(sum, costs), default=0)
     if most > budget:
         raise ValueError(
             f"memory={budget:,} bytes are less than one layer takes, {most:,}; give at least that, "
             f"or leave that layer out by layers="
         )
     found: list[list[int]] = [[]]
-    filled = 0
-    for i, cost in enumerate(costs):
-        if filled + cost > budget:
+    filled, own = 0, Counter[int]()
+    for i, ((everywhere, more), owner) in enumerate(zip(costs, owners, strict=True)):
+        filled, own[owner] = filled + everywhere, own[owner] + more
+        if filled + max(own.values()) > budget:
             found.append([])
-            filled = 0
+            filled, own = everywhere, Counter({owner: more})
         found[-1].append(i)
-        filled += cost
     return found

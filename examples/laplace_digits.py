@@ -1,6 +1,6 @@
 """What a network does not know: Laplace's approximation of its last layer, on turned, noisy digits.
 
-    python examples/laplace.py --output laplace.png
+    python examples/laplace_digits.py --output laplace.png
 
 The posterior of the last layer's weights is N(w, (N F + δ)⁻¹), F of that layer by K-FAC (Ritter et
 al. 2018; Kristiadi et al. 2020); a prediction is the mean over samples. The prior's precision δ has
