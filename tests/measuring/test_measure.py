@@ -264,6 +264,27 @@ def test_loaders_of_torch_are_read_as_they_are() -> None:
         assert "(model)" in measure(model, [torch.eye(3)], factors="kfac", progress=False)
 
 
+def test_masks_of_one_shape_are_refused_and_scattered_rows_told() -> None:
+    model, data = model_of("Whisper"), data_of("Whisper")
+    batch = {**data, "attention_mask": torch.ones_like(data["labels"])}
+    with pytest.raises(ValueError, match="both"):
+        measure(model, [batch], progress=False)
+
+    class Scattered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.expert, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            rows = self.expert(x.flatten(0, 1)[:5])
+            output: Tensor = self.last(x) + rows.sum()
+            return output
+
+    curvature = measure(Scattered(), [torch.randn(2, 4, 3)], factors="ekfac", progress=False)
+    (note,) = curvature.report.notes
+    assert note.startswith("rows of expert cannot be told by entries")
+
+
 # -------------------------------------------------------------------- what is left as it was
 
 

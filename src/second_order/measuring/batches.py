@@ -53,7 +53,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
         TypeError: For a batch of another kind.
     """
     if isinstance(batch, Mapping):
-        decodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+        decodes = _has_decoder(model)
         return model(**{k: v for k, v in batch.items() if decodes or k != "labels"})
     if isinstance(batch, (tuple, list)) and batch:
         return model(batch[0])
@@ -65,14 +65,33 @@ def call_model(model: nn.Module, batch: Any) -> Any:
     )
 
 
-def masks_of(batch: Any) -> list[Tensor]:
-    """The masks of a batch, ``(entries, ...)``, by its attention masks and its labels."""
+def _has_decoder(model: nn.Module) -> bool:
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
+    """The masks of a batch, ``(entries, ...)``, by its attention masks and its labels.
+
+    Raises:
+        ValueError: If those of an encoder and of its decoder differ, and have one shape, by which
+            rows could not be told apart.
+    """
     if not isinstance(batch, Mapping):
         labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
         return _of_labels(labels)
     named = (batch.get(key) for key in ("decoder_attention_mask", "attention_mask"))
     found = [mask != 0 for mask in named if isinstance(mask, Tensor) and mask.dim() == 2]
-    return [*found, *_of_labels(batch.get("labels"))]
+    found += _of_labels(batch.get("labels"))
+    if _has_decoder(model):
+        tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
+        read: Any = torch.ones_like(tokens) if mask is None and tokens is not None else mask
+        alike = [each for each in found if read is not None and each.shape == read.shape]
+        if any(bool((each != (read != 0)).any()) for each in alike):
+            raise ValueError(
+                f"the encoder's and the decoder's padding are both {tuple(read.shape)}, and not "
+                f"the same, so nobody knows whose a row is; pad one of them by a position more"
+            )
+    return found
 
 
 def _of_labels(labels: Any) -> list[Tensor]:

@@ -248,6 +248,7 @@ class _Measurement:
         self.total_terms = 0.0
         self.batches = self.done = 0
         self.unknown: set[Any] = set()  # shapes of inputs that no mask fits
+        self.scattered: set[str] = set()  # layers of whose rows nobody knows the entries
         self.resumed: dict[str, Any] | None = None
         self.saves = Saves(None, 1, world, {})
         self.began = time.perf_counter()
@@ -531,7 +532,7 @@ class _Measurement:
                 "the loader of this process gave no batch, and the model is shared"
             )
         batch = last if idle else given
-        masks = masks_of(batch) if options.mask is None else [options.mask(batch)]
+        masks = masks_of(batch, self.model) if options.mask is None else [options.mask(batch)]
         masks = [mask for mask in masks if mask is not None]
         rows = Rows(masks, self.device)
         here = moved(batch, self.device)
@@ -622,6 +623,7 @@ class _Measurement:
         statistics = Eigenvalues([x for x in mine if x.name in kept], sums, kept)
         if kept:
             self._over_data(number, statistics)
+            self.scattered |= statistics.scattered
         for (name, _), total in sums.finish().items():
             found = total.div_(max(self.total_terms, 1.0))
             self.corrected[name] = found.cpu() if self.options.memory is not None else found
@@ -713,11 +715,17 @@ class _Measurement:
                 )
             )
         rows += [MeasuredLayer(r.name, r.kind, r.parameters, r.reason) for r in self.left]
-        batches = sum(self.aside.all_gather_object(self.batches))
+        said = self.aside.all_gather_object((self.batches, self.unknown, self.scattered))
+        batches, unknown, scattered = zip(*said, strict=True)
         notes = []
-        if self.unknown:
-            shapes = ", ".join(str(tuple(shape)) for shape in sorted(self.unknown)[:3])
-            notes.append(f"no mask fits rows of shape {shapes}: all of these count")
+        if shapes := sorted(set().union(*unknown)):
+            first = ", ".join(str(tuple(shape)) for shape in shapes[:3])
+            notes.append(f"no mask fits rows of shape {first}: all of these count")
+        if names := sorted(set().union(*scattered)):
+            notes.append(
+                f"rows of {', '.join(names[:3])} cannot be told by entries of a batch, as those of "
+                f"experts: some corrected eigenvalues are of other gradients"
+            )
         unique = {id(t): t for t in (*self.stored.values(), *self.corrected.values())}
         return Report(
             f"Curvature of {type(self.model).__name__}: {self.options.factors}, "
@@ -725,7 +733,7 @@ class _Measurement:
             rows,
             sum(p.numel() for p in self.model.parameters()),
             self.total_terms or max(float(layer.rows) for layer in self.layers),
-            batches,
+            sum(batches),
             self.number_of_passes,
             time.perf_counter() - self.began,
             sum(t.nbytes for t in unique.values()),

@@ -311,6 +311,7 @@ class Eigenvalues(Pairs):
     def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Basis]) -> None:
         super().__init__(layers, sums)
         self._bases = bases
+        self.scattered: set[str] = set()  # layers of whose rows nobody knows the entries
 
     def consume(
         self,
@@ -341,7 +342,7 @@ class Eigenvalues(Pairs):
             return x.new_zeros(1, d.shape[-1], a.shape[-1])
         if self._entries_second(d):
             x, d = x.transpose(0, 1), d.transpose(0, 1)
-        entries = self.entries if self.entries and count % self.entries == 0 else count
+        entries = count // self._each(layer, count)
         x = x.reshape(entries, -1, x.shape[-1])
         x = x @ a[:-1] + a[-1] if layer.bias else x @ a
         d = d.reshape(entries, -1, d.shape[-1]) @ basis.g[0].to(d.dtype)
@@ -353,6 +354,13 @@ class Eigenvalues(Pairs):
             total[0].add_((ds.mT @ xs).square_().sum(0))
         return total
 
+    def _each(self, layer: Layer, count: int) -> int:
+        """How many of so many rows are an entry's; they are next to each other."""
+        if not self.entries or count % self.entries:
+            self.scattered.add(layer.name)
+            return 1
+        return max(1, count // self.entries)
+
     def _entries_second(self, d: Tensor) -> bool:
         """Whether the entries of ``(positions, entries, ...)`` come second."""
         return d.dim() > 2 and len(d) != self.entries == d.shape[1]
@@ -363,9 +371,7 @@ class Eigenvalues(Pairs):
         along = int(d.dim() > 3 and kind is KINDS[nn.MultiheadAttention])  # after the thirds
         if layer.shape.diagonal_a and self._entries_second(d):
             x, d = x.transpose(0, 1), d.transpose(0, 1)
-        each = 1  # rows of an entry are next to each other, if they are no dimension of their own
-        if self.entries and d.shape[along] % self.entries == 0:
-            each = max(1, d.shape[along] // self.entries)
+        each = self._each(layer, d.shape[along])
         total: Tensor | None = None
         for xs, ds in zip(_split(x, each, along), d.split(each, along), strict=True):
             parts = [kind.gradient(module, xs, ds)]
