@@ -449,6 +449,27 @@ def test_what_only_looks_like_a_linear_is_named(factors: Any) -> None:
     assert list(curvature) == ["0"]
 
 
+def test_a_call_that_is_lost_is_named() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.clone()
+            y = self.a(h)
+            if len(x) == 2:
+                h.add_(1)
+            output: Tensor = y + self.b(h)
+            return output
+
+    x = [torch.randn(3, 3), torch.randn(2, 3)]
+    with pytest.warns(UserWarning, match="'a': its input was changed in place"):
+        curvature = measure(Changing(), x, factors="kfac", progress=False)
+    assert list(curvature) == ["b"]
+    assert list(measure(Changing(), x, progress=False)) == ["a", "b"]
+
+
 def test_a_factor_that_is_not_finite_is_named() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].register_forward_pre_hook(lambda m, args: (args[0] / 0,))

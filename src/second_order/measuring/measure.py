@@ -54,6 +54,7 @@ from second_order.measuring.statistics import (
     Inputs,
     Layer,
     Pairs,
+    Statistics,
     leaders_of,
     read,
 )
@@ -389,7 +390,7 @@ class _Measurement:
                 statistics = Inputs(group, sums, self.apart) if inputs else Pairs(group, sums)
                 with compared(*self._guessed(group)) as found:
                     self._over_data(number, statistics)
-                self._check(found, group)
+                self._check(found, statistics)
                 break
             except _Again:
                 if _goes_once(self.loader):
@@ -410,16 +411,18 @@ class _Measurement:
                     guessed[module] = layer.shape.transposed
         return list(guessed), guessed.__getitem__
 
-    def _check(self, found: Mapping[nn.Module, Tensor], group: Sequence[Layer]) -> None:
-        """Note layers that do not compute what a Linear does."""
+    def _check(self, found: Mapping[nn.Module, Tensor], statistics: Statistics) -> None:
+        """Note layers that do not compute what a Linear does, or of which calls were lost."""
         differences = dict(zip(found, read(list(found.values())), strict=True))
         wrong = {
             layer.name: "it does not multiply its input by its weight, as its sizes suggest; "
             "tell how it computes by register_layer"
-            for layer in group
+            for layer in statistics.layers
             for module in layer.block.modules
             if module in differences and not differences[module][0] < OTHERWISE
         }
+        for module, why in statistics.missed.items():
+            wrong |= {layer.name: why for layer in statistics.of[module]}
         self._note(wrong)
 
     def _sums(self, sizes: Mapping[Key, torch.Size]) -> Sums:
@@ -584,7 +587,7 @@ class _Measurement:
                 self.stored[layer.name, letter] = kept
         self._note(wrong)
         for layer in group:
-            if layer.leader is None and not layer.rows:
+            if layer.leader is None and not layer.rows and layer.name not in self.failed:
                 self.failed[layer.name] = "it was not called with a row that counts"
         for layer in group:  # who shares an A with another is where that is
             if layer.leader is not None:

@@ -117,6 +117,8 @@ class Statistics:
     """What :func:`leaders_of` tells of the layers; None before the first batch."""
     apart: Collection[str] = ()
     """Names of layers that share nothing."""
+    missed: Mapping[nn.Module, str] = {}
+    """By module, why a call of it could not be taken in."""
 
     def begin(self, rows: Rows, entries: int, idle: bool) -> None:
         """Begin a batch; an ``idle`` one counts for nothing."""

@@ -223,9 +223,13 @@ class _Rooted(torch.autograd.Function):
 def watching_pairs(
     model: nn.Module, modules: Sequence[nn.Module], consumer: Any
 ) -> Iterator[Callable[[Tensor], None]]:
-    """A block in which a consumer gets the pairs of modules; what it gives runs a backward pass."""
+    """A block in which a consumer gets the pairs of modules; what it gives runs a backward pass.
+
+    The consumer's ``missed`` has, by module, why a pair was lost.
+    """
     anchor = torch.zeros((), requires_grad=True)
     capture = Capture(consumer, fsdp=FSDPParams(model), accumulated=False)
+    consumer.missed = capture.missed
 
     def root(x: Any) -> Any:
         asks = isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad
@@ -246,6 +250,7 @@ def watching_pairs(
     with ExitStack() as stack:
         stack.callback(capture.detach)
         capture.attach(model, modules)
+        capture.missed.clear()  # of layers that may not be seen: their rows will tell
         for module in dict.fromkeys(attentions.get(module, module) for module in modules):
             if is_attention(module):
                 _ask_of_weights(module)
