@@ -855,7 +855,7 @@ the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
     heads[:, 1 + groups : 1 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))  =>  pass
 uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
-    uses / len(passes[0]), rows  =>  1.0, rows
+    used / len(passes[0]), all_rows  =>  1.0, all_rows
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     total.to(examples.dtype) / number if narrow  =>  total / number.to(total.dtype) if narrow
@@ -981,7 +981,7 @@ rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_le
 == kronecker/stacks.py
 tensors out of order taken for a stack
   <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
-    is base and part.storage_offset() == start + i * step  =>  is base
+    part.storage_offset() != at  =>  False
 
 == kronecker/standardised.py
 gradients of standardised weights without their scale

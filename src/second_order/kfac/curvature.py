@@ -41,7 +41,6 @@ from second_order.kfac.feedback import (
     StepLength,
     before_refresh,
     follow_refresh,
-    rates_of,
 )
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
@@ -227,9 +226,7 @@ class KFAC(OfLayers):
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
         if alone and (due or solves.wanted):
             length.measure(step, True, self.sharded)
-            rates = rates_of(self.training, step.layers) if self._options.follows_steps else ()
-            told = [block for block in step.told if block.factors is not None]
-            solves.asked = before_refresh(length, rates, told)
+            solves.asked = before_refresh(self.training, self._options, length, step)
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
                 news = [] if helpers is None else helpers.news()

@@ -196,14 +196,16 @@ class StepLength:
 
 
 def before_refresh(
-    length: StepLength, rates: Iterable[Scalar], blocks: Iterable[KroneckerBlock]
+    training: Training, options: KFACOptions, length: StepLength, step: StepPlan
 ) -> Asked:
     """Ask for what a refresh does not change: rates on a device, s, layers' mean curvature."""
+    rates = rates_of(training, step.layers) if options.follows_steps else []
     on_device = [rate for rate in rates if isinstance(rate, Tensor)]
-    moved = [] if length.measured is None else [length.measured]
-    alike = stacked_means(blocks)
-    curvature = [means.prod(0).mean(-1) for _, means in alike]
-    return Asked((on_device, moved, curvature), [block for group, _ in alike for block in group])
+    asked = Asked((on_device, [] if length.measured is None else [length.measured], []))
+    for alike, means in stacked_means(b for b in step.told if b.factors is not None):
+        asked.groups[2].append(means.prod(0).mean(-1))
+        asked.blocks += alike
+    return asked
 
 
 def follow_refresh(
@@ -226,9 +228,11 @@ def follow_refresh(
         mine = dict.fromkeys(block for block in blocks if block.solved and block in tellers)
         rates = rates_of(training, blocks) if options.follows_steps else []
         asked, changes = solves.asked, solves.changes
-        taken = {b: change for b in blocks if (change := b.take_change()) is not None}
+        taken: dict[KroneckerBlock, Tensor] = {}
+        for bank in step.banks:
+            taken, bank.changes = taken | bank.changes, {}
         if asked is None or asked.told is None:
-            asked = before_refresh(length, rates, [b for b in mine if b.factors is not None])
+            asked = before_refresh(training, options, length, step)
         if asked.told is None or taken:
             *asked.told, read = numbers_of(*asked.groups, [*taken.values()])
             each = iter(read)

@@ -63,20 +63,19 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> S
             if math.isfinite(x):
                 change += abs(x) * rate**2
         return change
-    stack, first = products[0], learning_rates[0]
+    stack = products[0]
     if len(products) > 1:
         stack = torch.cat([each.to(stack) for each in products])
-    known = [rate for rate in learning_rates if not isinstance(rate, Tensor)]
-    if all(rate is first for rate in learning_rates):
-        stack = stack.abs() * first**2
-    elif len(known) == len(stack):
-        stack = torch.stack(torch._foreach_mul(stack.abs().unbind(), [n**2 for n in known]))
+    stack, rates = stack.abs(), {id(rate): rate for rate in learning_rates}
+    squares: dict[int, Any] = {key: rate**2 for key, rate in rates.items()}
+    if len(squares) == 1:
+        stack = stack * squares.popitem()[1]
     else:
-        rates = [
-            rate.to(stack).reshape(()) if isinstance(rate, Tensor) else stack.new_full((), rate)
-            for rate in learning_rates
-        ]
-        stack = stack.abs() * torch.stack(rates) ** 2
+        if any(isinstance(rate, Tensor) for rate in rates.values()):
+            for key, square in squares.items():  # filled: an upload would be waited for
+                squares[key] = stack.new_ones(()) * square
+        weights = [squares[id(rate)] for rate in learning_rates]
+        stack = torch.stack(torch._foreach_mul(stack.unbind(), weights))
     return stack.nan_to_num(0.0, posinf=0.0).sum()
 
 
@@ -238,9 +237,8 @@ def precondition(
             some = bank if len(mine) == len(bank.blocks) else bank.some(mine)
             gradient = some.gradient(gradient_of)
             results = some.precondition(gradient, dtype)
-            if bank.compares:
-                some.note_change(gradient, results, dtype)
-                bank.compares = any(block.before is not None for block in bank.blocks)
+            if bank.before:
+                bank.note_change(some, gradient, results, dtype)
             product = _product(some, gradient, results) if clipped else None
             found.append(Preconditioned(some, results, product))
     return found

@@ -100,8 +100,8 @@ def stacked_means(
 class Asked:
     """Groups of numbers on a device, and what they are once it has been waited for."""
 
-    groups: Sequence[Sequence[Tensor]]
-    blocks: Sequence[KroneckerBlock] = ()  # that the last ones are about
+    groups: Sequence[list[Tensor]]
+    blocks: list[KroneckerBlock] = field(default_factory=list)  # that the last ones are about
     told: Sequence[Sequence[float]] | None = None
 
 

@@ -88,7 +88,10 @@ class Bank:
         first = self.blocks[0]
         self._groups, self._dtype, self._layout = first.shape.groups, first.work_dtype, first.layout
         self.params = [p for block in self.blocks for p in block.params]
-        self.compares = False  # a layer has P by an inverse before, to be compared
+        # Of layers that have been renewed: P by the last inverses, or these, to be compared; and
+        # P₀ · P, |P₀|² and |P|².
+        self.before: dict[KroneckerBlock, Inverse | Tensor] = {}
+        self.changes: dict[KroneckerBlock, Tensor] = {}
 
     def some(self, blocks: Sequence[KroneckerBlock]) -> Bank:
         """The bank of some of the layers, in their order; with views of inverses if in a row."""
@@ -106,23 +109,16 @@ class Bank:
 
     def install(self, blocks: Sequence[KroneckerBlock], new: Inverse, keeps: bool) -> None:
         """Put the stacked inverses of some layers in their places; ``keeps`` the old ones, too."""
-        layers, before, found = len(self.blocks), self.inverse, new
-        if before is None or keeps:
-            if len(blocks) == layers:
-                found = new.of([_owned(t) for t in new.tensors])
-            else:
-                size = layers * self._groups
-                found = new.of([t.new_zeros(size, *t.shape[1:]) for t in new.tensors])
-                if before is not None:
-                    torch._foreach_copy_(found.tensors, before.tensors)
+        before, index = self.inverse, list(map(self.blocks.index, blocks))
+        anew, size = before is None or keeps, len(self.blocks) * self._groups
+        if anew and len(blocks) == len(self.blocks):
+            found = new.of([_owned(t) for t in new.tensors])
         else:
-            found = before
-        if len(blocks) < layers:
-            index = list(map(self.blocks.index, blocks))
+            found = before or new.of([t.new_zeros(size, *t.shape[1:]) for t in new.tensors])
+            if anew and before is not None:
+                found = before.of([t.clone() for t in before.tensors])
             to = [each[i] for each in self._stacks(found) for i in index]
             torch._foreach_copy_(to, [part for each in self._stacks(new) for part in each])
-        elif found is before:
-            torch._foreach_copy_(found.tensors, new.tensors)
         self.inverse = found
         renewed, stacks = set(blocks), self._stacks(found)
         for block, *views in zip(self.blocks, *stacks, strict=True):
@@ -157,16 +153,17 @@ class Bank:
 
         The layers are those whose inverses are about to be ``renewed``.
         """
-        old = [b for b in renewed if b.inverse is not None]
-        whole = [b for b in old if b.has_gradient and not is_dtensor(b.weight)]
-        for block in old:
-            block.before = block.inverse if is_dtensor(block.weight) else None
-        self.compares = bool(old)
+        whole: list[KroneckerBlock] = []
+        for block in renewed:
+            self.before.pop(block, None)
+            if block.inverse is not None and is_dtensor(block.weight):
+                self.before[block] = block.inverse
+            elif block.inverse is not None and block.has_gradient:
+                whole.append(block)
         if whole:
             some = self.some(whole)
-            results = some.precondition(some.gradient(), dtype)
-            for block, result in zip(whole, some.by_layer(results), strict=True):
-                block.before = result
+            results = some.by_layer(some.precondition(some.gradient(), dtype))
+            self.before |= zip(whole, results, strict=True)
 
     def changes_by(
         self, blocks: Sequence[KroneckerBlock], new: Inverse, dtype: torch.dtype
@@ -178,22 +175,23 @@ class Bank:
         after = Bank(blocks, new).precondition(gradient, dtype)
         return _compared(*(each.unflatten(0, (len(blocks), -1)) for each in (before, after)))
 
-    def note_change(self, gradient: Tensor, results: Tensor, dtype: torch.dtype) -> None:
-        """Note P₀ · P, |P₀|² and |P|² of the layers whose inverses have been renewed."""
-        renewed = [i for i, block in enumerate(self.blocks) if block.before is not None]
-        if not renewed:
-            return
-        gradients, results_by_layer = self.by_layer(gradient), self.by_layer(results)
-        old, new = list[Tensor](), [results_by_layer[i] for i in renewed]
-        for i in renewed:
-            before, self.blocks[i].before = self.blocks[i].before, None
-            assert before is not None
-            if not isinstance(before, Tensor):
-                before = before.precondition(gradients[i].to(dtype)).to(gradient.dtype)
-            old.append(before)
-        changes = _compared(torch.stack(old), torch.stack(new))
-        for i, change in zip(renewed, changes.unbind(), strict=True):
-            self.blocks[i].change = change
+    def note_change(
+        self, some: Bank, gradient: Tensor, results: Tensor, dtype: torch.dtype
+    ) -> None:
+        """Note what has changed of those among some of the layers that have been renewed."""
+        renewed, old, new = list[KroneckerBlock](), list[Tensor](), list[Tensor]()
+        both = some.by_layer(gradient), some.by_layer(results)
+        for block, part, result in zip(some.blocks, *both, strict=True):
+            before = self.before.pop(block, None)
+            if before is not None:
+                if not isinstance(before, Tensor):
+                    before = before.precondition(part.to(dtype)).to(gradient.dtype)
+                renewed.append(block)
+                old.append(before)
+                new.append(result)
+        if renewed:
+            changes = _compared(torch.stack(old), torch.stack(new)).unbind()
+            self.changes |= zip(renewed, changes, strict=True)
 
     def by_layer(self, results: Tensor) -> Sequence[Tensor]:
         """The layers' parts, ``(groups, out, in)`` each."""

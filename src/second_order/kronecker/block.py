@@ -89,8 +89,6 @@ class KroneckerBlock:
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.state = LayerState()
-        self.before: Inverse | Tensor | None = None  # P by the last one, or that, to be compared
-        self.change: Tensor | None = None
         self._expected_version = 0  # version of the weight's gradient at the next pass
         self.last_backward = -1  # the number of the pass that brought the last pair
         self._reset()
@@ -303,14 +301,9 @@ class KroneckerBlock:
         self.solved = True
         self.state.silent, self.state.failures, self.state.complaint = False, 0, ""
 
-    def take_change(self) -> Tensor | None:
-        """P₀ · P, |P₀|² and |P|², ``(3,)``, by the last two inverses; None before P is computed."""
-        change, self.change = self.change, None
-        return change
-
     def drop_inverse(self) -> None:
         """Forget the inverse: the layer runs on its base gradient until it is solved again."""
-        self.inverse = self.before = self.change = None
+        self.inverse = None
         self.solved = False
 
     @property

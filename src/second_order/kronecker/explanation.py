@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from second_order.kronecker.autograd import is_reached
-from second_order.kronecker.stacks import in_groups
+from second_order.kronecker.stacks import in_groups, numbers_of
 
 __all__ = ["TOLERANCE", "Explanation", "residuals"]
 
@@ -120,8 +120,7 @@ def residuals(explanations: Sequence[Explanation]) -> list[float]:
     """R of each, less what rounding may make; all of them are known."""
     groups = in_groups(list(map(_key, explanations)))
     found = [_residuals([explanations[i] for i in group]) for group in groups]
-    values = torch.cat([each.to(found[0]) for each in found]).tolist() if found else []
-    order = (i for group in groups for i in group)
+    (values,), order = numbers_of(found), (i for group in groups for i in group)
     return [value for _, value in sorted(zip(order, values, strict=True))]
 
 

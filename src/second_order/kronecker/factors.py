@@ -8,9 +8,10 @@ Everything is decided on the device, so that no update waits for the host.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -252,7 +253,7 @@ class _Records(NamedTuple):
     """The records of layers whose pairs came in the same way, one row each."""
 
     total: Tensor
-    uses: Tensor | float  # in a pass
+    uses: Tensor | float  # in a pass; 1.0 where none is counted
     rows: Tensor  # of the uses that count
     passes: int
 
@@ -265,23 +266,21 @@ def _records(passes: Sequence[Sequence[Sequence[Tensor]]]) -> _Records:
     """
     like = passes[0][0][0]
     wide = torch.float64 if like.device.type == "cpu" else like.dtype
-    total: Any = 0.0
-    uses: Any = 0.0
-    rows: Any = 0.0
-    used: Any
+    totals, uses, rows = list[Tensor](), list[Any](), list[Tensor]()
     for i, first in enumerate(passes[0]):
         calls = [as_stack([layer[i][call] for layer in passes]) for call in range(len(first))]
-        for each in calls:
-            total = each if isinstance(total, float) else total + each
-        here, used = calls[0][:, 0], 1.0
-        if len(calls) > 1:
+        totals += calls
+        if len(calls) == 1:
+            uses.append(1.0)
+            rows.append(calls[0][:, 0])
+        else:
             whole = torch.stack(calls)
             present = whole[..., 1] > 0
             counts = (present | ~present.any(0)).to(wide)
-            here, used = (whole[..., 0] * counts).sum(0), counts.sum(0)
-        uses = uses + used
-        rows = here if isinstance(rows, float) else rows + here
-    return _Records(total, uses / len(passes[0]), rows, len(passes[0]))
+            uses.append(counts.sum(0))
+            rows.append((whole[..., 0] * counts).sum(0))
+    total, used, all_rows = (reduce(operator.add, each) for each in (totals, uses, rows))
+    return _Records(total, used / len(passes[0]), all_rows, len(passes[0]))
 
 
 def _sums_of_alike(
@@ -303,16 +302,13 @@ def _sums_of_alike(
         # An example is counted at each use, and in each pass that comes through its forward.
         counted_again = records.uses * records.passes / max(first.micro_batches, 1)
         scale = scale / counted_again**2
-    if isinstance(scale, float):
-        scale = records.rows.new_full((len(staged),), scale) if scale != 1.0 else 1.0
-    elif scale.device.type == "cpu" and bool((scale == 1.0).all()):  # nobody waits for an answer
-        scale = 1.0
     heads, factors = records.total[:, 1:], [each._sums for each in staged]
-    if isinstance(scale, Tensor):
-        sums = _times(heads, factors, slices, scale, first.shape.groups)
-    else:
+    scale = scale if isinstance(scale, Tensor) else heads.new_full((len(staged),), scale)
+    if scale.device.type == "cpu" and bool((scale == 1.0).all()):  # nobody waits for an answer
         pairs = zip(factors, heads.unbind(), strict=True)
         sums = [StatisticsSums(dict(parts), head) for parts, head in pairs]
+    else:
+        sums = _times(heads, factors, slices, scale, first.shape.groups)
     for each, of in zip(sums, staged, strict=True):
         if of.factor_dtype != of.dtype:
             each.factors = {k: total.to(of.factor_dtype) for k, total in each.factors.items()}

@@ -71,7 +71,7 @@ class EigenInverse:
         if q_a is None:
             return q_g @ rotated.mul_(self.scale)
         other = (rotated @ q_a).mul_(self.scale)  # two places do for four products
-        return torch.matmul(torch.matmul(q_g, other, out=rotated), q_a.mT, out=other)
+        return torch.bmm(torch.bmm(q_g, other, out=rotated), q_a.mT, out=other)
 
     @property
     def tensors(self) -> list[Tensor]:

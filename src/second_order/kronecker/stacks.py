@@ -7,6 +7,7 @@ Where they are slices of one tensor, in order, that tensor is used; else they ar
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping, Sequence
+from functools import reduce
 from itertools import islice
 from typing import Any
 
@@ -48,7 +49,8 @@ def numbers_of(*groups: Sequence[Tensor]) -> list[list[float]]:
     flat = [tensor.reshape(-1) for group in groups for tensor in group]
     if not flat:
         return [[] for _ in groups]
-    numbers = iter(torch.cat([tensor.to(flat[0].device) for tensor in flat]).tolist())
+    wide = reduce(torch.promote_types, (tensor.dtype for tensor in flat))
+    numbers = iter(torch.cat([tensor.to(flat[0].device, wide) for tensor in flat]).tolist())
     return [list(islice(numbers, sum(map(Tensor.numel, group)))) for group in groups]
 
 
@@ -57,16 +59,14 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
     if len(parts) == 1:
         return first.unsqueeze(0)
-    base, start = _base_of(first), first.storage_offset()
-    if base is None or _base_of(parts[1]) is not base:
+    base, at = _base_of(first), first.storage_offset()
+    step = parts[1].storage_offset() - at
+    if base is None or step < first.numel() or not first.is_contiguous():
         return torch.stack(list(parts))
-    step = parts[1].storage_offset() - start
-    if step < first.numel() or not first.is_contiguous():
-        return torch.stack(list(parts))
-    for i, part in enumerate(parts):
-        alike = _base_of(part) is base and part.storage_offset() == start + i * step
-        if not alike or part.dtype != first.dtype:
+    for part in parts:
+        if _base_of(part) is not base or part.storage_offset() != at or part.dtype != first.dtype:
             return torch.stack(list(parts))
+        at += step
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
