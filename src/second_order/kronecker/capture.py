@@ -81,8 +81,8 @@ RUNS_EAGERLY = (
     "statistics; fisher='empirical' has them from the compiled graph"
 )
 COMPILED = (
-    "it is not called, or within torch.compile, which leaves nothing of an attention's or of fused "
-    "experts' products to be seen: keep it out of the graph, "
+    "it is not called, or within torch.compile, which leaves nothing of the products of an "
+    "attention, of fused experts or of their router to be seen: keep it out of the graph, "
     "module.forward = torch.compiler.disable(module.forward), or name it in skip_layers"
 )
 
@@ -205,7 +205,7 @@ class Capture:
         # The calls of an attention are those of its `out_proj`, too.
         attention = filter(is_attention, root.modules())
         within = {cast(nn.Module, module.out_proj): module for module in attention}
-        for layer in (*within, *within.values(), *filter(is_experts, layers)):
+        for layer in (*within, *within.values(), *filter(hooks.is_hidden, layers)):
             self.missed.setdefault(layer, COMPILED)
         called = dict.fromkeys(within.get(layer, layer) for layer in layers)
         kinds: list[tuple[nn.Module, type[WatchHook]]] = [(m, hooks.LayerHook) for m in called]

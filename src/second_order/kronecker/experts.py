@@ -37,10 +37,13 @@ from second_order.kronecker.layers import (
     live_rows,
 )
 
-__all__ = ["EXPERTS", "Routed", "is_experts"]
+__all__ = ["EXPERTS", "Routed", "is_experts", "is_router"]
 
 MARKS = ("has_gate", "has_bias", "is_transposed")
 """What transformers tells of a module of fused experts."""
+
+ROUTER_SIZES = ("num_experts", "hidden_dim")
+"""What it calls the sizes of a router's weight."""
 
 WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -50,6 +53,13 @@ def is_experts(module: nn.Module) -> bool:
     down = getattr(module, "down_proj", None)
     three = isinstance(down, nn.Parameter) and down.dim() == 3
     return three and all(hasattr(module, mark) for mark in MARKS)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is a router of fused experts, as transformers has them."""
+    weight = module._parameters.get("weight")
+    sizes = [getattr(module, name, None) for name in ROUTER_SIZES]
+    return weight is not None and list(weight.shape) == sizes
 
 
 class Rows(NamedTuple):

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
 from second_order.kronecker.autograd import as_used, is_attention, skip_code, transformed
-from second_order.kronecker.experts import is_experts
+from second_order.kronecker.experts import is_experts, is_router
 
-__all__ = ["LayerHook", "RootHook", "RootPreHook", "Watch", "hook_of", "release"]
+__all__ = ["LayerHook", "RootHook", "RootPreHook", "Watch", "hook_of", "is_hidden", "release"]
 
 SCRIPTED = (
     "torch.jit.script cannot compile the hooks by which an optimizer of second_order watches this "
@@ -102,7 +102,7 @@ class LayerHook(WatchHook):
         if torch.compiler.is_exporting():
             return None
         if torch.compiler.is_dynamo_compiling():
-            if not (is_attention(module) or is_experts(module)):
+            if not is_hidden(module):
                 return _traced(self.watches, module, input_in(args, kwargs), output)
             if "forward" in vars(module):  # else its products cannot be seen
                 _outside(self, module, args, kwargs, output)
@@ -141,6 +141,11 @@ class RootHook(WatchHook):
 # Python runs them, as what they do to the compiler is to last beyond their calls.
 for _function in (RootPreHook.__call__, RootHook.__call__, WatchHook.captures):
     skip_code(_function.__code__)
+
+
+def is_hidden(module: nn.Module) -> bool:
+    """Whether a module's products cannot be seen by its output within a graph."""
+    return is_attention(module) or is_experts(module) or is_router(module)
 
 
 def input_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import second_order.kronecker.convolutions  # noqa: F401 - whose kinds come before a user's
 from second_order.kronecker.exact import GAINS, NORMALISATIONS, Gain
+from second_order.kronecker.experts import is_router
 from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
@@ -54,9 +55,6 @@ TIED_EMBEDDING, TIED_OUTPUT = "tied embedding", "tied output"
 TRANSPOSED = "transposed linear"
 TRANSPOSED_CLASSES = ("transformers.pytorch_utils.Conv1D",)
 """Classes of Linears whose weight is (in, out), by their full names."""
-
-ROUTER_SIZES = ("num_experts", "hidden_dim")
-"""What transformers' routers of fused experts call the sizes of their weight."""
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -198,7 +196,7 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
         sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
         if any(name in TRANSPOSED_CLASSES for name in names):
             return TRANSPOSED, None
-        if list(weight.shape) == [getattr(module, name, None) for name in ROUTER_SIZES]:
+        if is_router(module):
             return "linear", None
         if list(weight.shape) in (sizes, sizes[::-1]):
             return ("linear" if list(weight.shape) == sizes else TRANSPOSED), None
