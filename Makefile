@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo systems progress language-model tasks sensitivity defaults batch-scaling widths fosi-gain bounded bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo systems progress language-model tasks sensitivity defaults batch-scaling widths curvature-uses fosi-gain bounded bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -63,6 +63,10 @@ batch-scaling: venv ## steps to a loss with batches of 32 to all of the data: so
 widths: venv ## best learning rate and damping of models of width 64 to 512: half an hour
 	$(BENCH)/progress/widths.py \
 		--json benchmarks/results/widths.json $(ARGS)
+
+curvature-uses: venv ## what a trained model's curvature is good for: the four examples, two minutes
+	$(BENCH)/progress/curvature_uses.py \
+		--json benchmarks/results/curvature_uses.json $(ARGS)
 
 fosi-gain: venv ## what DHO2 gains over a tuned Adam, where it may and where not: some minutes
 	$(BENCH)/progress/fosi_gain.py \

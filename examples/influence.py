@@ -1,233 +1,128 @@
-"""Which training images make a model see a test image as it does: influence scores on digits.
+"""Which training images a model's answers come from: influence, held against training anew.
 
     python examples/influence.py
-    python examples/influence.py --hidden 16 --points 30 --images 0 7 21
 
-KAISA trains; its factors stand for the Hessian. Removing a training example z changes the loss of a
-test image by g_testᵀ (F + λ)⁻¹ g_z / N, to first order (Koh & Liang 2017), where λ is the weight
-decay, part of the loss here. Some examples are really removed, and the model is trained again
-without them. The table has the correlation of what was predicted with what came true, beside that
-of the same prediction with the whole Hessian of the loss, the best that can be had to first order,
-and that of the plain product g_testᵀ g_z.
-
-A linear model is convex, so that retraining has one answer. With --hidden, training again starts
-from the trained weights.
+A group R of training images is left out. To first order the loss of a query q changes by
+g_qᵀ (F + λ)⁻¹ Σ_R g_z / N (Koh & Liang 2017), F by EK-FAC (Grosse et al. 2023) and λ the weight
+decay. Models are trained anew without each group, from several initialisations; the true changes,
+averaged over these, are ranked against those foretold, and against the plain products g_qᵀ Σ_R g_z
+(Pruthi et al. 2020).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.functional import cross_entropy
 
 from digits import CLASSES, PIXELS, load_split
-from second_order import KAISA, KroneckerCurvature
+from second_order import measure
 
-PASSES = 100  # of the trained model, for factors of its weights alone; labels are sampled
+SHARE = 0.2  # of the images in a group
+DECAY = 1e-2  # λ / 2 ‖w‖² is part of the loss
+HIDDEN, STEPS = 32, 300
 
-
-class Data(NamedTuple):
-    """Images, float64, and labels."""
-
-    images: Tensor
-    labels: Tensor
+Weights = Mapping[str, Tensor]
+Data = tuple[Tensor, Tensor]  # images and labels
 
 
-def network(hidden: int) -> nn.Sequential:
-    """64-10, or 64-hidden-10 with tanh, in float64."""
-    if hidden == 0:
-        return nn.Sequential(nn.Linear(PIXELS, CLASSES)).double()
-    first, last = nn.Linear(PIXELS, hidden), nn.Linear(hidden, CLASSES)
-    return nn.Sequential(first, nn.Tanh(), last).double()
+def losses(model: nn.Module, weights: Weights, data: Data) -> Tensor:
+    logits = functional_call(model, dict(weights), (data[0],))
+    return cross_entropy(logits, data[1], reduction="none")
 
 
-def objective(model: nn.Module, data: Data, keep: Tensor, decay: float) -> Tensor:
-    """Mean cross-entropy of the examples kept, over all of them, and the weight decay."""
-    losses = nn.functional.cross_entropy(model(data.images), data.labels, reduction="none")
-    squares = sum(p.square().sum() for p in model.parameters())
-    return (losses * keep).mean() + decay / 2 * squares
+def trained(model: nn.Module, data: Data, keep: Tensor) -> Weights:
+    """Train a copy of a model on the images of each row of ``keep``, side by side."""
 
+    def objective(weights: Weights, keep: Tensor) -> Tensor:
+        squares = torch.stack([w.square().sum() for w in weights.values()]).sum()
+        return (losses(model, weights, data) * keep).mean() + DECAY / 2 * squares
 
-def train(model: nn.Module, data: Data, decay: float, steps: int) -> KAISA:
-    """KAISA on all examples at once."""
-    keep = torch.ones(len(data.images), dtype=torch.float64)
-    optimizer = KAISA(model, lr=0.5, fisher="sampled", factor_decay=0.98)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        objective(model, data, keep, decay).backward()
+    weights, _ = stack_module_state([model] * len(keep))
+    optimizer = torch.optim.Adam(weights.values(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    for _ in range(STEPS):
+        for name, gradient in vmap(grad(objective))(weights, keep).items():
+            weights[name].grad = gradient
         optimizer.step()
-    return optimizer
+        schedule.step()
+    return {name: w.detach() for name, w in weights.items()}
 
 
-def settle(model: nn.Module, data: Data, keep: Tensor, decay: float) -> None:
-    """Go on to the minimum of the objective: influence is about minima."""
-    lbfgs = torch.optim.LBFGS(
-        model.parameters(), max_iter=300, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
-    )
+def gradients(model: nn.Module, data: Data) -> Weights:
+    """The gradient of each image's loss, by parameter name, (images, ...)."""
 
-    def closure() -> Tensor:
-        lbfgs.zero_grad()
-        value = objective(model, data, keep, decay)
-        value.backward()
-        return value
+    def loss(weights: Weights, image: Tensor, label: Tensor) -> Tensor:
+        return losses(model, weights, (image.unsqueeze(0), label.unsqueeze(0))).squeeze()
 
-    lbfgs.step(closure)
+    return cast(Weights, vmap(grad(loss), (None, 0, 0))(model.state_dict(), *data))
 
 
-def factors_of_the_minimum(model: nn.Module, optimizer: KAISA, data: Data) -> KroneckerCurvature:
-    """The factors of the weights as they are: the averages of many passes with lr=0."""
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for _ in range(PASSES):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(data.images), data.labels).backward()
-        optimizer.step()
-    return optimizer.curvature(dtype=torch.float64)
+def products(a: Weights, b: Weights) -> Tensor:
+    """Inner products of all pairs, (of a, of b)."""
+    return torch.stack([a[name].flatten(1) @ b[name].flatten(1).T for name in b]).sum(0)
 
 
-def gradients(model: nn.Module, data: Data) -> dict[str, Tensor]:
-    """The gradient of each example's loss, by parameter name: (N, *shape)."""
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-
-    def loss(weights: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
-        logits = functional_call(model, weights, (image.unsqueeze(0),))
-        return nn.functional.cross_entropy(logits, label.unsqueeze(0))
-
-    found: dict[str, Tensor] = vmap(grad(loss), (None, 0, 0))(weights, *data)
-    return found
+def foretold(model: nn.Module, data: Data, queries: Data) -> dict[str, Tensor]:
+    """By method, N times what leaving out an image adds to a query's loss, (queries, images)."""
+    curvature = measure(model, [data], factors="ekfac", progress=False)
+    of_data, of_queries = gradients(model, data), gradients(model, queries)
+    each = ({n: g[i] for n, g in of_queries.items()} for i in range(len(queries[0])))
+    solved = [curvature.solve(gradient, damping=DECAY) for gradient in each]
+    influence = {name: torch.stack([s[name] for s in solved]) for name in of_data}
+    return {"EK-FAC": products(influence, of_data), "plain": products(of_queries, of_data)}
 
 
-def products(vector: Mapping[str, Tensor], of_each: Mapping[str, Tensor]) -> Tensor:
-    """The inner products of a vector with each example's gradient, (N,)."""
-    parts = [each.flatten(1) @ vector[name].reshape(-1) for name, each in of_each.items()]
-    return torch.stack(parts).sum(0)
+def spearman(a: Tensor, b: Tensor) -> Tensor:
+    """The rank correlation of each row of a with that of b."""
+    ranks, size = torch.stack([a, b]).argsort(-1).argsort(-1).double(), a.shape[-1]
+    return torch.sub(1, 6 * ranks.diff(dim=0)[0].square().sum(-1) / (size**3 - size))
 
 
-def hessian(model: nn.Module, data: Data, decay: float) -> Tensor:
-    """The whole Hessian of the objective, in the order of the parameters; for small models."""
-    names, weights = zip(*((n, p.detach()) for n, p in model.named_parameters()), strict=True)
-    sizes = [p.numel() for p in weights]
+def influence(seed: int, args: Any) -> dict[str, Tensor]:
+    """By method, rank correlations of foretold with true changes of each query's loss."""
+    digits, generator = load_split(), torch.Generator().manual_seed(seed)
+    some = torch.randperm(len(digits.train_images), generator=generator)[: args.examples]
+    data = digits.train_images[some], digits.train_labels[some]
+    some = torch.randperm(len(digits.test_images), generator=generator)[: args.queries]
+    queries = digits.test_images[some], digits.test_labels[some]
+    order = torch.rand(args.groups, args.examples, generator=generator).argsort(-1)
+    left_out = (order < SHARE * args.examples).float()
+    keep = torch.cat([torch.ones(1, args.examples), 1 - left_out])  # the first model has them all
 
-    def value(flat: Tensor) -> Tensor:
-        pieces = zip(names, weights, flat.split(sizes), strict=True)
-        named = {name: piece.view_as(p) for name, p, piece in pieces}
-        logits = functional_call(model, named, (data.images,))
-        return nn.functional.cross_entropy(logits, data.labels) + decay / 2 * flat.square().sum()
-
-    flat = torch.cat([p.reshape(-1) for p in weights])
-    product = vmap(lambda v: jvp(grad(value), (flat,), (v,))[1], chunk_size=64)
-    found: Tensor = product(torch.eye(len(flat), dtype=flat.dtype))
-    return found
-
-
-def losses_of(model: nn.Module, data: Data) -> Tensor:
-    with torch.no_grad():
-        return nn.functional.cross_entropy(model(data.images), data.labels, reduction="none")
-
-
-def correlation(a: Tensor, b: Tensor) -> float:
-    return float(torch.corrcoef(torch.stack([a, b]))[0, 1])
-
-
-def ranks(values: Tensor) -> Tensor:
-    return values.argsort().argsort().double()
+    changes, scores = [], dict[str, Tensor]()
+    for start in range(args.starts):
+        torch.manual_seed(1000 * seed + start)
+        model = nn.Sequential(nn.Linear(PIXELS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+        weights = trained(model, data, keep)
+        of_models = torch.vmap(losses, (None, 0, None))(model, weights, queries)
+        changes.append((of_models[1:] - of_models[0]).T)
+        model.load_state_dict({name: w[0] for name, w in weights.items()})
+        for method, score in foretold(model, data, queries).items():
+            scores[method] = scores.get(method, 0) + score @ left_out.T
+    true = torch.stack(changes).mean(0)  # (queries, groups)
+    found = {method: spearman(score, true) for method, score in scores.items()}
+    others = [spearman(changes[i], changes[j]) for i in range(args.starts) for j in range(i)]
+    return found | {"other initialisations": torch.stack(others).mean(0)}
 
 
-class Found(NamedTuple):
-    """Of the test images: predicted and true changes of the loss, (images, points)."""
-
-    points: Tensor  # indices of the examples that were removed
-    predicted: Tensor
-    exact: Tensor  # the same with the whole Hessian
-    plain: Tensor  # and without curvature
-    true: Tensor
-    scores: Tensor  # predictions for all training examples, (images, N)
-
-
-def influence(
-    train_data: Data, test_data: Data, *, hidden: int, decay: float, steps: int, points: int
-) -> Found:
-    """Predict what removing examples does to the test images' losses, and remove some of them.
-
-    Half of those that are removed are drawn by chance, half are those of the largest predictions.
-    """
-    torch.manual_seed(0)
-    model, count = network(hidden), len(train_data.images)
-    everything = torch.ones(count, dtype=torch.float64)
-    with train(model, train_data, decay, steps) as optimizer:
-        settle(model, train_data, everything, decay)
-        curvature = factors_of_the_minimum(model, optimizer, train_data)
-    of_train, of_test = gradients(model, train_data), gradients(model, test_data)
-    whole = torch.linalg.cholesky(hessian(model, train_data, decay))
-    scores, exact, plain = [], [], []
-    for i in range(len(test_data.images)):
-        g = {name: each[i] for name, each in of_test.items()}
-        scores.append(products(curvature.solve(g, damping=decay), of_train) / count)
-        column = torch.cat([part.reshape(-1) for part in g.values()]).unsqueeze(1)
-        pieces = torch.cholesky_solve(column, whole).split([part.numel() for part in g.values()])
-        solved = {name: piece.view_as(g[name]) for name, piece in zip(g, pieces, strict=True)}
-        exact.append(products(solved, of_train) / count)
-        plain.append(products(g, of_train))
-    predicted = torch.stack(scores)
-    strongest = predicted.abs().sum(0).argsort(descending=True)[: points // 2]
-    chance = torch.randperm(count)[: points - len(strongest)]
-    chosen = torch.cat([strongest, chance]).unique()
-    before, weights = losses_of(model, test_data), [p.detach().clone() for p in model.parameters()]
-    changes = []
-    for point in chosen.tolist():
-        keep = everything.clone()
-        keep[point] = 0.0
-        with torch.no_grad():
-            for p, w in zip(model.parameters(), weights, strict=True):
-                p.copy_(w)
-        settle(model, train_data, keep, decay)
-        changes.append(losses_of(model, test_data) - before)
-    true = torch.stack(changes, 1)
-    by_hessian, by_nothing = (torch.stack(each)[:, chosen] for each in (exact, plain))
-    return Found(chosen, predicted[:, chosen], by_hessian, by_nothing, true, predicted)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--examples", type=int, default=400, help="training images")
-    parser.add_argument("--images", type=int, nargs="+", default=[3, 18, 42], help="test images")
-    parser.add_argument("--hidden", type=int, default=0, help="hidden units; 0: a linear model")
-    parser.add_argument("--decay", type=float, default=1e-2, help="λ, weight decay in the loss")
-    parser.add_argument("--steps", type=int, default=60, help="steps of KAISA")
-    parser.add_argument("--points", type=int, default=40, help="training images to remove")
-    args = parser.parse_args()
-    digits = load_split()
-    train_data = Data(
-        digits.train_images[: args.examples].double(), digits.train_labels[: args.examples]
-    )
-    images = torch.tensor(args.images)
-    test_data = Data(digits.test_images[images].double(), digits.test_labels[images])
-    found = influence(
-        train_data,
-        test_data,
-        hidden=args.hidden,
-        decay=args.decay,
-        steps=args.steps,
-        points=args.points,
-    )
-    print(f"{len(found.points)} of {args.examples} training images removed, one at a time")
-    print("correlations of predicted with true changes of the loss:")
-    print("test image  label  (A ⊗ G + λ)⁻¹  by rank  slope  H⁻¹    g·g     helpful: labels")
-    for i, index in enumerate(args.images):
-        predicted, true = found.predicted[i], found.true[i]
-        helpful = found.scores[i].argsort(descending=True)[:6]
-        labels = " ".join(map(str, train_data.labels[helpful].tolist()))
-        slope = float((predicted @ true) / (predicted @ predicted))
-        print(
-            f"{index:10}  {int(test_data.labels[i]):5}  {correlation(predicted, true):13.3f}"
-            f"  {correlation(ranks(predicted), ranks(true)):7.3f}  {slope:5.2f}"
-            f"  {correlation(found.exact[i], true):5.3f}  {correlation(found.plain[i], true):6.3f}"
-            f"  {labels}"
-        )
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Influence, held against training anew.")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--examples", type=int, default=300, help="training images")
+    parser.add_argument("--queries", type=int, default=40, help="test images")
+    parser.add_argument("--groups", type=int, default=40)
+    parser.add_argument("--starts", type=int, default=3, help="initialisations, at least 2")
+    args = parser.parse_args(arguments)
+    print("Spearman's rank correlation with the true change of a query's loss, mean of the queries")
+    for seed in args.seeds:
+        found = influence(seed, args)
+        print(f"seed {seed}: " + ", ".join(f"{k} {v.mean():.3f}" for k, v in found.items()))
 
 
 if __name__ == "__main__":

@@ -218,6 +218,9 @@ def by_owner(rank: int, size: int, folder: str) -> Any:
         assert (len(gathered), gathered.here) == (0, {})
         with pytest.raises(ValueError, match=f"it has been gathered on rank {size - 1}"):
             gathered.apply({next(iter(sample)): torch.ones(1)})
+    if size > 1:
+        with pytest.raises(SecondOrderError, match=r"rank 0 asks for layers \['a/b'\], and rank 1"):
+            curvature[list(curvature)[rank]]
     curvature.save(folder)
     broken = next(iter(curvature))  # on rank 0
     layer = curvature._layers[broken]
@@ -330,6 +333,7 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
         (lambda c: c.solve({}, 0.0, relative=True), "damping=0.0 of layer 'a/b' must be positive"),
         (lambda c: c.logdet(relative=True), "relative=True needs damping=, in mean eigenvalues"),
         (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* give damping="),
+        (lambda c: c.logdet({"a": 1.0}), r"damping= is of 'a', no layer; give names of \['a/b'"),
         (lambda c: c["a/b"].G, "layer 'a/b' has no factor G here: it has A"),
         (lambda c: replace(c["a/b"], stored={}).A, "no factor A here: it is kept elsewhere"),
         (lambda c: KroneckerCurvature(c, [], {}, owners={"": 0}), "give world=, the World"),
@@ -338,6 +342,22 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
 def test_what_cannot_be_asked_is_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(drawn())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("corrected", [False, True])
+def test_factors_in_half_precision_compute_in_float32(dtype: Any, corrected: bool) -> None:
+    layer = layer_of("with bias", "x", 3, 4, alone=False, packed=False, corrected=corrected)
+    half = replace(layer, stored={k: x.to(dtype) for k, x in layer.stored.items()}, basis=None)
+    wide = replace(half, stored={k: x.float() for k, x in half.stored.items()})
+    v = {n: torch.randn(s, dtype=dtype) for n, s in layer.shapes.items()}
+    found, expected = (KroneckerCurvature({"x": each}, [], {}) for each in (half, wide))
+    for name in ("apply", "sqrt", "solve"):
+        said = (0.1,) if name == "solve" else ()
+        results = (getattr(each, name)(v, *said)["x.weight"] for each in (found, expected))
+        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert found.trace() == pytest.approx(expected.trace())
+    torch.testing.assert_close(found.diagonal(), expected.diagonal())
 
 
 def test_relative_damping_of_nothing_is_absolute() -> None:

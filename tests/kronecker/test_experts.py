@@ -357,6 +357,7 @@ def test_processes_train_experts_as_one_does(world: World, how: str) -> None:
             torch.testing.assert_close(list(found), list(expected))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_rows_without_a_backward_pass() -> None:
     model, (x, index, weights, _) = mixture(has_bias=True), batch(9)
     mask = torch.arange(9) % 3 > 0
@@ -370,6 +371,7 @@ def test_rows_without_a_backward_pass() -> None:
         xs, _, _ = calls[0].rows(model.experts, mask)
     assert is_experts(model.experts)
     assert not is_experts(model.head)
+    assert not is_experts(torch.jit.script(nn.Linear(2, 2)))
     tokens = xs.tokens.split(xs.counts)
     for name, expert, rows, of in model.experts.seen:
         kept = mask[of]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
 from measured import (
     CUTS,
     ENTRIES,
@@ -18,11 +21,10 @@ from measured import (
     model_of,
     terms,
 )
-from torch import Tensor, nn
-
 from second_order import KroneckerCurvature, LayerCurvature, SecondOrderError, measure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -113,7 +115,8 @@ def test_it_does_not_matter_how_data_are_cut(factors: str) -> None:
 @pytest.mark.parametrize("factors", ["inputs", "kfac", "ekfac"])
 def test_a_budget_and_the_hosts_memory_change_nothing(factors: str) -> None:
     whole = measured("Llama", factors)[1]
-    parts = measured("Llama", factors, memory=8 * 3 * 23 * 23)[1]
+    widest = 12 if factors == "inputs" else 23
+    parts = measured("Llama", factors, memory=8 * 3 * widest**2)[1]
     assert parts.report.passes > whole.report.passes
     same(parts, whole)
     same(measured("Llama", factors, keep="cpu")[1], whole)
@@ -138,6 +141,125 @@ def test_layers_that_read_one_tensor_share_a_factor_until_they_do_not() -> None:
     model, llama = measured("Llama", "inputs")
     attention = [f"model.layers.0.self_attn.{k}_proj" for k in "qkv"]
     assert len({id(llama[name].stored["A"]) for name in attention}) == 1
+
+
+class Later(nn.Module):
+    """Calls ``b`` for batches of two alone, and ``a`` as often as a batch has entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.a(torch.zeros(0, 3, dtype=x.dtype))
+        for _ in range(len(x) - 1):
+            x = x + self.a(x)
+        return self.b(x) if len(x) == 2 else x
+
+
+def test_passes_end_early_only_where_nothing_follows() -> None:
+    curvature = measure(Later(), [torch.randn(n, 3) for n in (1, 2, 4, 2)], progress=False)
+    assert (curvature["a"].rows, curvature["b"].rows) == (2 + 12 + 2, 4)
+    ended: list[int] = []
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Identity())
+    model[2].register_forward_hook(lambda module, args, out: ended.append(len(out)))
+    measure(model, [torch.randn(n, 3) for n in (1, 2, 4)], progress=False)
+    assert ended == [1]
+
+
+class Positions(nn.Module):
+    """A transformer over ``(entries, positions, 3)``, whose layers may read positions first."""
+
+    def __init__(self, batch_first: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 6, 0.0, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.encoder(self.embedding(x if self.batch_first else x.T))
+        return h if self.batch_first else h.transpose(0, 1)
+
+
+@pytest.mark.parametrize("factors", ["inputs", "ekfac"])
+def test_positions_may_come_before_entries(factors: Any) -> None:
+    torch.manual_seed(0)
+    first, second = Positions(True).to(F64), Positions(False).to(F64)
+    second.load_state_dict(first.state_dict())
+    x = torch.randint(5, (4, 6))
+    batches = [(part, torch.where(part == 0, -100, part)) for part in x.split(3)]
+    options: dict[str, Any] = {"factors": factors, "progress": False}
+    if factors == "ekfac":
+        options["loss"] = lambda out, batch: out.logsumexp(-1) * (batch[1] != -100)
+    one, other = (measure(model, batches, **options) for model in (first, second))
+    assert one.report.notes == other.report.notes == []
+    same(one, other)
+
+
+def test_an_attention_reads_keys_of_another_length() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = self.attention(x[:, :2], x, x.square())[0]
+            return output
+
+    model, x = Reads().to(F64), torch.randn(6, 5, 4, dtype=F64)
+    curvature = measure(model, x.split(4), progress=False)
+    for found, rows in zip(curvature["attention"].A, (x[:, :2], x, x.square()), strict=True):
+        close(found, rows.flatten(0, 1).T @ rows.flatten(0, 1) / (rows.numel() / 4))
+
+
+@pytest.mark.parametrize("likelihood", ["categorical", "bernoulli", "gaussian"])
+def test_no_label_is_drawn_for_padding(likelihood: Any) -> None:
+    model, x = nn.Linear(3, 2, bias=False).to(F64), torch.randn(5, 6, 3, dtype=F64)
+    mask = torch.ones(5, 6)
+    mask[1:, 3:], mask[4] = 0, 0
+    options: dict[str, Any] = {"factors": "kfac", "likelihood": likelihood, "progress": False}
+    batches = [{"input": x * (1 + 1000 * (1 - mask.unsqueeze(-1))), "attention_mask": mask}]
+    found = measure(model, batches, call=lambda model, b: model(b["input"]), **options)
+    expected = measure(model, [x[mask.bool()]], **options)
+    terms = {"categorical": 15}.get(likelihood, 4)
+    assert found.report.examples == terms
+    assert found.report.notes == []
+    close(found["(model)"].G, expected["(model)"].G * (15 / terms))
+
+
+@pytest.mark.parametrize("factors", ["inputs", "kfac", "ekfac"])
+def test_batches_without_entries_change_nothing(factors: str) -> None:
+    model, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64), torch.randn(5, 3, dtype=F64)
+    options: dict[str, Any] = {"factors": factors, "progress": False}
+    if factors != "inputs":
+        options["loss"] = lambda out, batch: out.logsumexp(-1).square()
+    same(measure(model, [x[:0], x, x[:0]], **options), measure(model, [x], **options))
+
+
+def test_autocast_rounds_inputs_and_not_their_products() -> None:
+    model, x = nn.Linear(3, 2), torch.randn(64, 3)
+    rounded = x.bfloat16().float()
+    for factors in ("inputs", "kfac"):
+        with torch.autocast("cpu", torch.bfloat16):
+            curvature = measure(model, [x], factors=factors, progress=False)  # type: ignore[arg-type]
+        close(curvature["(model)"].A[0, :3, :3], rounded.T @ rounded / 64, 1e-6)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.eye(3))
+
+
+def test_loaders_of_torch_are_read_as_they_are() -> None:
+    model = nn.Linear(3, 2)
+    curvature = measure(model, DataLoader(Stream(), batch_size=2), progress=False)
+    close(curvature["(model)"].A[0], torch.eye(3) / 3, 1e-6)
+    state = torch.get_rng_state()
+    measure(model, DataLoader(cast("Any", torch.eye(3))), factors="ekfac", progress=False)
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.inference_mode():
+        assert "(model)" in measure(model, [torch.eye(3)], factors="kfac", progress=False)
 
 
 # -------------------------------------------------------------------- what is left as it was
@@ -226,6 +348,26 @@ def test_bad_input_is_refused() -> None:
         measure(model, x, factors="kfac", loss=lambda out, batch: out.sum(), progress=False)
     with pytest.raises(ValueError, match="no layer"):
         measure(nn.BatchNorm1d(2), x, progress=False)
+
+
+class Halved(nn.Module):
+    """A matrix of a Linear's sizes, which multiplies something else than the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = self.out_features = 3
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() @ self.weight.T
+
+
+@pytest.mark.parametrize("factors", ["inputs", "kfac"])
+def test_what_only_looks_like_a_linear_is_named(factors: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Halved())
+    with pytest.warns(UserWarning, match="'1': it does not multiply its input"):
+        curvature = measure(model, [torch.randn(9, 3)], factors=factors, progress=False)
+    assert list(curvature) == ["0"]
 
 
 def test_a_factor_that_is_not_finite_is_named() -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from measured import ENTRIES, F64, batches_of, close, data_of, model_of, terms
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from measured import ENTRIES, F64, batches_of, close, data_of, model_of, terms
 from second_order import SecondOrderError, measure
+from second_order.sharded import is_dtensor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pool import World
 
 Found = dict[tuple[str, str], Tensor]
@@ -33,11 +38,19 @@ def found_by(
 ) -> tuple[Found, dict[str, int]]:
     """The factors that are here, and the owner of each layer by the report."""
     model, data = model_of(name), data_of(name)
-    if wrapper == "FSDP2":
-        mesh = init_device_mesh("cpu", (ranks,))
+    if wrapper.startswith("FSDP2"):
+        mesh, whole = init_device_mesh("cpu", (ranks,)), model
+        model = copy.deepcopy(whole).to("meta") if "meta" in wrapper else whole
         for block in model.model.layers:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        if "meta" in wrapper:  # as a model too large for one process is made
+            model.to_empty(device="cpu")
+            values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+            with torch.no_grad():
+                for key, value in (*model.named_parameters(), *model.named_buffers()):
+                    given = values[key].detach()
+                    value.copy_(distribute_tensor(given, mesh) if is_dtensor(value) else given)
     given = DistributedDataParallel(model) if wrapper == "DDP" else model
     loader = batches_of(data, shares(ranks)[rank])
     more = {} if factors == "inputs" else {"loss": terms}
@@ -60,7 +73,7 @@ def found_by(
         ("", "cpu", 2),
         ("DDP", "owner", 2),
         ("FSDP2", "device", 3),
-        ("FSDP2", "owner", 2),
+        ("FSDP2 from meta", "owner", 2),
     ],
 )
 def test_processes_find_the_same_together(
@@ -115,6 +128,50 @@ def test_one_process_that_fails_ends_all(world: World, keep: str, factors: str) 
     said = world.run(failing, 3, keep, factors)
     assert said[1] == "ArithmeticError: no such number"
     assert said[0] == said[2] == f"SecondOrderError: measure: process 1 failed: {said[1]}"
+
+
+def without(rank: int, ranks: int, moment: str) -> str:
+    """A process whose loader fails at a moment."""
+
+    class Loader:
+        def __iter__(self) -> Iterator[Tensor]:
+            for i in range(3):
+                if rank == 1 and moment == f"batch {i}":
+                    raise ArithmeticError("no such record")
+                yield torch.ones(3, 3, dtype=F64)
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64)
+    with pytest.raises((SecondOrderError, ArithmeticError)) as caught:
+        measure(model, Loader(), keep="owner", progress=False)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("moment", ["batch 0", "batch 1"])
+def test_a_loader_that_fails_ends_all(world: World, moment: str) -> None:
+    said = world.run(without, 2, moment)
+    assert said[1] == "ArithmeticError: no such record"
+    assert said[0] == f"SecondOrderError: measure: process 1 failed: {said[1]}"
+
+
+def idling(rank: int, ranks: int, keep: Any) -> tuple[int, float]:
+    """A process without any batch does not keep the others from sharing an input."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(3, 4)}).to(F64)
+    x, calls = torch.eye(3, dtype=F64), [0]
+
+    def call(model: nn.Module, batch: Tensor) -> None:
+        calls[0] += 1
+        [module(batch) for module in model.children()]
+
+    loader = [] if rank == 0 else [x[:2], x[2:]]
+    curvature = measure(model, loader, call=call, keep=keep, progress=False)
+    for name in ("a", "b"):
+        close(curvature[name].A[0], torch.eye(3, dtype=F64) / 3)
+    return calls[0], curvature.report.batches
+
+
+@pytest.mark.parametrize("keep", ["device", "owner"])
+def test_a_process_without_a_batch_joins_in(world: World, keep: str) -> None:
+    assert world.run(idling, 2, keep) == [(0, 2), (2, 2)]
 
 
 def parting(rank: int, ranks: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""The stored run of `make measured` is what the page says, and what was aimed at."""
+"""The stored runs of what `measure` costs, and what it is good for, are what the page says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 STORED: dict[str, Any] = json.loads((ROOT / "benchmarks/results/measured.json").read_text())
 PAGE = (ROOT / "docs/curvature.md").read_text("utf-8")
+
+
+USES: dict[str, list[str]] = json.loads(
+    (ROOT / "benchmarks/results/curvature_uses.json").read_text()
+)["printed"]
 
 
 def table(name: str) -> list[list[str]]:
@@ -53,3 +58,45 @@ def test_large_models_are_those_on_paper() -> None:
 @pytest.mark.parametrize("name", ["time", "memory", "paper"])
 def test_a_table_is_there(name: str) -> None:
     assert table(name)
+
+
+def _rows_after(heading: str) -> list[list[str]]:
+    """The cells of the first table after a heading of the page, without what is empty."""
+    part = PAGE[PAGE.index(heading) :]
+    lines = re.findall(r"(?:^\|.*\n)+", part, re.MULTILINE)[0].splitlines()[2:]
+    cells = [[c.strip().replace(" %", "%") for c in line.strip("|").split("|")] for line in lines]
+    return [[c for c in row if c] for row in cells]
+
+
+def test_influence_is_that_of_the_run() -> None:
+    found = [re.findall(r"0\.\d+", line) for line in USES["influence"] if "seed" in line]
+    plain = " ".join(PAGE.split())
+    for column in zip(*found, strict=True):
+        assert "{}, {} and {}".format(*column) in plain
+
+
+def test_compression_is_that_of_the_run() -> None:
+    ranks = USES["compression"][2].split()[1:]
+    means: dict[str, dict[str, str]] = {}
+    for kind in ("plain SVD", "whitened"):
+        mine = [line for line in USES["compression"] if line.strip().startswith(kind)]
+        rows = [[float(n) for n in re.findall(r"\d\.\d+", line)] for line in mine]
+        averages = (f"{sum(column) / len(rows):.2f}" for column in zip(*rows, strict=True))
+        means[kind] = dict(zip(ranks, averages, strict=True))
+    plain = " ".join(PAGE.split())
+    for rank in ("16", "24"):
+        assert f"{means['whitened'][rank]} against {means['plain SVD'][rank]}" in plain
+
+
+def test_learning_without_forgetting_is_that_of_the_run() -> None:
+    printed = [line.split() for line in USES["continual"][3:]]
+    assert len(printed) == 4
+    for row, line in zip(_rows_after("Learning without forgetting"), printed, strict=True):
+        assert row[-3:] == line[-3:]
+        assert [each for each in line[1:3] if each != "0"] == row[1:-3]
+
+
+def test_calibration_is_that_of_the_run() -> None:
+    printed = [line.split()[-4:] for line in USES["laplace"][-6:]]
+    rows = _rows_after("Laplace's approximation of a last layer")
+    assert [row[-4:] for row in rows] == printed

@@ -47,8 +47,9 @@ WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 
 def is_experts(module: nn.Module) -> bool:
     """Whether a module is one of fused experts, as transformers has them."""
-    down: Any = module._parameters.get("down_proj")
-    return down is not None and down.dim() == 3 and all(hasattr(module, mark) for mark in MARKS)
+    down = getattr(module, "down_proj", None)
+    three = isinstance(down, nn.Parameter) and down.dim() == 3
+    return three and all(hasattr(module, mark) for mark in MARKS)
 
 
 class Rows(NamedTuple):

@@ -152,10 +152,13 @@ class LayerCurvature:
     # ------------------------------------------------------------------------------------- vectors
 
     def to_matrix(self, vector: Mapping[str, Tensor]) -> Tensor:
-        """A vector as a matrix ``(groups, out, in)``; parameters that it lacks are zeros."""
-        like = next(iter(self.stored.values()))
+        """A vector as a matrix ``(groups, out, in)``; parameters that it lacks are zeros.
+
+        In the dtype of the factors, float32 at least, as all that is computed with them.
+        """
+        like = _wide(next(iter(self.stored.values()))[:0])
         parts = [
-            vector[name].to(like) if name in vector else torch.zeros(size).to(like)
+            vector[name].to(like) if name in vector else like.new_zeros(size)
             for name, size in self.shapes.items()
         ]
         return as_matrices(parts, self._layout)
@@ -306,7 +309,7 @@ class LayerCurvature:
 
     @property
     def _diagonals(self) -> dict[str, Tensor]:
-        return {letter: diagonal(factor) for letter, factor in self.factors.items()}
+        return {letter: _wide(diagonal(factor)) for letter, factor in self.factors.items()}
 
     def _outer(self, of: Mapping[str, Tensor]) -> Tensor:
         """Products ``(groups, out, in)`` of one number each of A, L and G, ``(groups, n)``."""
@@ -320,7 +323,7 @@ class LayerCurvature:
 
 def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:
     """G V Aᵀ, or G V (A ⊗ L)ᵀ, for ``(groups, out, in)``; one that is missing counts as 1."""
-    a, g, locations = by.get("A"), by.get("G"), by.get("L")
+    a, g, locations = (by[k].to(matrix.dtype) if k in by else None for k in "AGL")
     with ieee_matmul(matrix.device, matrix.dtype):
         if a is not None and locations is not None:
             maps = matrix.reshape(-1, a.shape[-1], locations.shape[-1])
@@ -328,3 +331,8 @@ def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:
         elif a is not None:
             matrix = matrix @ a.mT if a.dim() == 3 else matrix * a.unsqueeze(-2)
         return matrix if g is None else g @ matrix
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """A tensor in float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

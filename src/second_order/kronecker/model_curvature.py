@@ -145,7 +145,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def apply(self, vector: V) -> V:
         """F v, as a dictionary or a list, whichever v is.
 
-        Results are on the device of the vector, in the dtype of the factors.
+        Results are on the device of the vector, in the dtype of the factors, float32 at least.
 
         Args:
             vector: By parameter name; names that are left out count as zero, and the result has all
@@ -332,22 +332,29 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             return found
         assert self._world is not None
         arrived: dict[str, dict[str, Tensor]] = {}
-        for (name, key), tensor in self._spread(mine).items():
+        for (name, key), tensor in self._spread(names, mine).items():
             arrived.setdefault(name, {})[key] = tensor
         return {name: arrived.get(name, found.get(name, {})) for name in names}
 
     def _spread(
-        self, compute: Callable[[], dict[tuple[str, str], Tensor]]
+        self, names: list[str], compute: Callable[[], dict[tuple[str, str], Tensor]]
     ) -> dict[tuple[str, str], Tensor]:
-        """Send what each process computes to all."""
+        """Send what each process computes to all; raise if not all ask for the same layers."""
         world, mine = cast(Processes, self._world), {}
 
-        def told() -> dict[tuple[str, str], Any]:
+        def told() -> tuple[list[str], dict[tuple[str, str], Any]]:
             mine.update(compute())
-            return {k: (tuple(t.shape), t.dtype, t.device.type) for k, t in mine.items()}
+            return names, {k: (tuple(t.shape), t.dtype, t.device.type) for k, t in mine.items()}
 
+        agreed = self._agreed(told)
+        for rank, (asked, _) in enumerate(agreed):
+            if asked != agreed[0][0]:
+                raise SecondOrderError(
+                    f"rank 0 asks for layers {agreed[0][0]}, and rank {rank} for {asked}; every "
+                    f"process is to ask for the same ones, or call gather() before"
+                )
         tensors, owners = {}, {}
-        for rank, said in enumerate(self._agreed(told)):
+        for rank, (_, said) in enumerate(agreed):
             for key, (shape, dtype, device) in said.items():
                 owners[key] = rank
                 here = rank == world.rank
@@ -403,6 +410,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def _dampings(self, damping: Damping, relative: bool) -> dict[str, float]:
         """The number given for each layer, or known."""
         given = damping if isinstance(damping, Mapping) else dict.fromkeys(self, damping)
+        unknown = [name for name in given if name not in self]
+        if unknown:
+            raise ValueError(f"damping= is of {unknown[0]!r}, no layer; give names of {list(self)}")
         return {
             name: layer.check_damping(given.get(name), relative)
             for name, layer in self._layers.items()

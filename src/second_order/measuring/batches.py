@@ -34,6 +34,7 @@ UNREDUCED = (
 def moved(batch: Any, device: torch.device) -> Any:
     """A batch on a device; mappings become dictionaries."""
     if isinstance(batch, Tensor):
+        batch = batch.clone() if batch.is_inference() else batch  # one has no version
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         return {key: moved(value, device) for key, value in batch.items()}
@@ -100,19 +101,34 @@ class Rows:
             self._found[shape] = self._look(shape)
         return self._found[shape]
 
+    def entries(self, shape: torch.Size) -> int:
+        """The number of a shape's entries, its first dimension, of which any row counts."""
+        whole = self._whole(shape)
+        return shape[0] if whole is None else int(whole.flatten(1).any(1).sum())
+
     def _look(self, shape: torch.Size) -> tuple[Tensor | None, int]:
+        whole = self._whole(shape)
+        if whole is None:
+            if self._masks:
+                self.unknown.add(shape)
+            return None, shape.numel()
+        (index,) = whole.flatten().nonzero(as_tuple=True)
+        if len(index) == whole.numel():
+            return None, len(index)
+        return index.to(self._device, non_blocking=True), len(index)
+
+    def _whole(self, shape: torch.Size) -> Tensor | None:
+        """The first mask that fits a shape, in that shape; None if there is none."""
         for mask in self._masks:
-            flat = mask.dim() > 1 and shape == (mask.numel(),)
-            if flat or shape[: mask.dim()] == mask.shape:
-                rest = (1,) * (len(shape) - mask.dim())
-                whole = mask.flatten() if flat else mask.view(*mask.shape, *rest).expand(shape)
-                (index,) = whole.flatten().nonzero(as_tuple=True)
-                if len(index) == whole.numel():
-                    return None, len(index)
-                return index.to(self._device, non_blocking=True), len(index)
-        if self._masks:
-            self.unknown.add(shape)
-        return None, shape.numel()
+            if shape == (mask.numel(),):
+                return mask.flatten()
+            for fits in (mask, mask.mT) if mask.dim() == 2 else (mask,):  # positions may be first
+                if shape[: fits.dim()] == fits.shape:
+                    rest = (1,) * (len(shape) - fits.dim())
+                    return fits.reshape(*fits.shape, *rest).expand(shape)
+            if shape == mask.shape[:1]:  # entries have been pooled
+                return mask.flatten(1).any(1)
+        return None
 
     def pick(self, x: Tensor) -> tuple[Tensor, int]:
         """The counted rows of ``(..., n)`` as ``(rows, n)``, and their number."""
@@ -149,14 +165,17 @@ def drawn(
 ) -> tuple[Tensor, int | Tensor]:
     """The summed loss of labels that are drawn from the model's output, and its number of terms.
 
-    A term is a row of logits with "categorical", an entry of the batch else.
+    A term is a row of logits with "categorical", an entry of the batch else. Rows of logits that
+    do not count have no labels.
     """
     if callable(likelihood):
         return terms_of(likelihood(output))
     logits = logits_of(output)
-    index, number = rows.of(logits.shape[:-1] if likelihood == "categorical" else logits.shape[:1])
+    shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
+    index, number = rows.of(shape)
+    if likelihood != "categorical":
+        number = rows.entries(shape)
     if index is not None:
-        kept = -1 if likelihood == "categorical" else 1
-        logits = logits.reshape(-1, *logits.shape[kept:]).index_select(0, index)
+        logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(0, index)
     assert likelihood in LIKELIHOODS
     return sampled_loss(cast(Any, logits), likelihood, seed), number

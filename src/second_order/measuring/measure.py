@@ -16,7 +16,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count
@@ -48,11 +48,20 @@ from second_order.measuring.batches import (
 )
 from second_order.measuring.find import find_layers
 from second_order.measuring.progress import MeasuredLayer, Report, Saves, bar_of
-from second_order.measuring.statistics import Basis, Eigenvalues, Inputs, Layer, Pairs, read
+from second_order.measuring.statistics import (
+    Basis,
+    Eigenvalues,
+    Inputs,
+    Layer,
+    Pairs,
+    leaders_of,
+    read,
+)
 from second_order.measuring.sums import Keep, Key, Sums, passes_of
 from second_order.measuring.watch import (
     Stop,
     Stopping,
+    compared,
     undisturbed,
     unwrapped,
     watching_inputs,
@@ -65,6 +74,7 @@ __all__ = ["measure"]
 Factors: TypeAlias = Literal["inputs", "kfac", "ekfac"]
 
 TOLERANCE = 1e-2  # of a decomposition's relative error
+OTHERWISE = 0.05  # relative difference of a Linear's output from W x + b
 
 ONCE = (
     "the loader can be gone through once only, and {why} takes another pass: give a list of "
@@ -244,7 +254,7 @@ class _Measurement:
         self.began = time.perf_counter()
         ekfac = options.factors == "ekfac"
         self.number_of_passes = len(self.passes) * (2 if ekfac else 1)
-        if self.number_of_passes > 1 and iter(loader) is loader:
+        if self.number_of_passes > 1 and _goes_once(loader):
             raise ValueError(ONCE.format(why='factors="ekfac"' if ekfac else "memory="))
 
     def say(self, text: str) -> None:
@@ -255,12 +265,16 @@ class _Measurement:
     def _cost(self, layer: Layer) -> int:
         """Bytes of a layer's sums on a process while they grow."""
         whole = self.options.keep == "device"
-        sizes = (self._size(layer, letter, packed=not whole) for letter in layer.shape.letters)
+        sizes = (self._size(layer, letter, packed=not whole) for letter in self._letters(layer))
         count = sum(map(torch.Size.numel, sizes))
         if self.options.factors == "ekfac":
             count = max(count, 2 * layer.shape.elements + math.prod(layer.shape.gradient_size))
         shared = self.world.size if self.options.keep == "owner" else 1
         return -(-count * self.dtype.itemsize // shared)
+
+    def _letters(self, layer: Layer) -> Sequence[str]:
+        """The names of a layer's factors that are measured."""
+        return "A" if self.options.factors == "inputs" else layer.shape.letters
 
     def _size(self, layer: Layer, letter: str, packed: bool = True) -> torch.Size:
         return torch.Size(layer.shape.stored_shape(letter, packed))
@@ -302,13 +316,8 @@ class _Measurement:
 
     def _follow(self, leaders: Mapping[str, str]) -> None:
         named = {layer.name: layer for layer in self.layers}
-        for name, layer in named.items():
-            leader = leaders.get(name)
-            layer.leader = None if leader is None else named[leader]
-
-    @property
-    def _leaders(self) -> dict[str, str]:
-        return {each.name: each.leader.name for each in self.layers if each.leader is not None}
+        for name, leader in leaders.items():
+            named[name].leader = named[leader]
 
     def _state(self, number: int, index: int, sums: Sums) -> dict[str, Any]:
         rows = read([layer.rows for layer in self.layers])
@@ -318,7 +327,7 @@ class _Measurement:
             "sums": sums.state(),
             "terms": read([self.terms])[0][0],
             "rows": {layer.name: n for layer, n in zip(self.layers, rows, strict=True)},
-            "leaders": self._leaders,
+            "leaders": leaders_of(self.layers),
             "apart": sorted(self.apart),
             "stored": [(*key, kept) for key, kept in self.stored.items()],
             "corrected": self.corrected,
@@ -336,21 +345,46 @@ class _Measurement:
         sizes = {
             (layer.name, letter): self._size(layer, letter)
             for layer in order
-            for letter in layer.shape.letters
-            if not inputs or letter == "A"
+            for letter in self._letters(layer)
         }
         while True:
             sums = self._sums(sizes)
             try:
                 statistics = Inputs(group, sums, self.apart) if inputs else Pairs(group, sums)
-                self._over_data(number, statistics)
+                with compared(*self._guessed(group)) as found:
+                    self._over_data(number, statistics)
+                self._check(found, group)
                 break
             except _Again:
-                if iter(self.loader) is self.loader:
+                if _goes_once(self.loader):
                     raise SecondOrderError(ONCE.format(why="layers that shared an input")) from None
                 for layer in group:
                     layer.rows, layer.leader = layer.no_rows(self.device), None
+                self.batches = 0 if number == 0 else self.batches
         self._keep_averages(group, sums.finish())
+
+    def _guessed(
+        self, group: Sequence[Layer]
+    ) -> tuple[list[nn.Module], Callable[[nn.Module], bool]]:
+        """The modules that are taken for Linears by their sizes alone, and which are transposed."""
+        guessed: dict[nn.Module, bool] = {}
+        for layer in group:
+            for module, key in zip(layer.block.modules, layer.block.keys, strict=True):
+                if isinstance(key, str) and layer.linear(module):
+                    guessed[module] = layer.shape.transposed
+        return list(guessed), guessed.__getitem__
+
+    def _check(self, found: Mapping[nn.Module, Tensor], group: Sequence[Layer]) -> None:
+        """Note layers that do not compute what a Linear does."""
+        differences = dict(zip(found, read(list(found.values())), strict=True))
+        wrong = {
+            layer.name: "it does not multiply its input by its weight, as its sizes suggest; "
+            "tell how it computes by register_layer"
+            for layer in group
+            for module in layer.block.modules
+            if module in differences and not differences[module][0] < OTHERWISE
+        }
+        self._note(wrong)
 
     def _sums(self, sizes: Mapping[Key, torch.Size]) -> Sums:
         keep = self.options.keep
@@ -370,77 +404,68 @@ class _Measurement:
             statistics.sums.load(state["sums"])
             self.terms = state["terms"]
             if isinstance(statistics, Inputs):
-                statistics.first = False
+                statistics.leaders = leaders_of(statistics.layers)
                 statistics.sums.drop((name, "A") for name in statistics.leaders)
-        total = len(self.loader) if hasattr(self.loader, "__len__") else None
-        batches, batch, error = iter(self.loader), None, ""
         what = f"pass {number + 1} of {self.number_of_passes}"
         shown = options.shown and self.world.rank == 0
-        with self._watching(statistics) as run, bar_of(total, what, shown) as bar:
+        batches, batch = _each_of(self.loader), None
+        failure: Exception | None = None
+        with (
+            self._watching(statistics) as run,
+            bar_of(_length(self.loader), what, shown) as bar,
+        ):
             for index in count():
-                given, failure = _END, None
-                if not error:
-                    given = next(batches, _END)
-                more = self._agree(given is not _END, error, statistics, index - start)
-                if not more:
-                    break
-                if index >= start:
+                given = _END
+                if failure is None:
                     try:
-                        batch = self._one_batch(index, given, batch, statistics, run)
+                        given = next(batches, _END)
                     except Exception as raised:
-                        if self.world.size == 1:
-                            raise
-                        failure, error = raised, f"{type(raised).__name__}: {raised}"
-                    statistics.end()
-                    self.done += 1
-                    if number == 0 and given is not _END:
-                        self.batches += 1
-                    if failure is None and saves.is_due(index + 1):
-                        saves.save(self.done, self._state(number, index + 1, statistics.sums))
+                        failure = raised
+                if not self._agree(given is not _END, failure, statistics, index - start):
+                    break
                 bar.update()
-                if failure is not None:
-                    self._agree(False, error, statistics, 0, failure)
+                if index < start:
+                    continue
+                try:
+                    batch = self._one_batch(index, given, batch, statistics, run)
+                except Exception as raised:
+                    failure = raised
+                statistics.end()  # others wait for the sums of a process that has failed
+                self.done += 1
+                if number == 0 and given is not _END:
+                    self.batches += 1
+                if failure is None and saves.is_due(index + 1):
+                    try:
+                        saves.save(self.done, self._state(number, index + 1, statistics.sums))
+                    except Exception as raised:
+                        failure = raised
 
     def _agree(
-        self,
-        more: bool,
-        error: str,
-        statistics: Inputs | Pairs,
-        seen: int,
-        failure: Exception | None = None,
+        self, more: bool, failure: Exception | None, statistics: Inputs | Pairs, seen: int
     ) -> bool:
         """Whether any process has another batch; raise on all where one has failed.
 
         After its first batch, let all share the same inputs.
         """
-        mine: dict[str, str] = {}
-        apart: set[str] = set()
-        if isinstance(statistics, Inputs):
-            mine, apart = statistics.leaders, statistics.apart
-        if self.world.size == 1:
-            if apart - self.apart:
-                self.apart |= apart
-                raise _Again
-            if seen == 1:
-                statistics.sums.drop((name, "A") for name in mine)
-            return more
-        said = self.aside.all_gather_object((more, error, mine, sorted(apart)))
-        failed = [(rank, each[1]) for rank, each in enumerate(said) if each[1]]
+        leaders, apart = statistics.leaders, statistics.apart
+        why = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        said = self.aside.all_gather_object((more, why, leaders, sorted(apart)))
         if failure is not None:
             raise failure
-        if failed:
-            rank, why = failed[0]
-            raise SecondOrderError(f"measure: process {rank} failed: {why}")
+        for rank, (_, why, _, _) in enumerate(said):
+            if why:
+                raise SecondOrderError(f"measure: process {rank} failed: {why}")
         every = set().union(*(each[3] for each in said))
-        if seen >= 1:
-            for name in {name for each in said for name in each[2]}:
-                if len({each[2].get(name) for each in said}) > 1:
-                    every.add(name)
+        known = [each[2] for each in said if each[2] is not None]  # of those that had a batch
+        for name in {name for of in known for name in of}:
+            if len({of.get(name) for of in known}) > 1:
+                every.add(name)
         if every - self.apart:
             self.apart |= every
             raise _Again
-        if seen == 1:
-            statistics.sums.drop((name, "A") for name in mine)
+        if seen == 1 and known:
+            self._follow(known[0])
+            statistics.sums.drop((name, "A") for name in known[0])
         return any(each[0] for each in said)
 
     def _watching(self, statistics: Inputs | Pairs) -> AbstractContextManager[Any]:
@@ -452,7 +477,7 @@ class _Measurement:
         early = [m for m in modules if is_experts(m) or statistics.of[m][0].linear(m)]
         late = [m for m in modules if m not in set(early)]
         # FSDP2 would be left in the middle of a pass.
-        stopping = None if self.sharded else Stopping(self.model, statistics.take)
+        stopping = None if self.sharded else Stopping(modules, statistics.take)
         return watching_inputs(self.model, early, late, statistics.take, stopping)
 
     def _one_batch(
@@ -559,10 +584,7 @@ class _Measurement:
         sums = self._sums(sizes)
         statistics = Eigenvalues([x for x in mine if x.name in kept], sums, kept)
         if kept:
-            rows = [layer.rows for layer in self.layers]
             self._over_data(number, statistics)
-            for layer, n in zip(self.layers, rows, strict=True):
-                layer.rows = n
         for (name, _), total in sums.finish().items():
             found = total.div_(max(self.total_terms, 1.0))
             self.corrected[name] = found.cpu() if self.options.memory is not None else found
@@ -639,8 +661,7 @@ class _Measurement:
         rows: list[MeasuredLayer] = []
         for layer in self.layers:
             shape, ours = layer.shape, layer.name in found
-            of = "A" if self.options.factors == "inputs" else shape.letters
-            sizes = ", ".join(f"{k} {shape.dims[k]}" for k in of)
+            sizes = ", ".join(f"{k} {shape.dims[k]}" for k in self._letters(layer))
             groups = f"{shape.groups} x " if shape.groups > 1 else ""
             shared = "" if layer.leader is None else f" (A of {layer.leader.name})"
             rows.append(
@@ -676,6 +697,24 @@ class _Measurement:
 
 
 _END: Any = object()
+
+
+def _goes_once(loader: Any) -> bool:
+    """Whether a loader is an iterator."""
+    return hasattr(loader, "__next__")
+
+
+def _each_of(loader: Any) -> Iterator[Any]:
+    """What a loader gives, of which nothing is asked before the first batch is."""
+    yield from loader
+
+
+def _length(loader: Any) -> int | None:
+    """The number of batches, if a loader knows it; torch's may have a length that raises."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def _entries(batch: Any) -> int:

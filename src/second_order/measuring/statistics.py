@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
+from second_order.kronecker.autograd import as_used
 from second_order.kronecker.bank import as_matrices
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
@@ -37,7 +39,7 @@ from second_order.kronecker.layers import (
 from second_order.measuring.batches import Rows
 from second_order.measuring.sums import Sums
 
-__all__ = ["Basis", "Eigenvalues", "Inputs", "Layer", "Pairs", "Statistics", "read"]
+__all__ = ["Basis", "Eigenvalues", "Inputs", "Layer", "Pairs", "Statistics", "leaders_of", "read"]
 
 CHUNK_BYTES = 2**26
 """Of the gradients of single entries of a batch that are there at once."""
@@ -93,6 +95,11 @@ class Layer:
         return self.kind(self.block.modules[0]).weight
 
 
+def leaders_of(layers: Iterable[Layer]) -> dict[str, str]:
+    """By name, the layers that share, and whose A is theirs."""
+    return {each.name: each.leader.name for each in layers if each.leader is not None}
+
+
 class Statistics:
     """What takes in the calls of layers, batch by batch."""
 
@@ -105,6 +112,11 @@ class Statistics:
         self.rows = Rows((), torch.device("cpu"))  # of this batch
         self.entries = 0  # of this batch
         self.idle = False  # calls count for nothing
+
+    leaders: Mapping[str, str] | None = None
+    """What :func:`leaders_of` tells of the layers; None before the first batch."""
+    apart: Collection[str] = ()
+    """Names of layers that share nothing."""
 
     def begin(self, rows: Rows, entries: int, idle: bool) -> None:
         """Begin a batch; an ``idle`` one counts for nothing."""
@@ -123,9 +135,15 @@ class Inputs(Statistics):
 
     def __init__(self, layers: Sequence[Layer], sums: Sums, apart: Iterable[str]) -> None:
         super().__init__(layers, sums)
-        self.apart, self.first = set(apart), True
+        self.apart: set[str] = set(apart)
+        self._begun = False
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Layer]] = {}
         self._calls: Counter[Layer] = Counter()
+
+    def begin(self, rows: Rows, entries: int, idle: bool) -> None:
+        """Begin a batch."""
+        super().begin(rows, entries, idle)
+        self._begun |= not idle
 
     def take(self, module: nn.Module, x: Any, output: Any) -> None:
         """Take in a call of a module."""
@@ -143,7 +161,7 @@ class Inputs(Statistics):
                 return  # the model will say what is wrong
             rows, number = self.rows.pick(x)
             layer.rows += number
-            self.sums.gram((layer.name, "A"), rows)
+            self.sums.gram((layer.name, "A"), as_used(rows))
             return
         a, examples = self._of_kind(layer, module, x, output)
         layer.rows += examples
@@ -155,7 +173,7 @@ class Inputs(Statistics):
         xs, _, _ = call.rows(module, mask)
         for layer in self.of[module]:
             wide = xs.of[layer.letter].to(self.sums.dtype).unsqueeze(0).split(xs.counts, 1)
-            with ieee_matmul(call.hidden.device):
+            with _plainly(call.hidden.device):
                 a = torch.cat([gram(rows, False, False) for rows in wide])
             layer.rows = layer.rows + torch.tensor(xs.counts, device=a.device)
             self.sums.add((layer.name, "A"), a)
@@ -168,7 +186,7 @@ class Inputs(Statistics):
             leader = known[2]
         else:
             self._seen[id(x)] = weakref.ref(x), x._version, layer
-        if self.first and self._calls[layer] == 1 and layer.name not in self.apart:
+        if self.leaders is None and self._calls[layer] == 1 and layer.name not in self.apart:
             layer.leader = leader if leader is not layer else None
         if layer.leader is not None and layer.leader is not leader:
             self.apart.add(layer.name)
@@ -181,13 +199,9 @@ class Inputs(Statistics):
                 self.apart.add(layer.name)
         self._calls.clear()
         self._seen.clear()
-        self.first = False
+        if self._begun:
+            self.leaders = leaders_of(self.layers)
         super().end()
-
-    @property
-    def leaders(self) -> dict[str, str]:
-        """By name, the layers that share, and whose A is theirs."""
-        return {each.name: each.leader.name for each in self.layers if each.leader is not None}
 
     def _of_kind(
         self, layer: Layer, module: nn.Module, x: Any, output: Any
@@ -198,9 +212,8 @@ class Inputs(Statistics):
         """
         kind, rows = layer.kind(module), self.rows
         if kind is KINDS[nn.MultiheadAttention]:
-            x = torch.stack([t.expand(x[0].shape) for t in _padded(x)])
-            like = rows.ones(x.shape[1:3], x)
-            d = like.expand(3, *like.shape).unsqueeze(-1)
+            counted = [rows.ones(t.shape[:2], t).unsqueeze(-1) for t in x]
+            x, d = torch.stack(_padded(x)), torch.stack(_padded(counted))
         elif isinstance(module, CONVOLUTIONS):
             whole = (*output.shape,) if output.dim() == x.dim() else (1, *output.shape)
             lone = len(whole) == len(module.kernel_size) + 1
@@ -214,17 +227,25 @@ class Inputs(Statistics):
         else:  # of a user's class
             d = rows.ones(output.shape[:-1], output).unsqueeze(-1).expand(output.shape)
         wide = torch.promote_types(d.dtype, torch.float32)
-        x = x.to(wide) if x.is_floating_point() else x
-        with ieee_matmul(d.device):
+        x = as_used(x).to(wide) if x.is_floating_point() else x
+        with _plainly(d.device):
             form = Form(bias=False, approximation="expand")
             pair = kind.statistics(module, x, d.to(wide), form)
         return pair.factors["A"], pair.examples
 
 
 def _padded(inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Queries, keys and values of one length, filled up by zeros."""
-    longest = max(t.shape[1] for t in inputs)
-    return [nn.functional.pad(t, (0, 0, 0, longest - t.shape[1])) for t in inputs]
+    """Queries, keys and values of one batch and one length, filled up by zeros."""
+    most, longest = (max(t.shape[i] for t in inputs) for i in (0, 1))
+    whole = (t.expand(most, *t.shape[1:]) for t in inputs)
+    return [nn.functional.pad(t, (0, 0, 0, longest - t.shape[1])) for t in whole]
+
+
+@contextmanager
+def _plainly(device: torch.device) -> Iterator[None]:
+    """A block of products in full float32: without TF32 and without autocast."""
+    with ieee_matmul(device), torch.autocast(device.type, enabled=False):
+        yield
 
 
 class Pairs(Statistics):
@@ -316,6 +337,10 @@ class Eigenvalues(Pairs):
         """Λ of a matrix's rows, ``(..., in)`` and ``(..., out)``."""
         assert basis.a is not None
         count, a = d.numel() // d.shape[-1], basis.a[0].to(x.dtype)
+        if not count:
+            return x.new_zeros(1, d.shape[-1], a.shape[-1])
+        if self._entries_second(d):
+            x, d = x.transpose(0, 1), d.transpose(0, 1)
         entries = self.entries if self.entries and count % self.entries == 0 else count
         x = x.reshape(entries, -1, x.shape[-1])
         x = x @ a[:-1] + a[-1] if layer.bias else x @ a
@@ -328,13 +353,19 @@ class Eigenvalues(Pairs):
             total[0].add_((ds.mT @ xs).square_().sum(0))
         return total
 
+    def _entries_second(self, d: Tensor) -> bool:
+        """Whether the entries of ``(positions, entries, ...)`` come second."""
+        return d.dim() > 2 and len(d) != self.entries == d.shape[1]
+
     def _by_entry(self, layer: Layer, module: nn.Module, basis: Basis, x: Any, d: Tensor) -> Tensor:
         """Λ of any kind of layer, one entry of the batch after the other."""
         kind, layout = layer.kind(module), layout_of(layer.shape, _sizes(layer))
         along = int(d.dim() > 3 and kind is KINDS[nn.MultiheadAttention])  # after the thirds
-        each = 1
-        if isinstance(x, Routed):  # tokens of an entry are next to each other
-            each = len(d) // self.entries if self.entries and len(d) % self.entries == 0 else 1
+        if layer.shape.diagonal_a and self._entries_second(d):
+            x, d = x.transpose(0, 1), d.transpose(0, 1)
+        each = 1  # rows of an entry are next to each other, if they are no dimension of their own
+        if self.entries and d.shape[along] % self.entries == 0:
+            each = max(1, d.shape[along] // self.entries)
         total: Tensor | None = None
         for xs, ds in zip(_split(x, each, along), d.split(each, along), strict=True):
             parts = [kind.gradient(module, xs, ds)]

@@ -83,7 +83,7 @@ class Sums:
         wide = self.dtype
         fused = rows.dtype != wide and rows.is_cuda  # narrow products that are added up widely
         rows = rows if fused else rows.to(wide)
-        with ieee_matmul(rows.device):
+        with ieee_matmul(rows.device), torch.autocast(rows.device.type, enabled=False):
             if self._keep != "device" and not fused:
                 self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
                 return

@@ -8,6 +8,7 @@ made to depend on an anchor. So no gradient of a weight is computed, and no ``.g
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
@@ -24,6 +25,7 @@ from second_order.sharded import FSDPParams, reshard
 __all__ = [
     "Stop",
     "Stopping",
+    "compared",
     "trainable",
     "undisturbed",
     "unwrapped",
@@ -32,7 +34,10 @@ __all__ = [
 ]
 
 
-class Stop(Exception):  # noqa: N818 - no error
+ROWS = 8  # that are compared
+
+
+class Stop(BaseException):
     """Ends a forward pass after the last layer that is asked for."""
 
 
@@ -78,6 +83,7 @@ def undisturbed(model: nn.Module, device: torch.device) -> Iterator[None]:
     kind = "cuda" if device.type == "cpu" else device.type
     try:
         with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))  # an outer one's have no graph
             stack.enter_context(torch.random.fork_rng(here, device_type=kind))
             stack.enter_context(trainable(model, False))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -103,62 +109,31 @@ Take = Callable[[nn.Module, Any, Any], None]
 
 
 class Stopping:
-    """Ends forward passes once all layers that are asked for have been called.
+    """Ends forward passes once all modules that are asked for have been called.
 
-    The first batch tells which is called last. A pass ends after the whole block that this layer is
-    in, an element of the outermost list of modules, as other layers of the block may be called or
-    not, as experts are; the second batch tells how often the block is called.
+    The first batch runs whole. If it has called each of them once, later passes end after the last;
+    one that has not called all of them by then goes on. Else none is ended: what is called more
+    than once, or by some batches alone, may be called again.
     """
 
-    def __init__(self, model: nn.Module, take: Take) -> None:
-        self._names = {module: name for name, module in model.named_modules()}
-        self._model, self._take = model, take
-        self._last: nn.Module | None = None
-        self._block: nn.Module | None = None
-        self._hook: Any = None
-        self._batches = -1
-        self._calls = self._expected = 0
+    def __init__(self, modules: Iterable[nn.Module], take: Take) -> None:
+        self._modules, self._take = set(modules), take
+        self._calls: Counter[nn.Module] = Counter()
+        self._batches, self._once = 0, False
 
     def begin(self) -> None:
         """Begin a batch."""
+        if self._batches == 1:
+            self._once = all(self._calls[module] == 1 for module in self._modules)
         self._batches += 1
-        if self._batches == 1 and self._last is not None:
-            self._block = self._block_of(self._last)
-            if self._block is not self._last:
-                self._hook = self._block.register_forward_hook(self._called)
-        elif self._batches == 2 and self._hook is not None:
-            self._expected = self._calls
-        self._calls = 0
+        self._calls.clear()
 
     def take(self, module: nn.Module, x: Any, output: Any) -> None:
         """Take in a call; raise :class:`Stop` if it is the last."""
         self._take(module, x, output)
-        if self._batches == 0:
-            if module is not self._last:
-                self._last, self._expected = module, 0
-            self._expected += 1
-        elif module is self._block:
-            self._called(module, None, None)
-
-    def _called(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._calls += 1
-        known = self._hook is None or self._batches > 1
-        if known and self._calls == self._expected:
+        self._calls[module] += 1
+        if self._once and len(self._calls) == len(self._modules):
             raise Stop
-
-    def _block_of(self, layer: nn.Module) -> nn.Module:
-        module, path = self._model, self._names[layer].split(".")
-        for part in path:
-            inside = isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-            module = module.get_submodule(part)
-            if inside:
-                return module
-        return layer
-
-    def close(self) -> None:
-        """Remove the hook."""
-        if self._hook is not None:
-            self._hook.remove()
 
 
 @contextmanager
@@ -218,8 +193,6 @@ def watching_inputs(
             _ask_of_weights(attention)
             stack.callback(attention.register_forward_pre_hook(begin).remove)
             stack.callback(attention.register_forward_hook(end, with_kwargs=True).remove)
-        if stopping is not None:
-            stack.callback(stopping.close)
         yield (lambda: None) if stopping is None else stopping.begin
 
 
@@ -282,3 +255,38 @@ def watching_pairs(
             stack.callback(hook.remove)
         with torch.enable_grad():
             yield backward
+
+
+# ------------------------------------------------------------------------- what is taken for one
+
+
+@contextmanager
+def compared(
+    modules: Iterable[nn.Module], transposed: Callable[[nn.Module], bool]
+) -> Iterator[dict[nn.Module, Tensor]]:
+    """A block in which modules that are taken for Linears are compared with one, at a first call.
+
+    It gives, by module, ‖y - (W x + b)‖ / ‖y‖ of some rows.
+    """
+    found: dict[nn.Module, Tensor] = {}
+    handles: dict[nn.Module, Any] = {}
+
+    def compare(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        handles.pop(module).remove()
+        x, weight = input_in(args, kwargs), cast(Tensor, module.weight)
+        output = output[0] if isinstance(output, tuple) else output  # a router's logits
+        with torch.no_grad():
+            x, y = x.reshape(-1, x.shape[-1])[:ROWS], output.reshape(-1, output.shape[-1])[:ROWS]
+            weight = weight.T if transposed(module) else weight
+            bias = getattr(module, "bias", None)
+            expected = nn.functional.linear(x.to(weight.dtype), weight, bias)
+            size = y.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
+            found[module] = (y.float() - expected.float()).norm() / size
+
+    try:
+        for module in modules:
+            handles[module] = module.register_forward_hook(compare, with_kwargs=True)
+        yield found
+    finally:
+        for handle in handles.values():
+            handle.remove()

@@ -55,7 +55,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
         batches of their owner.
 
         Args:
-            dtype: Dtype of the copies, and of everything computed with them.
+            dtype: Dtype of the copies, and of all that is computed with them, float32 at least.
             gather: True to give every process all copies, so that each can ask for itself.
 
         Raises:
