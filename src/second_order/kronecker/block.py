@@ -56,7 +56,7 @@ class KroneckerBlock:
     Attributes:
         names: Names of the modules that share the weight, one for most layers.
         name: The layer's name, for messages.
-        keys: The kind of each of these modules.
+        keys: The name of the kind of each of these modules; ``kinds`` has the rules.
         bias: The bias in the optimizer's care, or None.
         factors: Running averages; None before the first statistic or checkpoint.
         held: Whether A and G are kept on this process.
@@ -83,7 +83,7 @@ class KroneckerBlock:
         self.watched = self.modules  # whose passes make the statistics
         self.keys = list(keys) or list(map(key_of, modules))
         named = zip(modules, self.keys, strict=True)
-        self._kinds = {module: KINDS[key] for module, key in named if key is not None}
+        self.kinds = {module: KINDS[key] for module, key in named if key is not None}
         self.weight, self.bias = self._key_parameter(), bias
         self.factor_dtype, self._triangular = factor_dtype, triangular
         self.held = (True, True)
@@ -95,7 +95,7 @@ class KroneckerBlock:
 
     def _key_parameter(self) -> nn.Parameter:
         module = self.modules[0]
-        return cast(nn.Parameter, getattr(module, self._kinds[module].weight))
+        return cast(nn.Parameter, getattr(module, self.kinds[module].weight))
 
     def _reset(self) -> None:
         self.trains_bias = self.bias is not None and self.bias.requires_grad
@@ -163,11 +163,11 @@ class KroneckerBlock:
 
     def _current_shape(self) -> FactorShape:
         module = self.modules[0]
-        return self._kinds[module].shape(module, self.training[1])
+        return self.kinds[module].shape(module, self.training[1])
 
     def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
         """Statistics of a captured pair of one of the modules, in the dtype of the pair."""
-        return self._kinds[module].statistics(module, x, d, form)
+        return self.kinds[module].statistics(module, x, d, form)
 
     # ------------------------------------------------------------ do the pairs explain the gradient
 
@@ -178,13 +178,13 @@ class KroneckerBlock:
 
     def looked_at(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
-        return self._kinds[module].weight
+        return self.kinds[module].weight
 
     def product(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
         """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
         wide = torch.promote_types(d.dtype, torch.float32)
         x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
-        return self._kinds[module].gradient(module, x, d.to(wide))
+        return self.kinds[module].gradient(module, x, d.to(wide))
 
     def look(self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None) -> None:
         """Compare a pair with the gradient that is about to arrive."""
@@ -202,7 +202,7 @@ class KroneckerBlock:
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair's sizes can be those of the layer."""
-        return self._kinds[module].fits(module, x, d)
+        return self.kinds[module].fits(module, x, d)
 
     def judge(self, residual: float) -> None:
         """Note how much of the gradient the step's pairs leave unexplained; drop what does."""

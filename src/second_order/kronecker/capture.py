@@ -43,7 +43,6 @@ from second_order.kronecker.factors import Reduction
 from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
-    KINDS,
     Approximation,
     Form,
     PairStatistics,
@@ -476,20 +475,16 @@ class StatisticsCollector:
     # Of one input and pass; to be let go when the step's statistics are taken.
     last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
     queue: PairQueue = field(default_factory=PairQueue)  # of pairs on devices
-    # The places of blocks, by their modules; and whether a block is a Linear.
-    _places: dict[tuple[KroneckerBlock, nn.Module], tuple[int, bool]] = field(default_factory=dict)
+    _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
         self.blocks.clear()
         self._places.clear()
         for place, block in enumerate(blocks):
-            kinds = dict(zip(block.modules, block.keys, strict=True))
+            self._places[block] = place
             for module in block.watched:
                 self.blocks.setdefault(module, []).append(block)
-                key = kinds[module] if type(block) is KroneckerBlock else None
-                linear = key is not None and KINDS[key].statistics is linear_statistics
-                self._places[block, module] = place, linear
 
     def _training(self, module: nn.Module) -> list[KroneckerBlock]:
         return [block for block in self.blocks.get(module, ()) if block.trainable]
@@ -554,7 +549,7 @@ class StatisticsCollector:
                         staged.add(pair, scale(d), pass_id, again=again, reduction=reduction)
                 else:
                     staged.expect(pass_id, again=again, reduction=reduction)
-                    place, what = self._queued(block, module, x, d)
+                    what, place = self._queued(block, module, x, d), self._places[block]
                     queued = QueuedPair(what, staged, pass_id, reduction, scale, place)
                     # The memory of a graph's pairs, which have no source, is the graph's.
                     self.queue.add(queued, keep=source >= 0 and staged.keeps)
@@ -566,13 +561,12 @@ class StatisticsCollector:
 
     def _queued(
         self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor
-    ) -> tuple[int, Rows | PairStatistics]:
-        """What is kept of a pair on a device, and the place of its layer."""
-        place, linear = self._places[block, module]
-        if linear:
-            return place, Rows(x, d, block.trains_bias, self.approximation)
+    ) -> Rows | PairStatistics:
+        """What is kept of a pair on a device."""
+        if type(block) is KroneckerBlock and block.kinds[module].statistics is linear_statistics:
+            return Rows(x, d, block.trains_bias, self.approximation)
         with span("capture"), ieee_matmul(d.device):
-            return place, self._statistics(block, module, x, d, (ALONE, ALONE))
+            return self._statistics(block, module, x, d, (ALONE, ALONE))
 
     def _statistics(
         self, block: KroneckerBlock, module: nn.Module, x: Any, d: Tensor, key: tuple[int, int]
