@@ -107,7 +107,9 @@ class Simulation(TorchDispatchMode):
 
     def _pretended(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
         """A result of the right shape, and of positive numbers; status words are 0."""
-        shapes = func(*tree_map_only(Tensor, lambda t: t.to("meta"), args), **kwargs)
+        out = kwargs.get("out")
+        args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+        shapes = func(*args, **kwargs)
 
         def fill(x: Tensor) -> Tensor:
             if not x.is_floating_point():
@@ -117,7 +119,8 @@ class Simulation(TorchDispatchMode):
                 self._noise = torch.rand(x.numel(), generator=seed).to(device) + 0.1
             return self._noise[: x.numel()].view(x.shape).to(x.dtype, copy=True)
 
-        return tree_map_only(Tensor, fill, shapes)
+        found = tree_map_only(Tensor, fill, shapes)
+        return found if out is None else out.copy_(found)
 
     def _dense(self, name: Any, args: Any, kwargs: Any, result: Any) -> float:
         """Seconds of a dense operation."""
