@@ -19,6 +19,7 @@ from second_order.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from pool import World
 
@@ -196,3 +197,39 @@ def parting(rank: int, ranks: int) -> list[str]:
 def test_who_shares_an_input_is_agreed(world: World) -> None:
     here = world.run(parting, 2)
     assert sorted(here[0] + here[1]) == ["a", "b"]
+
+
+def going_on(rank: int, ranks: int, keep: Any, widths: int, folder: str) -> tuple[list[str], Found]:
+    """A budgeted measurement of which a loader fails in a later pass, and another call goes on."""
+    model, batches = model_of("Llama"), batches_of(data_of("Llama"), shares(ranks)[rank])
+    begun: list[Any] = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[Any]:
+            begun.append(self)
+            yield batches[0]
+            if len(begun) == 2:
+                raise ArithmeticError("no such record")
+            yield from batches[1:]
+
+    options: dict[str, Any] = {"memory": 8 * widths * 12**2, "keep": keep, "progress": False}
+    options |= {"checkpoint": folder, "checkpoint_every": 1}
+    with pytest.raises(ArithmeticError):
+        measure(model, Loader(), **options)
+    curvature = measure(model, batches, **options)
+    assert curvature.report.passes > len(begun)
+    owners = {row.name: row.owner for row in curvature.report.rows if row.owner is not None}
+    assert [name for name in curvature if owners[name] == rank] == list(curvature.here)
+    return list(curvature.here), {(name, "A"): curvature[name].A for name in curvature}
+
+
+@pytest.mark.parametrize(("keep", "widths"), [("device", 3), ("owner", 1)])
+def test_who_owns_what_is_known_after_a_resumption(
+    world: World, keep: str, widths: int, tmp_path: Path
+) -> None:
+    expected, _ = found_by(0, 1, "Llama", "inputs", "", {})
+    told = world.run(going_on, 2, keep, widths, str(tmp_path))
+    assert sorted(told[0][0] + told[1][0]) == sorted(name for name, _ in expected)
+    for _, found in told:
+        for key, factor in expected.items():
+            close(found[key], factor, 1e-9)

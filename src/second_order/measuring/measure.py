@@ -347,6 +347,7 @@ class _Measurement:
             layer.rows = rows[0] if len(rows) == 1 else torch.tensor(rows, device=self.device)
             layer.missing = state["missing"][layer.name]
         self._follow(state["leaders"])
+        self.owner = dict(state["owner"])  # of layers that share is known at a pass's end
         self.done = state["done"]
         return int(state["pass"])
 
@@ -365,6 +366,7 @@ class _Measurement:
             "rows": {layer.name: n for layer, n in zip(self.layers, rows, strict=True)},
             "missing": {layer.name: layer.missing for layer in self.layers},
             "leaders": leaders_of(self.layers),
+            "owner": self.owner,
             "apart": sorted(self.apart),
             "stored": [(*key, kept) for key, kept in self.stored.items()],
             "corrected": self.corrected,
