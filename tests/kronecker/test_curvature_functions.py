@@ -190,6 +190,7 @@ def results(curvature: KroneckerCurvature) -> dict[str, Any]:
         "solve": {name: x for name, x in solved if x is not None},
         "relative": curvature.solve(v, 0.1, relative=True),
         "sqrt": curvature.sqrt(v),
+        "many": curvature.solve({n: torch.stack([x, -x, x * 2]) for n, x in v.items()}, gammas),
         "diagonal": curvature.diagonal(),
         "numbers": {
             "trace": torch.tensor(curvature.trace()),
@@ -221,6 +222,13 @@ def by_owner(rank: int, size: int, folder: str) -> Any:
     if size > 1:
         with pytest.raises(SecondOrderError, match=r"rank 0 asks for layers \['a/b'\], and rank 1"):
             curvature[list(curvature)[rank]]
+        for last, message in ((torch.ones(7, 7), "has shape"), (torch.ones(2, 9), "no such")):
+            name = "no such" if message == "no such" else "a/b.weight"
+            given = {name: last} if rank == size - 1 else {"a/b.weight": torch.ones(2, 3)}
+            with pytest.raises((ValueError, SecondOrderError), match=message):
+                curvature.apply(given)
+        with pytest.raises((ValueError, SecondOrderError), match="must be positive"):
+            curvature.logdet(float(rank > 0))
     curvature.save(folder)
     broken = next(iter(curvature))  # on rank 0
     layer = curvature._layers[broken]
@@ -256,6 +264,27 @@ def test_owners_together_are_what_one_process_is(world: World, tmp_path: Path, s
     assert loaded.report == "measured"
 
 
+def test_many_vectors_at_once_are_as_one_after_the_other() -> None:
+    curvature = drawn()
+    sizes = {n: s for layer in curvature.values() for n, s in layer.shapes.items()}
+    vectors = {n: torch.randn(3, *s, dtype=torch.float64) for n, s in sizes.items()}
+    for some in (vectors, {"...weight": vectors["...weight"]}):  # whose bias is zero
+        for function in (
+            curvature.apply,
+            curvature.sqrt,
+            lambda v: curvature.solve(v, 0.1),
+            lambda v: curvature.solve(v, 0.1, relative=True),
+        ):
+            each = [function({n: x[i] for n, x in some.items()}) for i in range(3)]
+            expected = {n: torch.stack([x[n] for x in each]) for n in each[0]}
+            assert_same({"": function(some)}, {"": expected})
+    first, *_ = sizes
+    with pytest.raises(ValueError, match=r"not as many .*: one for 'a/b.weight', \[3\] for"):
+        curvature.apply(vectors | {first: vectors[first][0]})
+    with pytest.raises(ValueError, match=r"shape \(1, 3, 2, 3\) for"):
+        curvature.apply({first: vectors[first][None]})
+
+
 # ------------------------------------------------------------------------------------------ files
 
 
@@ -281,6 +310,17 @@ def test_what_is_saved_is_loaded_and_read_by_others(tmp_path: Path) -> None:
             assert (layer.shapes, layer.shape) == (before.shapes, before.shape)
 
 
+def test_layers_of_long_names_have_files_of_their_own(tmp_path: Path) -> None:
+    layers = {}
+    for name in ("block." * 100 + "a", "block." * 100 + "b", "ä" * 250):
+        said = {"alone": False, "packed": False, "corrected": False}
+        layers[name] = layer_of("linear", name, 2, 3, **said)
+    KroneckerCurvature(layers, [], {}).save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
+    for name, layer in KroneckerCurvature.load(tmp_path).items():
+        assert torch.equal(layer.A, layers[name].A)
+
+
 def test_corrected_eigenvalues_stay_with_their_vectors(tmp_path: Path) -> None:
     """Any vectors of equal eigenvalues are A's: those of another computer are not to be taken."""
     turned = torch.linalg.qr(torch.randn(1, 4, 4, dtype=torch.float64)).Q
@@ -300,6 +340,9 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     kept = json.loads(index.read_text("utf-8"))
     (tmp_path / "x.1.safetensors").write_bytes((tmp_path / "a%2Fb.safetensors").read_bytes())
     with pytest.raises(CheckpointError, match=r"x.1.safetensors does not fit curvature.json"):
+        KroneckerCurvature.load(tmp_path)
+    (tmp_path / "x.1.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"x.1.safetensors is not there.* of layer 'x.1'"):
         KroneckerCurvature.load(tmp_path)
     for wrong, message in (
         ({"format": "gguf"}, "gguf of version 1 is not known"),

@@ -4,7 +4,8 @@
     A = Q_A diag(a) Q_Aᵀ,  G = Q_G diag(g) Q_Gᵀ   =>   f(F) V = Q_G [ f(g aᵀ) ∘ (Q_Gᵀ V Q_A) ] Q_Aᵀ
 
 V is a vector of the layer's parameters as a matrix (groups, out, in), in which a bias is the last
-column. With corrected eigenvalues Λ (George et al. 2018, EK-FAC) Λ takes the place of g aᵀ.
+column; many vectors at once are (..., groups, out, in). With corrected eigenvalues Λ (George et al.
+2018, EK-FAC) Λ takes the place of g aᵀ.
 """
 
 from __future__ import annotations
@@ -176,25 +177,25 @@ class LayerCurvature:
     # ----------------------------------------------------------------------------------- functions
 
     def apply(self, matrix: Tensor) -> Tensor:
-        """F V for ``(groups, out, in)``."""
+        """F V for ``(..., groups, out, in)``."""
         if self.corrected is not None:
             return self.function(matrix, lambda values: values)
         return _product(matrix, self.factors)
 
     def function(self, matrix: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
-        """f(F) V for ``(groups, out, in)``, f of the eigenvalues, element by element."""
+        """f(F) V for ``(..., groups, out, in)``, f of the eigenvalues, element by element."""
         rotated = _product(matrix, {letter: q.mT for letter, q in self._vectors.items()})
         return _product(rotated * f(self.values), self._vectors)
 
     def solve(
         self, matrix: Tensor, damping: float | None = None, *, relative: bool = False
     ) -> Tensor:
-        """(F + γ)⁻¹ V for ``(groups, out, in)``, γ as :meth:`gamma` finds it."""
+        """(F + γ)⁻¹ V for ``(..., groups, out, in)``, γ as :meth:`gamma` finds it."""
         gamma = self.gamma(damping, relative)
         return self.function(matrix, lambda values: 1.0 / (values + gamma))
 
     def sqrt(self, matrix: Tensor) -> Tensor:
-        """F^(1/2) V for ``(groups, out, in)``."""
+        """F^(1/2) V for ``(..., groups, out, in)``."""
         return self.function(matrix, torch.sqrt)
 
     def trace(self) -> float:
@@ -322,7 +323,7 @@ class LayerCurvature:
 
 
 def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:
-    """G V Aᵀ, or G V (A ⊗ L)ᵀ, for ``(groups, out, in)``; one that is missing counts as 1."""
+    """G V Aᵀ, or G V (A ⊗ L)ᵀ, for ``(..., groups, out, in)``; one that is missing counts as 1."""
     a, g, locations = (by[k].to(matrix.dtype) if k in by else None for k in "AGL")
     with ieee_matmul(matrix.device, matrix.dtype):
         if a is not None and locations is not None:

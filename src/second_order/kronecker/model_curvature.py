@@ -29,6 +29,7 @@ from second_order.sharded import is_dtensor
 __all__ = ["KroneckerCurvature", "Vector"]
 
 Vector: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor | None]
+T = TypeVar("T")
 V = TypeVar("V", Mapping[str, Tensor], Sequence[Tensor | None])
 Damping: TypeAlias = float | Mapping[str, float] | None
 
@@ -151,10 +152,12 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             vector: By parameter name; names that are left out count as zero, and the result has all
                 parameters of the layers that are named. Or a list with an entry for each of
                 :attr:`names`, None for those without curvature. Of FSDP2's shards, given by every
-                process, the result is whole.
+                process, the result is whole. With one dimension more in front, ``(n, ...)``, all
+                its tensors are of n vectors, and so are those of the result.
 
         Raises:
             ValueError: For a parameter without curvature, or another shape than the parameter's.
+            SecondOrderError: If another process raises.
         """
         return self._mapped(vector, lambda layer, matrix: layer.apply(matrix))
 
@@ -238,7 +241,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         ``<layer>.safetensors`` has the factors as whole matrices ``(groups, n, n)`` under their
         letters, or ``(groups, n)`` of a diagonal A; corrected eigenvalues as "corrected", with
         the eigenvectors that they belong to as "A_eigenvectors" and so on. Characters of a name
-        that are no letters, digits or ``.-_`` are written as in a URL. Each owner writes its own
+        that are no letters, digits or ``.-_`` are written as in a URL, and a long name is cut; the
+        index has the file of each layer. Each owner writes its own
         layers, into a folder that all processes see; of a curvature without owners one process
         alone is to call this.
         """
@@ -274,7 +278,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 when it is used, so that files are not to be changed meanwhile.
 
         Raises:
-            CheckpointError: If the folder has no index, or a file is cut short or spoilt.
+            CheckpointError: If the folder has no index, or a file is missing, cut short or spoilt.
         """
         index = read_index(Path(folder))
         layers = {each.name: read_layer(Path(folder), each, device) for each in index.layers}
@@ -283,14 +287,21 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     # ------------------------------------------------------------------------------------ layers
 
     def _mapped(self, vector: V, f: Callable[[LayerCurvature, Tensor], Tensor]) -> V:
+        given = self._together(lambda: self._named(vector))
         named = {
             name: cast(Any, part).full_tensor() if is_dtensor(part) else part
-            for name, part in self._named(vector).items()
+            for name, part in given.items()
         }
         device = next((part.device for part in named.values()), None)
+        stacked = any(part.shape != self._sizes[name] for name, part in named.items())
 
         def result(layer: LayerCurvature) -> dict[str, Tensor]:
-            parts = layer.to_vector(f(layer, layer.to_matrix(named)))
+            to_matrix, to_vector = layer.to_matrix, layer.to_vector
+            if stacked:
+                to_matrix, to_vector = torch.vmap(to_matrix), torch.vmap(to_vector)
+            parts = to_vector(
+                f(layer, to_matrix({n: named[n] for n in layer.shapes if n in named}))
+            )
             return {name: part.to(device) for name, part in parts.items()}
 
         chosen = [
@@ -382,8 +393,14 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             raise SecondOrderError("; ".join(f"rank {r}: {said}" for r, said in failed.items()))
         return [value for value, _ in told]
 
+    def _together(self, check: Callable[[], T]) -> T:
+        """What this process's check returns; where one raises, all do."""
+        found: list[T] = []
+        self._agreed(lambda: found.append(check()))
+        return found[0]
+
     def _named(self, vector: Vector) -> Mapping[str, Tensor]:
-        """A vector by name, of parameters that have curvature."""
+        """A vector, or a stack of vectors, by name, of parameters that have curvature."""
         if not isinstance(vector, Mapping):
             if len(vector) != len(self.names):
                 raise ValueError(
@@ -400,23 +417,31 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                     f"{name!r} has no curvature: {why}; leave it out of the vector, or give None "
                     f"in its place in a list"
                 )
-            if tensor.shape != size:
+            if size not in (tensor.shape, tensor.shape[1:]):
                 raise ValueError(
                     f"the vector has shape {tuple(tensor.shape)} for {name!r}, a parameter of "
                     f"shape {tuple(size)}"
                 )
+        numbers = {t.shape[: t.dim() - len(self._sizes[name])]: name for name, t in vector.items()}
+        if len(numbers) > 1:
+            said = ", ".join(f"{list(n) or 'one'} for {name!r}" for n, name in numbers.items())
+            raise ValueError(f"the vectors are not as many for all parameters: {said}")
         return vector
 
     def _dampings(self, damping: Damping, relative: bool) -> dict[str, float]:
         """The number given for each layer, or known."""
         given = damping if isinstance(damping, Mapping) else dict.fromkeys(self, damping)
-        unknown = [name for name in given if name not in self]
-        if unknown:
-            raise ValueError(f"damping= is of {unknown[0]!r}, no layer; give names of {list(self)}")
-        return {
-            name: layer.check_damping(given.get(name), relative)
-            for name, layer in self._layers.items()
-        }
+
+        def numbers() -> dict[str, float]:
+            unknown = [repr(name) for name in given if name not in self]
+            if unknown:
+                raise ValueError(
+                    f"damping= is of {unknown[0]}, no layer; give names of {list(self)}"
+                )
+            layers = self._layers.items()
+            return {n: layer.check_damping(given.get(n), relative) for n, layer in layers}
+
+        return self._together(numbers)
 
 
 def _joined(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

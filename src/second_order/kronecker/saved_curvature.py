@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from second_order.safetensors import load_tensors, save_tensors
 
 __all__ = ["Index", "read_index", "read_layer", "remove_index", "write_index", "write_layer"]
 
+LONGEST = 200  # bytes of a file's name, to which a partial file adds some; systems allow 255
 INDEX, FORMAT, VERSION = "curvature.json", "second_order.KroneckerCurvature", 1
 NUMBERS = ("examples", "updates", "damping", "rows")
 SIZES = [field.name for field in fields(FactorShape) if field.init]
@@ -38,6 +40,8 @@ class Index(NamedTuple):
 def file_name(layer: str) -> str:
     """The file of a layer: one within the folder, and not hidden, whatever the layer's name."""
     name = quote(layer, safe="") or "%"
+    if len(name) > LONGEST:  # no other name is quoted with a +
+        name = f"{name[: LONGEST // 2]}+{hashlib.sha256(layer.encode()).hexdigest()[:32]}"
     return f"{'%2E' + name[1:] if name.startswith('.') else name}.safetensors"
 
 
@@ -51,7 +55,13 @@ def read_layer(
 ) -> LayerCurvature:
     """A layer of an index with its tensors, of which factors and corrected eigenvalues fit."""
     path = folder / file_name(layer.name)
-    tensors, _ = load_tensors(path, device)
+    try:
+        tensors, _ = load_tensors(path, device)
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} is not there, which {INDEX} has for the factors of layer {layer.name!r}; copy "
+            f"the whole folder, or save the curvature anew"
+        ) from error
     shapes = {k: layer.shape.stored_shape(k, False) for k in layer.shape.letters}
     shapes["corrected"] = layer.shape.gradient_size
     found = {key: tuple(tensors[key].shape) for key in shapes if key in tensors}

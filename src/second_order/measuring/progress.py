@@ -153,7 +153,7 @@ class Saves:
         if mine:
             try:
                 state = self._read(self._path(max(common or mine)))
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:  # the others wait for this process
                 wrong = str(error)
         wrong = next(filter(None, world.all_gather_object(wrong)), "")
         if wrong:
