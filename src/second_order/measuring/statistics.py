@@ -282,9 +282,8 @@ class Pairs(Statistics):
         if layer.linear(module):
             key = *of, layer.bias
             if self._last is None or self._last[0] != key or of[0] < 0:
-                rows, number = self.rows.pick(x)
-                rows = nn.functional.pad(rows, (0, 1), value=1.0) if layer.bias else rows
-                self._last = key, (rows, number)
+                pick = self.rows.pick_homogeneous if layer.bias else self.rows.pick
+                self._last = key, pick(x)
             rows, number = self._last[1]
             layer.rows += number
             sums.gram((layer.name, "A"), rows)
