@@ -159,7 +159,10 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
     if arrives:
         bare_kwargs["device"] = torch.device("cpu")
         bare_kwargs.pop("pin_memory", None)
-    out = op(*bare_args, **bare_kwargs)
+    if name in PRODUCTS and op._overloadname.startswith("dtype"):
+        out = _widely(op, *bare_args, **bare_kwargs)
+    else:
+        out = op(*bare_args, **bare_kwargs)
     shells: dict[int, torch.Tensor] = {id(a.inner): a for a in ours} | {id(p): p for p in plain}
 
     def shell(t: Any) -> Any:
@@ -170,6 +173,13 @@ def _run(op: Any, args: Any, kwargs: Any) -> Any:
         return shells.get(id(t)) if id(t) in shells else Pretended(t)
 
     return _each(shell, out)
+
+
+def _widely(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """A product of narrow numbers in a wide one, which a CPU has not."""
+    (wide,) = (a for a in args if isinstance(a, torch.dtype))
+    operands = [a.to(wide) for a in args if isinstance(a, torch.Tensor)]
+    return op.overloadpacket(*operands, **kwargs)
 
 
 def _leaves(value: Any) -> Iterator[Any]:
@@ -214,7 +224,8 @@ def _count(
 ) -> None:
     first = next(_leaves(args), None)
     if not op.is_view and name not in FREE:
-        _note(_seen.kernels, name, _launches(name, args))
+        added = name in PRODUCTS and "out" in op._overloadname and ours[-1] is first  # in place
+        _note(_seen.kernels, name, _launches(f"{name}_" if added else name, args))
     if name in COPYING and (leaves or (ours and plain and not isinstance(first, Pretended))):
         _note(_seen.syncs, name)
     elif plain and (name == "where" or (name in COPYING and (arrives or ours))):

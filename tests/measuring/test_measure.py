@@ -23,7 +23,7 @@ from measured import (
 )
 from second_order import KroneckerCurvature, LayerCurvature, SecondOrderError, measure
 from second_order.errors import CheckpointError
-from second_order.measuring.sums import passes_of
+from second_order.measuring.find import passes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ there is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -16,7 +16,22 @@ from torch import Tensor, nn
 
 from second_order.kronecker.fisher import LIKELIHOODS, Likelihood, logits_of, sampled_loss
 
-__all__ = ["Call", "Loss", "Mask", "Rows", "call_model", "drawn", "masks_of", "moved", "terms_of"]
+__all__ = [
+    "END",
+    "Call",
+    "Loss",
+    "Mask",
+    "Rows",
+    "call_model",
+    "drawn",
+    "each_of",
+    "entries_of",
+    "goes_once",
+    "length_of",
+    "masks_of",
+    "moved",
+    "terms_of",
+]
 
 Call: TypeAlias = Callable[[nn.Module, Any], Any]
 Loss: TypeAlias = Callable[[Any, Any], Any]
@@ -29,6 +44,38 @@ UNREDUCED = (
     'return the losses of all terms, as cross_entropy(..., reduction="none") gives them, or their '
     "sum and number as (sum, number)"
 )
+
+
+END: Any = object()
+"""In the place of a batch of a loader that has no more."""
+
+
+def goes_once(loader: Any) -> bool:
+    """Whether a loader is an iterator."""
+    return hasattr(loader, "__next__")
+
+
+def each_of(loader: Any) -> Iterator[Any]:
+    """What a loader gives, of which nothing is asked before the first batch is."""
+    yield from loader
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches, if a loader knows it; torch's may have a length that raises."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+def entries_of(batch: Any) -> int:
+    """The number of a batch's entries: the first dimension of its first tensor."""
+    if isinstance(batch, Tensor):
+        return len(batch) if batch.dim() else 0
+    values = batch.values() if isinstance(batch, Mapping) else batch
+    if isinstance(batch, (Mapping, tuple, list)):
+        return next((entries_of(value) for value in values if isinstance(value, Tensor)), 0)
+    return 0
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -111,6 +158,7 @@ class Rows:
         self._masks = [torch.as_tensor(mask).detach().cpu().bool() for mask in masks]
         self._device = device
         self._found: dict[torch.Size, tuple[Tensor | None, int]] = {}
+        self._ones: dict[Any, Tensor] = {}
         self.unknown: set[torch.Size] = set()  # shapes that masks say nothing of
 
     def of(self, shape: Iterable[int]) -> tuple[Tensor | None, int]:
@@ -154,6 +202,20 @@ class Rows:
         index, number = self.of(x.shape[:-1])
         rows = x.reshape(-1, x.shape[-1])
         return rows if index is None else rows.index_select(0, index), number
+
+    def pick_homogeneous(self, x: Tensor) -> tuple[Tensor, int]:
+        """As :meth:`pick`, a 1 appended to each row; until the next rows of this size are."""
+        index, number = self.of(x.shape[:-1])
+        rows = x.reshape(-1, x.shape[-1])
+        key = number, x.shape[-1], x.dtype
+        if key not in self._ones:
+            self._ones[key] = x.new_ones(number, x.shape[-1] + 1)
+        place = self._ones[key][:, :-1]
+        if index is None:
+            place.copy_(rows)
+        else:
+            torch.index_select(rows, 0, index, out=place)
+        return self._ones[key], number
 
     def ones(self, shape: torch.Size, like: Tensor) -> Tensor:
         """A tensor of a shape with ones in the counted rows, and zeros in the others."""

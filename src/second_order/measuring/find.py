@@ -1,20 +1,24 @@
-"""Which layers of a model are measured, and why not the others."""
+"""Which layers of a model are measured, why not the others; and by whom, in how many passes."""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
+from second_order.distributed.assignment import spread_costs
 from second_order.kronecker.layers import KINDS
 from second_order.kronecker.model_blocks import LeftToBase, find_blocks
 from second_order.measuring.statistics import Layer
+from second_order.measuring.sums import Keep
 from second_order.measuring.watch import trainable
 from second_order.patterns import first_match, unmatched_patterns
 
-__all__ = ["find_layers"]
+__all__ = ["find_layers", "passes_of", "shared_out"]
 
 MARGINAL = "its weight is an embedding's and an output layer's, whose factors are of the gradient"
 NOT_ASKED = "not among layers="
@@ -59,8 +63,66 @@ def find_layers(
             assert key is not None
             shape = KINDS[key].shape(module, False) if inputs else block.shape
             shapes = {names[id(p)]: p.shape for p in params}
-            layers.append(Layer(block, replace(shape), shapes))
+            letters = "A" if inputs else shape.letters
+            layers.append(Layer(block, replace(shape), shapes, letters))
     if not layers:
         said = "; ".join(f"{row.name}: {row.reason}" for row in left[:3])
         raise ValueError(f"no layer of the model is measured ({said})")
     return layers, left
+
+
+def shared_out(
+    layers: Sequence[Layer], keep: Keep, ekfac: bool, itemsize: int, ranks: int, budget: int | None
+) -> list[list[Layer]]:
+    """Give each layer its owner; returns the layers of each pass, within a budget of bytes."""
+    costs = [_cost(layer, keep, ekfac, keep == "owner" and ranks > 1) for layer in layers]
+    costs = [(everywhere * itemsize, owned * itemsize) for everywhere, owned in costs]
+    owners = spread_costs([*map(sum, costs)], ranks)
+    for layer, owner in zip(layers, owners, strict=True):
+        layer.owner = owner
+    return [[layers[i] for i in each] for each in passes_of(costs, owners, budget)]
+
+
+def _cost(layer: Layer, keep: Keep, ekfac: bool, owned: bool) -> tuple[int, int]:
+    """Numbers in a layer's sums on each process while they grow, and how many more on its owner.
+
+    While EK-FAC's eigenvalues are summed, all processes have the eigenvectors.
+    """
+
+    def numbers(packed: bool) -> int:
+        return sum(layer.size(letter, packed).numel() for letter in layer.letters)
+
+    sums, everywhere = numbers(keep != "device"), 0
+    if ekfac:
+        everywhere = numbers(packed=False)
+        sums = max(sums - everywhere, math.prod(layer.shape.gradient_size))
+    return (everywhere, sums) if owned else (everywhere + sums, 0)
+
+
+def passes_of(
+    costs: Sequence[tuple[int, int]], owners: Sequence[int], budget: int | None
+) -> list[list[int]]:
+    """Positions of layers by pass: as many in a row as fit into a budget on every process.
+
+    ``costs``: bytes of each layer on every process, and how many more on its owner.
+
+    Raises:
+        ValueError: If a layer alone does not fit.
+    """
+    if budget is None:
+        return [list(range(len(costs)))]
+    most = max(map(sum, costs), default=0)
+    if most > budget:
+        raise ValueError(
+            f"memory={budget:,} bytes are less than one layer takes, {most:,}; give at least that, "
+            f"or leave that layer out by layers="
+        )
+    found: list[list[int]] = [[]]
+    filled, own = 0, Counter[int]()
+    for i, ((everywhere, more), owner) in enumerate(zip(costs, owners, strict=True)):
+        filled, own[owner] = filled + everywhere, own[owner] + more
+        if filled + max(own.values()) > budget:
+            found.append([])
+            filled, own = everywhere, Counter({owner: more})
+        found[-1].append(i)
+    return found

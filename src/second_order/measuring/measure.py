@@ -1,6 +1,6 @@
 """The curvature of a trained model, in one pass over its data, without an optimizer.
 
-find the layers; plan who owns each, and in how many passes             find.py, sums.py
+find the layers; plan who owns each, and in how many passes             find.py
 for each pass: for each batch:
     the rows that count, by the masks                                    batches.py
     "inputs"   forward, stopped after the last layer:  A += xᵀ x         watch.py, statistics.py
@@ -8,6 +8,7 @@ for each pass: for each batch:
     save, if due                                                         progress.py
 sums of all processes to their owners, divided by their numbers
 "ekfac": decompose, and a second time over the data:  Λ += (Q_Gᵀ ∇ Q_A)²
+the curvature, and a report                                              results.py
 """
 
 from __future__ import annotations
@@ -16,38 +17,42 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from second_order.distributed.assignment import spread_costs
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker.decompositions import eigh
 from second_order.kronecker.experts import is_experts
-from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
-from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.measuring.batches import (
+    END,
     Call,
     Loss,
     Mask,
     Rows,
     call_model,
     drawn,
+    each_of,
+    entries_of,
+    goes_once,
+    length_of,
     masks_of,
     moved,
     terms_of,
 )
-from second_order.measuring.find import find_layers
-from second_order.measuring.progress import MeasuredLayer, Report, Saves, bar_of
+from second_order.measuring.find import find_layers, shared_out
+from second_order.measuring.options import Factors, Options
+from second_order.measuring.progress import Saves, bar_of
+from second_order.measuring.results import Found, curvature_of, report_of
 from second_order.measuring.statistics import (
     Basis,
     Eigenvalues,
@@ -55,10 +60,11 @@ from second_order.measuring.statistics import (
     Layer,
     Pairs,
     Statistics,
+    guessed,
     leaders_of,
     read,
 )
-from second_order.measuring.sums import Keep, Key, Sums, passes_of
+from second_order.measuring.sums import Keep, Key, Sums
 from second_order.measuring.watch import (
     Stop,
     Stopping,
@@ -68,11 +74,9 @@ from second_order.measuring.watch import (
     watching_inputs,
     watching_pairs,
 )
-from second_order.sharded import local, sharded_params
+from second_order.sharded import sharded_params
 
 __all__ = ["measure"]
-
-Factors: TypeAlias = Literal["inputs", "kfac", "ekfac"]
 
 TOLERANCE = 1e-2  # of a decomposition's relative error
 OTHERWISE = 0.05  # relative difference of a Linear's output from W x + b
@@ -81,37 +85,6 @@ ONCE = (
     "the loader can be gone through once only, and {why} takes another pass: give a list of "
     "batches, or a DataLoader"
 )
-
-
-@dataclass(frozen=True)
-class _Options:
-    """What was asked for."""
-
-    factors: Factors
-    loss: Loss | None
-    likelihood: Likelihood
-    mask: Mask | None
-    call: Call
-    keep: Keep
-    memory: int | None
-    seed: int
-    shown: bool
-
-    def check(self) -> None:
-        """Raise unless the options are sound, and belong together."""
-        for name, kind in (("factors", Factors), ("keep", Keep)):
-            if (value := getattr(self, name)) not in get_args(kind):
-                known = ", ".join(map(repr, get_args(kind)))
-                raise ValueError(f"{name}={value!r} is not one of {known}")
-        if not callable(self.likelihood) and self.likelihood not in LIKELIHOODS:
-            known = ", ".join(map(repr, LIKELIHOODS))
-            raise ValueError(f"likelihood={self.likelihood!r} is not one of {known}, or a function")
-        if self.loss is not None and not callable(self.loss):
-            raise TypeError(f"loss={self.loss!r} is not a function of (output, batch)")
-        if self.loss is not None and self.factors == "inputs":
-            raise ValueError('factors="inputs" takes no loss=: A is of inputs alone; use "kfac"')
-        if self.memory is not None and self.memory <= 0:
-            raise ValueError(f"memory={self.memory} bytes must be positive")
 
 
 def measure(
@@ -190,19 +163,28 @@ def measure(
     """
     shown = progress
     world = World(process_group)
-    given = _Options(factors, loss, likelihood, mask, call or call_model, keep, memory, seed, shown)
+    given = Options(factors, loss, likelihood, mask, call or call_model, keep, memory, seed, shown)
     given.check()
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1")
     model, layers = unwrapped(model), [layers] if isinstance(layers, str) else layers
     run = _Measurement(model, loader, given, layers, world)
     if checkpoint is not None:
-        run.saves = Saves(Path(checkpoint), checkpoint_every, world, run.identity())
+        run.saves = Saves(
+            Path(checkpoint),
+            checkpoint_every,
+            world,
+            given.identity(run.layers, run.passes, world, run.dtype),
+        )
     with undisturbed(model, run.device):
         run.all_passes()
-    curvature = run.result()
+    processes = f"{world.size} process{'es' if world.size > 1 else ''}"
+    title = f"Curvature of {type(model).__name__}: {factors}, {processes}"
+    what = model, run.layers, run.left, run.found
+    report = report_of(title, *what, run.number_of_passes, run.began, run.aside)
+    curvature = curvature_of(*what, world, report)
     if not curvature:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(run.failed.items())[:3])
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(run.found.failed.items())[:3])
         raise SecondOrderError(f"measure: no layer has factors ({reasons})")
     run.saves.clear()
     run.say(str(curvature.report))
@@ -220,7 +202,7 @@ class _Measurement:
         self,
         model: nn.Module,
         loader: Any,
-        options: _Options,
+        options: Options,
         patterns: Sequence[str] | None,
         world: World,
     ) -> None:
@@ -236,84 +218,24 @@ class _Measurement:
         self.sharded = bool(sharded_params(model))
         world.level()
         self.aside = world.aside()
-        costs = [self._cost(layer) for layer in self.layers]
-        ranks = spread_costs([*map(sum, costs)], world.size)
-        self.owner = {layer.name: rank for layer, rank in zip(self.layers, ranks, strict=True)}
-        self.passes = passes_of(costs, ranks, options.memory)
+        ekfac, itemsize = options.factors == "ekfac", self.dtype.itemsize
+        plan = options.keep, ekfac, itemsize, world.size, options.memory
+        self.passes = shared_out(self.layers, *plan)
         self.apart: set[str] = set()
-        self.stored: dict[Key, Tensor] = {}  # of layers that are owned here, averaged
-        self.corrected: dict[str, Tensor] = {}
-        self.bases: dict[str, Any] = {}
-        self.failed: dict[str, str] = {}  # by layer, on every process
-        self.terms: Any = 0
-        self.total_terms = 0.0
-        self.batches = self.done = 0
-        self.unknown: set[Any] = set()  # shapes of inputs that no mask fits
-        self.scattered: set[str] = set()  # layers of whose rows nobody knows the entries
+        self.found = Found()
+        self.terms: Any = 0  # of this pass
+        self.done = 0  # batches
         self.resumed: dict[str, Any] | None = None
         self.saves = Saves(None, 1, world, {})
         self.began = time.perf_counter()
-        ekfac = options.factors == "ekfac"
         self.number_of_passes = len(self.passes) * (2 if ekfac else 1)
-        if self.number_of_passes > 1 and _goes_once(loader):
+        if self.number_of_passes > 1 and goes_once(loader):
             raise ValueError(ONCE.format(why='factors="ekfac"' if ekfac else "memory="))
 
     def say(self, text: str) -> None:
         """Print a text, if anything is to be shown."""
         if self.options.shown and self.world.rank == 0:
             sys.stderr.write(f"{text}\n")
-
-    def _cost(self, layer: Layer) -> tuple[int, int]:
-        """Bytes of a layer's sums on each process while they grow, and how many more on its owner.
-
-        While EK-FAC's eigenvalues are summed, all processes have the eigenvectors.
-        """
-
-        def numbers(packed: bool) -> int:
-            letters = self._letters(layer)
-            return sum(self._size(layer, letter, packed).numel() for letter in letters)
-
-        sums, everywhere, owned = numbers(self.options.keep != "device"), 0, self._is_owned
-        if self.options.factors == "ekfac":
-            everywhere = numbers(packed=False)
-            sums = max(sums - everywhere, math.prod(layer.shape.gradient_size))
-        costs = (everywhere, sums) if owned else (everywhere + sums, 0)
-        return costs[0] * self.dtype.itemsize, costs[1] * self.dtype.itemsize
-
-    @property
-    def _is_owned(self) -> bool:
-        """Whether the sums of a layer are on one process alone while they grow."""
-        return self.options.keep == "owner" and self.world.size > 1
-
-    def _letters(self, layer: Layer) -> Sequence[str]:
-        """The names of a layer's factors that are measured."""
-        return "A" if self.options.factors == "inputs" else layer.shape.letters
-
-    def _size(self, layer: Layer, letter: str, packed: bool = True) -> torch.Size:
-        return torch.Size(layer.shape.stored_shape(letter, packed))
-
-    def identity(self) -> dict[str, Any]:
-        """What tells this measurement from another one, in this process's saves."""
-        options = self.options
-        named = {"likelihood": options.likelihood, "loss": options.loss}
-        functions = {
-            name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
-            for name, value in named.items()
-        }
-        weights = [local(layer.block.weight).detach() for layer in self.layers]
-        norms = [torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]
-        sizes = (list(map(int, layer.shape.gradient_size)) for layer in self.layers)
-        return {
-            "factors": options.factors,
-            "keep": options.keep,
-            "memory": self.passes,
-            "seed": options.seed,
-            **functions,
-            "processes": self.world.size,
-            "layers": dict(zip((layer.name for layer in self.layers), sizes, strict=True)),
-            "dtype": str(self.dtype),
-            "weights": [f"{norm:.9e}" for (norm,) in read(norms)],
-        }
 
     # ----------------------------------------------------------------------------- over the data
 
@@ -330,7 +252,7 @@ class _Measurement:
         if self.resumed is not None:
             begin = self._resume(self.resumed)
         for number in range(begin, self.number_of_passes):
-            group = [self.layers[i] for i in self.passes[number % len(self.passes)]]
+            group = self.passes[number % len(self.passes)]
             if number < len(self.passes):
                 self._average(number, group)
             else:
@@ -338,10 +260,7 @@ class _Measurement:
 
     def _resume(self, state: Mapping[str, Any]) -> int:
         """Take over what a save has of ended passes; returns the pass that it was made in."""
-        self.stored = {tuple(key): kept for *key, kept in state["stored"]}
-        self.corrected, self.bases = dict(state["corrected"]), dict(state["bases"])
-        self.failed, self.apart = dict(state["failed"]), set(state["apart"])
-        self.total_terms, self.batches = state["total_terms"], state["batches"]
+        self.found, self.apart = Found.of_state(state["found"]), set(state["apart"])
         for layer in self.layers:
             rows = state["rows"][layer.name]
             layer.rows = rows[0] if len(rows) == 1 else torch.tensor(rows, device=self.device)
@@ -354,7 +273,7 @@ class _Measurement:
     def _follow(self, leaders: Mapping[str, str]) -> None:
         named = {layer.name: layer for layer in self.layers}
         for name, leader in leaders.items():
-            named[name].leader = named[leader]
+            named[name].leader, named[name].owner = named[leader], named[leader].owner
 
     def _state(self, number: int, index: int, sums: Sums) -> dict[str, Any]:
         rows = read([layer.rows for layer in self.layers])
@@ -368,12 +287,7 @@ class _Measurement:
             "leaders": leaders_of(self.layers),
             "owner": self.owner,
             "apart": sorted(self.apart),
-            "stored": [(*key, kept) for key, kept in self.stored.items()],
-            "corrected": self.corrected,
-            "bases": self.bases,
-            "failed": self.failed,
-            "total_terms": self.total_terms,
-            "batches": self.batches,
+            "found": self.found.state(),
             "done": self.done,
         }
 
@@ -382,36 +296,23 @@ class _Measurement:
         inputs = self.options.factors == "inputs"
         order = group if inputs else group[::-1]  # as a backward pass goes
         sizes = {
-            (layer.name, letter): self._size(layer, letter)
-            for layer in order
-            for letter in self._letters(layer)
+            (layer.name, letter): layer.size(letter) for layer in order for letter in layer.letters
         }
         while True:
             sums = self._sums(sizes)
             try:
                 statistics = Inputs(group, sums, self.apart) if inputs else Pairs(group, sums)
-                with compared(*self._guessed(group)) as found:
+                with compared(guessed(group)) as found:
                     self._over_data(number, statistics)
                 self._check(found, statistics)
                 break
             except _Again:
-                if _goes_once(self.loader):
+                if goes_once(self.loader):
                     raise SecondOrderError(ONCE.format(why="layers that shared an input")) from None
                 for layer in group:
                     layer.rows, layer.leader = layer.no_rows(self.device), None
-                self.batches = 0 if number == 0 else self.batches
+                self.found.batches = 0 if number == 0 else self.found.batches
         self._keep_averages(group, sums.finish())
-
-    def _guessed(
-        self, group: Sequence[Layer]
-    ) -> tuple[list[nn.Module], Callable[[nn.Module], bool]]:
-        """The modules that are taken for Linears by their sizes alone, and which are transposed."""
-        guessed: dict[nn.Module, bool] = {}
-        for layer in group:
-            for module, key in zip(layer.block.modules, layer.block.keys, strict=True):
-                if isinstance(key, str) and layer.linear(module):
-                    guessed[module] = layer.shape.transposed
-        return list(guessed), guessed.__getitem__
 
     def _check(self, found: Mapping[nn.Module, Tensor], statistics: Statistics) -> None:
         """Note layers that do not compute what a Linear does, or of which calls were lost."""
@@ -429,8 +330,9 @@ class _Measurement:
 
     def _sums(self, sizes: Mapping[Key, torch.Size]) -> Sums:
         keep: Keep = self.options.keep
-        keep = "device" if keep == "owner" and not self._is_owned else keep
-        owners = {key: self.owner[key[0]] for key in sizes}
+        keep = "device" if keep == "owner" and self.world.size == 1 else keep
+        owner = {layer.name: layer.owner for layer in self.layers}
+        owners = {key: owner[key[0]] for key in sizes}
         # FSDP2's messages come between, in an order that processes do not share.
         world = self.aside if self.sharded else self.world
         return Sums(keep, sizes, owners, world, self.device, self.dtype, waits=not self.sharded)
@@ -449,20 +351,20 @@ class _Measurement:
                 statistics.sums.drop((name, "A") for name in statistics.leaders)
         what = f"pass {number + 1} of {self.number_of_passes}"
         shown = options.shown and self.world.rank == 0
-        batches, batch = _each_of(self.loader), None
+        batches, batch = each_of(self.loader), None
         failure: Exception | None = None
         with (
             self._watching(statistics) as run,
-            bar_of(_length(self.loader), what, shown) as bar,
+            bar_of(length_of(self.loader), what, shown) as bar,
         ):
             for index in count():
-                given = _END
+                given = END
                 if failure is None:
                     try:
-                        given = next(batches, _END)
+                        given = next(batches, END)
                     except Exception as raised:
                         failure = raised
-                if not self._agree(given is not _END, failure, statistics, index - start):
+                if not self._agree(given is not END, failure, statistics, index - start):
                     break
                 bar.update()
                 if index < start:
@@ -473,8 +375,8 @@ class _Measurement:
                     failure = raised
                 statistics.end()  # others wait for the sums of a process that has failed
                 self.done += 1
-                if number == 0 and given is not _END:
-                    self.batches += 1
+                if number == 0 and given is not END:
+                    self.found.batches += 1
                 if failure is None and saves.is_due(index + 1):
                     try:
                         saves.save(self.done, self._state(number, index + 1, statistics.sums))
@@ -529,7 +431,7 @@ class _Measurement:
         Returns the batch.
         """
         options = self.options
-        idle = given is _END
+        idle = given is END
         if idle and not self.sharded:
             return last
         if idle and last is None:
@@ -541,7 +443,7 @@ class _Measurement:
         masks = [mask for mask in masks if mask is not None]
         rows = Rows(masks, self.device)
         here = moved(batch, self.device)
-        statistics.begin(rows, _entries(batch), idle)
+        statistics.begin(rows, entries_of(batch), idle)
         if isinstance(statistics, Inputs):
             run()
             with torch.no_grad(), suppress(Stop):
@@ -555,7 +457,7 @@ class _Measurement:
                 total, number = drawn(output, options.likelihood, rows, drawing)
             run(total)
             self.terms = self.terms + (0 if idle else number)
-        self.unknown |= rows.unknown
+        self.found.unknown |= rows.unknown
         return batch
 
     # --------------------------------------------------------------------------------- averages
@@ -564,11 +466,11 @@ class _Measurement:
         """Divide sums by their numbers, and keep those of this process's layers."""
         counts = read([*(layer.rows for layer in group), self.terms])
         everybody = self.aside.all_gather_object(counts)
-        *rows, (self.total_terms,) = (
+        *rows, (self.found.terms,) = (
             [math.fsum(n) for n in zip(*each, strict=True)] for each in zip(*everybody, strict=True)
         )
         inputs = self.options.factors == "inputs"
-        if not (max(map(max, rows)) if inputs else self.total_terms):
+        if not (max(map(max, rows)) if inputs else self.found.terms):
             raise SecondOrderError("the loader gave no example: nothing can be measured")
         wrong: dict[str, str] = {}
         for layer, number in zip(group, rows, strict=True):
@@ -581,43 +483,42 @@ class _Measurement:
                 total = sums.get((layer.name, letter))
                 if total is None:
                     continue
-                by = total.new_tensor(of.get(letter, [max(self.total_terms, 1.0)]))
+                by = total.new_tensor(of.get(letter, [max(self.found.terms, 1.0)]))
                 total = total.div_(by.view(-1, *[1] * (total.dim() - 1)))
                 if not bool(total.isfinite().all()):
                     wrong[layer.name] = f"its {letter} is not finite"
                 kept = total.cpu() if self.options.memory is not None else total
-                self.stored[layer.name, letter] = kept
+                self.found.stored[layer.name, letter] = kept
         self._note(wrong)
         for layer in group:
-            if layer.leader is None and not layer.rows and layer.name not in self.failed:
-                self.failed[layer.name] = "it was not called with a row that counts"
-        for layer in group:  # who shares an A with another is where that is
+            if layer.leader is None and not layer.rows and layer.name not in self.found.failed:
+                self.found.failed[layer.name] = "it was not called with a row that counts"
+        for layer in group:
             if layer.leader is not None:
                 leader = layer.leader.name
                 layer.rows, layer.missing = layer.leader.rows, layer.leader.missing
-                self.owner[layer.name] = self.owner[leader]
-                if leader in self.failed:
-                    self.failed[layer.name] = self.failed[leader]
-                elif (leader, "A") in self.stored:
-                    self.stored[layer.name, "A"] = self.stored[leader, "A"]
+                if leader in self.found.failed:
+                    self.found.failed[layer.name] = self.found.failed[leader]
+                elif (leader, "A") in self.found.stored:
+                    self.found.stored[layer.name, "A"] = self.found.stored[leader, "A"]
 
     def _note(self, wrong: Mapping[str, str]) -> None:
         """Note layers that have failed on some process, on all of them."""
         for each in self.aside.all_gather_object(dict(wrong)):
             for name, why in each.items():
-                self.failed[name] = why
+                self.found.failed[name] = why
                 warnings.warn(f"measure: layer {name!r}: {why}", SecondOrderWarning, stacklevel=6)
 
     # ------------------------------------------------------------------------------ eigenvalues
 
     def _correct(self, number: int, group: list[Layer]) -> None:
         """A pass for the eigenvalues of F in the eigenbasis of A and G of some layers."""
-        mine = [layer for layer in group if layer.name not in self.failed]
+        mine = [layer for layer in group if layer.name not in self.found.failed]
         bases = {layer.name: self._basis(layer) for layer in mine}
         kept = {
             name: Basis(of["A"][1], cast(Tensor, of["G"][1]))
             for name, of in bases.items()
-            if name not in self.failed
+            if name not in self.found.failed
         }
         sizes = {
             (layer.name, "F"): torch.Size(layer.shape.gradient_size)
@@ -628,14 +529,14 @@ class _Measurement:
         statistics = Eigenvalues([x for x in mine if x.name in kept], sums, kept)
         if kept:
             self._over_data(number, statistics)
-            self.scattered |= statistics.scattered
+            self.found.scattered |= statistics.scattered
         for (name, _), total in sums.finish().items():
-            found = total.div_(max(self.total_terms, 1.0))
-            self.corrected[name] = found.cpu() if self.options.memory is not None else found
+            found = total.div_(max(self.found.terms, 1.0))
+            self.found.corrected[name] = found.cpu() if self.options.memory is not None else found
 
     def _basis(self, layer: Layer) -> dict[str, tuple[Tensor, Tensor | None]]:
         """The eigenvalues and eigenvectors of a layer's A and G, from its owner."""
-        rank, owner, shape = self.world.rank, self.owner[layer.name], layer.shape
+        rank, owner, shape = self.world.rank, layer.owner, layer.shape
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         wrong: dict[str, str] = {}
         for letter in shape.letters:
@@ -643,7 +544,7 @@ class _Measurement:
             sizes = [(shape.groups, dim), *([] if diagonal else [(shape.groups, dim, dim)])]
             parts = [torch.zeros(n, dtype=self.dtype, device=self.device) for n in sizes]
             if rank == owner:
-                kept = self.stored[layer.name, letter].to(self.device)
+                kept = self.found.stored[layer.name, letter].to(self.device)
                 matrix = kept if diagonal else unpack_upper_triangular(kept, dim)
                 pair, errors = eigh(matrix.double() if matrix.device.type == "cpu" else matrix)
                 if not bool((errors < TOLERANCE).all()):
@@ -655,123 +556,7 @@ class _Measurement:
         self._note(wrong)
         if rank == owner:
             place = torch.device("cpu") if self.options.memory is not None else self.device
-            self.bases[layer.name] = {
+            self.found.bases[layer.name] = {
                 k: (n.to(place), None if q is None else q.to(place)) for k, (n, q) in found.items()
             }
         return found
-
-    # ---------------------------------------------------------------------------------- the end
-
-    def result(self) -> KroneckerCurvature:
-        """The curvature, with its report."""
-        found: dict[str, LayerCurvature] = {}
-        uncovered: dict[str, str] = {}
-        for layer in self.layers:
-            if layer.name in self.failed:
-                uncovered |= dict.fromkeys(layer.shapes, self.failed[layer.name])
-                continue
-            letters = [k for k in layer.shape.letters if (layer.name, k) in self.stored]
-            found[layer.name] = LayerCurvature(
-                name=layer.name,
-                modules=tuple(layer.block.names),
-                kind=type(layer.block.modules[0]),
-                shapes=layer.shapes,
-                shape=layer.shape,
-                stored={k: self.stored[layer.name, k] for k in letters},
-                examples=self.total_terms or layer.rows,
-                updates=1.0,
-                corrected=self.corrected.get(layer.name),
-                rows=layer.rows,
-                basis=self.bases.get(layer.name),
-            )
-        names = [name for name, _ in self.model.named_parameters()]
-        covered = {name for layer in found.values() for name in layer.shapes}
-        reasons = {row.name: row.reason for row in self.left}
-        for name in names:
-            if name not in covered and name not in uncovered:
-                owner = name.rpartition(".")[0]
-                why = "its layer is measured by inputs alone"
-                uncovered[name] = reasons.get(name, reasons.get(owner, why))
-        return KroneckerCurvature(
-            found,
-            names,
-            uncovered,
-            owners={name: self.owner[name] for name in found} if self.world.size > 1 else None,
-            world=self.world if self.world.size > 1 else None,
-            report=self._report(found),
-        )
-
-    def _report(self, found: Mapping[str, LayerCurvature]) -> Report:
-        rows: list[MeasuredLayer] = []
-        for layer in self.layers:
-            shape, ours = layer.shape, layer.name in found
-            sizes = ", ".join(f"{k} {shape.dims[k]}" for k in self._letters(layer))
-            groups = f"{shape.groups} x " if shape.groups > 1 else ""
-            shared = "" if layer.leader is None else f" (A of {layer.leader.name})"
-            rows.append(
-                MeasuredLayer(
-                    layer.name,
-                    type(layer.block.modules[0]).__name__,
-                    sum(size.numel() for size in layer.shapes.values()),
-                    f"{groups}{sizes}{shared}" if ours else self.failed[layer.name],
-                    float(layer.rows),
-                    0 if shape.diagonal_a else layer.missing,
-                    self.owner[layer.name] if ours else None,
-                )
-            )
-        rows += [MeasuredLayer(r.name, r.kind, r.parameters, r.reason) for r in self.left]
-        said = self.aside.all_gather_object((self.batches, self.unknown, self.scattered))
-        batches, unknown, scattered = zip(*said, strict=True)
-        notes = []
-        if shapes := sorted(set().union(*unknown)):
-            first = ", ".join(str(tuple(shape)) for shape in shapes[:3])
-            notes.append(f"no mask fits rows of shape {first}: all of these count")
-        if names := sorted(set().union(*scattered)):
-            notes.append(
-                f"rows of {', '.join(names[:3])} cannot be told by entries of a batch, as those of "
-                f"experts: some corrected eigenvalues are of other gradients"
-            )
-        unique = {id(t): t for t in (*self.stored.values(), *self.corrected.values())}
-        return Report(
-            f"Curvature of {type(self.model).__name__}: {self.options.factors}, "
-            f"{self.world.size} process{'es' if self.world.size > 1 else ''}",
-            rows,
-            sum(p.numel() for p in self.model.parameters()),
-            self.total_terms or max(float(layer.rows) for layer in self.layers),
-            sum(batches),
-            self.number_of_passes,
-            time.perf_counter() - self.began,
-            sum(t.nbytes for t in unique.values()),
-            notes,
-        )
-
-
-_END: Any = object()
-
-
-def _goes_once(loader: Any) -> bool:
-    """Whether a loader is an iterator."""
-    return hasattr(loader, "__next__")
-
-
-def _each_of(loader: Any) -> Iterator[Any]:
-    """What a loader gives, of which nothing is asked before the first batch is."""
-    yield from loader
-
-
-def _length(loader: Any) -> int | None:
-    """The number of batches, if a loader knows it; torch's may have a length that raises."""
-    try:
-        return len(loader)
-    except TypeError:
-        return None
-
-
-def _entries(batch: Any) -> int:
-    """The number of a batch's entries: the first dimension of its first tensor."""
-    if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, (Mapping, tuple, list)):
-        return next((_entries(value) for value in values if isinstance(value, Tensor)), 0)
-    return 0

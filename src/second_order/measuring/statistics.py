@@ -39,7 +39,17 @@ from second_order.kronecker.layers import (
 from second_order.measuring.batches import Rows
 from second_order.measuring.sums import Sums
 
-__all__ = ["Basis", "Eigenvalues", "Inputs", "Layer", "Pairs", "Statistics", "leaders_of", "read"]
+__all__ = [
+    "Basis",
+    "Eigenvalues",
+    "Inputs",
+    "Layer",
+    "Pairs",
+    "Statistics",
+    "guessed",
+    "leaders_of",
+    "read",
+]
 
 CHUNK_BYTES = 2**26
 """Of the gradients of single entries of a batch that are there at once."""
@@ -53,6 +63,8 @@ class Layer:
         block: Its modules, and what they are.
         shape: Sizes of its factors; of the weight alone where inputs alone are measured.
         shapes: Shapes of its parameters, by name.
+        letters: The names of its factors that are measured.
+        owner: The process that gets them.
         leader: The layer whose A is this one's, as it reads the same tensor.
         rows: The number of rows in A's sum; of fused experts ``(groups,)``, each one's own.
         missing: Dimensions of A that so few rows cannot fill.
@@ -61,6 +73,8 @@ class Layer:
     block: KroneckerBlock
     shape: FactorShape
     shapes: dict[str, torch.Size]
+    letters: Sequence[str]
+    owner: int = 0
     leader: Layer | None = None
     rows: Any = 0
     missing: int = 0
@@ -74,6 +88,10 @@ class Layer:
     def bias(self) -> bool:
         """Whether A has the homogeneous coordinate."""
         return len(self.shapes) > 1
+
+    def size(self, letter: str, packed: bool = True) -> torch.Size:
+        """The shape of a factor as it is kept, a triangle if ``packed``."""
+        return torch.Size(self.shape.stored_shape(letter, packed))
 
     def kind(self, module: nn.Module) -> LayerKind:
         """The rules for one of its modules."""
@@ -98,6 +116,16 @@ class Layer:
 def leaders_of(layers: Iterable[Layer]) -> dict[str, str]:
     """By name, the layers that share, and whose A is theirs."""
     return {each.name: each.leader.name for each in layers if each.leader is not None}
+
+
+def guessed(layers: Iterable[Layer]) -> dict[nn.Module, bool]:
+    """The modules that are taken for Linears by their sizes alone, and whether transposed."""
+    return {
+        module: layer.shape.transposed
+        for layer in layers
+        for module, key in zip(layer.block.modules, layer.block.keys, strict=True)
+        if isinstance(key, str) and layer.linear(module)
+    }
 
 
 class Statistics:
@@ -282,9 +310,8 @@ class Pairs(Statistics):
         if layer.linear(module):
             key = *of, layer.bias
             if self._last is None or self._last[0] != key or of[0] < 0:
-                rows, number = self.rows.pick(x)
-                rows = nn.functional.pad(rows, (0, 1), value=1.0) if layer.bias else rows
-                self._last = key, (rows, number)
+                pick = self.rows.pick_homogeneous if layer.bias else self.rows.pick
+                self._last = key, pick(x)
             rows, number = self._last[1]
             layer.rows += number
             sums.gram((layer.name, "A"), rows)

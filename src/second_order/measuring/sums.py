@@ -12,8 +12,8 @@ comes after its turn waits for the next batch.
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -26,7 +26,10 @@ from second_order.kronecker.layers import gram
 from second_order.kronecker.triangles import pack_upper_triangular
 from second_order.stages import sent
 
-__all__ = ["Keep", "Key", "Sums", "passes_of"]
+__all__ = ["WIDENING", "Keep", "Key", "Sums"]
+
+WIDENING = {"cuda"}
+"""Devices whose products of narrow numbers can be added up in float32."""
 
 Keep: TypeAlias = Literal["device", "cpu", "owner"]
 
@@ -81,7 +84,7 @@ class Sums:
     def gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows, of ``(rows, n)``."""
         wide = self.dtype
-        fused = rows.dtype != wide and rows.is_cuda  # narrow products that are added up widely
+        fused = rows.dtype != wide and rows.device.type in WIDENING
         rows = rows if fused else rows.to(wide)
         with ieee_matmul(rows.device), torch.autocast(rows.device.type, enabled=False):
             if self._keep != "device" and not fused:
@@ -90,13 +93,16 @@ class Sums:
             if self._keep != "device":
                 self.add(key, _product(rows, wide).unsqueeze(0))
                 return
-            total = self.found.get(key)
-            if total is None:
+            if key not in self.found:
                 self.found[key] = _product(rows, wide).unsqueeze(0)
-            elif fused:
-                total[0].add_(_product(rows, wide))
+                return
+            total = self.found[key][0]
+            if not fused:
+                total.addmm_(rows.mT, rows)
+            elif torch.__version__ >= "2.12":  # before, what is added to had to be narrow, too
+                torch.addmm(total, rows.mT, rows, out_dtype=wide, out=total)
             else:
-                total[0].addmm_(rows.mT, rows)
+                total.add_(_product(rows, wide))
 
     def add(self, key: Key, matrix: Tensor) -> None:
         """Add ``(groups, n, n)``, or another form in which a sum is kept; its memory is taken."""
@@ -177,32 +183,3 @@ def _product(rows: Tensor, dtype: torch.dtype) -> Tensor:
     if rows.dtype == dtype:
         return rows.mT @ rows
     return torch.mm(rows.mT, rows, out_dtype=dtype)
-
-
-def passes_of(
-    costs: Sequence[tuple[int, int]], owners: Sequence[int], budget: int | None
-) -> list[list[int]]:
-    """Positions of layers by pass: as many in a row as fit into a budget on every process.
-
-    ``costs``: bytes of each layer on every process, and how many more on its owner.
-
-    Raises:
-        ValueError: If a layer alone does not fit.
-    """
-    if budget is None:
-        return [list(range(len(costs)))]
-    most = max(map(sum, costs), default=0)
-    if most > budget:
-        raise ValueError(
-            f"memory={budget:,} bytes are less than one layer takes, {most:,}; give at least that, "
-            f"or leave that layer out by layers="
-        )
-    found: list[list[int]] = [[]]
-    filled, own = 0, Counter[int]()
-    for i, ((everywhere, more), owner) in enumerate(zip(costs, owners, strict=True)):
-        filled, own[owner] = filled + everywhere, own[owner] + more
-        if filled + max(own.values()) > budget:
-            found.append([])
-            filled, own = everywhere, Counter({owner: more})
-        found[-1].append(i)
-    return found

@@ -266,12 +266,11 @@ def watching_pairs(
 
 
 @contextmanager
-def compared(
-    modules: Iterable[nn.Module], transposed: Callable[[nn.Module], bool]
-) -> Iterator[dict[nn.Module, Tensor]]:
+def compared(guessed: Mapping[nn.Module, bool]) -> Iterator[dict[nn.Module, Tensor]]:
     """A block in which modules that are taken for Linears are compared with one, at a first call.
 
-    It gives, by module, ‖y - (W x + b)‖ / ‖y‖ of some rows.
+    ``guessed``: whether they are transposed. It gives, by module, ‖y - (W x + b)‖ / ‖y‖ of some
+    rows.
     """
     found: dict[nn.Module, Tensor] = {}
     handles: dict[nn.Module, Any] = {}
@@ -282,14 +281,14 @@ def compared(
         output = output[0] if isinstance(output, tuple) else output  # a router's logits
         with torch.no_grad():
             x, y = x.reshape(-1, x.shape[-1])[:ROWS], output.reshape(-1, output.shape[-1])[:ROWS]
-            weight = weight.T if transposed(module) else weight
+            weight = weight.T if guessed[module] else weight
             bias = getattr(module, "bias", None)
             expected = nn.functional.linear(x.to(weight.dtype), weight, bias)
             size = y.float().norm().clamp_min(torch.finfo(torch.float32).tiny)
             found[module] = (y.float() - expected.float()).norm() / size
 
     try:
-        for module in modules:
+        for module in guessed:
             handles[module] = module.register_forward_hook(compare, with_kwargs=True)
         yield found
     finally:
