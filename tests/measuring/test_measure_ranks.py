@@ -175,8 +175,8 @@ def test_a_process_without_a_batch_joins_in(world: World, keep: str) -> None:
     assert world.run(idling, 2, keep) == [(0, 2), (2, 2)]
 
 
-def parting(rank: int, ranks: int) -> list[str]:
-    """Two layers read one tensor on all ranks but the last."""
+def parting(rank: int, ranks: int, folder: str, apart: bool) -> list[str]:
+    """Two layers read one tensor, on all ranks but the last if ``apart``; a batch is in a save."""
 
     class Both(nn.Module):
         def __init__(self) -> None:
@@ -184,18 +184,27 @@ def parting(rank: int, ranks: int) -> list[str]:
             self.a, self.b = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = self.a(x) + self.b(x * 2 if rank == ranks - 1 else x)
+            output: Tensor = self.a(x) + self.b(x * 2 if apart and rank == ranks - 1 else x)
             return output
 
-    x = torch.ones(4, 3, dtype=F64)
-    curvature = measure(Both().to(F64), x.split(2), progress=False)
-    for name, expected in (("a", 1.0), ("b", (ranks - 1 + 4) / ranks)):
+    def failing() -> Iterator[Tensor]:
+        yield batches[0]
+        raise ArithmeticError("no such record")
+
+    model, x = Both().to(F64), torch.ones(4, 3, dtype=F64)
+    batches = x.split(2 if apart else 4)
+    options: dict[str, Any] = {"checkpoint": folder, "checkpoint_every": 1, "progress": False}
+    with pytest.raises(ArithmeticError):
+        measure(model, failing(), **options)
+    curvature = measure(model, batches, **options)
+    for name, expected in (("a", 1.0), ("b", (ranks - 1 + 4) / ranks if apart else 1.0)):
         close(curvature[name].A, torch.full((1, 3, 3), expected))  # fetched, by all
     return list(curvature.here)
 
 
-def test_who_shares_an_input_is_agreed(world: World) -> None:
-    here = world.run(parting, 2)
+@pytest.mark.parametrize("apart", [True, False])
+def test_who_shares_an_input_is_agreed(world: World, apart: bool, tmp_path: Path) -> None:
+    here = world.run(parting, 2, str(tmp_path), apart)
     assert sorted(here[0] + here[1]) == ["a", "b"]
 
 

@@ -261,12 +261,12 @@ class _Measurement:
     def _resume(self, state: Mapping[str, Any]) -> int:
         """Take over what a save has of ended passes; returns the pass that it was made in."""
         self.found, self.apart = Found.of_state(state["found"]), set(state["apart"])
+        self._follow(state["leaders"])
         for layer in self.layers:
             rows = state["rows"][layer.name]
             layer.rows = rows[0] if len(rows) == 1 else torch.tensor(rows, device=self.device)
             layer.missing = state["missing"][layer.name]
-        self._follow(state["leaders"])
-        self.owner = dict(state["owner"])  # of layers that share is known at a pass's end
+            layer.owner = state["owners"][layer.name]  # a first batch's leaders are not agreed on
         self.done = state["done"]
         return int(state["pass"])
 
@@ -285,7 +285,7 @@ class _Measurement:
             "rows": {layer.name: n for layer, n in zip(self.layers, rows, strict=True)},
             "missing": {layer.name: layer.missing for layer in self.layers},
             "leaders": leaders_of(self.layers),
-            "owner": self.owner,
+            "owners": {layer.name: layer.owner for layer in self.layers},
             "apart": sorted(self.apart),
             "found": self.found.state(),
             "done": self.done,
@@ -388,7 +388,7 @@ class _Measurement:
     ) -> bool:
         """Whether any process has another batch; raise on all where one has failed.
 
-        After its first batch, let all share the same inputs.
+        After its first batch, or before that of one that goes on, let all share the same inputs.
         """
         leaders, apart = statistics.leaders, statistics.apart
         why = "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -406,7 +406,7 @@ class _Measurement:
         if every - self.apart:
             self.apart |= every
             raise _Again
-        if seen == 1 and known:
+        if 0 <= seen <= 1 and known:
             self._follow(known[0])
             statistics.sums.drop((name, "A") for name in known[0])
         return any(each[0] for each in said)
