@@ -942,6 +942,9 @@ a diagonal of corrected eigenvalues in their own basis
 corrected eigenvalues without the vectors that they belong to
   <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
     basis=basis or None)  =>  basis=None)
+relative damping by the trace
+  <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
+    self.trace() / math.prod(self.shape.gradient_size)  =>  self.trace()
 
 == kronecker/model_curvature.py
 an owner that fails alone  <-  curvature_functions::owners_together_are_what_one_process_is
@@ -1053,6 +1056,15 @@ the Hessian of the negative loss has its sign
   - weight = self._sign * self._hessian.examples
   + weight = self._hessian.examples
 
+== measuring/batches.py
+padding that measure counts  <-  measure::inputs_are_those_of_entries_without_padding
+    return rows if index is None else rows.index_select(0, index), number  =>  return rows, number
+terms of the loss that are zero and count
+  <-  measure::pairs_and_corrected_eigenvalues_are_those_of_entries
+    (value.detach() != 0).sum()  =>  value.numel()
+labels drawn for padding  <-  measure::no_label_is_drawn_for_padding
+    if index is not None:  =>  if False:
+
 == measuring/doors.py
 a bias's column handed to GPTQ  <-  doors::gptqs_hessian_is_that_of_the_rows_without_the_bias
     if columns == shape.in_dim:  =>  if True:
@@ -1064,6 +1076,50 @@ each process writes
 sums for documents, handed over as means
   <-  doors::files_for_influence_functions_say_what_the_factors_are
     found["lambda_matrix"] = layer.corrected * terms  =>  found["lambda_matrix"] = layer.corrected
+
+== measuring/find.py
+a budget without the sums of owners alone  <-  measure::a_budget_counts_what_is_there
+    filled + max(own.values()) > budget  =>  filled > budget
+
+== measuring/measure.py
+who shares an input is each process's own opinion
+  <-  measure_ranks::who_shares_an_input_is_agreed
+    if every - self.apart:  =>  if False:
+owners that a save takes for agreed on  <-  measure_ranks::who_shares_an_input_is_agreed
+    layer.owner = state["owners"][layer.name]  =>  pass
+terms of a batch that is repeated for others' sake
+  <-  measure_ranks::processes_find_the_same_together
+    (0 if idle else number)  =>  number
+
+== measuring/progress.py
+saves of another measurement are as good
+  <-  measure::a_save_of_another_measurement_is_refused
+    if other:  =>  if False:
+each process goes on from its own last save
+  <-  measure_ranks::who_owns_what_is_known_after_a_resumption
+    max(common or mine)  =>  max(mine)
+
+== measuring/statistics.py
+a tensor that has been changed in place is still the same
+  <-  measure::layers_that_read_one_tensor_share_a_factor_until_they_do_not
+    known[0]() is x and known[1] == x._version  =>  known[0]() is x
+entries are always first  <-  measure::positions_may_come_before_entries
+    d.dim() > 2 and len(d) != self.entries == d.shape[1]  =>  False
+
+== measuring/sums.py
+sums in the host's memory are of the last batch
+  <-  measure::a_budget_and_the_hosts_memory_change_nothing
+    place[key].add_(matrix) if key in place else matrix  =>  matrix
+sums that come after their turn in the last batch are lost
+  <-  measure_ranks::layers_that_a_process_does_not_call_do_not_hold_up_others
+    self.end_batch()  # what  =>  pass  # what
+
+== measuring/watch.py
+buffers stay as measure leaves them  <-  measure::the_model_is_left_as_it_was
+    buffer.copy_(value)  =>  pass
+forward passes end although a layer is called again
+  <-  measure::passes_end_early_only_where_nothing_follows
+    self._calls[module] == 1 for  =>  True for
 
 == optimizers/base.py
 a step that is recorded counts  <-  graphs::a_graph_replayed_trains_as_steps_do

@@ -140,13 +140,21 @@ def test_layers_that_read_one_tensor_share_a_factor_until_they_do_not() -> None:
     curvature = measure(model, x.split(2), progress=False)
     assert curvature["a"].stored["A"] is not curvature["b"].stored["A"]
     close(curvature["a"].A[0], x.T @ x / 6)
+
+    def call(model: nn.Module, batch: Tensor) -> None:
+        rows = batch.clone()
+        model.a(rows)
+        model.b(rows.mul_(2))
+
+    curvature = measure(model, x.split(2), call=call, progress=False)
+    close(curvature["b"].A, curvature["a"].A * 4)
     model, llama = measured("Llama", "inputs")
     attention = [f"model.layers.0.self_attn.{k}_proj" for k in "qkv"]
     assert len({id(llama[name].stored["A"]) for name in attention}) == 1
 
 
 class Later(nn.Module):
-    """Calls ``b`` for batches of two alone, and ``a`` as often as a batch has entries."""
+    """Calls ``b`` for batches of two alone, and ``a`` before and after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,12 +164,13 @@ class Later(nn.Module):
         self.a(torch.zeros(0, 3, dtype=x.dtype))
         for _ in range(len(x) - 1):
             x = x + self.a(x)
-        return self.b(x) if len(x) == 2 else x
+        output: Tensor = self.a(self.b(x) if len(x) == 2 else x)
+        return output
 
 
 def test_passes_end_early_only_where_nothing_follows() -> None:
     curvature = measure(Later(), [torch.randn(n, 3) for n in (1, 2, 4, 2)], progress=False)
-    assert (curvature["a"].rows, curvature["b"].rows) == (2 + 12 + 2, 4)
+    assert (curvature["a"].rows, curvature["b"].rows) == (9 + 2 + 12 + 2, 4)
     ended: list[int] = []
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Identity())
     model[2].register_forward_hook(lambda module, args, out: ended.append(len(out)))
@@ -288,12 +297,23 @@ def test_masks_of_one_shape_are_refused_and_scattered_rows_told() -> None:
 # -------------------------------------------------------------------- what is left as it was
 
 
+class Counting(nn.Module):
+    """Counts its calls in a buffer, in evaluation mode, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x
+
+
 @pytest.mark.parametrize("factors", ["inputs", "ekfac"])
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_left_as_it_was(factors: str, fails: bool) -> None:
-    model = nn.Sequential(
-        nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(inplace=True), nn.Linear(4, 2)
-    )
+    between = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.ReLU(inplace=True)
+    model = nn.Sequential(nn.Linear(3, 4), *between, nn.Linear(4, 2), Counting())
     model[1].eval()
     model[4].weight.requires_grad_(False)
     model[0].weight.grad = torch.ones(4, 3)

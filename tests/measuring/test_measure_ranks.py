@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,7 +20,6 @@ from second_order.sharded import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from pool import World
 
@@ -208,7 +208,9 @@ def test_who_shares_an_input_is_agreed(world: World, apart: bool, tmp_path: Path
     assert sorted(here[0] + here[1]) == ["a", "b"]
 
 
-def going_on(rank: int, ranks: int, keep: Any, widths: int, folder: str) -> tuple[list[str], Found]:
+def going_on(
+    rank: int, ranks: int, keep: Any, widths: int, folder: str, lost: bool
+) -> tuple[list[str], Found]:
     """A budgeted measurement of which a loader fails in a later pass, and another call goes on."""
     model, batches = model_of("Llama"), batches_of(data_of("Llama"), shares(ranks)[rank])
     begun: list[Any] = []
@@ -225,6 +227,8 @@ def going_on(rank: int, ranks: int, keep: Any, widths: int, folder: str) -> tupl
     options |= {"checkpoint": folder, "checkpoint_every": 1}
     with pytest.raises(ArithmeticError):
         measure(model, Loader(), **options)
+    if lost and rank == 1:
+        max(Path(folder).glob("*.1.pt")).unlink()
     curvature = measure(model, batches, **options)
     assert curvature.report.passes > len(begun)
     owners = {row.name: row.owner for row in curvature.report.rows if row.owner is not None}
@@ -232,12 +236,14 @@ def going_on(rank: int, ranks: int, keep: Any, widths: int, folder: str) -> tupl
     return list(curvature.here), {(name, "A"): curvature[name].A for name in curvature}
 
 
-@pytest.mark.parametrize(("keep", "widths"), [("device", 3), ("owner", 1)])
+@pytest.mark.parametrize(
+    ("keep", "widths", "lost"), [("device", 3, False), ("owner", 1, False), ("owner", 1, True)]
+)
 def test_who_owns_what_is_known_after_a_resumption(
-    world: World, keep: str, widths: int, tmp_path: Path
+    world: World, keep: str, widths: int, lost: bool, tmp_path: Path
 ) -> None:
     expected, _ = found_by(0, 1, "Llama", "inputs", "", {})
-    told = world.run(going_on, 2, keep, widths, str(tmp_path))
+    told = world.run(going_on, 2, keep, widths, str(tmp_path), lost)
     assert sorted(told[0][0] + told[1][0]) == sorted(name for name, _ in expected)
     for _, found in told:
         for key, factor in expected.items():
