@@ -952,6 +952,9 @@ an owner that fails alone  <-  curvature_functions::owners_together_are_what_one
 an index that is there before its layers
   <-  curvature_functions::a_folder_that_is_not_whole_is_refused
     remove_index(folder)  =>  pass
+a wrong vector is one process's own affair
+  <-  curvature_functions::owners_together_are_what_one_process_is
+    self._agreed(lambda: found.append(check()))  =>  found.append(check())
 
 == kronecker/queued.py
 a pair that is kept over zero_grad

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -129,6 +132,34 @@ def test_one_process_that_fails_ends_all(world: World, keep: str, factors: str) 
     said = world.run(failing, 3, keep, factors)
     assert said[1] == "ArithmeticError: no such number"
     assert said[0] == said[2] == f"SecondOrderError: measure: process 1 failed: {said[1]}"
+
+
+def failing_within(rank: int, ranks: int, seconds: float) -> str:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64)
+    group: Any = dist.new_group(timeout=timedelta(seconds=seconds))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("short",))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+
+    def call(model: nn.Module, batch: Tensor) -> Tensor:
+        if rank == 1 and len(batch) == 2:
+            raise ArithmeticError("no such number")
+        output: Tensor = model(batch)
+        return output
+
+    loader = [torch.randn(n, 3, dtype=F64) for n in (3, 2, 1)]
+    begun = time.monotonic()
+    with pytest.raises((SecondOrderError, ArithmeticError)) as caught:
+        measure(model, loader, call=call, keep="owner", factors="kfac", progress=False)
+    assert time.monotonic() - begun < 10 * seconds
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_one_that_fails_within_fsdps_pass_raises_its_own_error(world: World) -> None:
+    """The others wait for its shards, for as long as their group does."""
+    said = world.run(failing_within, 2, 3.0)
+    assert said[1] == "ArithmeticError: no such number"
+    assert said[0].startswith("SecondOrderError: this process does not hear from the others")
 
 
 def without(rank: int, ranks: int, moment: str) -> str:

@@ -26,6 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from second_order.distributed.groups import explained
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker.decompositions import eigh
@@ -176,7 +177,7 @@ def measure(
             world,
             given.identity(run.layers, run.passes, world, run.dtype),
         )
-    with undisturbed(model, run.device):
+    with explained(), undisturbed(model, run.device):
         run.all_passes()
     processes = f"{world.size} process{'es' if world.size > 1 else ''}"
     title = f"Curvature of {type(model).__name__}: {factors}, {processes}"
@@ -372,6 +373,8 @@ class _Measurement:
                 try:
                     batch = self._one_batch(index, given, batch, statistics, run)
                 except Exception as raised:
+                    if self.sharded:  # the others wait within FSDP2's pass, and hear of nothing
+                        raise
                     failure = raised
                 statistics.end()  # others wait for the sums of a process that has failed
                 self.done += 1
