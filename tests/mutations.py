@@ -931,6 +931,9 @@ sparse embeddings are preconditioned
 the largest factor that is allowed is refused
   <-  finding::layers_with_a_larger_factor_are_left_to_the_base
     or largest <= self.max_factor_dim:  =>  or largest < self.max_factor_dim:
+experts that reduce takes for examples of their own
+  <-  experts::experts_are_not_told_of_sequences
+    if self.rules.approximation == "reduce":  =>  if False:
 
 == kronecker/layer_curvature.py
 a curvature object of another covariance

@@ -15,8 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from second_order import KAISA
+from second_order import DPKFAC, KAISA, DistKFAC
 from second_order.kronecker.experts import Routed, is_experts
+from second_order.kronecker.model_blocks import BlockRules, find_blocks
 
 if TYPE_CHECKING:
     from pool import World
@@ -173,6 +174,18 @@ def test_the_factors_of_each_expert_are_those_written_by_hand(System: Any, kind:
             {name: each[:2] for name, each in expected.items()},
         )
         optimizer.close()
+
+
+def test_experts_are_not_told_of_sequences() -> None:
+    """Of the mean over so many tokens G would be as many times too large as a sequence has."""
+    with pytest.warns(UserWarning, match="experts.down_proj .kfac_approx='reduce' needs") as told:
+        optimizer = make(KAISA, mixture(has_bias=True), lr=0.0, kfac_approx="reduce")
+    assert "experts.gate_up_proj (kfac_approx='reduce'" in str(told[0].message)
+    assert [block.name for block in optimizer._curvature.layers.blocks] == ["first", "head"]
+    assert {row.name for row in optimizer._curvature.layers.left} == {
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    }
 
 
 @each_kind
@@ -365,27 +378,118 @@ def test_models_of_transformers_train_alike_in_each_implementation(name: str) ->
         assert_same_factors(other, found[0], rtol=1e-3)
 
 
-def trained(rank: int, ranks: int, options: dict[str, Any]) -> Any:
-    """Parameters and factors after three steps, each rank's with its share of the tokens."""
-    model = mixture(6)
+@pytest.mark.parametrize(
+    ("largest", "others", "share"),
+    [
+        (8192, "base", 0.032),
+        (8192, "auto", 0.678),
+        (16384, "base", 0.353),
+        (16384, "auto", 0.9999),
+        (32768, "base", 0.9999),
+    ],
+)
+def test_how_much_of_mixtral_has_factors(largest: int, others: str, share: float) -> None:
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.MixtralForCausalLM(transformers.MixtralConfig())
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    rules = BlockRules(max_factor_dim=largest, other_matrices=others)
+    blocks, _ = find_blocks(model, sizes, [], {}, torch.float32, True, rules)
+    assert sum(block.size for block in blocks) / sum(sizes.values()) == pytest.approx(
+        share, abs=5e-4
+    )
+
+
+def apart(seed: int) -> tuple[Tensor, ...]:
+    """A batch whose experts have tokens of some ranks alone; the last has none in most steps."""
+    x, _, weights, y = batch(12, 6, seed)
+    first = torch.arange(12) // 3
+    index = torch.stack([first, first + 1], 1)
+    index[0, 1] = 5 if seed == 2 else 1
+    return x, index, weights, y
+
+
+Trained = tuple[list[Tensor], dict[str, Any], Any]
+
+
+def trained(
+    rank: int,
+    ranks: int,
+    System: Any,
+    options: dict[str, Any],
+    steps: range = range(4),
+    saved: Any = None,
+) -> Trained:
+    """Parameters, factors and a checkpoint after some steps, by each rank's share of the tokens.
+
+    DPKFAC's ranks have all tokens each.
+    """
+    model, options = mixture(6, has_bias=True), dict(options)
     if options.pop("sharded", False):
         fully_shard(model.experts)
         fully_shard(model)
-    optimizer = make(KAISA, model, lr=0.05, **options)
-    for seed in range(3):
-        step(model, optimizer, *(t.chunk(ranks)[rank] for t in batch(8, 6, seed)))
+    optimizer = make(System, model, **options)
+    if saved is not None:
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+    for seed in steps:
+        whole = apart(seed)
+        mine = whole if System is DPKFAC else (t.chunk(ranks)[rank] for t in whole)
+        step(model, optimizer, *mine)
+    layers = optimizer.curvature(dtype=F64, gather=True)
+    found = {name: tuple(each.factors.values()) for name, each in layers.items()}
     whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
-    found = [p.detach().clone() for p in whole]
-    return found, optimizer.curvature().apply([torch.ones_like(p) for p in found])
+    after = [p.detach().clone() for p in whole]
+    optimizer.consolidate(to=None)
+    return after, found, (model.state_dict(), optimizer.state_dict())
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "pipelined", "reduce", "sharded"])
-def test_processes_train_experts_as_one_does(world: World, how: str) -> None:
-    options = {"sharded": True} if how == "sharded" else {"factor_exchange": how}
-    alone = trained(0, 1, {})
-    for each in world.run(trained, 2, options):
-        for found, expected in zip(each, alone, strict=True):
-            torch.testing.assert_close(list(found), list(expected))
+def assert_same_training(found: Trained, expected: Trained) -> None:
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+    assert_same_factors(found[1], expected[1])
+
+
+INVERSE = {"solver": "inverse", "relative_damping": True, "kl_clip": 0.01}
+each_way = pytest.mark.parametrize(
+    ("System", "options"),
+    [
+        (KAISA, {}),
+        (KAISA, {"factor_exchange": "pipelined"}),
+        (KAISA, {"factor_exchange": "reduce", "colocate_factors": False, **INVERSE}),
+        (DPKFAC, INVERSE),
+        (DistKFAC, INVERSE),
+        (DistKFAC, {"max_staleness": 2, "deterministic": True}),
+    ],
+)
+
+
+@each_way
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_processes_train_experts_as_one_does(
+    world: World, ranks: int, System: Any, options: dict[str, Any]
+) -> None:
+    alone = trained(0, 1, System, options)
+    for each in world.run(trained, ranks, System, options):
+        assert_same_training(each, alone)
+
+
+def test_shards_of_experts_train_as_the_whole_does(world: World) -> None:
+    alone = trained(0, 1, KAISA, {})
+    for each in world.run(trained, 2, KAISA, {"sharded": True}):
+        assert_same_training(each, alone)
+
+
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_checkpoint_of_experts_goes_on_with_other_processes(
+    world: World, System: Any, before: int, after: int
+) -> None:
+    """An expert's first tokens come thereafter."""
+    options = {**INVERSE, **({"factor_exchange": "reduce"} if System is KAISA else {})}
+    saved = world.run(trained, before, System, options, range(2))[0][2]
+    whole = trained(0, 1, System, options)
+    for each in world.run(trained, after, System, options, range(2, 4), saved):
+        assert_same_training(each, whole)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -194,7 +194,8 @@ class KFACOptions:
             classes on the last dimension), "bernoulli" (logits), "gaussian" (means), or a callable
             ``output -> summed negative log-likelihood of labels it has drawn``.
         kfac_approx: For layers applied at many positions: "expand" if each position has a loss term
-            (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023).
+            (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023);
+            fused experts have no factors then.
         refresh: "drift": each layer is solved as often as that changes its preconditioned gradient:
             its interval is halved where the old and the new one point apart, and doubled where they
             agree, 1 to 32 steps. With a number for ``inv_update_steps`` that is the interval.
@@ -338,6 +339,7 @@ class KFACOptions:
             max_factor_dim=self.max_factor_dim,
             max_exact_dim=self.max_exact_dim if self.exact_blocks else None,
             other_matrices=others,
+            approximation=self.kfac_approx,
         )
 
     @property

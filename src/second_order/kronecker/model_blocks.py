@@ -15,7 +15,7 @@ from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_o
 from second_order.kronecker.experts import EXPERTS, is_experts
 from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
-from second_order.kronecker.layers import CONVOLUTIONS, KINDS, FactorShape, Key
+from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Approximation, FactorShape, Key
 from second_order.kronecker.standardised import is_standardised
 from second_order.patterns import first_match
 from second_order.sharded import plain_type
@@ -25,6 +25,10 @@ __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 LONE = "Parameter"  # in the place of a class, of what no layer has
 MUCH = 0.1  # of the parameters: the share of matrices without a rule that "auto" does not leave
 TIED = "its weight is tied to a module left to the base"
+UNTOLD = (
+    "kfac_approx='reduce' needs the sequence of each token, which experts are not told; 'expand' "
+    "does not"
+)
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,9 @@ class LeftToBase:
     norm: bool = False  # a norm layer
 
     def __str__(self) -> str:
-        if self.kind == LONE:
-            return self.name
-        why = f": {self.reason}" if self.unexpected else ""
-        return f"{self.name} ({self.kind}{why})"
+        kind = [] if self.kind == LONE else [self.kind]
+        said = ": ".join(kind + [self.reason] * self.unexpected)
+        return f"{self.name} ({said})" if said else self.name
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class BlockRules:
     # Matrices without a block, also those of layers that are too large, get factors from their
     # "gradient"; "base": none do; "auto": where they are a tenth of the parameters or more.
     other_matrices: str = "base"
+    approximation: Approximation = "expand"  # of dimensions that share the weight
 
     def locations(self, name: str, module: nn.Module, channels: int | None) -> int:
         """Number T of locations of a Linear to be doubly factored; 0 for any other module.
@@ -201,6 +205,8 @@ class _Search:
             key, weight = EXPERTS[letter], cast(nn.Parameter, own[letter])
             full, kind, bias = f"{name}.{letter}".lstrip("."), KINDS[key], own.get(f"{letter}_bias")
             reason = self.rules.too_large(kind.shape(module, bias is not None))
+            if self.rules.approximation == "reduce":
+                reason = UNTOLD
             if reason is not None:
                 alone = [p for p in (weight, bias) if p is not None]
                 self.leave(full, module, reason, alone=alone, kind=LONE, unexpected=True)

@@ -48,9 +48,9 @@ class Sums:
         world: The processes.
         device: Where the model is.
         dtype: Of the sums.
-        waits: With "owner", wait for a layer's message when the next one has been sent, as little
-            memory is then under way. Not where others need this process's passes to send theirs, as
-            FSDP2 does: then what has not arrived is waited for as the batch ends.
+        waits: With "owner", wait for a layer's message before the next one's sum is computed, as
+            little memory is then under way. Not where others need this process's passes to send
+            theirs, as FSDP2 does: then what has not arrived is waited for as the batch ends.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Sums:
 
     def gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows, of ``(rows, n)``."""
+        self._make_room()
         wide = self.dtype
         fused = rows.dtype != wide and rows.device.type in WIDENING
         rows = rows if fused else rows.to(wide)
@@ -119,11 +120,12 @@ class Sums:
         if self._keep == "owner":
             self._send(len(self._order))
             self._next = 0
-            self._take_in(0)
+            self._take_in(all_of_them=True)
 
     def _send(self, end: int) -> None:
         world = self._world
         for key in self._order[self._next : end]:
+            self._make_room()
             part = self.waiting.pop(key, None)
             part = self._zeros(key) if part is None else part
             sent(part.nbytes)
@@ -131,13 +133,16 @@ class Sums:
             to = self._owners[key]
             work = dist.reduce(part, group=world.group, group_dst=to, async_op=True)
             self._sending.append((key, part, work))
-            self._take_in(1 if self._waits else len(self._sending))
         self._next = max(end, self._next)
 
-    def _take_in(self, most: int) -> None:
-        """Take in the sums that have arrived, until so many are under way at most."""
+    def _make_room(self) -> None:
+        """Take in sums before another is computed or sent."""
+        self._take_in(all_of_them=self._waits)
+
+    def _take_in(self, all_of_them: bool) -> None:
+        """Take in the sums that have arrived, or wait for all that are under way."""
         sending = self._sending
-        while sending and (len(sending) > most or sending[0][2].is_completed()):
+        while sending and (all_of_them or sending[0][2].is_completed()):
             key, part, work = sending.popleft()
             work.wait()
             if self._owners[key] == self._world.rank:
