@@ -533,8 +533,6 @@ every gradient worker keeps an inverse of a sharded layer
     (rank, rank), _one(rank), said  =>  (rank, rank), layer.workers, said
 
 == kfac/precondition.py
-what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
-    torch.mul(piece, number, out=gradient)  =>  gradient.copy_(piece)
 the hook's means are lost with their owner
   <-  dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means
     if owners.get(p, rank) != rank]  =>  if False]
@@ -721,6 +719,8 @@ layers in groups of their own without statistics
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
 
 == kronecker/bank.py
+what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
+    isinstance(scale, Tensor) else scale)  =>  isinstance(scale, Tensor) else 1.0)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
     torch.cat(parts, axis)  =>  torch.cat(parts[::-1], axis)
 inverses of some layers of a bank are others'
@@ -1091,8 +1091,6 @@ a budget without the sums of owners alone  <-  measure::a_budget_counts_what_is_
 who shares an input is each process's own opinion
   <-  measure_ranks::who_shares_an_input_is_agreed
     if every - self.apart:  =>  if False:
-owners that a save takes for agreed on  <-  measure_ranks::who_shares_an_input_is_agreed
-    layer.owner = state["owners"][layer.name]  =>  pass
 terms of a batch that is repeated for others' sake
   <-  measure_ranks::processes_find_the_same_together
     (0 if idle else number)  =>  number
@@ -1106,6 +1104,12 @@ each process goes on from its own last save
     max(common or mine)  =>  max(mine)
 
 == measuring/statistics.py
+what shares an A is elsewhere than that
+  <-  measure_ranks::who_owns_what_is_known_after_a_resumption
+    self.assigned if self.leader is None else self.leader.assigned  =>  self.assigned
+what was wrong before an interruption is forgotten
+  <-  measure::what_was_wrong_is_known_after_a_resumption
+    {**self.known_wrong, **wrong}  =>  wrong
 a tensor that has been changed in place is still the same
   <-  measure::layers_that_read_one_tensor_share_a_factor_until_they_do_not
     known[0]() is x and known[1] == x._version  =>  known[0]() is x

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -22,7 +23,7 @@ from measured import (
     terms,
 )
 from second_order import KroneckerCurvature, LayerCurvature, SecondOrderError, measure
-from second_order.errors import CheckpointError
+from second_order.errors import CheckpointError, SecondOrderWarning
 from second_order.measuring.find import passes_of
 
 if TYPE_CHECKING:
@@ -402,6 +403,36 @@ def test_a_save_of_another_measurement_is_refused(tmp_path: Path) -> None:
     found = measure(model, x, progress=False, **options).report.rows
     assert found == measure(model, x, factors="ekfac", progress=False).report.rows
     assert found[0].missing == 2
+
+
+class Changed(nn.Module):
+    """A layer that only looks like a Linear; one whose input is changed in place, at times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd, self.a, self.b = Halved(), nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.odd(x).clone()
+        y = self.a(x)
+        if len(x) == 5:
+            with torch.no_grad():
+                x.add_(1.0)
+        output: Tensor = self.b(y)
+        return output
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_what_was_wrong_is_known_after_a_resumption(stop: int, tmp_path: Path) -> None:
+    model, data = Changed().to(F64), [torch.randn(n, 3, dtype=F64) for n in (5, 4, 4)]
+    options: dict[str, Any] = {"factors": "ekfac", "checkpoint": tmp_path}
+    killed(model, data, stop, **options)
+    (tmp_path / "model.0.pt").touch()  # somebody else's
+    with pytest.warns(SecondOrderWarning) if stop < 3 else nullcontext():
+        found = measure(model, data, progress=False, **options)
+    assert [*found] == ["b"]
+    assert {*found.uncovered} == {"odd.weight", "a.weight", "a.bias"}
+    assert [path.name for path in tmp_path.iterdir()] == ["model.0.pt"]
 
 
 def test_a_budget_counts_what_is_there() -> None:

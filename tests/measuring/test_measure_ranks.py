@@ -162,6 +162,39 @@ def test_one_that_fails_within_fsdps_pass_raises_its_own_error(world: World) -> 
     assert said[0].startswith("SecondOrderError: this process does not hear from the others")
 
 
+def ended(rank: int, ranks: int, folder: str, moment: str) -> Found | str:
+    """FSDP2, of which the last process's data end first; another is interrupted after that."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(F64)
+    for module in (*model, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (ranks,)))
+    many = 4 if rank == 0 else {"before": 0, "between": 2}[moment]
+    batches = torch.arange(24.0, dtype=F64).view(4, 2, 3).unbind()[:many]
+
+    def failing() -> Iterator[Tensor]:
+        yield from batches[:3]
+        if rank == 0:
+            raise ArithmeticError("no such record")
+
+    options: dict[str, Any] = {"checkpoint": folder, "checkpoint_every": 1, "progress": False}
+    try:
+        measure(model, failing(), **options)
+    except (ArithmeticError, SecondOrderError) as error:
+        if moment == "before":
+            return str(error)
+    curvature = measure(model, batches, **options)
+    return {("0", "A"): curvature["0"].A}
+
+
+def test_fsdps_data_may_end_first_but_not_before_they_begin(world: World, tmp_path: Path) -> None:
+    rows = torch.arange(24.0, dtype=F64).view(8, 3)
+    rows = torch.cat([rows, rows[:4]])
+    for found in world.run(ended, 2, str(tmp_path), "between"):
+        close(found["0", "A"][0], rows.mT @ rows / 12)
+    said = world.run(ended, 2, str(tmp_path), "before")
+    assert all("gave no batch" in each for each in said)
+
+
 def without(rank: int, ranks: int, moment: str) -> str:
     """A process whose loader fails at a moment."""
 

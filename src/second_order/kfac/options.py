@@ -195,7 +195,7 @@ class KFACOptions:
             ``output -> summed negative log-likelihood of labels it has drawn``.
         kfac_approx: For layers applied at many positions: "expand" if each position has a loss term
             (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023);
-            fused experts have no factors then.
+            fused experts count as other matrices then.
         refresh: "drift": each layer is solved as often as that changes its preconditioned gradient:
             its interval is halved where the old and the new one point apart, and doubled where they
             agree, 1 to 32 steps. With a number for ``inv_update_steps`` that is the interval.

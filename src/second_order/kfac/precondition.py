@@ -251,9 +251,8 @@ def write(
 ) -> None:
     """Write P, times a scale, into the gradients."""
     to, written = list[Tensor](), list[Tensor]()
-    number = scale if isinstance(scale, float) else None  # on the CPU: scaled as it is written
     for bank, results, _ in found:
-        pieces = bank.pieces(results, scale if isinstance(scale, Tensor) else None)
+        pieces = bank.pieces(results, scale)
         for p, piece in zip(bank.params, pieces, strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
             if gradient is not None:
@@ -261,10 +260,7 @@ def write(
                 written.append(
                     piece if piece.shape == gradient.shape else piece.reshape(gradient.shape)
                 )
-    if number is not None:
-        for gradient, piece in zip(to, written, strict=True):
-            torch.mul(piece, number, out=gradient)
-    elif to:
+    if to:
         torch._foreach_copy_(to, written)
 
 

@@ -158,7 +158,7 @@ class Rows:
         self._masks = [torch.as_tensor(mask).detach().cpu().bool() for mask in masks]
         self._device = device
         self._found: dict[torch.Size, tuple[Tensor | None, int]] = {}
-        self._ones: dict[Any, Tensor] = {}
+        self._homogeneous: dict[Any, Tensor] = {}
         self.unknown: set[torch.Size] = set()  # shapes that masks say nothing of
 
     def of(self, shape: Iterable[int]) -> tuple[Tensor | None, int]:
@@ -207,15 +207,15 @@ class Rows:
         """As :meth:`pick`, a 1 appended to each row; until the next rows of this size are."""
         index, number = self.of(x.shape[:-1])
         rows = x.reshape(-1, x.shape[-1])
-        key = number, x.shape[-1], x.dtype
-        if key not in self._ones:
-            self._ones[key] = x.new_ones(number, x.shape[-1] + 1)
-        place = self._ones[key][:, :-1]
+        key = number, x.shape[-1], x.dtype, x.device
+        if key not in self._homogeneous:
+            self._homogeneous[key] = x.new_ones(number, x.shape[-1] + 1)
+        place = self._homogeneous[key][:, :-1]
         if index is None:
             place.copy_(rows)
         else:
             torch.index_select(rows, 0, index, out=place)
-        return self._ones[key], number
+        return self._homogeneous[key], number
 
     def ones(self, shape: torch.Size, like: Tensor) -> Tensor:
         """A tensor of a shape with ones in the counted rows, and zeros in the others."""

@@ -75,15 +75,16 @@ def shared_out(
     layers: Sequence[Layer], keep: Keep, ekfac: bool, itemsize: int, ranks: int, budget: int | None
 ) -> list[list[Layer]]:
     """Give each layer its owner; returns the layers of each pass, within a budget of bytes."""
-    costs = [_cost(layer, keep, ekfac, keep == "owner" and ranks > 1) for layer in layers]
+    keep = "device" if keep == "owner" and ranks == 1 else keep
+    costs = [_cost(layer, keep, ekfac) for layer in layers]
     costs = [(everywhere * itemsize, owned * itemsize) for everywhere, owned in costs]
     owners = spread_costs([*map(sum, costs)], ranks)
     for layer, owner in zip(layers, owners, strict=True):
-        layer.owner = owner
+        layer.assigned = owner
     return [[layers[i] for i in each] for each in passes_of(costs, owners, budget)]
 
 
-def _cost(layer: Layer, keep: Keep, ekfac: bool, owned: bool) -> tuple[int, int]:
+def _cost(layer: Layer, keep: Keep, ekfac: bool) -> tuple[int, int]:
     """Numbers in a layer's sums on each process while they grow, and how many more on its owner.
 
     While EK-FAC's eigenvalues are summed, all processes have the eigenvectors.
@@ -96,7 +97,7 @@ def _cost(layer: Layer, keep: Keep, ekfac: bool, owned: bool) -> tuple[int, int]
     if ekfac:
         everywhere = numbers(packed=False)
         sums = max(sums - everywhere, math.prod(layer.shape.gradient_size))
-    return (everywhere, sums) if owned else (everywhere + sums, 0)
+    return (everywhere, sums) if keep == "owner" else (everywhere + sums, 0)
 
 
 def passes_of(

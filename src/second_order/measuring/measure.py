@@ -25,6 +25,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from second_order.distributed.groups import explained
 from second_order.distributed.world import World
@@ -80,8 +81,8 @@ from second_order.sharded import sharded_params
 __all__ = ["measure"]
 
 TOLERANCE = 1e-2  # of a decomposition's relative error
-OTHERWISE = 0.05  # relative difference of a Linear's output from W x + b
 
+NO_BATCH = "the loader of this process gave no batch, and the model is shared"
 ONCE = (
     "the loader can be gone through once only, and {why} takes another pass: give a list of "
     "batches, or a DataLoader"
@@ -222,6 +223,8 @@ class _Measurement:
         ekfac, itemsize = options.factors == "ekfac", self.dtype.itemsize
         plan = options.keep, ekfac, itemsize, world.size, options.memory
         self.passes = shared_out(self.layers, *plan)
+        host = options.memory is not None or options.keep == "cpu"
+        self.place = torch.device("cpu") if host else self.device  # of all that is found
         self.apart: set[str] = set()
         self.found = Found()
         self.terms: Any = 0  # of this pass
@@ -261,32 +264,32 @@ class _Measurement:
 
     def _resume(self, state: Mapping[str, Any]) -> int:
         """Take over what a save has of ended passes; returns the pass that it was made in."""
-        self.found, self.apart = Found.of_state(state["found"]), set(state["apart"])
+        self.found, self.apart = Found.of_state(state["found"], self.place), set(state["apart"])
         self._follow(state["leaders"])
         for layer in self.layers:
             rows = state["rows"][layer.name]
             layer.rows = rows[0] if len(rows) == 1 else torch.tensor(rows, device=self.device)
             layer.missing = state["missing"][layer.name]
-            layer.owner = state["owners"][layer.name]  # a first batch's leaders are not agreed on
         self.done = state["done"]
         return int(state["pass"])
 
     def _follow(self, leaders: Mapping[str, str]) -> None:
         named = {layer.name: layer for layer in self.layers}
         for name, leader in leaders.items():
-            named[name].leader, named[name].owner = named[leader], named[leader].owner
+            named[name].leader = named[leader]
 
-    def _state(self, number: int, index: int, sums: Sums) -> dict[str, Any]:
+    def _state(self, number: int, index: int, statistics: Statistics) -> dict[str, Any]:
         rows = read([layer.rows for layer in self.layers])
         return {
             "pass": number,
             "index": index,
-            "sums": sums.state(),
+            "sums": statistics.sums.state(),
+            "wrong": statistics.wrong(),
             "terms": read([self.terms])[0][0],
             "rows": {layer.name: n for layer, n in zip(self.layers, rows, strict=True)},
             "missing": {layer.name: layer.missing for layer in self.layers},
             "leaders": leaders_of(self.layers),
-            "owners": {layer.name: layer.owner for layer in self.layers},
+            "led": statistics.leaders,  # in this pass; None before any
             "apart": sorted(self.apart),
             "found": self.found.state(),
             "done": self.done,
@@ -303,9 +306,9 @@ class _Measurement:
             sums = self._sums(sizes)
             try:
                 statistics = Inputs(group, sums, self.apart) if inputs else Pairs(group, sums)
-                with compared(guessed(group)) as found:
+                with compared(guessed(group)) as statistics.differences:
                     self._over_data(number, statistics)
-                self._check(found, statistics)
+                self._note(statistics.wrong())
                 break
             except _Again:
                 if goes_once(self.loader):
@@ -315,27 +318,13 @@ class _Measurement:
                 self.found.batches = 0 if number == 0 else self.found.batches
         self._keep_averages(group, sums.finish())
 
-    def _check(self, found: Mapping[nn.Module, Tensor], statistics: Statistics) -> None:
-        """Note layers that do not compute what a Linear does, or of which calls were lost."""
-        differences = dict(zip(found, read(list(found.values())), strict=True))
-        wrong = {
-            layer.name: "it does not multiply its input by its weight, as its sizes suggest; "
-            "tell how it computes by register_layer"
-            for layer in statistics.layers
-            for module in layer.block.modules
-            if module in differences and not differences[module][0] < OTHERWISE
-        }
-        for module, why in statistics.missed.items():
-            wrong |= {layer.name: why for layer in statistics.of[module]}
-        self._note(wrong)
-
     def _sums(self, sizes: Mapping[Key, torch.Size]) -> Sums:
         keep: Keep = self.options.keep
         keep = "device" if keep == "owner" and self.world.size == 1 else keep
         owner = {layer.name: layer.owner for layer in self.layers}
         owners = {key: owner[key[0]] for key in sizes}
         # FSDP2's messages come between, in an order that processes do not share.
-        world = self.aside if self.sharded else self.world
+        world = self.aside if self.sharded or keep == "cpu" else self.world
         return Sums(keep, sizes, owners, world, self.device, self.dtype, waits=not self.sharded)
 
     def _over_data(self, number: int, statistics: Inputs | Pairs) -> None:
@@ -346,8 +335,9 @@ class _Measurement:
         if state is not None and state["pass"] == number:
             start = state["index"]
             statistics.sums.load(state["sums"])
+            statistics.known_wrong = state["wrong"]
             self.terms = state["terms"]
-            if isinstance(statistics, Inputs):
+            if state["led"] is not None:
                 statistics.leaders = leaders_of(statistics.layers)
                 statistics.sums.drop((name, "A") for name in statistics.leaders)
         what = f"pass {number + 1} of {self.number_of_passes}"
@@ -363,12 +353,15 @@ class _Measurement:
                 if failure is None:
                     try:
                         given = next(batches, END)
+                        if given is END and batch is None and self.sharded:
+                            raise SecondOrderError(NO_BATCH)
                     except Exception as raised:
                         failure = raised
                 if not self._agree(given is not END, failure, statistics, index - start):
                     break
                 bar.update()
                 if index < start:
+                    batch = batch if given is END else given
                     continue
                 try:
                     batch = self._one_batch(index, given, batch, statistics, run)
@@ -382,7 +375,7 @@ class _Measurement:
                     self.found.batches += 1
                 if failure is None and saves.is_due(index + 1):
                     try:
-                        saves.save(self.done, self._state(number, index + 1, statistics.sums))
+                        saves.save(self.done, self._state(number, index + 1, statistics))
                     except Exception as raised:
                         failure = raised
 
@@ -437,10 +430,6 @@ class _Measurement:
         idle = given is END
         if idle and not self.sharded:
             return last
-        if idle and last is None:
-            raise SecondOrderError(
-                "the loader of this process gave no batch, and the model is shared"
-            )
         batch = last if idle else given
         masks = masks_of(batch, self.model) if options.mask is None else [options.mask(batch)]
         masks = [mask for mask in masks if mask is not None]
@@ -490,8 +479,7 @@ class _Measurement:
                 total = total.div_(by.view(-1, *[1] * (total.dim() - 1)))
                 if not bool(total.isfinite().all()):
                     wrong[layer.name] = f"its {letter} is not finite"
-                kept = total.cpu() if self.options.memory is not None else total
-                self.found.stored[layer.name, letter] = kept
+                self.found.stored[layer.name, letter] = total.to(self.place)
         self._note(wrong)
         for layer in group:
             if layer.leader is None and not layer.rows and layer.name not in self.found.failed:
@@ -534,8 +522,7 @@ class _Measurement:
             self._over_data(number, statistics)
             self.found.scattered |= statistics.scattered
         for (name, _), total in sums.finish().items():
-            found = total.div_(max(self.found.terms, 1.0))
-            self.found.corrected[name] = found.cpu() if self.options.memory is not None else found
+            self.found.corrected[name] = total.div_(max(self.found.terms, 1.0)).to(self.place)
 
     def _basis(self, layer: Layer) -> dict[str, tuple[Tensor, Tensor | None]]:
         """The eigenvalues and eigenvectors of a layer's A and G, from its owner."""
@@ -558,8 +545,5 @@ class _Measurement:
             found[letter] = parts[0], None if diagonal else parts[1]
         self._note(wrong)
         if rank == owner:
-            place = torch.device("cpu") if self.options.memory is not None else self.device
-            self.found.bases[layer.name] = {
-                k: (n.to(place), None if q is None else q.to(place)) for k, (n, q) in found.items()
-            }
+            self.found.bases[layer.name] = tree_map_only(Tensor, lambda t: t.to(self.place), found)
         return found

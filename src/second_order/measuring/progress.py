@@ -127,8 +127,6 @@ class Saves:
     ) -> None:
         self._folder, self._every, self._world, self._what = folder, every, world, what
         self._numbers: list[int] = []
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
 
     def _path(self, number: int) -> Path:
         assert self._folder is not None
@@ -142,18 +140,19 @@ class Saves:
         """
         if self._folder is None:
             return None
-        mine = {
-            int(path.name.split(".")[0]) for path in self._folder.glob(f"*.{self._world.rank}.pt")
-        }
-        world = self._world.aside()
+        world, wrong = self._world.aside(), ""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # the others wait for this process
+            wrong = str(error)
+        mine = {int(path.name.split(".")[0]) for path in self._files()}
         common = set.intersection(*world.all_gather_object(mine))
         self._numbers = sorted(mine)
         state: dict[str, Any] | None = None
-        wrong = ""
         if mine:
             try:
                 state = self._read(self._path(max(common or mine)))
-            except (CheckpointError, OSError) as error:  # the others wait for this process
+            except (CheckpointError, OSError) as error:
                 wrong = str(error)
         wrong = next(filter(None, world.all_gather_object(wrong)), "")
         if wrong:
@@ -190,5 +189,5 @@ class Saves:
             path.unlink()
 
     def _files(self) -> list[Path]:
-        mine = f"*.{self._world.rank}.pt"
+        mine = f"{'[0-9]' * 10}.{self._world.rank}.pt"
         return [] if self._folder is None else list(self._folder.glob(mine))

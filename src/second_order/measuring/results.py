@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from second_order.distributed.world import World
 from second_order.kronecker.layer_curvature import LayerCurvature
@@ -54,8 +56,10 @@ class Found:
         return {**vars(self), **lists}
 
     @classmethod
-    def of_state(cls, state: Mapping[str, Any]) -> Found:
-        """What a save had."""
+    def of_state(cls, state: Mapping[str, Any], place: torch.device) -> Found:
+        """What a save had, on a device."""
+        moved = {id(t): t.to(place) for _, _, t in state["stored"]}  # a shared one stays one
+        state = tree_map_only(Tensor, lambda t: moved.get(id(t), t.to(place)), dict(state))
         sets = {
             "stored": {(name, letter): kept for name, letter, kept in state["stored"]},
             "unknown": {tuple(shape) for shape in state["unknown"]},
@@ -142,13 +146,19 @@ def report_of(
         title,
         rows,
         sum(p.numel() for p in model.parameters()),
-        found.terms or max(float(layer.rows) for layer in layers),
+        found.terms or _examples(layers),
         sum(batches),
         passes,
         time.perf_counter() - began,
         sum(t.nbytes for t in unique.values()),
         notes,
     )
+
+
+def _examples(layers: Sequence[Layer]) -> float:
+    """The number of rows; not of experts, who see a row more than once."""
+    plain = [layer for layer in layers if not layer.shape.routed]
+    return max(float(layer.rows) for layer in plain or layers)
 
 
 def _line(layer: Layer, why: str | None) -> MeasuredLayer:

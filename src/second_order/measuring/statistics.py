@@ -51,6 +51,7 @@ __all__ = [
     "read",
 ]
 
+OTHERWISE = 0.05  # relative difference of a Linear's output from W x + b
 CHUNK_BYTES = 2**26
 """Of the gradients of single entries of a batch that are there at once."""
 
@@ -64,7 +65,7 @@ class Layer:
         shape: Sizes of its factors; of the weight alone where inputs alone are measured.
         shapes: Shapes of its parameters, by name.
         letters: The names of its factors that are measured.
-        owner: The process that gets them.
+        assigned: The process that gets them, unless they share with a leader.
         leader: The layer whose A is this one's, as it reads the same tensor.
         rows: The number of rows in A's sum; of fused experts ``(groups,)``, each one's own.
         missing: Dimensions of A that so few rows cannot fill.
@@ -74,7 +75,7 @@ class Layer:
     shape: FactorShape
     shapes: dict[str, torch.Size]
     letters: Sequence[str]
-    owner: int = 0
+    assigned: int = 0
     leader: Layer | None = None
     rows: Any = 0
     missing: int = 0
@@ -88,6 +89,11 @@ class Layer:
     def bias(self) -> bool:
         """Whether A has the homogeneous coordinate."""
         return len(self.shapes) > 1
+
+    @property
+    def owner(self) -> int:
+        """The process that gets its factors."""
+        return self.assigned if self.leader is None else self.leader.assigned
 
     def size(self, letter: str, packed: bool = True) -> torch.Size:
         """The shape of a factor as it is kept, a triangle if ``packed``."""
@@ -145,8 +151,26 @@ class Statistics:
     """What :func:`leaders_of` tells of the layers; None before the first batch."""
     apart: Collection[str] = ()
     """Names of layers that share nothing."""
+    differences: Mapping[nn.Module, Tensor] = {}
+    """By module, how far it is from a Linear that it is taken for."""
+    known_wrong: Mapping[str, str] = {}
+    """By layer, what was wrong before a measurement was interrupted."""
     missed: Mapping[nn.Module, str] = {}
     """By module, why a call of it could not be taken in."""
+
+    def wrong(self) -> dict[str, str]:
+        """Layers that do not compute what a Linear does, or of which calls were lost, and why."""
+        far = dict(zip(self.differences, read(list(self.differences.values())), strict=True))
+        wrong = {
+            layer.name: "it does not multiply its input by its weight, as its sizes suggest; "
+            "tell how it computes by register_layer"
+            for layer in self.layers
+            for module in layer.block.modules
+            if module in far and not far[module][0] < OTHERWISE
+        }
+        for module, why in self.missed.items():
+            wrong |= {layer.name: why for layer in self.of[module]}
+        return {**self.known_wrong, **wrong}
 
     def begin(self, rows: Rows, entries: int, idle: bool) -> None:
         """Begin a batch; an ``idle`` one counts for nothing."""

@@ -48,8 +48,8 @@ class Sums:
         world: The processes.
         device: Where the model is.
         dtype: Of the sums.
-        waits: With "owner", wait for a layer's message before the next one's sum is computed, as
-            little memory is then under way. Not where others need this process's passes to send
+        waits: With "owner", wait for a layer's message before the next Linear's sum is computed,
+            as little memory is then under way. Not where others need this process's passes to send
             theirs, as FSDP2 does: then what has not arrived is waited for as the batch ends.
     """
 
@@ -85,25 +85,23 @@ class Sums:
         """Add rowsᵀ rows, of ``(rows, n)``."""
         self._make_room()
         wide = self.dtype
-        fused = rows.dtype != wide and rows.device.type in WIDENING
+        narrow = wide is torch.float32 and rows.dtype in (torch.bfloat16, torch.float16)
+        fused = narrow and rows.device.type in WIDENING
         rows = rows if fused else rows.to(wide)
         with ieee_matmul(rows.device), torch.autocast(rows.device.type, enabled=False):
             if self._keep != "device" and not fused:
                 self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
-                return
-            if self._keep != "device":
+            elif self._keep != "device":
                 self.add(key, _product(rows, wide).unsqueeze(0))
-                return
-            if key not in self.found:
+            elif key not in self.found:
                 self.found[key] = _product(rows, wide).unsqueeze(0)
-                return
-            total = self.found[key][0]
-            if not fused:
-                total.addmm_(rows.mT, rows)
+            elif not fused:
+                self.found[key][0].addmm_(rows.mT, rows)
             elif torch.__version__ >= "2.12":  # before, what is added to had to be narrow, too
+                total = self.found[key][0]
                 torch.addmm(total, rows.mT, rows, out_dtype=wide, out=total)
             else:
-                total.add_(_product(rows, wide))
+                self.found[key][0].add_(_product(rows, wide))
 
     def add(self, key: Key, matrix: Tensor) -> None:
         """Add ``(groups, n, n)``, or another form in which a sum is kept; its memory is taken."""
@@ -133,7 +131,7 @@ class Sums:
             to = self._owners[key]
             work = dist.reduce(part, group=world.group, group_dst=to, async_op=True)
             self._sending.append((key, part, work))
-        self._next = max(end, self._next)
+            self._next += 1  # also where the next one raises: it is not sent again
 
     def _make_room(self) -> None:
         """Take in sums before another is computed or sent."""
