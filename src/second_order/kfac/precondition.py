@@ -24,7 +24,7 @@ from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.layers import USUAL_BATCH, Layers
 from second_order.kfac.options import AUTO, KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
-from second_order.kronecker.bank import Bank, Gradients
+from second_order.kronecker.bank import CPU_BANK_BYTES, Bank, Gradients
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import PEAK_LR, Scalar
 from second_order.stages import span
@@ -252,14 +252,19 @@ def write(
     """Write P, times a scale, into the gradients."""
     to, written = list[Tensor](), list[Tensor]()
     for bank, results, _ in found:
-        pieces = bank.pieces(results, scale)
+        # What no cache holds is scaled as it is written.
+        wide = isinstance(scale, float) and results.nbytes > CPU_BANK_BYTES
+        pieces = bank.pieces(results, None if wide else scale)
         for p, piece in zip(bank.params, pieces, strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
-            if gradient is not None:
+            if gradient is None:
+                continue
+            shaped = piece if piece.shape == gradient.shape else piece.reshape(gradient.shape)
+            if wide:
+                torch.mul(shaped, cast(float, scale), out=gradient)
+            else:
                 to.append(gradient)
-                written.append(
-                    piece if piece.shape == gradient.shape else piece.reshape(gradient.shape)
-                )
+                written.append(shaped)
     if to:
         torch._foreach_copy_(to, written)
 

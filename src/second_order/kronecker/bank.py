@@ -24,7 +24,15 @@ from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.stacks import in_groups
 from second_order.sharded import is_dtensor
 
-__all__ = ["Bank", "Gradients", "as_matrices", "banks_of", "of_groups", "of_parameters"]
+__all__ = [
+    "CPU_BANK_BYTES",
+    "Bank",
+    "Gradients",
+    "as_matrices",
+    "banks_of",
+    "of_groups",
+    "of_parameters",
+]
 
 # Bytes of gradients that are preconditioned together, unless one layer alone has more. On a CPU a
 # batch saves calls alone, and what has been computed is to be found in its cache.

@@ -62,15 +62,15 @@ class EigenInverse:
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
         q_a, q_g, q_l = self.vectors.get("A"), self.vectors["G"], self.vectors.get("L")
-        rotated = q_g.mT @ gradient
+        rotated = torch.bmm(q_g.mT, gradient)  # matmul takes some 2 µs more, to find out as much
         if q_l is not None:
             assert q_a is not None
             rotated = q_a[0].mT @ rotated.view(self.scale.shape) @ q_l[0]
             rotated = q_a[0] @ rotated.mul_(self.scale) @ q_l[0].mT
             return q_g @ rotated.view_as(gradient)
         if q_a is None:
-            return q_g @ rotated.mul_(self.scale)
-        other = (rotated @ q_a).mul_(self.scale)  # two places do for four products
+            return torch.bmm(q_g, rotated.mul_(self.scale))
+        other = torch.bmm(rotated, q_a).mul_(self.scale)  # two places do for four products
         return torch.bmm(torch.bmm(q_g, other, out=rotated), q_a.mT, out=other)
 
     @property
@@ -97,12 +97,12 @@ class FactoredInverse:
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
         a, g, locations = self.inverses["A"], self.inverses["G"], self.inverses.get("L")
-        half = times_packed(gradient.mT, g).mT if g.dim() == 2 else g @ gradient
+        half = times_packed(gradient.mT, g).mT if g.dim() == 2 else torch.bmm(g, gradient)
         if locations is not None:
             maps = half.reshape(-1, a.shape[-1], locations.shape[-1])
             return (a[0] @ maps @ locations[0]).view_as(gradient)
         if a.dim() == 3:
-            return half @ a
+            return torch.bmm(half, a)
         if a.shape[-1] == half.shape[-1]:
             return half.mul_(a.unsqueeze(-2))
         return times_packed(half, a)
