@@ -679,9 +679,10 @@ a solve on a thread that is older than drift allows
     late = self.drift is not None and age >= self.drift.interval(block) - 1  =>  late = False
 a thread solves each factor in another's place
   <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
-    stored = [each.stored for each in  =>  stored = [each.added for each in
+  - *(each.stored for each in problems.values())
+  + *(each.stored for each in [*problems.values()][::-1])
 a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
-    copies = [torch.empty_like(t) for t in tensors]  =>  copies = list(tensors)
+    [[torch.empty_like(t) for t in group] for group in groups]  =>  [*map(list, groups)]
 a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
     torch.set_num_threads(1)  =>  pass
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from second_order.kfac.solve_async import WorkerPool, retrieve, take_snapshot
+from second_order.kfac.solve_async import WorkerPool, retrieve, take_snapshots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -165,7 +165,7 @@ def test_a_child_has_no_threads_of_its_parents() -> None:
 
 def test_a_snapshot_does_not_see_what_comes_later() -> None:
     tensors = [torch.arange(3.0), torch.ones(2, dtype=torch.float64)]
-    fetch = take_snapshot(tensors, CPU, None)
+    (fetch,) = take_snapshots([tensors], CPU, None)
     for t in tensors:
         t.add_(1)
     found = fetch()

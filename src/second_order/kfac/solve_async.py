@@ -21,6 +21,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, threa
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -94,16 +95,22 @@ class Streams(NamedTuple):
     returns: torch.cuda.Stream  # copies from the CPU
 
 
-def take_snapshot(
-    tensors: Sequence[Tensor], device: torch.device, streams: Streams | None
-) -> Callable[[], list[Tensor]]:
+def take_snapshots(
+    groups: Sequence[Sequence[Tensor]], device: torch.device, streams: Streams | None
+) -> list[Callable[[], list[Tensor]]]:
     """Begin to copy tensors of one device, which may change as soon as this returns, to a device.
 
-    Returns a function for the thread that needs the copies: it waits for them. ``streams`` are for
-    tensors on CUDA.
+    Returns, for each group, a function for the thread that needs the copies: it waits for them.
+    ``streams`` are for tensors on CUDA.
     """
-    copies = [torch.empty_like(t) for t in tensors]
-    torch._foreach_copy_(copies, list(tensors))
+    copies = [[torch.empty_like(t) for t in group] for group in groups]
+    torch._foreach_copy_(list(chain(*copies)), list(chain(*groups)))
+    return [_arriving(group, device, streams) for group in copies]
+
+
+def _arriving(
+    copies: list[Tensor], device: torch.device, streams: Streams | None
+) -> Callable[[], list[Tensor]]:
     if streams is None:
         return lambda: [copy.to(device) for copy in copies]
     current = torch.cuda.current_stream(streams.snapshots.device)
@@ -126,6 +133,12 @@ def take_snapshot(
         return arrived
 
     return fetch
+
+
+def _tensors_of(problems: Mapping[str, Problem]) -> list[Tensor]:
+    """Factors, and what is added to them where that is a tensor."""
+    added = [each.added for each in problems.values() if each.added is not None]
+    return [*(each.stored for each in problems.values()), *added]
 
 
 def retrieve(
@@ -181,7 +194,7 @@ class SolvesOnThreads(Solves):
         if streams is None:
             send(copies)
             return
-        fetch = take_snapshot(copies, torch.device("cpu"), streams)
+        (fetch,) = take_snapshots([copies], torch.device("cpu"), streams)
         self.pool.submit(lambda: send(fetch()))
 
     def run(
@@ -206,19 +219,24 @@ class SolvesOnThreads(Solves):
 
     def solve(self, ready: Sequence[KroneckerBlock]) -> None:
         """Hand snapshots of this rank's factors to threads, the largest first: ending together."""
+        if not ready:
+            return
         options, streams = self.options, self._streams
         decompose = partial(
             self.solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
         )
-        for block in sorted(ready, key=self.step.costs.__getitem__, reverse=True):
-            on_cuda = self._own.inverse_device == "cuda"
-            device = block.weight.device if on_cuda else torch.device("cpu")
-            problems = {k: self.problem(block, k, device) for k in block.shape.letters}
+        on_cuda = self._own.inverse_device == "cuda"
+        device = self.training.device if on_cuda else torch.device("cpu")
+        every: list[dict[str, Problem]] = []
+        ready = sorted(ready, key=self.step.costs.__getitem__, reverse=True)
+        for block in ready:
+            place = block.weight.device if on_cuda else device
+            problems = {k: self.problem(block, k, place) for k in block.shape.letters}
             if on_cuda:  # where float32 products obey a setting of the whole process
                 problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
-            added = [each.added for each in problems.values() if each.added is not None]
-            stored = [each.stored for each in problems.values()]
-            fetch = take_snapshot([*stored, *added], device, streams)
+            every.append(problems)
+        fetches = take_snapshots([*map(_tensors_of, every)], device, streams)
+        for block, problems, fetch in zip(ready, every, fetches, strict=True):
             self.under_way[block].ticket = self.pool.submit(
                 partial(solve, fetch, problems, decompose, streams)
             )
