@@ -116,7 +116,7 @@ class LiveRows:
 def live_rows(d: Tensor) -> LiveRows:
     """The rows of ``(rows, ...)`` that have an entry other than zero."""
     if not _answers_at_once(d.device):
-        mask = d.flatten(1).abs().amax(1) != 0
+        mask = d.flatten(1).any(1)
         return LiveRows(mask, mask.sum())
     # Few rows have zeros in all their first entries: only those are looked at in full.
     look = d[:, :LOOKED_AT]
@@ -125,7 +125,7 @@ def live_rows(d: Tensor) -> LiveRows:
     suspects = (look == 0).all(1).nonzero().squeeze(1)
     if len(suspects) == 0:
         return LiveRows(None, len(d))
-    dead = suspects[d[suspects].flatten(1).abs().amax(1) == 0]
+    dead = suspects[~d[suspects].flatten(1).any(1)]
     if len(dead) == 0:
         return LiveRows(None, len(d))
     mask = torch.ones(len(d), dtype=torch.bool)
