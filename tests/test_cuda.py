@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, measure
 from second_order.kronecker.decompositions import eigh
 
 pytestmark = [
@@ -79,6 +79,47 @@ def test_a_quiet_step_waits_for_nothing(System: Any, solver: str) -> None:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def found_on(device: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The factors of a network of masked tokens, and their eigenvalues."""
+    torch.manual_seed(0)
+    layers = nn.Embedding(11, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11, bias=False)
+    model, tokens = nn.Sequential(*layers).to(dtype).to(device), torch.randint(11, (3, 4, 6))
+    labels = tokens.roll(1, -1)
+    labels[:, 1, 4:] = -100
+    loss = None if options["factors"] == "inputs" else masked_loss
+    found = measure(model, list(zip(tokens, labels, strict=True)), loss=loss, **options)
+    every = {f"{name} {k}": getattr(of, k) for name, of in found.items() for k in of.stored}
+    corrected = {f"{name} Λ": of.corrected for name, of in found.items()}
+    return {name: t.cpu() for name, t in (every | corrected).items() if t is not None}
+
+
+def masked_loss(output: Tensor, batch: Any) -> Tensor:
+    labels = batch[1].flatten()
+    return cross_entropy(output.flatten(0, 1).float(), labels, reduction="none")
+
+
+@pytest.mark.parametrize("keep", ["device", "cpu"])
+@pytest.mark.parametrize(
+    ("factors", "dtype", "within"),
+    [
+        ("inputs", torch.float32, 1e-4),
+        ("inputs", torch.bfloat16, 2e-2),
+        ("kfac", torch.float32, 1e-4),
+        ("kfac", torch.bfloat16, 2e-2),
+        ("ekfac", torch.float64, 1e-7),  # another rounding has other eigenvectors
+    ],
+)
+def test_a_device_measures_what_the_cpu_does(
+    factors: str, dtype: torch.dtype, within: float, keep: str
+) -> None:
+    options: dict[str, Any] = {"factors": factors, "keep": keep, "progress": False}
+    here, there = (found_on(device, dtype, options) for device in ("cpu", "cuda"))
+    assert here.keys() == there.keys()
+    for name, factor in here.items():
+        size = factor.abs().max().item()
+        torch.testing.assert_close(there[name], factor, rtol=within, atol=within * size)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
