@@ -132,7 +132,7 @@ class KFAC(OfLayers):
         self.hook: OwnerHook | None = None  # DPKFAC's of DistributedDataParallel
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
-            self._pipeline = Pipeline(training, options.factor_dtype)
+            self._pipeline = Pipeline(training, self.layers, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
@@ -340,7 +340,10 @@ class KFAC(OfLayers):
         counted = self._counted
         if counted is None:
             return 1.0
-        here, ranks = counted.staged.terms, self.training.world.size
+        ranks, like = self.training.world.size, counted.staged
+        (terms,) = self.layers.collector.terms([like])
+        number = torch.as_tensor(terms.number, dtype=like.dtype, device=like.device)
+        here = torch.stack([number, torch.full_like(number, float(not like.empty))])
         everywhere = here.clone()
         with self.training.meter.stage("exchange"):
             self.training.world.all_reduce([everywhere]).wait()

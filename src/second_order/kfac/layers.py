@@ -26,6 +26,7 @@ from second_order.kronecker.capture import Capture, GradientScale, StatisticsCol
 from second_order.kronecker.explanation import Explanation, residuals
 from second_order.kronecker.factors import (
     Reduction,
+    StagedStatistics,
     StatisticsSums,
     of_examples,
     sums_of,
@@ -36,6 +37,7 @@ from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.queued import PairQueue
+from second_order.kronecker.rows import Terms
 from second_order.kronecker.stacks import numbers_of, own_stack
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
@@ -232,10 +234,12 @@ class Layers:
             warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
             sampled=sampled,
+            drawn_rows=sampled and not callable(options.likelihood),
             queue=PairQueue(self._timed),
         )
         if self.heard is not None:
             self.collector.heard = self.heard
+            self.collector.asks = True
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
@@ -267,13 +271,11 @@ class Layers:
 
     @property
     def counting(self) -> KroneckerBlock | None:
-        """The layer by whose terms processes compare their shares of a step; None if never.
+        """The layer whose rows all processes look at, whoever takes its statistics, for their terms.
 
         It is the last one that is not silent, as a rule the one whose outputs have the loss's
         terms. All processes choose the same: they agree on which are silent.
         """
-        if self._options.loss_reduction != "step_mean" and self._items is None:
-            return None
         last = (block for block in reversed(self.active) if block.watched)
         return max(last, key=lambda block: not block.state.silent, default=None)
 
@@ -312,10 +314,23 @@ class Layers:
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The statistics of some layers since the last step; those of all layers are cleared."""
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
-        found = sums_of([block.staged for block in blocks], parts)
+        found = self._sums_of(blocks, parts)
         for block in self.active:
             block.staged.clear()
+        self.collector.ledger.passes.clear()
         return dict(zip(blocks, found, strict=True))
+
+    def terms_so_far(self, staged: StagedStatistics) -> Terms:
+        """The terms of a layer's passes since the last step, while a pass may go on."""
+        self.collector.settle()
+        return self.collector.ledger.terms([staged])[0]
+
+    def _sums_of(
+        self, blocks: Sequence[KroneckerBlock], micro_batches: int
+    ) -> list[StatisticsSums]:
+        staged = [block.staged for block in blocks]
+        terms = [each.number for each in self.collector.terms(staged)]
+        return sums_of(staged, micro_batches, terms)
 
     def whole_steps(
         self,
@@ -323,9 +338,9 @@ class Layers:
         processes: int,
         more: Tensor | float = 1.0,
     ) -> dict[KroneckerBlock, StatisticsSums]:
-        """The sums over all processes, with G that of examples whatever the losses' reduction.
+        """The sums over all processes, with G that of one term whatever the losses' reduction.
 
-        Of losses divided by the N examples of the whole step a gradient d is 1 / N of an example's,
+        Of losses divided by the N terms of the whole step a gradient d is 1 / N of a term's,
         times the number of processes, over which the sums of gradients are averaged.
         """
         shapes = [block.shape for block in sums]

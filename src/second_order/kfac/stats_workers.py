@@ -96,7 +96,7 @@ def unpack_statistics(
     found: dict[str, StatisticsSums | None] = {}
     for name in note["layers"]:
         block, parts = mine[name], {}
-        head, heads = heads.tensor_split([1 + block.shape.numbers * block.shape.groups])
+        head, heads = heads.tensor_split([2 + block.shape.numbers * block.shape.groups])
         for letter, shape in block.stored_shapes.items():
             part, factors = factors.tensor_split([math.prod(shape)])
             parts[letter] = part.view(shape).clone()
