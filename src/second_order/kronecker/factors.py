@@ -517,7 +517,7 @@ def _take_in(
     owned = [vars(each) for each in averages]
     # A step in which no row of a layer has a gradient says nothing of its curvature.
     weight = own_stack(owned, "weight")
-    present = (examples > 0) & (means[:, 1].amax(1) > 0)
+    present = (examples > 0) & (means[:, 1] != 0).any(1)
     torch.where(present, weight * decay + 1.0, weight, out=weight)
     # X + step (x - X), where a step of 0 leaves X bit for bit.
     step = weight.clamp_min(1.0).reciprocal_() * present

@@ -338,8 +338,8 @@ def _products(
     sizes = pairs[0].sizes
     x = as_stack([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(wide)
     d = as_stack([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(wide)
-    number: int | Tensor = sizes[0] if live is None else live.count
     mask = None if live is None else live.mask
+    number: int | Tensor = sizes[0] if live is None or mask is None else live.count
     if len(sizes) > 1:
         each = all_rows(0) if mask is None else LiveRows(mask.repeat(len(pairs)), 0)
         means = reduced(x.flatten(0, 1), d.flatten(0, 1), each)
