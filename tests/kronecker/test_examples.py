@@ -159,22 +159,43 @@ def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
     assert "accumulation_steps=1" in line
 
 
-@pytest.mark.filterwarnings("error::second_order.SecondOrderWarning")
 @pytest.mark.parametrize("reentrant", [None, False, True])
 def test_two_losses_of_one_forward_are_no_micro_batches(reentrant: bool | None) -> None:
-    """Nor where a checkpoint repeats the forward for each."""
+    """Nor where a checkpoint repeats the forward for each. G is the sum of both, and a warning."""
     torch.manual_seed(0)
     model, (x, y) = Checkpointed(reentrant).double(), MLP.batch()
     plain = copy.deepcopy(model)
     plain.reentrant = None
     optimizer = make(KAISA, model)
-    loss = cross_entropy(model(x), y)
+    with pytest.warns(SecondOrderWarning, match="add the losses up") as caught:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            optimizer.step()
+    assert len([w for w in caught if "losses" in str(w.message)]) == 1
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    optimizer = make(KAISA, plain, factor_decay=0.0, lr=0.0)
+    loss = cross_entropy(plain(x), y)
     loss.backward(retain_graph=True)
     loss.backward()
     optimizer.step()
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     wanted = {n: ref.empirical_factors(plain, x, y, cross_entropy, n) for n in names}
+    wanted = {n: (A, 2 * G) for n, (A, G) in wanted.items()}
     assert_same_factors(factors(optimizer), wanted)
+
+
+@each_kronecker
+def test_statistics_go_with_gradients_that_are_replaced_by_zeros(System: Any) -> None:
+    model, (x, y) = MLP.model(), MLP.batch()
+    optimizer = make(System, model)
+    cross_entropy(model(2 * x), y).backward()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    cross_entropy(model(x), y).backward()
+    optimizer.step()
+    assert_same_factors(factors(optimizer), expected())
 
 
 @pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")

@@ -39,6 +39,7 @@ from second_order.kfac.feedback import (
     ADAPTIVE,
     PLAIN,
     StepLength,
+    ascending_params,
     before_refresh,
     follow_refresh,
 )
@@ -225,7 +226,7 @@ class KFAC(OfLayers):
         solves.asked = None
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
         if alone and (due or solves.wanted):
-            length.measure(step, True, self.sharded)
+            length.measure(step, True, self.sharded, ascending_params(self.training))
             solves.asked = before_refresh(self.training, self._options, length, step)
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
@@ -237,7 +238,8 @@ class KFAC(OfLayers):
             with meter.stage("average_gradients"):
                 pending.wait()
         if solves.asked is None and (solves.refreshed or length.kept):
-            length.measure(step, solves.refreshed, self.sharded)
+            climbing = ascending_params(self.training)
+            length.measure(step, solves.refreshed, self.sharded, climbing)
         with meter.stage("precondition"):
             what = step, self.training, self.clip, self._options.inv_dtype
             if self.sharded:

@@ -77,6 +77,11 @@ NOT_DRAWN = (
     "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
     "checkpoint(..., use_reentrant=False), or fisher='empirical'"
 )
+LOSSES_APART = (
+    "several backward passes of a step come through one forward pass: curvature is that of each "
+    "loss alone, without what the losses have in common; add the losses up, and call backward() "
+    "on their sum"
+)
 RUNS_EAGERLY = (
     "fisher='sampled' draws labels, for which the model runs without torch.compile at steps with "
     "statistics; fisher='empirical' has them from the compiled graph"
@@ -482,6 +487,7 @@ class StatisticsCollector:
     queue: PairQueue = field(default_factory=PairQueue)  # of pairs on devices
     ledger: Ledger = field(default_factory=Ledger)  # of the passes since the last step
     _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
+    _told: bool = False  # of losses that go back apart
     _unheard: list[KroneckerBlock] = field(default_factory=list)  # whose passes go on
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
@@ -551,7 +557,11 @@ class StatisticsCollector:
 
         # The rows of the pair, among those of the whole pass.
         current = self._pass_of(pass_id, module)
-        current.again |= again
+        if again and any(block.staged.knows_others(pass_id) for block in fitting):
+            current.again = True
+            if not self._told:
+                self._told = True
+                self.warn(LOSSES_APART)
         kind = (fitting or counted)[0].kinds.get(module)
         rows = rows_of(module, kind, x, d)
         groups = current.groups_of(rows)
@@ -626,6 +636,9 @@ class StatisticsCollector:
             mean = self.reduction() == "mean"
             end_pass(ended.layers.values(), ended.number, terms if mean else None)
         ended.forget()
+        for block in self._places:
+            if id(block.staged) in ended.layers:
+                block.end_pass()
         self._tell()
 
     def settle(self) -> None:

@@ -109,6 +109,10 @@ class StagedStatistics:
         """Whether a backward pass has brought a pair."""
         return pass_id in self._passes
 
+    def knows_others(self, pass_id: int) -> bool:
+        """Whether another backward pass has brought a pair."""
+        return bool(self._passes - {pass_id})
+
     @property
     def empty(self) -> bool:
         """Whether no pair has arrived, be it one whose rows alone were looked at."""
