@@ -86,7 +86,7 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
         x, d = pair(layer, kind)
         rows = PairRows("", tuple(d.shape[:-1]), d.flatten(0, 1))
         groups = passes[pass_id].groups_of(rows)
-        passes[pass_id].begin(rows, groups[0], False, nn.Linear(*SIZES[layer]))
+        passes[pass_id].begin(rows, groups[0], nn.Linear(*SIZES[layer]), x, False)
         of = SeenRows(passes[pass_id], groups, rows.gradient)
         seen.append((layer, pass_id, x, d, of))
         found[layer].expect(pass_id)
@@ -94,9 +94,7 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
         form = partial(form, bias=bias, approximation=approximation)
         waiting = WaitingPair((x, d), d, lambda live, form=form: form(rows=live))
         what = waiting if formed else Rows(x, d, bias, approximation)
-        queue._pairs.append(
-            QueuedPair(what, found[layer], pass_id, lambda _: scale, layer, of)
-        )
+        queue._pairs.append(QueuedPair(what, found[layer], pass_id, lambda _: scale, layer, of))
     queue.flush()
     for layer, pass_id, x, d, of in seen:
         module = nn.Linear(*SIZES[layer], bias=bias)

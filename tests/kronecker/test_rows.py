@@ -83,7 +83,9 @@ def normal(*shape: int) -> Tensor:
 
 
 def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)
+    )
 
 
 # --------------------------------------------------------------------------- examples of a batch
@@ -401,6 +403,4 @@ def test_separate_losses_of_layers_without_anything_in_common_are_of_their_own_t
     got = factors(optimizer)
     for i, net in enumerate(pair):
         wanted = expected(net, lambda net: functional.cross_entropy(net(x), y), B)
-        assert_same_factors(
-            {n: got[f"{i}.{n}"] for n in wanted}, {n: v for n, v in wanted.items()}
-        )
+        assert_same_factors({n: got[f"{i}.{n}"] for n in wanted}, {n: v for n, v in wanted.items()})

@@ -69,6 +69,7 @@ from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition
 from second_order.kfac.solve import Solves
 from second_order.kfac.trace_rule import TraceRefresh
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.options import Scalar, scheduled
 from second_order.report import Summary
@@ -217,9 +218,9 @@ class KFAC(OfLayers):
         if takes or helpers is not None or self._pipeline is not None:
             with meter.stage("statistics"):
                 age = self.training.steps - cadence.updated_at
-                self._take_statistics(takes)
+                terms = self._take_statistics(takes)
                 if takes and step.of_gradients:
-                    self._take_gradients(pending, age)
+                    self._take_gradients(pending, age, terms)
         due = cadence.due()
         if due and self.training.steps < JUDGED and torch.cuda.is_initialized():
             settle(self.training.device)  # what the passes have queued is not the refresh's
@@ -296,8 +297,12 @@ class KFAC(OfLayers):
             return self.training.steps
         return self._cadence.quiet_until
 
-    def _take_statistics(self, due: bool) -> None:
-        """Update the averages by statistics of the step's passes, if ``due``, and of helpers."""
+    def _take_statistics(self, due: bool) -> Tensor | None:
+        """Update the averages by statistics of the step's passes, if ``due``, and of helpers.
+
+        Returns the loss terms of the step, if any layer has counted them.
+        """
+        terms: Tensor | None = None
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
         world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
@@ -321,6 +326,8 @@ class KFAC(OfLayers):
                         exchange(sums, self._wire)
             if reduction == "step_mean":
                 sums = layers.whole_steps(sums, world.size, more)
+            if step.of_gradients and helpers is None:  # helpers have batches of their own
+                terms = _most_terms(sums.values(), self.training.device)
             layers.take_in(sums, decay)
             cadence.updated_at = steps
         elif pipeline is not None:
@@ -333,6 +340,7 @@ class KFAC(OfLayers):
                 for block in found:
                     block.ensure_factors(asked=True)
                 layers.take_in(found, decay)
+        return terms
 
     def _more_terms(self) -> Tensor | float:
         """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.
@@ -362,14 +370,14 @@ class KFAC(OfLayers):
         exact = self.training.steps < EXACT
         return None if exact else self._system.exchange_dtype
 
-    def _take_gradients(self, pending: PendingAverage, age: int) -> None:
+    def _take_gradients(self, pending: PendingAverage, age: int, terms: Tensor | None) -> None:
         """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
         blocks = self._step.of_gradients
         with self.training.meter.stage("average_gradients"):
             pending.wait()
         sums = gradient_statistics(
             self.training,
-            self.layers.blocks if self.helpers is None else [],  # whose batches are others
+            terms,
             [block for block in blocks if self._takes(block)],
             counts_own=self._system.owners is not None,
             mean_loss=self._options.loss_reduction != "sum",
@@ -584,6 +592,12 @@ class KFAC(OfLayers):
                 )
         table = self.layers.summary(said)
         return replace(table, intervals=intervals, settings=settled, age=age)
+
+
+def _most_terms(sums: Iterable[StatisticsSums], device: torch.device) -> Tensor | None:
+    """The largest number of loss terms of a step's layers."""
+    numbers = [each.head[0].to(device) for each in sums]
+    return torch.stack(numbers).max() if numbers else None
 
 
 @contextmanager

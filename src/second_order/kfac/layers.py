@@ -539,7 +539,7 @@ def gradient_blocks(blocks: Iterable[KroneckerBlock]) -> list[GradientBlock]:
 
 def gradient_statistics(
     training: Training,
-    blocks: Iterable[KroneckerBlock],
+    terms: Tensor | None,
     mine: Sequence[GradientBlock],
     *,
     counts_own: bool,
@@ -547,15 +547,14 @@ def gradient_statistics(
 ) -> dict[KroneckerBlock, StatisticsSums]:
     """The sums of the blocks whose mean gradients are here; a collective if ``counts_own``.
 
-    Statistics are taken of ``mine``. The number of examples of a step is that of the layer of
-    ``blocks`` that sees most, on average, of this rank alone if it ``counts_own``; 64 where no
-    layer counts any. ``mean_loss``: the gradient is a mean over the step's examples, not a sum.
+    Statistics are taken of ``mine``. ``terms`` is the number of the step's loss terms, of this rank
+    alone if it ``counts_own``; None, or 0, counts as 64. ``mean_loss``: the gradient is a mean over
+    the step's terms, not a sum.
     """
     size = training.world.size
-    others = [b.factors for b in blocks if b.factors and not isinstance(b, GradientBlock)]
-    counts = [factors.examples.to(training.device) for factors in others]
-    examples = torch.stack(counts).max() if counts else torch.zeros((), device=training.device)
-    examples = examples.to(torch.float32)
+    examples = torch.zeros((), device=training.device)
+    if terms is not None:
+        examples = terms.to(torch.float32)
     if counts_own:
         training.world.all_reduce_max([examples]).wait()
     ranks = size if counts_own else 1

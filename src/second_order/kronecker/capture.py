@@ -25,7 +25,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -570,7 +570,9 @@ class StatisticsCollector:
         if on_host or self.asks:
             live = current.see(rows, groups, module, x, self.drawn_rows)
         else:
-            current.begin(rows, groups[0], self.drawn_rows, module)
+            current.begin(rows, groups[0], module, x, self.drawn_rows)
+            if source == ALONE:  # the memory of a graph's pairs is the graph's
+                current.read_labels()
         seen = SeenRows(current, groups, rows.gradient)
         for block in counted:
             block.staged.note(pass_id)
@@ -626,12 +628,16 @@ class StatisticsCollector:
     def _end(self, ended: BackwardPass) -> None:
         """Settle a pass: all its layers have been seen."""
         ended.ending = False
-        self.queue.flush()
-        with torch.no_grad():
+        devices = {staged.device for staged in ended.layers.values()}
+        with torch.no_grad(), ExitStack() as plainly:
+            for kind in {device.type for device in devices}:
+                plainly.enter_context(torch.autocast(kind, enabled=False))
+            for device in devices:
+                plainly.enter_context(ieee_matmul(device))
+            ended.read_labels()
+            self.queue.flush()
             for late in ended.late:
-                device = torch.device("cpu")
-                with torch.autocast(device.type, enabled=False):
-                    late.settle(ended)
+                late.settle(ended)
             terms = ended.count_terms()
             mean = self.reduction() == "mean"
             end_pass(ended.layers.values(), ended.number, terms if mean else None)
@@ -686,7 +692,13 @@ class StatisticsCollector:
             add_inputs = partial(block.staged.bring_inputs, pass_id=number)
             current.late.append(
                 LateRows(
-                    pair.seen.groups[0], index, x, block.trains_bias, packed, shape.groups, add_inputs
+                    pair.seen.groups[0],
+                    index,
+                    x,
+                    block.trains_bias,
+                    packed,
+                    shape.groups,
+                    add_inputs,
                 )
             )
 

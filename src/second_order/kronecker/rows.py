@@ -30,6 +30,7 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -226,6 +227,7 @@ class BackwardPass:
         self._groups: dict[Hashable, RowGroup] = {}
         self._last: _Last | None = None
         self._ignored: LiveRows | None = None  # examples whose labels count, if not all do
+        self._unread: Callable[[], Tensor | None] | None = None  # finds them, on a device
         self.late: list[LateRows | LatePair] = []
 
     # ------------------------------------------------------------------------------- pair by pair
@@ -269,23 +271,32 @@ class BackwardPass:
                 self._begin(_Last(group, live, drawn), module, x, gradient)
         return self.alive_in(groups)
 
-    def begin(self, rows: PairRows, group: RowGroup, drawn: bool, module: nn.Module) -> None:
-        """See the layer called last on a device, whose gradients are not read."""
-        if self._last is not None:
-            return
-        self.first = module
-        gradient = rows.gradient[: group.number]
-        certain = group.examples
-        live = all_rows(group.number) if certain else live_rows(gradient)
-        self._last = _Last(group, live, drawn)
+    def begin(
+        self, rows: PairRows, group: RowGroup, module: nn.Module, x: Any, drawn: bool
+    ) -> None:
+        """See the layer called last on a device, whose gradients are not read before the end."""
+        if self._last is None:
+            gradient = rows.gradient[: group.number]
+            live = all_rows(group.number) if group.examples else live_rows(gradient)
+            self._begin(_Last(group, live, drawn), module, x, gradient)
 
     def _begin(self, last: _Last, module: nn.Module, x: Any, gradient: Tensor) -> None:
         self._last, self.first = last, module
         flat = len(last.group.shape) == 1 and not last.group.examples and not last.all_terms
         if flat and last.live.mask is not None:
-            counted = counted_labels(module, x, gradient, last.live)
-            if counted is not None:
-                self._ignored = rows_in(counted)
+            self._unread = partial(counted_labels, module, x, gradient, last.live)
+            if gradient.device.type == "cpu":
+                self.read_labels()
+
+    def read_labels(self) -> None:
+        """Find labels that are ignored, if rows are examples; the host waits for a device once."""
+        unread, self._unread = self._unread, None
+        last = self._last
+        if unread is None or last is None or self._what(last.group) != "examples":
+            return
+        if int(last.live.count) < last.group.number:
+            counted = unread()
+            self._ignored = None if counted is None else rows_in(counted)
 
     def alive(self, group: RowGroup) -> LiveRows:
         """The rows that have had a gradient so far."""
@@ -387,9 +398,7 @@ class BackwardPass:
     def _same_rows(self, group: RowGroup) -> list[RowGroup]:
         """The groups whose rows are those of a group, flattened or not."""
         number = group.number
-        plain = [
-            g for g in self._groups.values() if g.number == number and g.family != ATTENTION
-        ]
+        plain = [g for g in self._groups.values() if g.number == number and g.family != ATTENTION]
         shapes = [g.shape for g in plain if len(g.shape) > 1]
         flat = [g for g in plain if len(g.shape) == 1 and not g.examples]
         if len(group.shape) == 1:
@@ -471,9 +480,7 @@ def _joined(each: list[LiveRows]) -> LiveRows:
     return rows_in(torch.cat(masks))
 
 
-def counted_labels(
-    module: nn.Module, x: Any, d: Tensor, live: LiveRows
-) -> Tensor | None:
+def counted_labels(module: nn.Module, x: Any, d: Tensor, live: LiveRows) -> Tensor | None:
     """The rows whose labels a cross-entropy of a Linear's outputs counts; None if it is none.
 
     ``d`` are gradients ``(rows, classes)``, some of them zero.
@@ -508,10 +515,8 @@ def counted_labels(
     off = (found - expected).norm() > tolerance * found.norm()
     if bool(off) or not float(c) > 0:
         return None
-    certain = probabilities(dead).amax(1) > 1.0 - SATURATED
-    counted = live.mask.clone()
-    counted[dead] = certain
-    return counted
+    certain = probabilities(dead[:COMPARED]).amax(1) > 1.0 - SATURATED
+    return None if bool(certain.all()) else live.mask
 
 
 # ------------------------------------------------------------------------------ passes of a step
@@ -579,4 +584,3 @@ def _sum_of(numbers: list[float | Tensor]) -> float | Tensor:
     for other in tensors[1:]:
         total = total + other.to(total.device)
     return total + plain if plain else total
-
