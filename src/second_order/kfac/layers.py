@@ -271,7 +271,7 @@ class Layers:
 
     @property
     def counting(self) -> KroneckerBlock | None:
-        """The layer whose rows all processes look at, whoever takes its statistics, for their terms.
+        """The layer that shows all processes their terms, whoever takes its statistics.
 
         It is the last one that is not silent, as a rule the one whose outputs have the loss's
         terms. All processes choose the same: they agree on which are silent.

@@ -136,9 +136,9 @@ class KroneckerBlock:
     def starts_anew(self, unreduced: bool = False) -> bool:
         """Whether gradients of staged statistics have been set to None or to zero; ask each pass.
 
-        An accumulation adds 1 to a gradient's version, and a pass without a gradient before it makes
-        one, which :meth:`end_pass` has seen: a device is not waited for in a loop that merely
-        accumulates. ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
+        An accumulation adds 1 to a gradient's version, and the first one makes a gradient, which
+        :meth:`end_pass` has seen: a device is not waited for in a loop that merely accumulates.
+        ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
         """
         whole, expected = self.weight.grad, self._expected_version
         arrived, self._arrived = self._arrived, None

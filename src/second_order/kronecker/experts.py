@@ -120,13 +120,17 @@ class Routed:
         of = {first: x, second: _gated(module, u)}
         return Rows(of, token, counts), u, self.weights[token, slot].unsqueeze(1)
 
-    def pairs(self, module: nn.Module, d: Tensor, live: LiveRows) -> tuple[Rows, Rows]:
+    def pairs(
+        self, module: nn.Module, d: Tensor, live: LiveRows | None = None
+    ) -> tuple[Rows, Rows]:
         """Rows of inputs and of gradients, given that of the module's output, ``(tokens, in)``.
 
-        Tokens that do not count are left out. Computed once: both parameters have need of it.
+        Only tokens that count are there; None: those with a gradient. Computed once: both
+        parameters have need of it.
         """
         if self._pairs is None:
-            xs, u, weights = self.rows(module, live.mask)
+            mask = live_rows(d).mask if live is None else live.mask
+            xs, u, weights = self.rows(module, mask)
             first, second = xs.of
             dy = (d[xs.tokens] * weights).to(xs.of[first].dtype)
             if getattr(module, "has_post_expert_norm", False):
@@ -181,7 +185,7 @@ def _statistics(module: nn.Module, x: Any, d: Tensor, form: Form, name: str) -> 
 
 
 def _gradient(module: Any, x: Any, d: Tensor, name: str) -> Tensor:
-    xs, ds = replace(x).pairs(module, d, live_rows(d))  # whose rows A does not decide
+    xs, ds = replace(x, _pairs=None).pairs(module, d)
     parts = (rows.of[name].to(d.dtype).split(xs.counts) for rows in (xs, ds))
     found = torch.stack([of.mT @ rows for rows, of in zip(*parts, strict=True)])
     return found.mT if module.is_transposed else found

@@ -97,7 +97,7 @@ class LiveRows:
     def pick(self, rows: Tensor) -> Tensor:
         """Those among ``(rows, ...)`` that count; on a device all rows, the others being zero.
 
-        A row that does not count and is not finite becomes NaN, as it does in the weight's gradient.
+        One that does not count and is not finite becomes NaN, as it does in the weight's gradient.
         """
         if self.mask is None:
             return rows
@@ -286,7 +286,7 @@ def form_rows(x: Tensor, d: Tensor, form: Form) -> tuple[Tensor, Tensor, LiveRow
 
 
 def reduced(x: Tensor, d: Tensor, live: LiveRows) -> tuple[Tensor, Tensor]:
-    """Means of inputs ``(N, T, in)`` over positions that count, sums of gradients ``(N, T, out)``."""
+    """Means of inputs ``(N, T, in)`` over positions that count, and sums of ``(N, T, out)``."""
     if live.mask is None:
         return x.mean(1), d.sum(1)
     mask = live.mask.view(-1, d.shape[1], 1)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker import autograd
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import StagedStatistics, put
 from second_order.kronecker.layers import (
@@ -26,7 +25,6 @@ from second_order.kronecker.layers import (
     LiveRows,
     PairStatistics,
     all_rows,
-    live_rows,
     reduced,
     rows_in,
 )
@@ -136,7 +134,9 @@ class QueuedPair:
         what = self.what
         if isinstance(what, Rows):
             return what.x, what.d
-        return what.held if isinstance(what, WaitingPair) else list(what.factors.values())
+        if isinstance(what, WaitingPair):
+            return what.held
+        return list(what.factors.values())
 
     def wait(self) -> None:
         """Let the running stream come after the pair's, and its memory stay until it has."""
@@ -301,7 +301,7 @@ def _sums(pairs: Sequence[QueuedPair], records: Tensor) -> dict[str, Tensor]:
         factors = _products(whats, first.live, records[:, 0], first.staged.dtype)
     else:
         formed = [cast(PairStatistics, pair.what) for pair in pairs]
-        letters = first.what.factors
+        letters = formed[0].factors
         factors = {k: torch.stack([each.factors[k] for each in formed]) for k in letters}
         numbers = [each.examples for each in formed]
         if any(isinstance(number, Tensor) for number in numbers) or len({*numbers}) > 1:

@@ -48,6 +48,7 @@ from second_order.kronecker.layers import (
     live_rows,
     rows_in,
 )
+from second_order.sharded import is_dtensor
 
 __all__ = [
     "BackwardPass",
@@ -159,7 +160,7 @@ class _Last(NamedTuple):
 
 @dataclass
 class LateRows:
-    """Inputs of rows without a gradient so far, whose part in A is decided when the pass is over."""
+    """Inputs of rows without a gradient so far: whether A has them is decided at the end."""
 
     group: RowGroup
     index: Tensor  # of the rows in the group
@@ -352,7 +353,7 @@ class BackwardPass:
             return "positions"
         if not self._sizes():
             return "examples"
-        batches = set()
+        batches: set[int] = set()
         for other in self._groups.values():
             batches.update(other.shape[:2] if len(other.shape) > 1 else ())
             if other.examples:
@@ -485,9 +486,12 @@ def counted_labels(module: nn.Module, x: Any, d: Tensor, live: LiveRows) -> Tens
 
     ``d`` are gradients ``(rows, classes)``, some of them zero.
     """
-    weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
-    fits = isinstance(weight, Tensor) and isinstance(x, Tensor) and x.is_floating_point()
-    if not fits or live.mask is None or d.shape[1] < 2 or weight.shape[0] != d.shape[1]:
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or is_dtensor(weight) or not isinstance(x, Tensor):
+        return None
+    if not x.is_floating_point():
+        return None
+    if live.mask is None or d.shape[1] < 2 or weight.shape[0] != d.shape[1]:
         return None
     if x.shape[-1] != weight.shape[-1] or weight.dim() != 2 or x.numel() != len(d) * x.shape[-1]:
         return None
@@ -495,9 +499,8 @@ def counted_labels(module: nn.Module, x: Any, d: Tensor, live: LiveRows) -> Tens
     x = x.reshape(len(d), -1)
 
     def probabilities(rows: Tensor) -> Tensor:
-        logits = x[rows].to(wide) @ weight.detach().to(wide).mT
-        if isinstance(bias, Tensor):
-            logits = logits + bias.detach().to(wide)
+        shift = None if bias is None else bias.detach().to(wide)
+        logits: Tensor = nn.functional.linear(x[rows].to(wide), weight.detach().to(wide), shift)
         return logits.softmax(-1)
 
     alive, dead = live.mask.nonzero().squeeze(1), (~live.mask).nonzero().squeeze(1)
