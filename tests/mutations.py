@@ -442,6 +442,9 @@ a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_leng
     self.step_length.load(saved)  =>  pass
 
 == kfac/feedback.py
+steps that maximize judged as those that minimize
+  <-  step_length::to_maximize_a_negative_loss_is_to_minimize_the_loss
+    ours = climbing if p in ascending else pairs  =>  ours = pairs
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
     changes.get(b, nothing) if b in mine else nothing  =>  changes.get(b, nothing)
 steps that are scaled by the base's side
@@ -470,7 +473,7 @@ terms that go on being counted by a silent layer
     max(last, key=lambda block: not block.state.silent, default=None)  =>  next(last, None)
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
-    [block.staged for block in blocks], parts)  =>  [block.staged for block in blocks], 1)
+    sums_of(staged, micro_batches, terms)  =>  sums_of(staged, 1, terms)
 the recipe calls all preconditioned
   <-  two_bases::the_recipe_tells_who_trains_what_and_how two_bases::one_base_has_a_recipe_too
   - if block.trainable and not block.state.silent]
@@ -844,9 +847,6 @@ a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_w
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
   - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
   + a = gram(x.unsqueeze(0), form.bias, form.triangular)
-one factor for inputs of unlike examples
-  <-  examples::layers_of_one_input_share_its_factor_where_they_have_the_same_examples
-    known.live.same(live)  =>  True
 
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
@@ -854,9 +854,7 @@ sums of narrow factors that travel as they were added up
     total.to(of.factor_dtype)  =>  total
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    heads[:, 1 + groups : 1 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))  =>  pass
-uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
-    used / len(passes[0]), all_rows  =>  1.0, all_rows
+    [sums.factors["G"], sums.record[1 + groups : 1 + 2 * groups]]  =>  [sums.factors["G"]]
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     total.to(examples.dtype) / number if narrow  =>  total / number.to(total.dtype) if narrow
@@ -870,15 +868,10 @@ dropped statistics are not counted
     self.dropped += 1  =>  pass
 a gradient's scale once instead of squared
   <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-  - return gradient_scale**2 if
-  + return gradient_scale if
+    is_one(gradient_scale) else gradient_scale**2  =>  is_one(gradient_scale) else gradient_scale
 a second pass through a forward as a micro-batch
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     if not again:  =>  if True:
-padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    if first._reduction == "mean":  =>  if False:
-examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
-    scale = scale / counted_again**2  =>  pass
 both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
     if shape.marginal:  =>  if False:
@@ -965,11 +958,31 @@ a pair that is kept over zero_grad
   <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
     if self._cleared != self.staged.cleared:  =>  if False:
 a slice that counts by its own size
-  <-  queued::pairs_are_kept_until_their_backward_ends
+  <-  queued::pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes
     max(4 * pair.size, held)  =>  4 * pair.size
 rows without an example in a device's A
   <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
-    (0, 1), value=1.0).mul_(live) if  =>  (0, 1), value=1.0) if
+    x = x * mask.to(x.device).unsqueeze(-1)  =>  pass
+
+== kronecker/rows.py
+padded rows in N  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+    found = _first_positive(seen.count, other.count)  =>  found = float(group.number)
+examples beyond a hinge leave A
+  <-  rows::examples_without_a_gradient_are_terms_and_take_part
+    if not self._sizes():  =>  if False:
+labels of examples that are ignored are terms
+  <-  rows::labels_of_examples_that_a_cross_entropy_ignores_are_no_terms
+    return None if bool(certain.all()) else live.mask  =>  return None
+any loss whose gradients add up to zero ignores labels
+  <-  rows::examples_without_a_gradient_are_terms_and_take_part
+    if bool(off) or not float(c) > 0:  =>  if False:
+a row without a gradient at one layer leaves its A
+  <-  rows::padding_leaves_a_and_prompts_stay
+  - self.alive = live.mask if before is None else before | live.mask.to(before.device)
+  + self.alive = live.mask
+passes that have nothing in common count together
+  <-  rows::separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms
+    known = related  =>  pass
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
