@@ -969,7 +969,7 @@ padded rows in N  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_o
     found = _first_positive(seen.count, other.count)  =>  found = float(group.number)
 examples beyond a hinge leave A
   <-  rows::examples_without_a_gradient_are_terms_and_take_part
-    if not self._sizes():  =>  if False:
+    if not self._positions:  =>  if False:
 labels of examples that are ignored are terms
   <-  rows::labels_of_examples_that_a_cross_entropy_ignores_are_no_terms
     return None if bool(certain.all()) else live.mask  =>  return None

@@ -296,6 +296,7 @@ class Layers:
         for block in self.blocks:
             if not block.staged.empty:
                 block.staged.clear()
+        self.collector.ledger.passes.clear()
 
     def look(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Judge whether the pairs of layers explain their gradients, where these were compared."""

@@ -595,7 +595,7 @@ class StatisticsCollector:
             block.state.work = block.staged.work
             block.state.heard = True
             self._unheard.append(block)
-        if current.decided:
+        if self.asks and current.decided:
             self._tell()
 
     # ------------------------------------------------------------------- passes begin and end

@@ -226,6 +226,8 @@ class BackwardPass:
         self.ending = False  # it will be settled when autograd's pass ends
         self.first: nn.Module | None = None
         self._groups: dict[Hashable, RowGroup] = {}
+        self._positions: set[int] = set()  # numbers of rows that are known to be positions
+        self._batches: set[int] = set()  # numbers that may be those of examples
         self._last: _Last | None = None
         self._ignored: LiveRows | None = None  # examples whose labels count, if not all do
         self._unread: Callable[[], Tensor | None] | None = None  # finds them, on a device
@@ -242,15 +244,17 @@ class BackwardPass:
             group = self._groups.get(key)
             if group is None:
                 group = RowGroup(family, shape, rows.examples)
-                if self._is_selected(group):
+                if self._what(group) == "selected":  # as is known when its layer arrives
                     group.selected, key = True, len(self._groups)
                 self._groups[key] = group
+                if len(shape) > 1 or family == ROUTED:
+                    self._positions.add(group.number)
+                if len(shape) > 1:
+                    self._batches.update(shape[:2])
+                if group.examples:
+                    self._batches.add(group.number)
             found.append(group)
         return found
-
-    def _is_selected(self, group: RowGroup) -> bool:
-        """Whether rows are known to be picked ones when their first layer arrives."""
-        return self._what(group) == "selected"
 
     def see(
         self,
@@ -346,24 +350,13 @@ class BackwardPass:
             return "examples"
         if len(group.shape) > 1 or group.family == ROUTED:
             return "positions"
-        if group.selected and group.number not in self._sizes():
-            return "selected"
-        number = group.number
-        if number in self._sizes():
+        if group.number in self._positions:
             return "positions"
-        if not self._sizes():
+        if not self._positions:
             return "examples"
-        batches: set[int] = set()
-        for other in self._groups.values():
-            batches.update(other.shape[:2] if len(other.shape) > 1 else ())
-            if other.examples:
-                batches.add(other.number)
-        return "examples" if number in batches else "selected"
-
-    def _sizes(self) -> set[int]:
-        """Numbers of rows that are known to be positions."""
-        groups = self._groups.values()
-        return {g.number for g in groups if len(g.shape) > 1 or g.family == ROUTED}
+        if group.selected or group.number not in self._batches:
+            return "selected"
+        return "examples"
 
     def masked(self, group: RowGroup) -> bool:
         """Whether rows may be left out, as the pass is over."""
@@ -451,6 +444,8 @@ class BackwardPass:
     def forget(self) -> None:
         """Let go of what is not needed once the pass is over."""
         self._groups.clear()
+        self._positions.clear()
+        self._batches.clear()
         self.late.clear()
 
 
