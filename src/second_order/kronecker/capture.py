@@ -51,7 +51,15 @@ from second_order.kronecker.layers import (
     linear_statistics,
 )
 from second_order.kronecker.queued import PairQueue, QueuedPair, Rows, SeenRows, WaitingPair
-from second_order.kronecker.rows import BackwardPass, LatePair, LateRows, Ledger, Terms, rows_of
+from second_order.kronecker.rows import (
+    BackwardPass,
+    LateCount,
+    LatePair,
+    LateRows,
+    Ledger,
+    Terms,
+    rows_of,
+)
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
@@ -671,7 +679,9 @@ class StatisticsCollector:
         d, current, number = pair.d, pair.seen.of, pair.seen.of.number
         scale = self.gradient_scale(d)
         undecided = live.mask is not None and not self._final(block, pair.seen)
-        whole = undecided and not _is_rows(block, pair, self.approximation)
+        positions = len(pair.seen.groups[0].shape) > 1
+        counted = block.shape.exact and not (self.approximation == "reduce" and positions)
+        whole = undecided and not counted and not _is_rows(block, pair, self.approximation)
 
         def add(rows: LiveRows) -> None:
             with span("capture"), ieee_matmul(d.device):
@@ -686,10 +696,14 @@ class StatisticsCollector:
         if undecided:
             assert live.mask is not None
             index = (~live.mask).nonzero().squeeze(1)
+            add_inputs = partial(block.staged.bring_inputs, pass_id=number)
+            if counted:
+                ones = d.new_ones(block.shape.groups, 1)
+                current.late.append(LateCount(pair.seen.groups[0], index, ones, add_inputs))
+                return
             wide = torch.promote_types(self.factor_dtype, torch.float32)
             x = pair.linear_rows(block)[index].to(wide)
             shape, packed = block.shape, block.staged.triangular and d.device.type == "cpu"
-            add_inputs = partial(block.staged.bring_inputs, pass_id=number)
             current.late.append(
                 LateRows(
                     pair.seen.groups[0],
@@ -705,7 +719,7 @@ class StatisticsCollector:
     @staticmethod
     def _final(block: KroneckerBlock, seen: SeenRows) -> bool:
         """Whether it does not matter which rows turn out to take part."""
-        if block.shape.exact or all(g.examples or g.everything for g in seen.groups):
+        if all(g.examples or g.everything for g in seen.groups):
             return True
         return all(group.selected for group in seen.groups)
 
@@ -735,7 +749,7 @@ class StatisticsCollector:
                 return self._statistics(block, module, x, d, (ALONE, ALONE), rows)
 
         groups = pair.seen.groups
-        if block.shape.exact or all(g.examples or g.everything for g in groups):
+        if all(g.examples or g.everything for g in groups):
             return form(all_rows(sum(group.number for group in groups)))
         held = (x, d) if isinstance(x, Tensor) else (x.hidden, x.index, x.weights, d)
         return WaitingPair(held, d, form)

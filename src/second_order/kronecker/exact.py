@@ -31,6 +31,7 @@ from second_order.kronecker.layers import (
     Form,
     PairStatistics,
     gram,
+    live_rows,
 )
 
 __all__ = ["GAINS", "NORMALISATIONS", "DoublyFactoredBlock", "ExactBlock", "Gain", "gain_of"]
@@ -211,7 +212,9 @@ class ExactBlock(KroneckerBlock):
         a feature map always are parts of one.
         """
         rows = self._example_gradients(module, x, d, form.approximation)
-        examples = len(rows) if d.numel() else 0
+        # As many parts of d make an example as there are rows.
+        live = form.rows or live_rows(d.reshape(len(rows), -1))
+        examples = live.parts(len(rows)).count if d.numel() else 0
         if self.shape.groups > 1:
             g = rows.square().sum(0).view(-1, 1, 1)
         else:

@@ -52,6 +52,7 @@ from second_order.sharded import is_dtensor
 
 __all__ = [
     "BackwardPass",
+    "LateCount",
     "LatePair",
     "LateRows",
     "Ledger",
@@ -183,6 +184,24 @@ class LateRows:
 
 
 @dataclass
+class LateCount:
+    """Rows without a gradient so far of a layer whose A is 1."""
+
+    group: RowGroup
+    index: Tensor  # of the rows in the group
+    ones: Tensor  # (groups, 1)
+    add: Callable[[Tensor, int | Tensor], None]
+
+    def settle(self, ended: BackwardPass) -> None:
+        """Count those that take part after all."""
+        mask = ended.mask(self.group)
+        live = all_rows(len(self.index))
+        if mask is not None:
+            live = rows_in(mask.to(self.index.device)[self.index])
+        self.add(self.ones * live.count, live.count)
+
+
+@dataclass
 class LatePair:
     """A pair that waits as a whole, as A is no sum over its rows one by one."""
 
@@ -231,7 +250,7 @@ class BackwardPass:
         self._last: _Last | None = None
         self._ignored: LiveRows | None = None  # examples whose labels count, if not all do
         self._unread: Callable[[], Tensor | None] | None = None  # finds them, on a device
-        self.late: list[LateRows | LatePair] = []
+        self.late: list[LateRows | LateCount | LatePair] = []
 
     # ------------------------------------------------------------------------------- pair by pair
 
