@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from contract import assert_same_factors, each_kronecker, factors, make
+from terms import CLASSES, WIDTH, B, Causal, Experts, T, labels, mlp, normal, seeded
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from pool import World
 
 F64 = torch.float64
-B, T, WIDTH, CLASSES = 6, 5, 4, 3
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 
@@ -73,21 +73,6 @@ def found(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **options: A
     loss_of(model).backward()
     optimizer.step()
     return factors(optimizer)
-
-
-def seeded(model: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return model().double()
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(1))
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)
-    )
 
 
 # --------------------------------------------------------------------------- examples of a batch
@@ -165,33 +150,10 @@ def test_a_confident_example_whose_gradient_rounds_to_zero_is_a_term() -> None:
     torch.testing.assert_close(got[0][0], (x.T @ x / B).double())
 
 
-def experts_on(flat: bool, padding: bool) -> Callable[[], nn.Module]:
-    class Experts(nn.Module):
-        """Linears, each of which is called with the rows that are sent to it, or with all."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(WIDTH, 4)
-            self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-            self.head = nn.Linear(4, CLASSES)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = torch.tanh(self.first(x))
-            rows = h.flatten(0, -2)
-            sent = torch.arange(len(rows)) % 3 == 0
-            out = torch.zeros_like(rows)
-            for which, expert in zip((sent, ~sent), self.experts, strict=True):
-                index = which.nonzero().squeeze(1)
-                out = out.index_add(0, index, torch.tanh(expert(rows[index])))
-            return self.head(out.view(h.shape))
-
-    return Experts
-
-
 @each_kronecker
 def test_an_experts_block_is_that_of_all_terms(System: Any) -> None:
     """Of its own rows: A ⊗ G = (1 / N) Σ over all terms of g gᵀ where A and G are independent."""
-    model = seeded(experts_on(True, False))
+    model = seeded(Experts)
 
     def loss_of(model: nn.Module) -> Tensor:
         return functional.cross_entropy(model(normal(B, WIDTH)), torch.arange(B) % 3)
@@ -209,34 +171,6 @@ def test_an_experts_block_is_that_of_all_terms(System: Any) -> None:
 
 
 # --------------------------------------------------------------------------------- positions
-
-
-class Causal(nn.Module):
-    """Tokens that attend to those before them, and not to padding."""
-
-    def __init__(self, flat: bool = False) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.inner, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, CLASSES)
-        self.flat = flat
-
-    def forward(self, x: Tensor, eager: bool = False) -> Tensor:
-        q, k, v = self.q(x), self.k(x), self.v(x)
-        if eager:
-            scores = q @ k.mT / WIDTH**0.5
-            mask = torch.ones(x.shape[1], x.shape[1]).tril() == 0
-            mixed = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
-        else:
-            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        hidden = torch.relu(self.inner(x + mixed))
-        return self.head(hidden.flatten(0, 1) if self.flat else hidden)
-
-
-def labels(padded: int = 0, prompt: int = 0) -> Tensor:
-    y = torch.arange(B * T).view(B, T) % CLASSES
-    y[: B // 2, T - padded :] = -100
-    y[:, :prompt] = -100
-    return y
 
 
 def tokens_loss(y: Tensor, eager: bool = False) -> Callable[[nn.Module], Tensor]:
@@ -303,7 +237,7 @@ def test_dropped_paths_are_examples_of_their_layers(per_sample: bool) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x)
-            keep = (torch.arange(len(x)) % 3 == 0).to(x).view(-1, 1, 1)
+            keep = (torch.arange(len(x), device=x.device) % 3 == 0).to(x).view(-1, 1, 1)
             x = x + torch.tanh(self.body(x)) * (keep if per_sample else 1.0)
             return self.head(x.mean(1))
 
@@ -332,7 +266,7 @@ def test_all_positions_of_an_example_with_a_satisfied_hinge_take_part() -> None:
 
 
 def test_padding_that_is_sent_to_experts_leaves_their_a() -> None:
-    model, y = seeded(experts_on(False, True)), labels(2)
+    model, y = seeded(Experts), labels(2)
 
     def loss_of(model: nn.Module) -> Tensor:
         return functional.cross_entropy(model(normal(B, T, WIDTH)).flatten(0, 1), y.flatten())
