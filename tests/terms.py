@@ -64,7 +64,8 @@ class Causal(nn.Module):
         if eager:
             scores = q @ k.mT / WIDTH**0.5
             mask = torch.ones(x.shape[1], x.shape[1]).tril() == 0
-            mixed = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
+            weights = (scores.masked_fill(mask, -torch.inf) - scores.detach().amax()).exp()
+            mixed = (weights / weights.sum(-1, keepdim=True)) @ v  # zeros are rounding here
         else:
             mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         hidden = torch.relu(self.inner(x + mixed))

@@ -205,24 +205,35 @@ def test_rounding_decides_nothing() -> None:
     assert not d[:, 0].any()
 
 
-def test_a_merged_adapter_of_nothing_changes_nothing() -> None:
-    """LoRA begins with B = 0: at first A's layer has no gradient at all."""
+class Adapted(nn.Module):
+    """A Linear with an adapter of low rank next to it."""
 
-    class Adapted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.base, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2, bias=False)
-            self.up, self.head = nn.Linear(2, WIDTH, bias=False), nn.Linear(WIDTH, CLASSES)
-            nn.init.zeros_(self.up.weight)
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down = base, nn.Linear(WIDTH, 2, bias=False, dtype=F64)
+        self.up = nn.Linear(2, WIDTH, bias=False, dtype=F64)
 
-        def forward(self, x: Tensor, adapted: bool = True) -> Tensor:
-            h = self.base(x)
-            return self.head(torch.relu(h + self.up(self.down(x)) if adapted else h))
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
 
-    model = seeded(Adapted)
-    got = [found(copy.deepcopy(model), tokens_loss(labels(2), each)) for each in (True, False)]
-    names = ("base", "head")
-    assert_same_factors({n: got[0][n] for n in names}, {n: got[1][n] for n in names}, rtol=1e-9)
+    def merged(self) -> nn.Module:
+        merged = copy.deepcopy(self.base)
+        with torch.no_grad():
+            merged.weight.add_(self.up.weight @ self.down.weight)
+        return merged
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_merging_an_adapter_changes_nothing(eager: bool) -> None:
+    model: Any = seeded(Causal)
+    model.q = Adapted(model.q)
+    merged = copy.deepcopy(model)
+    merged.q = model.q.merged()
+    loss_of = tokens_loss(labels(2), eager)
+    apart, together = found(model, loss_of), found(merged, loss_of)
+    apart["q"] = apart.pop("q.base")
+    assert_same_factors({name: apart[name] for name in together}, together, rtol=1e-9)
 
 
 @pytest.mark.parametrize("per_sample", [True, False])
