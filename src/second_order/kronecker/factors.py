@@ -519,9 +519,9 @@ def _take_in(
         unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
         means[:, 0, 0] *= unit_trace
     owned = [vars(each) for each in averages]
-    # A step in which no row of a layer has a gradient says nothing of its curvature.
+    # A layer of which no row has ever had a gradient has no curvature to average yet.
     weight = own_stack(owned, "weight")
-    present = (examples > 0) & (means[:, 1] != 0).any(1)
+    present = (examples > 0) & ((means[:, 1] != 0).any(1) | (weight > 0))
     torch.where(present, weight * decay + 1.0, weight, out=weight)
     # X + step (x - X), where a step of 0 leaves X bit for bit.
     step = weight.clamp_min(1.0).reciprocal_() * present
