@@ -147,7 +147,8 @@ def measure(
         memory: Bytes of sums at once on a process; as many passes over the data as that takes, each
             of some layers, whose factors then move to the host's memory.
         checkpoint: A folder of saves, from which an interrupted measurement goes on: to the same
-            numbers, if the loader gives the same batches. It is emptied at the end.
+            numbers, if the loader gives the same batches. Another model, other functions, options
+            or another first batch are refused. It is emptied at the end.
         checkpoint_every: Batches between two saves.
         seed: Of drawn labels.
         process_group: The processes that measure, each with batches of its own; None for all.
@@ -176,7 +177,7 @@ def measure(
             Path(checkpoint),
             checkpoint_every,
             world,
-            given.identity(run.layers, run.passes, world, run.dtype),
+            given.identity(run.layers, run.passes, world, run.dtype, length_of(loader)),
         )
     with explained(), undisturbed(model, run.device):
         run.all_passes()
@@ -332,7 +333,8 @@ class _Measurement:
         options, saves, start = self.options, self.saves, 0
         self.terms = 0
         state, self.resumed = self.resumed, None
-        if state is not None and state["pass"] == number:
+        resumed = state is not None and state["pass"] == number
+        if state is not None and resumed:
             start = state["index"]
             statistics.sums.load(state["sums"])
             statistics.known_wrong = state["wrong"]
@@ -353,6 +355,8 @@ class _Measurement:
                 if failure is None:
                     try:
                         given = next(batches, END)
+                        if index == 0:
+                            saves.begin_pass(None if given is END else given, resumed=resumed)
                         if given is END and batch is None and self.sharded:
                             raise SecondOrderError(NO_BATCH)
                     except Exception as raised:

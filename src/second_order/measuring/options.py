@@ -11,6 +11,7 @@ import torch
 from second_order.distributed.world import World
 from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
 from second_order.measuring.batches import Call, Loss, Mask
+from second_order.measuring.fingerprint import fingerprint
 from second_order.measuring.statistics import Layer, read
 from second_order.measuring.sums import Keep
 from second_order.sharded import local
@@ -51,14 +52,17 @@ class Options:
             raise ValueError(f"memory={self.memory} bytes must be positive")
 
     def identity(
-        self, layers: Sequence[Layer], passes: Sequence[Sequence[Layer]], world: World, dtype: Any
+        self,
+        layers: Sequence[Layer],
+        passes: Sequence[Sequence[Layer]],
+        world: World,
+        dtype: Any,
+        batches: int | None,
     ) -> dict[str, Any]:
-        """What tells this measurement from another one, in this process's saves."""
-        named = {"likelihood": self.likelihood, "loss": self.loss}
-        functions = {
-            name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
-            for name, value in named.items()
-        }
+        """What tells this measurement from another one, in this process's saves.
+
+        ``batches``: the loader's length; None if it is not known, which fits any other.
+        """
         weights = [local(layer.block.weight).detach() for layer in layers]
         norms = [torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]
         sizes = {layer.name: list(map(int, layer.shape.gradient_size)) for layer in layers}
@@ -67,7 +71,11 @@ class Options:
             "keep": self.keep,
             "memory": [[layer.name for layer in each] for each in passes],
             "seed": self.seed,
-            **functions,
+            "likelihood": fingerprint(self.likelihood),
+            "loss": fingerprint(self.loss),
+            "mask": fingerprint(self.mask),
+            "call": fingerprint(self.call),
+            "number of batches": batches,
             "processes": world.size,
             "layers": sizes,
             "dtype": str(dtype),
