@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -596,6 +597,54 @@ def test_bad_input_is_refused() -> None:
         measure(model, x, factors="kfac", loss=lambda out, batch: batch[:, 0], progress=False)
     with pytest.raises(ValueError, match="no layer"):
         measure(nn.BatchNorm1d(2), x, progress=False)
+
+
+MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3))
+X, Y = torch.ones(4, 2), torch.ones(4).long()
+CRITERION = nn.CrossEntropyLoss(reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (
+            {"loss": CRITERION},
+            r"loss=CrossEntropyLoss takes .*, target.*; write loss=lambda output",
+        ),
+        ({"loss": nn.functional.cross_entropy}, r"loss=cross_entropy takes .* write loss=lambda"),
+        ({"loss": partial(nn.functional.mse_loss, reduction="none")}, "loss=mse_loss takes"),
+        ({"layers": [MODEL[2]]}, r"layers=Linear.* is not a name.*write layers=\[\"2\"\]"),
+        ({"layers": MODEL[0]}, r"write layers=\[\"0\"\]"),
+        ({"layers": [nn.Linear]}, r"write layers=\[\"Linear\"\]"),
+        ({"layers": [nn.Linear(2, 2)]}, "give names of the model's modules"),
+        ({"model": [(X, Y)], "loader": MODEL}, r"model=list.* not a torch.*measure\(model, loader"),
+        ({"loader": (X, Y)}, r"\(4, 2\) and \(4,\).*write \[\(x, y\)\], or DataLoader"),
+        ({"loader": [X, X[:, :1]]}, r"\(4, 2\) and \(4, 1\) looks like inputs and targets"),
+        ({"memory": "2GB"}, r"memory='2GB' is not a number of bytes; write memory=2 \* 2\*\*30"),
+    ],
+)
+def test_an_argument_that_is_something_else_is_named_with_what_to_write(
+    changed: dict[str, Any], text: str
+) -> None:
+    given: dict[str, Any] = {"model": MODEL, "loader": [(X, Y)], "factors": "kfac"}
+    with pytest.raises(TypeError, match=text):
+        measure(**{**given, "progress": False, **changed})
+
+
+def test_what_is_asked_of_a_curvature_is_answered_with_what_to_write() -> None:
+    curvature = measure(MODEL, X.split(2), factors="kfac", layers=["0"], progress=False)
+    for name, text in (
+        ("0.weight", r"'0\.weight' is a parameter of layer '0'; write curvature\['0'\]"),
+        ("2", "'2' has no curvature: not among layers="),
+        ("2.bias", "'2.bias' has no curvature: not among layers="),
+        ("layer", "is the name of no layer; there are '0'"),
+    ):
+        assert name not in curvature
+        assert curvature.get(name) is None
+        with pytest.raises(KeyError, match=text):
+            curvature[name]
+    with pytest.raises(ValueError, match=r"not known.*; write damping=0\.1, relative=True"):
+        curvature.solve({"0.bias": torch.ones(2)})
 
 
 class Halved(nn.Module):

@@ -52,7 +52,7 @@ from second_order.measuring.batches import (
     terms_of,
 )
 from second_order.measuring.find import find_layers, shared_out
-from second_order.measuring.options import Factors, Options
+from second_order.measuring.options import Factors, Options, check_arguments
 from second_order.measuring.progress import Saves, bar_of
 from second_order.measuring.results import Found, curvature_of, report_of
 from second_order.measuring.statistics import (
@@ -161,9 +161,11 @@ def measure(
     Raises:
         ValueError: For options that are not sound, patterns of nothing, or a budget that one layer
             does not fit into.
-        TypeError: For batches that do not tell how to call the model, or a loss that is one number.
+        TypeError: For batches that do not tell how to call the model, or a loss that is one number;
+            for a model, loader, layers, loss or memory that is something else.
         SecondOrderError: If the loader gives no example, or another process has failed.
     """
+    check_arguments(model, loader, layers)
     shown = progress
     world = World(process_group)
     given = Options(factors, loss, likelihood, mask, call or call_model, keep, memory, seed, shown)
