@@ -208,8 +208,9 @@ class _Description:
         for key, value in sorted(vars(module).items()):
             if not key.startswith("_") and key != "training":
                 parts.append(f"{key} = {self.of(value)}")
-        for content in (module._parameters, module._buffers, module._modules):
-            parts += [f"{key} = {self.of(value)}" for key, value in content.items()]
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        for key, inner in (*tensors, *module.named_children()):
+            parts.append(f"{key} = {self.of(inner)}")
         return ", ".join(parts)
 
     def _object(self, value: Any, uses: _Uses | None) -> str:

@@ -73,7 +73,7 @@ def _is_a_pair(loader: Sequence[Any]) -> bool:
         return False
     if x.dtype != y.dtype or x.dim() != y.dim():
         return True
-    return x.dim() == 2 and x.is_floating_point() and x.shape != y.shape
+    return bool(x.dim() == 2 and x.is_floating_point() and x.shape != y.shape)
 
 
 @dataclass(frozen=True)
