@@ -33,7 +33,7 @@ def values_by_layer(
     numbers: dict[int, float] = {}
     for i, group in enumerate(groups):
         if option in group:
-            number = group[option]
+            number: Any = group[option]
             LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", number)
             numbers |= dict.fromkeys(map(id, group["params"]), number)
     if not numbers:

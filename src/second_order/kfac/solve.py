@@ -351,8 +351,8 @@ class Solves:
             each: Iterable[Damping] = repeat(option)
             if not own.keys().isdisjoint(alike):
                 of_groups = [own.get(block, option) for block in alike]
-                like = {"dtype": of_layers.dtype, "device": of_layers.device}
-                numbers = [torch.as_tensor(number, **like) for number in of_groups]
+                dtype, device = of_layers.dtype, of_layers.device
+                numbers = [torch.as_tensor(x, dtype=dtype, device=device) for x in of_groups]
                 option = dampings = torch.stack(numbers).unsqueeze(-1)
                 each = dampings.squeeze(-1).unbind()
             if options.relative_damping:  # where gradients vanish there is no curvature
