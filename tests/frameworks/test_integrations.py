@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +16,6 @@ from second_order import KAISA, DistKFAC
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -37,6 +37,14 @@ def network() -> nn.Module:
     torch.manual_seed(0)
     first = nn.Conv2d(3, 4, 3, stride=4)
     return nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.Linear(256, 3))
+
+
+def from_the_page(framework: str, **names: Any) -> Any:
+    """Run a framework's block of docs/stacks.md; returns the optimizer that it makes."""
+    text = (Path(__file__).parents[2] / "docs" / "stacks.md").read_text("utf-8")
+    block = text.split(f"**{framework}.**")[1].split("```python\n")[1].split("```")[0]
+    exec(compile(block, "stacks.md", "exec"), names)
+    return names["optimizer"]
 
 
 # ---------------------------------------------------------------------------------- transformers
@@ -102,6 +110,7 @@ def test_timm_makes_optimizers_by_name() -> None:
         )
         direct = KAISA(groups, model=twin, lr=0.01, base=base, **keywords, **OPTIONS)
         assert torch.equal(train(model, made), train(twin, direct))
+    assert type(from_the_page("timm", model=network())) is KAISA
     made = create(network(), opt="distkfac", lr=0.01)
     assert isinstance(made, DistKFAC)
     made.close()
@@ -189,5 +198,7 @@ def test_torchtitan_builds_and_resumes(tmp_path: Path) -> None:
     dcp.load({"optimizer": resumed}, checkpoint_id=tmp_path)
     expected.load_state_dict(direct.state_dict())
     assert torch.equal(train(models[0], resumed), train(models[1], expected))
+    (made,) = from_the_page("torchtitan").build(model_parts=[network()])
+    assert type(made) is KAISA
     (adamw,) = config_of("AdamW").build(model_parts=[network()])
     assert type(adamw) is torch.optim.AdamW
