@@ -82,7 +82,9 @@ class _Uses:
             todo += [each for each in here.co_consts if isinstance(each, CodeType)]
             for name in here.co_names:
                 method = getattr(kind, name, None)
-                if isinstance(method, FunctionType) and name not in methods:
+                if not isinstance(method, FunctionType) or name in methods:
+                    continue
+                if not _is_installed(method.__code__.co_filename):
                     methods[name] = method
                     todo.append(method.__code__)
             names |= {*here.co_names}
@@ -206,7 +208,8 @@ class _Description:
         """By class, code, hyperparameters and tensors; not by hooks and mode."""
         parts = [_name(type(module)), self.of(type(module).forward)]
         for key, value in sorted(vars(module).items()):
-            if not key.startswith("_") and key != "training":
+            hidden = key.startswith("_") or key == "training"
+            if not hidden and isinstance(value, (*PRIMITIVES, tuple, list, FunctionType)):
                 parts.append(f"{key} = {self.of(value)}")
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
         for key, inner in (*tensors, *module.named_children()):
@@ -219,7 +222,7 @@ class _Description:
         parts = [_name(kind)]
         call = inspect.getattr_static(kind, "__call__", None)
         code = None if uses is None else uses.code
-        if isinstance(call, FunctionType):
+        if isinstance(call, FunctionType) and not _is_installed(call.__code__.co_filename):
             parts.append(self.of(call))
             code = call.__code__
         uses = None if code is None else _Uses.of_code(code, kind)
