@@ -306,9 +306,9 @@ def test_the_modules_of_a_billion_parameters_are_found_in_a_second() -> None:
         model = Holder(net=Llama())
     params = list(model.parameters())
     assert sum(p.numel() for p in params) > 1e9
-    begin = time.perf_counter()
+    begin = time.process_time()
     module = found(params)
-    assert time.perf_counter() - begin < 1.0
+    assert time.process_time() - begin < 1.0
     assert module is model.net
 
 

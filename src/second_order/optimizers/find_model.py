@@ -39,10 +39,10 @@ SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 
 @dataclass(frozen=True)
 class Owner:
-    """A module, and which of the wanted parameters it has itself."""
+    """A module that has some of the given parameters itself."""
 
     module: nn.Module
-    params: frozenset[int]  # their ids
+    places: frozenset[int]  # of these in the list that was given
 
 
 @dataclass
@@ -52,12 +52,10 @@ class Candidate:
     module: nn.Module
     owners: list[Owner] = field(default_factory=list)
 
-    def covered(self, wanted: set[int]) -> int:
-        """How many of some parameters it contains."""
-        inside: set[int] = set()
-        for owner in self.owners:
-            inside |= owner.params
-        return len(inside & wanted)
+    @property
+    def places(self) -> set[int]:
+        """The places of the parameters that it contains."""
+        return {place for owner in self.owners for place in owner.places}
 
 
 def find_model(params: Sequence[Tensor]) -> FoundModel | None:
@@ -79,7 +77,7 @@ class _Search:
     """The live modules, and which of them own some parameters."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self.order = {id(p): i for i, p in enumerate(params)}
+        self.places = {id(p): i for i, p in enumerate(params)}
         modules = _live_modules()
         if any(map(is_dtensor, params)):
             for module in modules:  # a root keeps whole parameters after a lone forward
@@ -92,13 +90,13 @@ class _Search:
         for module in modules:
             for child in _children(module):
                 self.parents.setdefault(id(child), []).append(module)
-            own = frozenset(id(p) for p in _own_params(module) if id(p) in self.order)
+            own = [self.places[id(p)] for p in _own_params(module) if id(p) in self.places]
             if own:
-                bare = type(module) is nn.Module or _is(module, HOLDERS)
-                (holders if bare else self.owners).append(Owner(module, own))
+                holds = type(module) is nn.Module or _is(module, HOLDERS)
+                (holders if holds else self.owners).append(Owner(module, frozenset(own)))
 
-        owned = {key for owner in self.owners for key in owner.params}
-        self.owners += [holder for holder in holders if not holder.params <= owned]
+        owned = {place for owner in self.owners for place in owner.places}
+        self.owners += [holder for holder in holders if not holder.places <= owned]
 
     def model(self) -> FoundModel | None:
         """The smallest module around all owners, or several in a list."""
@@ -108,15 +106,15 @@ class _Search:
                 candidates.setdefault(id(module), Candidate(module)).owners.append(owner)
 
         roots: list[Candidate] = []
-        wanted = {key for owner in self.owners for key in owner.params}
+        wanted = {place for owner in self.owners for place in owner.places}
         while wanted:
             root = _best(list(candidates.values()), wanted)
             roots.append(root)
-            wanted -= {key for owner in root.owners for key in owner.params}
+            wanted -= root.places
         if not roots:
             return None
 
-        roots.sort(key=lambda root: min(self.order[k] for o in root.owners for k in o.params))
+        roots.sort(key=lambda root: sorted(root.places))
         modules = [self.widened(root.module) for root in roots]
         averaged = [self.is_in_ddp(owner.module) for root in roots for owner in root.owners]
         return FoundModel(
@@ -154,7 +152,7 @@ class _Search:
                 continue
             others = [each for key, each in _tree(module).items() if key not in inside]
             added = [p for each in others for p in _own_params(each)]
-            trains = any(p.requires_grad and id(p) not in self.order for p in added)
+            trains = any(p.requires_grad and id(p) not in self.places for p in added)
             if len(added) > most and not trains:
                 best, most = module, len(added)
         return best
@@ -176,21 +174,21 @@ def _best(candidates: Sequence[Candidate], wanted: set[int]) -> Candidate:
     """The candidate with most of the wanted parameters, and among such the smallest.
 
     A tied weight has several owners, and the model has all of them. So more owners go before fewer
-    modules. Candidates that are equal up to there own the same parameters by themselves, as a
-    module and its ``copy.copy`` do. Names, which are the same on every rank, decide then: the most
-    of them, or the first in the alphabet. Modules whose names are equal, too, share their
-    submodules, so hooks serve either.
+    modules. Names and places, which are the same on every rank, decide between equal ones: most
+    names, or the first in the alphabet. If these are equal as well, they are a module and its
+    ``copy.copy``. The two share their submodules, so hooks serve either.
     """
-    counts = [candidate.covered(wanted) for candidate in candidates]
+    counts = [len(candidate.places & wanted) for candidate in candidates]
     most = max(counts)
     widest = [c for c, count in zip(candidates, counts, strict=True) if count == most]
     owners = max(len(candidate.owners) for candidate in widest)
 
-    def size(candidate: Candidate) -> tuple[bool, int, int, str]:
+    def size(candidate: Candidate) -> tuple[bool, int, int, str, list[int]]:
         module = candidate.module
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         text = f"{type(module).__name__}: {names}"
-        return _is(module, CONTAINERS), len(_tree(module)), -len(names), text
+        places = sorted(candidate.places)
+        return _is(module, CONTAINERS), len(_tree(module)), -len(names), text, places
 
     return min((c for c in widest if len(c.owners) == owners), key=size)
 
@@ -198,10 +196,12 @@ def _best(candidates: Sequence[Candidate], wanted: set[int]) -> Candidate:
 def _live_modules() -> list[nn.Module]:
     """Every module that is alive, but for those that an optimizer has made.
 
-    An object's type is asked, not the object: what stands for another one may import or raise.
+    Types are looked at, not objects: an object that stands for another one may import or raise.
     """
-    modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    return [each for each in modules if not _is(each, Gathered)]
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
+    kinds.discard(Gathered)
+    return [each for each in objects if type(each) in kinds]
 
 
 def _is(module: nn.Module, kinds: Any) -> bool:
