@@ -146,31 +146,25 @@ class Saves:
         """
         if self._folder is None:
             return None
-        world, wrong = self._world.aside(), ""
+        wrong = ""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # the others wait for this process
+        except OSError as error:
             wrong = str(error)
-        self._agree(wrong)
+        self._raise_together(wrong)
         mine = {int(path.name.split(".")[0]) for path in self._files()}
-        common = set.intersection(*world.all_gather_object(mine))
+        common = set.intersection(*self._world.aside().all_gather_object(mine))
 
         # The newest first; one that only this process has is just compared with the arguments.
         candidates = sorted(common, reverse=True) or [max(mine, default=-1)]
         unreadable = ""
         for number in candidates:
-            state: dict[str, Any] | None = None
-            wrong = ""
-            if number in mine:
-                try:
-                    state = load_checkpoint(self._path(number))
-                except (CheckpointError, OSError) as error:
-                    wrong = str(error)
-            wrong = next(filter(None, world.all_gather_object(wrong)), "")
+            state, wrong = self._read(number) if number in mine else (None, "")
+            wrong = self._first(wrong)
             if wrong:
                 unreadable = unreadable or wrong
                 continue
-            self._agree("" if state is None else self._compared(state, self._path(number)))
+            self._raise_together("" if state is None else self._compared(state, number))
             if unreadable:
                 warnings.warn(
                     f"measure continues from the save before, after {number} batches: {unreadable}",
@@ -184,13 +178,24 @@ class Saves:
             return state
         raise CheckpointError(f"{unreadable}, or remove {self._folder} to measure anew")
 
-    def _agree(self, wrong: str) -> None:
+    def _read(self, number: int) -> tuple[dict[str, Any] | None, str]:
+        """This process's save, or why it cannot be read."""
+        try:
+            return load_checkpoint(self._path(number)), ""
+        except (CheckpointError, OSError) as error:
+            return None, str(error)
+
+    def _first(self, wrong: str) -> str:
+        """What is wrong on the first process that says so; a collective."""
+        return next(filter(None, self._world.aside().all_gather_object(wrong)), "")
+
+    def _raise_together(self, wrong: str) -> None:
         """Raise on all processes if something is wrong on one."""
-        found = next(filter(None, self._world.aside().all_gather_object(wrong)), "")
+        found = self._first(wrong)
         if found:
             raise CheckpointError(found)
 
-    def _compared(self, state: Mapping[str, Any], path: Path) -> str:
+    def _compared(self, state: Mapping[str, Any], number: int) -> str:
         """What is wrong with a save, if it is of another measurement."""
         other = []
         for name, mine in self._what.items():
@@ -200,8 +205,8 @@ class Saves:
         if not other:
             return ""
         return (
-            f"{path} was saved by another measurement: other {', '.join(other)}; give the "
-            f"model, data and arguments of that one, or another checkpoint="
+            f"{self._path(number)} was saved by another measurement: other {', '.join(other)}; "
+            f"give the model, data and arguments of that one, or another checkpoint="
         )
 
     def begin_pass(self, batch: Any, *, resumed: bool) -> None:
