@@ -170,7 +170,10 @@ def test_copies_are_not_confused_with_the_model() -> None:
     with torch.no_grad():
         twins.append(torch.export.export(model, (batch[0],)).module())
         twins.append(torch.fx.symbolic_trace(model))
-    twins += [nn.ParameterList(model.parameters()), copy.copy(model)]
+    penalty = Holder()  # of a loss: it has them all in one module
+    for i, p in enumerate(model.parameters()):
+        penalty.register_parameter(str(i), p)
+    twins += [nn.ParameterList(model.parameters()), copy.copy(model), penalty]
     optimizer = make(KAISA, model.parameters())
     take(model, optimizer, batch)
     assert [row.status for row in optimizer.summary().rows] == ["preconditioned"] * 3
@@ -328,8 +331,10 @@ def averaged(rank: int, world_size: int) -> list[list[Tensor]]:
             assert optimizer.training.under_ddp is wraps
             assert optimizer.training.averages is not wraps
             results.append(follow(rank, world_size, outer, optimizer, MLP, MLP.batches(3)))
-    del outer, optimizer
-    lone = make(KAISA, model.parameters())  # its wrapper is in cycles
+    cycle: list[Any] = [outer]
+    cycle.append(cycle)
+    del outer, optimizer, cycle
+    lone = make(KAISA, model.parameters())  # the wrapper is garbage that is not collected yet
     assert lone.training.averages
     return results
 
@@ -344,10 +349,10 @@ def frozen_and_stray(rank: int, world_size: int) -> list[Tensor]:
 
 
 def sharded(rank: int, world_size: int) -> list[list[Tensor]]:
-    """Trajectories under FSDP2 by the model, by parameters, and by some of an inner module."""
+    """Trajectories under FSDP2, by the model and by parameters."""
     results = []
     for how in ("model", "parameters", "after a forward"):
-        model = fsdp(narrow())
+        model = fsdp(narrow(), "root")
         params = list(model.parameters())
         data = shares(rank, world_size)
         if how == "after a forward":  # the root has whole parameters then
