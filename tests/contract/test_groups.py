@@ -100,9 +100,9 @@ def test_parameters_on_meta_are_refused_until_they_are_made(System: Any) -> None
         r"parameter '0\.weight' is on the meta device, and has no numbers: materialise first, by "
         rf"model\.to_empty\(device=\.\.\.\) and what fills it, then make {System.__name__}; with "
     )
-    for given in ([model], [model.parameters(), model]):
+    for given, named in ((model, None), (model.parameters(), model), (model.parameters(), None)):
         with pytest.raises(ValueError, match=message):
-            make(System, given[0], model=None if len(given) == 1 else model)
+            make(System, given, model=named)
     model.to_empty(device="cpu")
     model.load_state_dict(MLP.model().state_dict())
     train(model, make(System, model))

@@ -48,8 +48,13 @@ def gradients(model: nn.Module) -> tuple[Tensor, Tensor]:
 @each_kronecker
 @pytest.mark.parametrize(
     "options",
-    [{}, {"relative_damping": True}, {"solver": "inverse"}, {"damping": lambda step: 0.1}],
-    ids=["absolute", "relative", "inverse", "callable"],
+    [
+        {},
+        {"relative_damping": True, "preconditioner_scale": "gradient"},
+        {"solver": "inverse", "refresh": "trace", "inv_update_steps": None},
+        {"damping": lambda step: 0.1},
+    ],
+    ids=["absolute", "relative", "inverse by trace", "callable"],
 )
 def test_the_damping_of_a_group_is_that_of_its_layers(System: Any, options: Any) -> None:
     mixed, optimizer = stepped(System, {"damping": 0.7}, **options)
@@ -208,10 +213,21 @@ def test_a_layer_in_two_groups_is_named(option: str, value: Any) -> None:
     take(model, optimizer, BATCHES[0])
 
 
-def trained(rank: int, world_size: int, own: dict[str, Any], options: dict[str, Any]) -> Any:
-    model = MLP.model()
-    optimizer = make(KAISA, groups_of(model, **own), **options)
-    return follow(rank, world_size, model, optimizer, MLP, BATCHES)
+SPREAD: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (0, {"grad_worker_fraction": 0, "factor_exchange": "reduce"}),
+    (2, {"preconditioner_scale": "gradient", "base": torch.optim.AdamW}),
+]
+
+
+def trained(rank: int, world_size: int, own: dict[str, Any]) -> list[list[Tensor]]:
+    """Trajectories by all ways to spread the work."""
+    trajectories = []
+    for system, options in SPREAD:
+        model = MLP.model()
+        with make(KRONECKER[system], groups_of(model, **own), **options) as optimizer:
+            trajectories.append(follow(rank, world_size, model, optimizer, MLP, BATCHES))
+    return trajectories
 
 
 def parted(rank: int, world_size: int) -> str:
@@ -225,9 +241,8 @@ def parted(rank: int, world_size: int) -> str:
 
 def test_options_of_groups_act_alike_on_every_rank(world: World) -> None:
     own = {"damping": 0.7, "factor_decay": 0.5}
-    expected = trained(0, 1, own, {})
-    for options in ({}, {"grad_worker_fraction": 0, "factor_exchange": "reduce"}):
-        found = agreed(world.run(trained, 2, own, options))
-        for mine, theirs in zip(found, expected, strict=True):
+    ranks, expected = world.run(trained, 2, own), trained(0, 1, own)
+    for i, trajectory in enumerate(expected):
+        for mine, theirs in zip(agreed([rank[i] for rank in ranks]), trajectory, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
     assert all("damping" in message for message in world.run(parted, 2))

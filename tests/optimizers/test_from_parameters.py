@@ -62,6 +62,52 @@ def test_every_optimizer_trains_as_if_the_model_had_been_given(System: Any, name
     assert not same(trained(System, case, True), case.model())
 
 
+def frozen_body(model: nn.Module) -> Any:
+    model[:3].requires_grad_(False)
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def part(model: nn.Module) -> Any:
+    return [{"params": model[2:].parameters()}]
+
+
+@each_of_five
+@pytest.mark.parametrize("choose", [frozen_body, part])
+def test_parameters_of_a_part_train_as_with_the_model_named(System: Any, choose: Any) -> None:
+    """An average of the weights is alive meanwhile."""
+    model, twin = MLP.model(), MLP.model()
+    average = copy.deepcopy(model)
+    optimizer, expected = make(System, choose(model)), make(System, choose(twin), model=twin)
+    for batch in MLP.batches(3):
+        take(model, optimizer, batch)
+        take(twin, expected, batch)
+    assert same(model, twin)
+    assert same(model[:2], average[:2])
+    assert not same(model, average)
+
+
+@each_of_five
+def test_an_actor_and_a_critic_train_as_a_list_of_modules(System: Any) -> None:
+    pairs = [[MLP.model(seed=0), MLP.model(seed=1)] for _ in range(2)]
+    params = [p for each in pairs[0] for p in each.parameters()]
+    optimizers = [make(System, params), make(System, nn.ModuleList(pairs[1]))]
+    for pair, optimizer in zip(pairs, optimizers, strict=True):
+        both = Both(*pair)
+        for batch in MLP.batches(3):
+            take(both, optimizer, batch)
+    assert same(nn.ModuleList(pairs[0]), nn.ModuleList(pairs[1]))
+
+
+class Both:
+    """Two models that are in no module together, and whose outputs are added."""
+
+    def __init__(self, actor: nn.Module, critic: nn.Module) -> None:
+        self.actor, self.critic = actor, critic
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.actor(x) + self.critic(x)
+
+
 # ------------------------------------------------------------------------ how parameters are given
 
 
@@ -170,7 +216,10 @@ def test_copies_are_not_confused_with_the_model() -> None:
     with torch.no_grad():
         twins.append(torch.export.export(model, (batch[0],)).module())
         twins.append(torch.fx.symbolic_trace(model))
-    twins += [nn.ParameterList(model.parameters()), copy.copy(model)]
+    penalty = Holder()  # of a loss: it has them all in one module
+    for i, p in enumerate(model.parameters()):
+        penalty.register_parameter(str(i), p)
+    twins += [nn.ParameterList(model.parameters()), copy.copy(model), penalty]
     optimizer = make(KAISA, model.parameters())
     take(model, optimizer, batch)
     assert [row.status for row in optimizer.summary().rows] == ["preconditioned"] * 3
@@ -328,8 +377,10 @@ def averaged(rank: int, world_size: int) -> list[list[Tensor]]:
             assert optimizer.training.under_ddp is wraps
             assert optimizer.training.averages is not wraps
             results.append(follow(rank, world_size, outer, optimizer, MLP, MLP.batches(3)))
-    del outer, optimizer
-    lone = make(KAISA, model.parameters())  # its wrapper is in cycles
+    cycle: list[Any] = [outer]
+    cycle.append(cycle)
+    del outer, optimizer, cycle
+    lone = make(KAISA, model.parameters())  # the wrapper is garbage that is not collected yet
     assert lone.training.averages
     return results
 
@@ -344,10 +395,10 @@ def frozen_and_stray(rank: int, world_size: int) -> list[Tensor]:
 
 
 def sharded(rank: int, world_size: int) -> list[list[Tensor]]:
-    """Trajectories under FSDP2 by the model, by parameters, and by some of an inner module."""
+    """Trajectories under FSDP2, by the model and by parameters."""
     results = []
     for how in ("model", "parameters", "after a forward"):
-        model = fsdp(narrow())
+        model = fsdp(narrow(), "root")
         params = list(model.parameters())
         data = shares(rank, world_size)
         if how == "after a forward":  # the root has whole parameters then
