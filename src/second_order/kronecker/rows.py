@@ -87,11 +87,6 @@ class PairRows(NamedTuple):
     examples: bool = False  # known to be a batch's examples, whatever other layers see
     parts: int = 1  # 3 for queries, keys and values that have inputs of their own
 
-    @property
-    def number(self) -> int:
-        """The number of rows of each part."""
-        return math.prod(self.shape)
-
 
 def rows_of(module: nn.Module, kind: LayerKind | None, x: Any, d: Tensor) -> PairRows:
     """The rows of a pair of a module of some kind; None for the kind of a norm."""
@@ -129,7 +124,6 @@ class RowGroup:
     examples: bool = False
     selected: bool = False  # of one call alone
     alive: Tensor | None = None  # those with a gradient at any layer so far, (rows,)
-    known: bool = False  # whether any layer's gradients have been looked at
     everything: bool = False  # all have had a gradient
 
     @property
@@ -142,13 +136,14 @@ class RowGroup:
         if self.everything:
             return
         if live.mask is None:
-            self.everything, self.known, self.alive = True, True, None
+            self.everything = True
+            self.alive = None
             return
         before = self.alive
         self.alive = live.mask if before is None else before | live.mask.to(before.device)
-        self.known = True
         if self.alive.device.type == "cpu" and bool(self.alive.all()):
-            self.everything, self.alive = True, None
+            self.everything = True
+            self.alive = None
 
 
 class _Last(NamedTuple):
