@@ -6,6 +6,7 @@ not grow with the number of layers. With one process all verbs return at once.
 
 from __future__ import annotations
 
+import copy
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -77,6 +78,9 @@ class World:
     """
 
     wire: torch.dtype | None = None  # in which floating-point messages travel; None for their own
+
+    planned = False
+    """Whether the other ranks do not exist, and results are numbers without a meaning."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._subgroups: dict[tuple[Any, ...], World] = {}
@@ -173,7 +177,7 @@ class World:
         """These ranks, whose floating-point messages travel in a dtype; None for their own."""
         if dtype is None:
             return self
-        world = World.alone(self.rank, self.size, self.group)
+        world = copy.copy(self)
         world.wire = dtype
         return world
 
@@ -393,11 +397,15 @@ class World:
         share = mine.new_zeros(-(-total // size))
         leaving = overlaps(total, size, runs.get(rank, (0, 0)))
         self._exchange(mine, leaving, parts, share[: stop - start])[1].wait()
+        return self._all_gathered(share)[:total]
+
+    def _all_gathered(self, share: Tensor) -> Tensor:
+        """All ranks' shares of one size, by rank, in a flat tensor."""
         sent(share.nbytes)
-        whole = mine.new_empty(len(share) * size)
+        whole = share.new_empty(len(share) * self.size)
         new, old = "all_gather_single", "all_gather_into_tensor"  # its name before torch 2.13
         getattr(dist, new if hasattr(dist, new) else old)(whole, share, group=self.group)
-        return whole[:total]
+        return whole
 
     def _deliver(
         self,
@@ -437,10 +445,15 @@ class World:
         sent(flat.nbytes)
         if buffer is None:
             buffer = flat.new_empty(sum(received))
-        work = dist.all_to_all_single(
+        return buffer, self._all_to_all_single(buffer, flat, received, parts)
+
+    def _all_to_all_single(
+        self, buffer: Tensor, flat: Tensor, received: list[int], parts: list[int]
+    ) -> Any:
+        """Start torch's verb of this name."""
+        return dist.all_to_all_single(
             buffer, flat, received, parts, group=self.group, async_op=True
         )
-        return buffer, work
 
     @explained()
     def swap(self, parts: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:
@@ -458,8 +471,12 @@ class World:
         for bucket in _buckets(tensors) if self.size > 1 else ():
             flat = self._stage(flatten(bucket))
             sent(flat.nbytes if self.rank == 0 else 0)
-            dist.broadcast(flat, group=self.group, group_src=0)
+            self._broadcast_from_first(flat)
             scatter(flat, bucket)
+
+    def _broadcast_from_first(self, flat: Tensor) -> None:
+        """Give every rank the first rank's values of a flat tensor, in place."""
+        dist.broadcast(flat, group=self.group, group_src=0)
 
     # --------------------------------------------------------------------------------- answers
 

@@ -129,7 +129,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._consistency = Consistency(debug)
         given = read_arguments(name, params_or_model, model, needs_model)
         model, known, under_ddp, groups = given
-        world, params = World(process_group), members_of(groups)
+        world = process_group if isinstance(process_group, World) else World(process_group)
+        params = members_of(groups)
         helper_role = None if world.size == 1 else helper_role
         if helper_role is None:
             check_mesh(model, world)
