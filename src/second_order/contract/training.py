@@ -434,9 +434,11 @@ def start_average(
         )
     torch._foreach_div_(gradients, float(world.size))  # first: a sum in float16 overflows
     here = [float(p.grad is not None) for p in params]
-    present = torch.ones(len(params), device=params[0].device)
+    # The dtype of every message is named: ranks may have different defaults.
+    kind: Any = {"dtype": torch.float32, "device": params[0].device}
+    present = torch.ones(len(params), **kind)
     if 0.0 in here:  # else the device is sent nothing
-        present = torch.tensor(here, device=params[0].device)
+        present = torch.tensor(here, **kind)
     routed = route(params, gradients)
     work = (
         world.all_reduce([*gradients, present])

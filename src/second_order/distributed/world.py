@@ -482,7 +482,7 @@ class World:
 
     def all_agree(self, mine: bool, device: torch.device) -> bool:
         """Whether ``mine`` is True on all ranks; a collective."""
-        noes = torch.tensor([float(not mine)], device=device)
+        noes = torch.tensor([float(not mine)], dtype=torch.float32, device=device)
         self.all_reduce([noes]).wait()
         return not bool(noes)
 

@@ -389,7 +389,7 @@ class Solves:
                     heard.append(float(mine))
                 heard += news
                 if world.size > 1:
-                    message = torch.tensor(heard, device="cpu")
+                    message = torch.tensor(heard, dtype=torch.float32, device="cpu")
                     agreement = world.on_cpu().all_reduce_max([message])
         with meter.stage("average_gradients"):
             pending.wait()
