@@ -173,7 +173,7 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
     if head is None:
         return
     head.require(HEADS)
-    count = len(head["eigenvalues"])
+    count = head.tensor("eigenvalues").numel()
     for key in ("eigenvalues", "residuals", "subspace_momentum"):
         head.tensor(key, (count,))
     for p, part in parts.items():
