@@ -145,6 +145,7 @@ def check_step(training: Training, matters: str, closure: Any, unwatched: bool) 
             f"backward() has returned. Make one optimizer of the model, {training.name}(model, "
             f"lr=...), and call step() after backward()"
         )
+    training.require_group("step()")
     for group in training.groups:
         if group.get("train_mode") is False:
             raise RuntimeError(
@@ -358,6 +359,15 @@ class Training:
             if new is not None and new is not p and is_dtensor(new) and new.shape == p.shape:
                 found[p] = new
         return found
+
+    def require_group(self, doing: str) -> None:
+        """Raise RuntimeError if the process group that other ranks are reached by is gone."""
+        if self.world.size > 1 and self.world.is_destroyed:
+            raise RuntimeError(
+                f"{self.name}: {doing} after destroy_process_group(), which has destroyed the "
+                f"group of the {self.world.size} processes that train together; destroy it once "
+                f"training is over, or make the optimizer anew after init_process_group()"
+            )
 
     def names(self) -> dict[int, str]:
         """The names of the model's parameters, by id."""

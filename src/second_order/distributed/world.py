@@ -117,6 +117,17 @@ class World:
         return list(dist.get_process_group_ranks(self.group))
 
     @property
+    def is_destroyed(self) -> bool:
+        """Whether the process group has been destroyed since this world was made."""
+        if self.group is None:
+            return False
+        try:
+            dist.get_backend(self.group)
+        except ValueError:
+            return True
+        return False
+
+    @property
     def backend(self) -> str:
         """Name of the backend in use, "none" with one process alone."""
         return "none" if self.group is None else str(dist.get_backend(self.group))

@@ -192,6 +192,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def agree(self, doing: str, named: bool = False) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
+        self._training.require_group(doing)
         if not self._curvature.helps:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
             self._consistency.check(self._training, self._curvature, doing, named=named)
