@@ -79,6 +79,13 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return found
 
 
+def _described(value: Any) -> Any:
+    """Arguments as a key: tensors by shape and dtype."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return tuple(map(_described, value)) if isinstance(value, list | tuple) else value
+
+
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
     """Let the collector look at the objects only that are made here: seconds instead of minutes."""
@@ -101,8 +108,11 @@ class Simulation(TorchDispatchMode):
         self.machine, self.links = machine, links
         self.clock = self.hidden = 0.0
         self.now = self.peak = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._noise = torch.empty(0)
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id
+        self._noise = torch.empty(0, dtype=torch.float32, device="cpu")
+        # Of dense operations, by their operands' shapes: layers are alike.
+        self._shapes: dict[Any, Any] = {}
+        self._seconds: dict[Any, float] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -119,39 +129,52 @@ class Simulation(TorchDispatchMode):
         name = func.overloadpacket
         dense = name in flop_registry or name in DECOMPOSITIONS
         operands = _tensors_in((*args, *kwargs.values()))
+        key = (func, _described(args), _described(tuple(kwargs.items()))) if dense else None
         if dense and max(t.numel() for t in operands) > LARGE:
-            result = self._pretended(func, args, kwargs, operands[0].device)
+            result = self._pretended(func, args, kwargs, operands[0].device, key)
         else:
             result = func(*args, **kwargs)
         made = _tensors_in((result,))
         machine, nbytes = self.machine, sum(t.nbytes for t in (*operands, *made))
-        kernel = self._dense(name, args, kwargs, result) if dense else 0.0
-        kernel, host = max(kernel, nbytes / machine.bandwidth), machine.launch + machine.python
+        kernel, host = nbytes / machine.bandwidth, machine.launch + machine.python
+        if dense:
+            if key not in self._seconds:
+                self._seconds[key] = self._dense(name, args, kwargs, result)
+            kernel = max(kernel, self._seconds[key])
         self.clock += kernel + host if machine.device == "cpu" else max(kernel, host)
         old = {id(t.untyped_storage()) for t in operands}
         for storage in (t.untyped_storage() for t in made):
-            if id(storage) not in old and storage not in self._known:
-                self._known.add(storage)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._give_back, storage.nbytes())
+            if id(storage) not in old and id(storage) not in self._known:
+                self._count(storage)
         return result
 
-    def _give_back(self, nbytes: int) -> None:
-        self.now -= nbytes
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of a storage from now on until it is freed."""
+        key, nbytes = id(storage), storage.nbytes()
 
-    def _pretended(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        def freed(_: Any) -> None:
+            del self._known[key]
+            self.now -= nbytes
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _pretended(self, func: Any, args: Any, kwargs: Any, device: torch.device, key: Any) -> Any:
         """A result of the right shape, and of positive numbers; status words are 0."""
         out = kwargs.get("out")
-        args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        shapes = func(*args, **kwargs)
+        if key not in self._shapes:
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+            self._shapes[key] = func(*args, **kwargs)
+        shapes = self._shapes[key]
 
         def fill(x: Tensor) -> Tensor:
             if not x.is_floating_point():
                 return torch.zeros(x.shape, dtype=x.dtype, device=device)
             if self._noise.numel() < x.numel():
                 seed = torch.Generator().manual_seed(0)
-                self._noise = torch.rand(x.numel(), generator=seed).to(device) + 0.1
+                noise = torch.rand(x.numel(), generator=seed, dtype=torch.float32, device="cpu")
+                self._noise = noise.to(device) + 0.1
             return self._noise[: x.numel()].view(x.shape).to(x.dtype, copy=True)
 
         found = tree_map_only(Tensor, fill, shapes)
