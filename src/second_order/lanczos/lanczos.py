@@ -175,7 +175,8 @@ def tridiagonalise(
             B = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
             done = (n for n in asked if finished(ritz_pairs(*B[:, :n])))
             # As the first process finds: rounding must not part them.
-            stop = int(space.first(torch.tensor([float(next(done, 0))], dtype=torch.float64)))
+            found = torch.tensor([float(next(done, 0))], dtype=torch.float64)
+            stop = int(space.first(found))
         if stop:
             finite = True
             del diagonal[stop:], off_diagonal[stop:]
