@@ -571,7 +571,7 @@ def gradient_statistics(
     the step's terms, not a sum.
     """
     size = training.world.size
-    examples = torch.zeros((), device=training.device)
+    examples = torch.zeros((), dtype=torch.float32, device=training.device)
     if terms is not None:
         examples = terms.to(torch.float32)
     if counts_own:
