@@ -219,8 +219,11 @@ class ExactBlock(KroneckerBlock):
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
             g = gram(rows.unsqueeze(0), False, form.triangular)
-        ones = torch.ones(self.shape.groups, 1, dtype=d.dtype, device=d.device) * examples
-        return PairStatistics({"A": ones, "G": g}, examples)
+        if isinstance(examples, Tensor):
+            a = examples.to(d.dtype).expand(self.shape.groups, 1)
+        else:
+            a = d.new_full((self.shape.groups, 1), float(examples))
+        return PairStatistics({"A": a, "G": g}, examples)
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation

@@ -305,7 +305,8 @@ def _sums(pairs: Sequence[QueuedPair], records: Tensor) -> dict[str, Tensor]:
         factors = {k: torch.stack([each.factors[k] for each in formed]) for k in letters}
         numbers = [each.examples for each in formed]
         if any(isinstance(number, Tensor) for number in numbers) or len({*numbers}) > 1:
-            records[:, 0] = torch.stack([torch.as_tensor(number) for number in numbers])
+            here = records.device
+            records[:, 0] = torch.stack([torch.as_tensor(n, device=here) for n in numbers])
         else:
             records[:, 0] = numbers[0]
         if shape.routed:

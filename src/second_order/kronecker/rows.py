@@ -323,7 +323,7 @@ class BackwardPass:
             live = all_rows(group.number)
             return self._without_ignored(group, live) if group.examples else live
         if group.alive is None:
-            return LiveRows(torch.zeros(group.number, dtype=torch.bool), 0)
+            return LiveRows(torch.zeros(group.number, dtype=torch.bool, device="cpu"), 0)
         return rows_in(group.alive)
 
     def _without_ignored(self, group: RowGroup, live: LiveRows) -> LiveRows:
@@ -485,8 +485,10 @@ def _joined(each: list[LiveRows]) -> LiveRows:
     device = next(live.mask.device for live in each if live.mask is not None)
     masks = []
     for live in each:
-        whole = torch.ones(int(live.count) if live.mask is None else 0, dtype=torch.bool)
-        masks.append(whole.to(device) if live.mask is None else live.mask)
+        if live.mask is None:
+            masks.append(torch.ones(int(live.count), dtype=torch.bool, device=device))
+        else:
+            masks.append(live.mask)
     return rows_in(torch.cat(masks))
 
 
