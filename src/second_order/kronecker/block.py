@@ -30,10 +30,15 @@ from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.sharded import FSDPParams, local
 
-__all__ = ["KroneckerBlock", "LayerState"]
+__all__ = ["STATE_FLAGS", "STATE_NUMBERS", "KroneckerBlock", "LayerState"]
 
 LOOK_EVERY = 100
 """Steps with statistics between two looks at whether a layer's pairs explain its gradient."""
+
+
+STATE_FLAGS = ("no_statistics", "statistics_due", "captured")
+STATE_NUMBERS = ("failures", "unverified_steps", "unexplained", "pass_work")
+"""The entries of a layer's state in a checkpoint: 0 or 1, and numbers."""
 
 
 @dataclass
@@ -48,6 +53,30 @@ class LayerState:
     unexplained: float = 0.0  # share of the gradient, if too much for the pairs to be used
     unlooked: int = LOOK_EVERY  # steps with statistics since the two were compared
     work: int = 0  # operations of the passes in the last step with statistics, on this process
+
+    def saved(self, taken: bool) -> dict[str, Any]:
+        """The entries of a checkpoint; those of captured passes only if they are ``taken`` here."""
+        found: dict[str, Any] = {
+            "no_statistics": int(self.silent),
+            "statistics_due": int(self.asked),
+            "failures": self.failures,
+        }
+        if taken:
+            found["captured"] = int(self.heard)
+            found["unverified_steps"] = self.unlooked
+            found["unexplained"] = self.unexplained
+            found["pass_work"] = self.work
+        return found
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take over the entries that a checkpoint has."""
+        self.silent = bool(saved.get("no_statistics", self.silent))
+        self.asked = bool(saved.get("statistics_due", self.asked))
+        self.failures = saved.get("failures", self.failures)
+        self.heard = bool(saved.get("captured", self.heard))
+        self.unlooked = saved.get("unverified_steps", self.unlooked)
+        self.unexplained = saved.get("unexplained", self.unexplained)
+        self.work = saved.get("pass_work", self.work)
 
 
 class KroneckerBlock:
@@ -67,6 +96,7 @@ class KroneckerBlock:
         stored_shapes: By letter, the shape of a factor as stored here or on another process.
         trains_bias: Whether A has the homogeneous coordinate.
         work_dtype: The dtype in which gradients are clipped and exchanged: float32 at least.
+        triangular: Whether symmetric matrices are kept as upper triangles.
     """
 
     def __init__(
@@ -85,7 +115,7 @@ class KroneckerBlock:
         named = zip(modules, self.keys, strict=True)
         self.kinds = {module: KINDS[key] for module, key in named if key is not None}
         self.weight, self.bias = self._key_parameter(), bias
-        self.factor_dtype, self._triangular = factor_dtype, triangular
+        self.factor_dtype, self.triangular = factor_dtype, triangular
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.state = LayerState()
@@ -101,7 +131,7 @@ class KroneckerBlock:
         self.trains_bias = self.bias is not None and self.bias.requires_grad
         self.work_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.shape: FactorShape = self._current_shape()
-        shape, packed = self.shape, self._triangular
+        shape, packed = self.shape, self.triangular
         self.stored_shapes = {k: shape.stored_shape(k, packed) for k in shape.letters}
         before = self.__dict__.get("staged")
         self.staged = StagedStatistics(shape, self.weight.device, self.factor_dtype, packed)
@@ -217,7 +247,7 @@ class KroneckerBlock:
         self.state.asked |= asked
         if self.factors is None:
             self.factors = KroneckerFactors(
-                self.shape, self.weight.device, self.factor_dtype, self._triangular, self.held
+                self.shape, self.weight.device, self.factor_dtype, self.triangular, self.held
             )
         return self.factors
 
@@ -259,8 +289,14 @@ class KroneckerBlock:
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
         """Take over saved averages that fit, triangles or not; a missing one counts as lost."""
-        self.factors = None
-        factors, shape = self.ensure_factors(), self.shape
+        self.factors = self.read_factors(saved)
+
+    def read_factors(self, saved: Mapping[str, Any]) -> KroneckerFactors:
+        """Copy saved averages that fit, triangles or not, as they are kept on this process."""
+        shape = self.shape
+        factors = KroneckerFactors(
+            shape, self.weight.device, self.factor_dtype, self.triangular, self.held
+        )
         factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
         factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))
         matrices = {k: saved[k] for k in shape.letters if k in saved}
@@ -277,6 +313,7 @@ class KroneckerBlock:
             here = self.held[k == "G"] and k in matrices
             kept = factors.store(matrices[k]).to(self.weight.device, copy=True) if here else None
             factors.stored[k] = kept
+        return factors
 
     def misfit(self, saved: Mapping[str, Any]) -> str:
         """Why saved factors have not this layer's sizes as it is now; "" if they have."""

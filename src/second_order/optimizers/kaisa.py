@@ -67,7 +67,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
                 f"rank {self.training.world.rank} computes statistics for others, and keeps no "
                 f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"
             )
-        if curvature.kept_elsewhere:
+        if curvature.factors_elsewhere:
             self.agree("curvature()")
         return curvature.fitted(dtype, gather)
 
