@@ -24,14 +24,15 @@ from second_order.kfac.options import BUDGETED
 from second_order.kfac.plan import Item, LayerPlan
 from second_order.kfac.saved_inverses import (
     DAMPING,
+    INVERSE_DAMPING,
     INVERSE_NUMBERS,
     SNAPSHOT_TENSORS,
     WHOLE_NUMBERS,
     check_saved_inverse,
 )
 from second_order.kfac.schedule import DRIFT, DRIFT_LEAST, UPDATED_AT
-from second_order.kfac.trace_rule import MARK, SETTLED
-from second_order.kronecker.block import STATE_FLAGS, STATE_NUMBERS, KroneckerBlock
+from second_order.kfac.trace_rule import SETTLED, TRACE
+from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.solvers import INVERSE_ENTRIES
 from second_order.sharded import is_dtensor, local
 
@@ -64,24 +65,26 @@ WHOLE: dict[str, tuple[int, ...]] = {
     SETTLED: (0, 1),
     **dict.fromkeys((*DRIFT, DRIFT_LEAST, UPDATED_AT), (0,)),
     **dict.fromkeys((*BUDGETED, *CHOSEN, MEASURED_STEPS, MEASURED_UNTIL), (0,)),
-    **dict.fromkeys((*STATE_FLAGS, LAST_STEP_KNOWN), (0, 1)),
-    **dict.fromkeys(("failures", "unverified_steps"), (0,)),
+    **dict.fromkeys((*AGREED_STATE[:2], LAST_STEP_KNOWN), (0, 1)),
+    AGREED_STATE[2]: (0,),
     NEWLY_TRAINABLE_AT: (-1,),
     **WHOLE_NUMBERS,
 }
 """Entries that are whole numbers, and their bounds."""
 
-LEAST = {STEP_SIGN: -math.inf, **dict.fromkeys((*MARK, DAMPING), -1.0)}
+LEAST = {STEP_SIGN: -math.inf, DAMPING: -1.0}
 """Bounds of other numbers, where they are not 0."""
 
 READ_BY_ALL = (
-    *(WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, DRIFT_LEAST, *ALIKE, *CHOSEN, *MARK),
-    *(*STATE_FLAGS, *STATE_NUMBERS),
+    *(WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, DRIFT_LEAST, *ALIKE, *CHOSEN, *AGREED_STATE),
     *(*INVERSE_NUMBERS, LAST_STEP_KNOWN, *MEASURED, MEASURED_STEPS, MEASURED_UNTIL),
 )
 """What each process reads of a checkpoint, whoever keeps the factors."""
 
-TENSORS = (*LETTERS, MEANS, *INVERSE_ENTRIES, *SNAPSHOT_TENSORS, LAST_STEP)
+SIZES = {PASS_HISTORY: (4,), TRACE: (2,), INVERSE_DAMPING: (2,)}
+"""Tensors of a few numbers, and their shapes."""
+
+TENSORS = (*LETTERS, MEANS, *INVERSE_ENTRIES, *SNAPSHOT_TENSORS, LAST_STEP, *SIZES)
 
 
 def saved_factors(
@@ -96,9 +99,9 @@ def saved_factors(
     for block in layers.blocks:
         if block in active or block.factors is not None:
             part = found[block.weight] = {**common}
+            part |= block.state.agreed()
             if taken(block):
                 part |= block.saved_factors()
-            part |= block.state.saved(taken(block))
             for each in of_layers:
                 part |= each.saved(block)
     return found
@@ -158,7 +161,7 @@ def check_saved_factors(
             _check_last_step(part, p)
         for key in part.keys() - {*HEADER, LAST_STEP}:
             if key in tensors:
-                part.tensor(key)
+                part.tensor(key, SIZES.get(key))
                 continue
             if key in WHOLE:
                 value = float(part.whole(key, *WHOLE[key]))

@@ -78,8 +78,8 @@ from second_order.kfac.saved_inverses import (
 from second_order.kfac.schedule import JUDGED, UPDATED_AT, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
 from second_order.kfac.solve import LoadedInverse, Snapshot, Solves
-from second_order.kfac.trace_rule import TraceRefresh
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kfac.trace_rule import TRACE, TraceRefresh
+from second_order.kronecker.block import PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.options import Scalar, scheduled
 from second_order.report import Summary
@@ -508,8 +508,9 @@ class KFAC(OfLayers):
             part |= {**common, **saved_inverse(block, solves, rank in layer.workers, room)}
             if self._on_threads and layer.keepers is None:
                 part |= saved_snapshot(block, solves, room)
-            if traces is not None and self._takes(block):
-                part |= traces.saved_mark(block)
+            if self._takes(block):
+                part[PASS_HISTORY] = block.numbers(block.state.history())
+                part |= {} if traces is None else {TRACE: block.numbers(traces.mark(block))}
         return found
 
     @property
@@ -646,17 +647,19 @@ class KFAC(OfLayers):
         for block, entries in gather_inverses(world, self.plan, solves, ranks).items():
             found[block] = {**found.get(block, {}), **entries}
         # Numbers that only the rank knows whose batches make the statistics.
-        numbers: dict[str, dict[str, Any]] = {}
+        numbers: dict[str, dict[str, Sequence[float]]] = {}
         for block, layer in self.plan.items():
             if layer.source == rank:
-                marks = {} if solves.traces is None else solves.traces.saved_mark(block)
-                numbers[block.name] = {**block.state.saved(taken=True), **marks}
-        known: dict[str, dict[str, Any]] = {}
+                numbers[block.name] = {PASS_HISTORY: block.state.history()}
+                if solves.traces is not None:
+                    numbers[block.name][TRACE] = solves.traces.mark(block)
+        known: dict[str, dict[str, Sequence[float]]] = {}
         for each in world.all_gather_object(numbers):
             known |= each
         for block in self.plan:
-            if block.name in known:
-                found[block] = {**found.get(block, {}), **known[block.name]}
+            more = {name: block.numbers(n) for name, n in known.get(block.name, {}).items()}
+            if more:
+                found[block] = {**found.get(block, {}), **more}
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
 
     def close(self) -> None:

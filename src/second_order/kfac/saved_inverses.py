@@ -6,8 +6,7 @@ inverse_step, inverse_delay      the step of the factors that the inverse in use
                                  -1 if there is none, and the steps until it was installed
 inverse_wanted                   1 if the layer is refreshed at the next step, whatever is due
 inverse_A, inverse_G, ...        the inverse's tensors, on gradient workers, by their solver's names
-inverse_damping, inverse_scale   γ, and the number that the inverse is multiplied by; 0 for none
-trace, trace_damping             what a refresh by trace is judged by; -1 if there is nothing
+inverse_damping                  next to these: γ, and what the inverse is multiplied by, or 0
 snapshot_step, snapshot_A, ...   the factors of a solve under way on a thread; -1 if there is none
 
 An inverse is loaded by whoever is a gradient worker then. It is never computed again from the
@@ -37,6 +36,7 @@ from second_order.kronecker.solvers import (
 
 __all__ = [
     "DAMPING",
+    "INVERSE_DAMPING",
     "INVERSE_NUMBERS",
     "SNAPSHOT_TENSORS",
     "WHOLE_NUMBERS",
@@ -51,7 +51,7 @@ __all__ = [
 ]
 
 STEP, DELAY, WANTED = "inverse_step", "inverse_delay", "inverse_wanted"
-INVERSE_DAMPING, INVERSE_SCALE = "inverse_damping", "inverse_scale"
+INVERSE_DAMPING = "inverse_damping"
 DAMPING = "damping"
 """γ as the option was at the last refresh; -1 before the first. The same for all layers."""
 
@@ -61,7 +61,7 @@ SNAPSHOT_TENSORS = ("snapshot_A", "snapshot_G", "snapshot_L", SNAPSHOT_MEANS)
 WHOLE_NUMBERS = {STEP: (-1,), DELAY: (0,), WANTED: (0, 1), SNAPSHOT_STEP: (-1,)}
 """Entries that are whole numbers, and their bounds."""
 
-INVERSE_NUMBERS = (*WHOLE_NUMBERS, INVERSE_DAMPING, INVERSE_SCALE, DAMPING, *SNAPSHOT_NUMBERS)
+INVERSE_NUMBERS = (*WHOLE_NUMBERS, DAMPING, *SNAPSHOT_NUMBERS)
 """The entries that are numbers."""
 
 Solver = EigenSolver | InverseSolver
@@ -85,15 +85,19 @@ def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool
 
     if block.inverse is not None:
         found |= block.inverse.entries
-        found[INVERSE_DAMPING] = float(solves.dampings.get(block, 0.0))
-        found[INVERSE_SCALE] = float(solves.scales.get(block, 0.0))
+        found[INVERSE_DAMPING] = block.numbers(_dampings(block, solves))
     elif room:
         shapes = solves.solver.saved_shapes(block.shape, block.triangular)
         for name, shape in shapes.items():
             dtype, device = solves.options.inv_dtype, block.weight.device
             found[name] = torch.zeros(shape, dtype=dtype, device=device)
-        found |= {INVERSE_DAMPING: 0.0, INVERSE_SCALE: 0.0}
+        found[INVERSE_DAMPING] = block.numbers([0.0, 0.0])
     return found
+
+
+def _dampings(block: KroneckerBlock, solves: Solves) -> list[float]:
+    """γ of a layer's inverse, and what the inverse is multiplied by."""
+    return [float(each.get(block, 0.0)) for each in (solves.dampings, solves.scales)]
 
 
 def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[str, Any]:
@@ -140,14 +144,13 @@ def gather_inverses(
     for block, layer in plan.items():
         if block.solved and not {*to} <= {*layer.workers}:
             routes[block] = layer.workers[0], to
-    numbers: dict[str, tuple[float, float]] = {}
+    numbers: dict[str, list[float]] = {}
     tensors: dict[KroneckerBlock, tuple[Tensor, ...]] = {}
     for block, (source, _) in routes.items():
         if source == world.rank and block.inverse is not None:
             tensors[block] = tuple(block.inverse.entries.values())
-            damping = float(solves.dampings.get(block, 0.0))
-            numbers[block.name] = damping, float(solves.scales.get(block, 0.0))
-    known: dict[str, tuple[float, float]] = {}
+            numbers[block.name] = _dampings(block, solves)
+    known: dict[str, list[float]] = {}
     for each in world.all_gather_object(numbers):
         known |= each
 
@@ -161,9 +164,8 @@ def gather_inverses(
         for block, (source, destinations) in here.items():
             if source != world.rank and world.rank in destinations:
                 copies = [part.clone() for part in arrived[block]]
-                damping, scale = known[block.name]
                 found[block] = dict(zip(named[block], copies, strict=True))
-                found[block] |= {INVERSE_DAMPING: damping, INVERSE_SCALE: scale}
+                found[block][INVERSE_DAMPING] = block.numbers(known[block.name])
     return found
 
 
@@ -195,13 +197,9 @@ def loaded_inverse(
         if fitting is None or not bool(fitting.any()):  # zeros: room that nothing was read into
             return here
         entries[name] = fitting.to(block.weight.device, dtype)
-    return LoadedInverse(
-        here.step,
-        here.delay,
-        float(part.get(INVERSE_DAMPING, 0.0)),
-        float(part.get(INVERSE_SCALE, 0.0)),
-        solver.from_saved(entries, block.shape),
-    )
+    damping, scale = part[INVERSE_DAMPING].tolist() if INVERSE_DAMPING in part else (0.0, 0.0)
+    inverse = solver.from_saved(entries, block.shape)
+    return LoadedInverse(here.step, here.delay, damping, scale, inverse)
 
 
 def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot | None:

@@ -282,7 +282,7 @@ class Solves:
             if loaded.inverse is not None:
                 self.dampings[block] = loaded.damping
                 if self.options.preconditioner_scale == "gradient":
-                    self.scales[block] = torch.tensor(loaded.scale, device=block.weight.device)
+                    self.scales[block] = block.ensure_factors().weight.new_tensor(loaded.scale)
         for bank in self.step.banks:
             here: dict[KroneckerBlock, Inverse] = {}
             for block in bank.blocks:

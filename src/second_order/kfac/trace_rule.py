@@ -25,11 +25,12 @@ from second_order.kfac.solve import Verdict
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import Scalar
 
-__all__ = ["MARK", "SETTLED", "Mark", "TraceRefresh", "judge", "moved"]
+__all__ = ["SETTLED", "TRACE", "Mark", "TraceRefresh", "judge", "moved"]
 
 SETTLED = "settled"
-TRACE, TRACE_DAMPING = MARK = ("trace", "trace_damping")
-"""The entries of a checkpoint, in the part of every layer; -1 for a trace that is not known."""
+TRACE = "trace"
+"""The entries of a checkpoint, in the part of every layer: 1 if it has settled, and the two numbers
+of its :class:`Mark`, -1 for a trace that is not known."""
 
 
 class Mark(NamedTuple):
@@ -130,10 +131,9 @@ class TraceRefresh:
         """What a checkpoint keeps of a layer."""
         return {SETTLED: int(block in self.settled)}
 
-    def saved_mark(self, block: KroneckerBlock) -> dict[str, Any]:
+    def mark(self, block: KroneckerBlock) -> Mark:
         """What a checkpoint keeps of a layer next to its inverse."""
-        mark = self._marks.get(block, Mark(-1.0, -1.0))
-        return {TRACE: mark.trace, TRACE_DAMPING: mark.damping}
+        return self._marks.get(block, Mark(-1.0, -1.0))
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over which layers have settled, and the traces of inverses in the checkpoint.
@@ -147,5 +147,7 @@ class TraceRefresh:
                 continue
             if SETTLED in part and part.whole(SETTLED, 0, 1):
                 self.settled.add(block)
-            if TRACE in part and part.number(TRACE) >= 0:
-                self._marks[block] = Mark(part.number(TRACE), part.number(TRACE_DAMPING))
+            if TRACE in part:
+                mark = Mark(*part[TRACE].tolist())
+                if mark.trace >= 0:
+                    self._marks[block] = mark

@@ -30,15 +30,16 @@ from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.sharded import FSDPParams, local
 
-__all__ = ["STATE_FLAGS", "STATE_NUMBERS", "KroneckerBlock", "LayerState"]
+__all__ = ["AGREED_STATE", "PASS_HISTORY", "KroneckerBlock", "LayerState"]
 
 LOOK_EVERY = 100
 """Steps with statistics between two looks at whether a layer's pairs explain its gradient."""
 
 
-STATE_FLAGS = ("no_statistics", "statistics_due", "captured")
-STATE_NUMBERS = ("failures", "unverified_steps", "unexplained", "pass_work")
-"""The entries of a layer's state in a checkpoint: 0 or 1, and numbers."""
+PASS_HISTORY = "pass_history"
+AGREED_STATE = ("no_statistics", "statistics_due", "failures")
+"""The entries of a layer's state in a checkpoint: four numbers on the ranks whose passes make the
+statistics, and whole numbers that all ranks have."""
 
 
 @dataclass
@@ -54,29 +55,26 @@ class LayerState:
     unlooked: int = LOOK_EVERY  # steps with statistics since the two were compared
     work: int = 0  # operations of the passes in the last step with statistics, on this process
 
-    def saved(self, taken: bool) -> dict[str, Any]:
-        """The entries of a checkpoint; those of captured passes only if they are ``taken`` here."""
-        found: dict[str, Any] = {
-            "no_statistics": int(self.silent),
-            "statistics_due": int(self.asked),
-            "failures": self.failures,
-        }
-        if taken:
-            found["captured"] = int(self.heard)
-            found["unverified_steps"] = self.unlooked
-            found["unexplained"] = self.unexplained
-            found["pass_work"] = self.work
-        return found
+    def agreed(self) -> dict[str, Any]:
+        """The entries of a checkpoint that are the same on all ranks."""
+        values = int(self.silent), int(self.asked), self.failures
+        return dict(zip(AGREED_STATE, values, strict=True))
+
+    def history(self) -> list[float]:
+        """The numbers of captured passes that a checkpoint has."""
+        return [float(self.heard), float(self.unlooked), self.unexplained, float(self.work)]
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take over the entries that a checkpoint has."""
-        self.silent = bool(saved.get("no_statistics", self.silent))
-        self.asked = bool(saved.get("statistics_due", self.asked))
-        self.failures = saved.get("failures", self.failures)
-        self.heard = bool(saved.get("captured", self.heard))
-        self.unlooked = saved.get("unverified_steps", self.unlooked)
-        self.unexplained = saved.get("unexplained", self.unexplained)
-        self.work = saved.get("pass_work", self.work)
+        if saved.keys() >= {*AGREED_STATE}:
+            silent, asked, self.failures = (saved[name] for name in AGREED_STATE)
+            self.silent = bool(silent)
+            self.asked = bool(asked)
+        if PASS_HISTORY in saved:
+            heard, unlooked, self.unexplained, work = saved[PASS_HISTORY].tolist()
+            self.heard = bool(heard)
+            self.unlooked = int(unlooked)
+            self.work = int(work)
 
 
 class KroneckerBlock:
@@ -267,6 +265,12 @@ class KroneckerBlock:
     def stored(self, which: str) -> Tensor | None:
         """The factor of a letter, as stored; None if it is not kept here, or is lost."""
         return None if self.factors is None else self.factors.stored[which]
+
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """Numbers as a tensor of a checkpoint, which has all of its tensors on one device."""
+        device = self.weight.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        return torch.tensor(values, dtype=wide, device=device)
 
     @property
     def lost(self) -> bool:
