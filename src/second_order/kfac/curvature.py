@@ -509,9 +509,16 @@ class KFAC(OfLayers):
             if self._on_threads and layer.keepers is None:
                 part |= saved_snapshot(block, solves, room)
             if self._takes(block):
-                part[PASS_HISTORY] = block.numbers(block.state.history())
+                part[PASS_HISTORY] = block.numbers(self._history(block))
                 part |= {} if traces is None else {TRACE: block.numbers(traces.mark(block))}
         return found
+
+    def _ranks_of(self, block: KroneckerBlock) -> int:
+        """Number of ranks whose passes make a layer's statistics."""
+        return self.training.world.size if self.plan[block].source is None else 1
+
+    def _history(self, block: KroneckerBlock) -> list[float]:
+        return block.state.history(self._ranks_of(block))
 
     @property
     def _on_threads(self) -> bool:
@@ -581,7 +588,7 @@ class KFAC(OfLayers):
             solves.traces.load(saved, self.layers.blocks)
         solves.resubmit({b: s for b, s in snapshots.items() if b not in missing})
         for block in self.plan:
-            block.state.load(saved.get(block.weight, {}))
+            block.state.load(saved.get(block.weight, {}), self._ranks_of(block))
         self._missing = missing
         if self.training.world.size == 1:
             solves.drop_missing(missing)
@@ -650,7 +657,7 @@ class KFAC(OfLayers):
         numbers: dict[str, dict[str, Sequence[float]]] = {}
         for block, layer in self.plan.items():
             if layer.source == rank:
-                numbers[block.name] = {PASS_HISTORY: block.state.history()}
+                numbers[block.name] = {PASS_HISTORY: self._history(block)}
                 if solves.traces is not None:
                     numbers[block.name][TRACE] = solves.traces.mark(block)
         known: dict[str, dict[str, Sequence[float]]] = {}

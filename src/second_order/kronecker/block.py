@@ -60,12 +60,13 @@ class LayerState:
         values = int(self.silent), int(self.asked), self.failures
         return dict(zip(AGREED_STATE, values, strict=True))
 
-    def history(self) -> list[float]:
-        """The numbers of captured passes that a checkpoint has."""
-        return [float(self.heard), float(self.unlooked), self.unexplained, float(self.work)]
+    def history(self, ranks: int) -> list[float]:
+        """The numbers of captured passes that a checkpoint has; work is that of all ``ranks``."""
+        work = float(self.work * ranks)
+        return [float(self.heard), float(self.unlooked), self.unexplained, work]
 
-    def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over the entries that a checkpoint has."""
+    def load(self, saved: Mapping[str, Any], ranks: int) -> None:
+        """Take over the entries that a checkpoint has; work is shared by so many ``ranks``."""
         if saved.keys() >= {*AGREED_STATE}:
             silent, asked, self.failures = (saved[name] for name in AGREED_STATE)
             self.silent = bool(silent)
@@ -74,7 +75,7 @@ class LayerState:
             heard, unlooked, self.unexplained, work = saved[PASS_HISTORY].tolist()
             self.heard = bool(heard)
             self.unlooked = int(unlooked)
-            self.work = int(work)
+            self.work = int(work / ranks)
 
 
 class KroneckerBlock:
