@@ -70,6 +70,7 @@ from second_order.kfac.saved_inverses import (
     DAMPING,
     gather_inverses,
     has_inverse_entries,
+    inverse_bytes,
     loaded_inverse,
     loaded_snapshot,
     saved_inverse,
@@ -150,9 +151,11 @@ class KFAC(OfLayers):
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._closed, self._coming = False, False
-        # A checkpoint loaded since the last step, and the layers of which this rank lacks a part.
-        self._loaded: Mapping[Tensor, SavedPart] = {}
+        # Since the last step a checkpoint has been loaded; the layers of which this rank lacks a
+        # part; and the checkpoint itself, if a plan is to come that it must be distributed by.
+        self._just_loaded = False
         self._missing: set[KroneckerBlock] = set()
+        self._loaded: Mapping[Tensor, SavedPart] = {}
         self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
         self.coefficient: Scalar | None = None  # ν of the last step; None where nothing was clipped
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
@@ -220,7 +223,7 @@ class KFAC(OfLayers):
         """Plan anew where layers have changed: gradients go to those that precondition them."""
         if self.layers.follow():
             self._compile()
-        if self._loaded:
+        if self._just_loaded:
             self._agree_on_loaded()
         if self.hook is not None:
             self.hook.share_moved(self.owners())
@@ -508,6 +511,8 @@ class KFAC(OfLayers):
             part |= {**common, **saved_inverse(block, solves, rank in layer.workers, room)}
             if self._on_threads and layer.keepers is None:
                 part |= saved_snapshot(block, solves, room)
+            elif block in solves.under_way:
+                part["inverse_wanted"] = 1  # its owner alone has what it is computed from
             if self._takes(block):
                 part[PASS_HISTORY] = block.numbers(self._history(block))
                 part |= {} if traces is None else {TRACE: block.numbers(traces.mark(block))}
@@ -550,7 +555,8 @@ class KFAC(OfLayers):
         steps = self.training.steps
         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
         self.layers.newcomers_at = int(shared_number(saved, NEWLY_TRAINABLE_AT, -1))
-        self._loaded = saved
+        self._just_loaded = True
+        self._loaded = {} if self.layers.unchanged else saved
         self._take_over(saved)
         self.layers.updates += 1
         self.watch()
@@ -595,6 +601,7 @@ class KFAC(OfLayers):
 
     def _agree_on_loaded(self) -> None:
         """Refresh the layers of which any rank lacks a part of the checkpoint; a collective."""
+        self._just_loaded = False
         self._loaded = {}
         world, blocks = self.training.world, list(self.plan)
         if world.size == 1:
@@ -716,6 +723,10 @@ class KFAC(OfLayers):
         said = {block.name: layer.said for block, layer in self.plan.items()}
         of_layers = (each.said for each in (self.solves.traces, self.drift) if each is not None)
         settings = [self._options.said, *of_layers]
+        if self._options.save_inverses:
+            solver, dtype = self.solves.solver, self._options.inv_dtype
+            added = inverse_bytes(list(self.plan), solver, dtype) / 2**20
+            settings.append(f"inverses add {added:.2f} MiB to a checkpoint")
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")

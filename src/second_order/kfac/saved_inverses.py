@@ -114,17 +114,22 @@ def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[st
         return found
 
     factors = block.ensure_factors()
-    stored, means = factors.stored, factors.means  # unchanged since the snapshot
+    stored: Mapping[str, Tensor | None] = factors.stored  # unchanged since the snapshot
+    means = factors.means
     if solve.snapshot is not None:
-        stored, means = solve.snapshot.stored, solve.snapshot.means
+        means = solve.snapshot.means
+        stored = solve.snapshot.stored if solve.copies is None else solve.copies()
     numbers = float(solve.option), solve.mean_curvature
     found = {SNAPSHOT_STEP: solve.step, **dict(zip(SNAPSHOT_NUMBERS, numbers, strict=True))}
     return found | _snapshot_tensors(stored, means)
 
 
 def _snapshot_tensors(stored: Mapping[str, Tensor | None], means: Tensor) -> dict[str, Tensor]:
-    tensors = {f"snapshot_{letter}": t for letter, t in stored.items() if t is not None}
-    return {**tensors, SNAPSHOT_MEANS: means}
+    tensors: dict[str, Tensor] = {SNAPSHOT_MEANS: means}
+    for letter, factor in stored.items():
+        if factor is not None:
+            tensors[f"snapshot_{letter}"] = factor.to(means.device)
+    return tensors
 
 
 def inverse_bytes(blocks: Sequence[KroneckerBlock], solver: Solver, dtype: torch.dtype) -> int:

@@ -10,7 +10,7 @@ install   decompositions go to the gradient workers of the layers that are solve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import repeat
@@ -125,7 +125,10 @@ class Solve:
     ticket: Any = None  # of the thread that solves it, if one does
     option: Damping = math.nan  # γ as the option had it at that step
     mean_curvature: float = 0.0  # of all layers, then
-    snapshot: FactorCopies | None = None  # the factors of that step, once they have changed
+    # The factors of that step: on the rank that solves, copies by letter; on the other ranks, and
+    # of the means, once they have changed.
+    copies: Callable[[], Mapping[str, Tensor]] | None = None
+    snapshot: FactorCopies | None = None
 
 
 def stacked_means(
@@ -306,6 +309,7 @@ class Solves:
             solve.step = snapshot.step
             if snapshot.factors is not None:
                 solve.snapshot = FactorCopies(snapshot.factors.stored, snapshot.factors.means)
+                solve.copies = None
         self.damping, self.mean_curvature = damping, mean_curvature
         self.finish()
 

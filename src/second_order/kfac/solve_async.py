@@ -148,6 +148,11 @@ def _tensors_of(problems: Mapping[str, Problem]) -> list[Tensor]:
     return [*(each.stored for each in problems.values()), *added]
 
 
+def _by_letter(letters: Sequence[str], fetch: Callable[[], list[Tensor]]) -> dict[str, Tensor]:
+    """The copies of factors that a thread has got, by letter."""
+    return dict(zip(letters, fetch(), strict=False))
+
+
 def retrieve(
     parts: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> tuple[Tensor, ...]:
@@ -244,6 +249,8 @@ class SolvesOnThreads(Solves):
             every.append(problems)
         fetches = take_snapshots([*map(_tensors_of, every)], device, streams)
         for block, problems, fetch in zip(ready, every, fetches, strict=True):
+            if options.save_inverses:
+                self.under_way[block].copies = partial(_by_letter, list(problems), fetch)
             self.under_way[block].ticket = self.pool.submit(
                 partial(solve, fetch, problems, decompose, streams)
             )
@@ -261,7 +268,9 @@ class SolvesOnThreads(Solves):
             solve, factors = self.under_way.get(block), block.factors
             if solve is None or solve.snapshot is not None or factors is None:
                 continue
-            stored = {k: None if t is None else t.clone() for k, t in factors.stored.items()}
+            stored: dict[str, Tensor | None] = {}
+            if solve.copies is None:
+                stored = {k: None if t is None else t.clone() for k, t in factors.stored.items()}
             solve.snapshot = FactorCopies(stored, factors.means.clone())
 
     def _waits(self, block: KroneckerBlock) -> bool:
