@@ -79,12 +79,14 @@ class TraceRefresh:
         self,
         traces: Mapping[KroneckerBlock, Tensor],
         damping: Scalar,
+        own: Mapping[KroneckerBlock, float],
         judged: Iterable[KroneckerBlock],
     ) -> dict[KroneckerBlock, Verdict]:
         """This rank's verdicts on layers that keep their inverses; a device is waited for once.
 
         The ``traces`` are scalars: the mean eigenvalues of A ⊗ G + γ, of the layers that are
-        ``judged`` here, and of others, which other ranks judge.
+        ``judged`` here, and of others, which other ranks judge. ``own`` are the dampings of layers
+        whose groups have one.
         A layer without an inverse is solved, and one whose last solve failed.
         """
         here = set(judged)
@@ -98,7 +100,7 @@ class TraceRefresh:
         damping = listed.pop() if option else damping
         found: dict[KroneckerBlock, Verdict] = {}
         for block, trace in zip(traces, listed, strict=True):
-            mark = self._coming[block] = Mark(trace, float(damping))
+            mark = self._coming[block] = Mark(trace, float(own.get(block, damping)))
             before = self._marks.get(block)
             if block not in here:
                 continue
