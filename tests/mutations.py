@@ -712,8 +712,8 @@ hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistic
 
 == kfac/trace_rule.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
-  - mark = self._coming[block] = Mark(trace, float(damping))
-  + mark = self._coming[block] = Mark(trace - float(damping), float(damping))
+  - Mark(trace, float(own.get(block, damping)))
+  + Mark(trace - float(damping), float(damping))
 a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
     moved(now.damping, before.damping) > upper or distance  =>  distance
