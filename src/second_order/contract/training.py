@@ -545,6 +545,13 @@ class Curvature:
         """The ``"curvature"`` part of each parameter that has one; tensors are shared."""
         return {}
 
+    def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
+        """More of these parts, for checkpoints alone: tensors that later steps replace.
+
+        If ``optimizer.state`` had them, old ones would stay in memory.
+        """
+        return {}
+
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint's ``"curvature"`` parts do not fit the model."""
 
@@ -555,6 +562,11 @@ class Curvature:
     def kept_elsewhere(self) -> str:
         """A name for state that only other processes keep; "" if there is none."""
         return ""
+
+    @property
+    def dispensable(self) -> bool:
+        """Whether training can resume without what only other processes keep."""
+        return False
 
     def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
         """Tensors by name that every rank keeps, bit for bit the same."""
