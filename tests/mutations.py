@@ -94,10 +94,6 @@ a DDP over helpers goes unnoticed
   <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
   - if strange and set(ranks).intersection(workers):
   + if strange and not set(ranks).intersection(workers):
-hooks that stay when their optimizer goes
-  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-  -     weakref.finalize(training, training.late_ddp.remove).atexit = False
-  -
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
   -     refuse_meta(name, members_of(groups), inner)
   -
@@ -129,6 +125,10 @@ checksums without places  <-  debug::places_count
     (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
 
 == contract/training.py
+hooks that stay when their optimizer goes
+  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
+  -     weakref.finalize(self, handle.remove).atexit = False
+  -
 the largest rate, a tensor, in another place at each step
   <-  graphs::quiet_steps_ask_for_the_same_of_the_same_memory
     torch.maximum(peak, tensor.reshape(()), out=peak)  =>  peak = torch.maximum(peak, tensor)
