@@ -116,15 +116,16 @@ def test_a_backward_pass_that_is_compiled_with_the_forward_takes_the_same_steps(
     model, twin = MLP.model(), MLP.model()
     optimizer, plain = make(KAISA, model), make(KAISA, twin)
 
-    @torch.compile(backend="aot_eager")
     def passes(x: torch.Tensor, y: torch.Tensor) -> None:
         cross_entropy(model(x), y).backward()
 
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(passes, backend="aot_eager")
+        for batch in BATCHES[:2]:
+            optimizer.zero_grad()
+            compiled(*batch)
+            optimizer.step()
     for batch in BATCHES[:2]:
-        optimizer.zero_grad()
-        with torch._dynamo.config.patch(compiled_autograd=True):
-            passes(*batch)
-        optimizer.step()
         take(twin, plain, batch)
     assert same(model, twin)
     assert_same_curvature(curvature_of(optimizer), curvature_of(plain))
