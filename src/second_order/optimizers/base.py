@@ -151,6 +151,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                     f"rest_layers: the pattern {pattern!r} matches no module of the model"
                 )
         super().__init__([*map(whole_group, groups)], {**self._base.defaults, PEAK_LR: 0.0})
+        for group, of_base in zip(self.param_groups, self._base.param_groups, strict=True):
+            # A base may have changed its entries: torchao's make tensors of learning rates.
+            group.update({k: v for k, v in of_base.items() if k not in ("params", NAMES)})
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
