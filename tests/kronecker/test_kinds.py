@@ -471,6 +471,24 @@ def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
     close(torch.cat([model[0].kernel.grad.T, model[0].offset.grad[:, None]], 1), expected, 1e-8)
 
 
+@pytest.mark.parametrize("when", ["after the step", "before the step"])
+def test_pruned_weights_stay_pruned_where_masks_come_after_the_step(when: str) -> None:
+    """As the page has it; masks of gradients alone do not do."""
+    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
+    (example,) = re.findall(
+        r"```python\n(.*?)```", page[page.index("## Pruned") : page.index("## Your own")], re.DOTALL
+    )
+    if when == "before the step":
+        example = example.replace("optimizer.register_step_post_hook(apply_masks)\n", "")
+        masked = "    for layer, mask in masks.items():\n        layer.weight.grad.mul_(mask)\n"
+        example = example.replace("    optimizer.step()", f"{masked}    optimizer.step()")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    for layer, mask in names["masks"].items():
+        assert bool((layer.weight[~mask] == 0).all()) == (when == "after the step")
+        assert bool((layer.weight[mask] != 0).all())
+
+
 def test_the_worked_example_of_the_docs_runs() -> None:
     page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
     own = page[page.index("## Your own layer") :]
