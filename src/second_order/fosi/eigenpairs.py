@@ -133,7 +133,7 @@ class RefreshedPairs:
                 start = budget.now()
                 # With what Lanczos does beside it, which on a small model takes longer: vectors are
                 # made orthogonal, and a matrix of about half the largest size is decomposed.
-                entries = torch.ones(HALFWAY, dtype=torch.float64)
+                entries = torch.ones(HALFWAY, dtype=torch.float64, device="cpu")
                 tridiagonalise(space, d, 1)
                 ritz_pairs(entries, entries)
                 product = budget.now() - start

@@ -63,7 +63,7 @@ def after_pass(work: Callable[[], None]) -> None:
 
 def keep(x: Tensor) -> Callable[[], Tensor]:
     """Keep an input as autograd keeps its own; what is returned reads it."""
-    anchor = torch.empty(0, requires_grad=True)
+    anchor = torch.empty(0, requires_grad=True, device="cpu")
     node: Any = _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
     return lambda: node.saved_tensors[0]
 

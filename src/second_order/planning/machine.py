@@ -366,7 +366,7 @@ def measure_machine(
     random = torch.Generator().manual_seed(0)
 
     def filled(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(device)
+        return torch.randn(shape, generator=random, device="cpu").to(device)
 
     def product(n: int) -> Callable[[], Any]:
         left, right = filled(n, n), filled(n, n)

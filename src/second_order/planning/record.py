@@ -73,7 +73,7 @@ class Simulation(TorchDispatchMode):
         self.clock = self.hidden = 0.0
         self.now = self.peak = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._noise = torch.empty(0)
+        self._noise = torch.empty(0, device="cpu")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -116,7 +116,7 @@ class Simulation(TorchDispatchMode):
                 return torch.zeros(x.shape, dtype=x.dtype, device=device)
             if self._noise.numel() < x.numel():
                 seed = torch.Generator().manual_seed(0)
-                self._noise = torch.rand(x.numel(), generator=seed).to(device) + 0.1
+                self._noise = torch.rand(x.numel(), generator=seed, device="cpu").to(device) + 0.1
             return self._noise[: x.numel()].view(x.shape).to(x.dtype, copy=True)
 
         found = tree_map_only(Tensor, fill, shapes)
