@@ -95,7 +95,7 @@ a DDP over helpers goes unnoticed
   - if strange and set(ranks).intersection(workers):
   + if strange and not set(ranks).intersection(workers):
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
-  -     refuse_meta(name, members_of(groups), inner)
+  -     refuse_meta(name, params, found.module)
   -
 
 == contract/checkpoint.py
@@ -450,7 +450,18 @@ steps that are scaled by the base's side
   - torch._foreach_lerp_(now, old, 1.0 - self.factor)
   + torch._foreach_lerp_(now, old, self.factor)
 
+== kfac/group_options.py
+layers whose weight and bias differ
+  <-  group_options::a_layer_in_two_groups_is_named
+    any(value != values[0] for value in values)  =>  False
+groups that are preconditioned all the same
+  <-  group_options::a_group_that_is_not_preconditioned_is_as_layers_that_are_skipped
+    group.get("precondition") is False  =>  group.get("precondition") is None
+
 == kfac/layers.py
+a group's factor_decay that does nothing
+  <-  group_options::the_decay_of_a_group_is_that_of_its_layers
+    own_decays.get(block, decay)  =>  decay
 zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_takes_nothing_in
   - if not block.staged.empty:
   -                 block.staged.clear()
@@ -706,8 +717,7 @@ hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistic
 
 == kfac/trace_rule.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
-  - mark = self._coming[block] = Mark(trace, float(damping))
-  + mark = self._coming[block] = Mark(trace - float(damping), float(damping))
+    Mark(trace, float(own  =>  Mark(trace - float(damping), float(own
 a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
     moved(now.damping, before.damping) > upper or distance  =>  distance
@@ -1162,6 +1172,19 @@ two bases: one's defaults for both
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
     {index: dict(entry) for index  =>  {index: entry for index
+
+== optimizers/find_model.py
+lists of parameters taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
+    holds = type(module) is nn.Module or _is(module, HOLDERS)  =>  holds = False
+aliases taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
+    owners = max(len(  =>  owners = min(len(
+a DDP that nobody has  <-  from_parameters::wrapped_parameters_train_as_the_wrapped_model
+    gc.collect()  =>  pass
+whole parameters of FSDP2's root  <-  from_parameters::sharded_parameters_train_as_the_sharded_model
+    cast(Any, module).reshard()  =>  pass
+frozen parts that are not the model's
+  <-  from_parameters::frozen_parts_of_the_network_are_part_of_the_model
+    if len(added) > most and not trains  =>  if False
 
 == optimizers/kaisa.py
 assignment without effect  <-  kaisa::layers_are_placed_as_asked_for

@@ -195,7 +195,7 @@ class Interrupt:
     def __call__(self, frame: Any, event: str, _: Any) -> Any:
         if event == "call":
             return self if any(part in frame.f_code.co_filename for part in self.WHERE) else None
-        # Python handles no signal between a `try` and the first call in it, where a tracer can raise.
+        # Python handles no signal between a `try` and the first call in it; a tracer can raise.
         if event == "line" and frame.f_code.co_name != "_autocast_nesting":
             self.left -= 1
             if self.left == 0:
