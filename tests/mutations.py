@@ -654,7 +654,7 @@ the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snap
     [solve.damping for solve in solves if  =>  [self.damping for solve in solves if
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
-    torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
+    torch.as_tensor(number, dtype=rounding or dtype, device=device)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  statistics::failures_are_counted
   -             self.failed += 1
   -
@@ -758,7 +758,7 @@ old checkpoints without mean eigenvalues
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
-    factors.weight.copy_(torch.as_tensor(saved["average_weight"]))  =>  factors.weight.fill_(1.0)
+    factors.weight.copy_(torch.as_tensor(saved["average_weight"], device=device))  =>  factors.weight.fill_(1.0)
 a checkpoint of any shape is accepted
   <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
     if tuple(saved[letter].shape) not in allowed:  =>  if False:
@@ -1051,7 +1051,7 @@ a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
     square = left if left > 0.5 * both[-1] else None  =>  square = left
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    int(space.first(torch.tensor([float(next(done, 0))])))  =>  next(done, 0)
+    int(space.first(torch.tensor([float(next(done, 0))], device="cpu")))  =>  next(done, 0)
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
