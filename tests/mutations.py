@@ -262,6 +262,9 @@ files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole
   -
 files whose entries nobody compares  <-  files::a_flipped_bit_of_a_number_is_refused
     spoilt = archive.testzip()  =>  spoilt = None
+tensors that claim to be folders
+  <-  files::a_flipped_bit_in_the_directory_never_gives_other_numbers
+    entry.external_attr | entry.internal_attr  =>  entry.internal_attr
 
 == fosi/accelerator.py
 maximize is forgotten where updates are judged  <-  mrdho2::uphill_on_the_negative_loss_is_downhill
@@ -669,7 +672,7 @@ a dead layer solved with the others
     if not weight > 0:  =>  if False:
 changes by inverses that are not sound
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
-    if all(error < RESIDUAL_TOLERANCE for error in errors):  =>  if True:
+    if all(error < attempts.tolerance for error in errors):  =>  if True:
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
     least = options.damping_floor * self.mean_curvature  =>  least = 0.0
 
@@ -1052,7 +1055,9 @@ a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
     square = left if left > 0.5 * both[-1] else None  =>  square = left
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    int(space.first(torch.tensor([float(next(done, 0))], device="cpu")))  =>  next(done, 0)
+    int(space.first(found))  =>  int(found)
+eigenvectors of B need not be orthonormal  <-  lanczos::a_wrong_decomposition_is_none
+    (residual <= TOLERANCE * norm) & (overlap <= TOLERANCE)  =>  residual <= TOLERANCE * norm
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples

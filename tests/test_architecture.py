@@ -310,7 +310,7 @@ def test_every_new_tensor_names_its_device(path: Path) -> None:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
             if of_torch and node.func.attr in MAKERS:
-                named = any(keyword.arg == "device" for keyword in node.keywords)
+                named = any(keyword.arg in ("device", None) for keyword in node.keywords)
                 assert named, f"line {node.lineno}: torch.{node.func.attr} without device="
 
 
