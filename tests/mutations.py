@@ -94,10 +94,6 @@ a DDP over helpers goes unnoticed
   <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
   - if strange and set(ranks).intersection(workers):
   + if strange and not set(ranks).intersection(workers):
-hooks that stay when their optimizer goes
-  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-  -     weakref.finalize(training, training.late_ddp.remove).atexit = False
-  -
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
   -     refuse_meta(name, params, found.module)
   -
@@ -129,6 +125,10 @@ checksums without places  <-  debug::places_count
     (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
 
 == contract/training.py
+hooks that stay when their optimizer goes
+  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
+  -     weakref.finalize(self, handle.remove).atexit = False
+  -
 the largest rate, a tensor, in another place at each step
   <-  graphs::quiet_steps_ask_for_the_same_of_the_same_memory
     torch.maximum(peak, tensor.reshape(()), out=peak)  =>  peak = torch.maximum(peak, tensor)
@@ -663,7 +663,7 @@ the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snap
     [solve.damping for solve in solves if  =>  [self.damping for solve in solves if
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
-    torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
+    torch.as_tensor(number, dtype=rounding or dtype, device=device)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  statistics::failures_are_counted
   -             self.failed += 1
   -
@@ -767,7 +767,8 @@ old checkpoints without mean eigenvalues
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
-    factors.weight.copy_(torch.as_tensor(saved["average_weight"]))  =>  factors.weight.fill_(1.0)
+  - factors.weight.copy_(torch.as_tensor(saved["average_weight"], device=device))
+  + factors.weight.fill_(1.0)
 a checkpoint of any shape is accepted
   <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
     if tuple(saved[letter].shape) not in allowed:  =>  if False:

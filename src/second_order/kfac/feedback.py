@@ -271,7 +271,7 @@ def follow_refresh(
         for b in blocks if drift is not None else ():
             heard += changes.get(b, nothing) if b in mine else nothing
         if training.world.size > 1:
-            message = torch.tensor(heard, dtype=torch.float64)
+            message = torch.tensor(heard, dtype=torch.float64, device="cpu")
             training.world.on_cpu().all_reduce([message]).wait()
             heard = message.tolist()
     looked, layers, passes, moved, mean, *changed = heard

@@ -302,8 +302,9 @@ class KroneckerBlock:
         factors = KroneckerFactors(
             shape, self.weight.device, self.factor_dtype, self.triangular, self.held
         )
-        factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
-        factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))
+        device = factors.weight.device
+        factors.weight.copy_(torch.as_tensor(saved["average_weight"], device=device))
+        factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0), device=device))
         matrices = {k: saved[k] for k in shape.letters if k in saved}
         for k, stored in matrices.items():
             if stored.dim() < 3 and k not in shape.diagonals:
