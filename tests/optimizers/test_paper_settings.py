@@ -22,8 +22,8 @@ from reference import ReferenceKFAC, cross_entropy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from paper_settings import paper_settings
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+from second_order.papers import paper_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
