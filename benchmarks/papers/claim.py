@@ -1,0 +1,78 @@
+"""One claim of a paper next to our measurement, and how the page shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["Row", "Scale", "markdown", "ratio"]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much is measured.
+
+    Attributes:
+        tiny: Seconds instead of minutes, on tiny networks, to test that everything runs.
+        seeds: Training runs per setting.
+        epochs: Epochs of the runs that compare accuracies.
+        steps: Largest number of steps of the runs that train to a target.
+        repeats: Timed steps of each kind, after a warm-up.
+        ranks: Ranks of the plan.
+    """
+
+    tiny: bool = False
+    seeds: int = 3
+    epochs: int = 15
+    steps: int = 300
+    repeats: int = 7
+    ranks: int = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One claim.
+
+    Attributes:
+        paper: The system whose paper makes the claim.
+        claim: What the paper claims.
+        source: Where in the paper.
+        theirs: The paper's value.
+        ours: Our value.
+        how: How we measured it.
+        agrees: Whether our value supports the claim.
+        reason: Why it does not, or why the values differ; the page shows it if they disagree.
+        values: The numbers behind ``ours``.
+    """
+
+    paper: str
+    claim: str
+    source: str
+    theirs: str
+    ours: str
+    how: str
+    agrees: bool
+    reason: str = ""
+    values: dict[str, float | None] = field(default_factory=dict)
+
+
+def ratio(value: float) -> str:
+    """Format a ratio with three significant digits, as in "1.53 ×"."""
+    return f"{value:.3g} ×" if math.isfinite(value) else "not reached"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The page's tables, one for each paper in the order of the rows."""
+    lines: list[str] = []
+    for paper in dict.fromkeys(row.paper for row in rows):
+        lines += [f"## {paper}", ""]
+        lines += ["| claim | paper | here | agrees | how measured |", "|---|---|---|---|---|"]
+        for row in rows:
+            if row.paper != paper:
+                continue
+            verdict = "yes" if row.agrees else f"**no**: {row.reason}"
+            cells = (f"{row.claim} ({row.source})", row.theirs, row.ours, verdict, row.how)
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    return "\n".join(lines)
