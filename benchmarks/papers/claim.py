@@ -19,6 +19,8 @@ class Scale:
         epochs: Epochs of the runs that compare accuracies.
         steps: Largest number of steps of the runs that train to a target.
         repeats: Timed steps of each kind, after a warm-up.
+        block: Steps of each optimizer before the next one's turn, where whole intervals are timed.
+        interval: Steps between two computations of eigenpairs, one epoch in the paper.
         ranks: Ranks of the plan.
     """
 
@@ -27,6 +29,8 @@ class Scale:
     epochs: int = 15
     steps: int = 300
     repeats: int = 7
+    block: int = 20
+    interval: int = 50
     ranks: int = 64
 
 

@@ -130,7 +130,7 @@ def asynchronous_inverses(scale: Scale, processes: Processes) -> list[Row]:
             "sync": partial(asynchronous, every=every, threads=False),
             "async": partial(asynchronous, every=every, threads=True),
         }
-        times = block_times(digits_conv(), makers, length=EVERY, blocks=scale.repeats)
+        times = block_times(digits_conv(), makers, length=scale.block, blocks=scale.repeats)
         faster[every] = times["sync"] / times["async"]
 
     options = {**MOMENTUM, "inverse_threads": 1, "inv_update_steps": EVERY}
@@ -293,7 +293,9 @@ def overhead(scale: Scale) -> list[Row]:
         )
 
     blocks = max(scale.repeats // 3, 1)
-    times = block_times(workload, {"SGD": sgd, "DistKFAC": distkfac}, length=EVERY, blocks=blocks)
+    times = block_times(
+        workload, {"SGD": sgd, "DistKFAC": distkfac}, length=scale.block, blocks=blocks
+    )
     over = times["DistKFAC"] / times["SGD"]
 
     def synchronous(model: nn.Module, factors: str) -> Any:

@@ -40,7 +40,10 @@ __all__ = [
     "digits_conv",
     "finite",
     "median_of",
+    "network",
     "resnet",
+    "run",
+    "split",
     "step_times",
     "steps_to",
     "train",
@@ -196,17 +199,31 @@ def split() -> digits.Digits:
     return digits.load_split()
 
 
-def train(trial: Trial) -> Result:
-    """Train, and evaluate every few steps. Seconds are CPU time of training alone."""
-    grouped = dist.is_initialized()
-    rank = dist.get_rank() if grouped else 0
-    ranks = dist.get_world_size() if grouped else 1
+def network(trial: Trial) -> nn.Module:
+    """The network of a run, with the parameters of its seed."""
     torch.manual_seed(trial.seed)
-    data = split()
-    model: nn.Module = NETWORKS[trial.network]()
+    return NETWORKS[trial.network]()
+
+
+def train(trial: Trial) -> Result:
+    """Make the network and its optimizer, and train; on several ranks, all of them together."""
+    grouped = dist.is_initialized()
+    model = network(trial)
     if grouped and not hasattr(second_order, trial.optimizer):
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = build(trial, model, data)
+    optimizer = build(trial, model, split())
+    rank = dist.get_rank() if grouped else 0
+    ranks = dist.get_world_size() if grouped else 1
+    result = run(trial, model, optimizer, rank, ranks)
+    if isinstance(optimizer, second_order.SecondOrderOptimizer):
+        result.state_bytes = optimizer.summary().total_bytes
+        optimizer.close()
+    return result
+
+
+def run(trial: Trial, model: nn.Module, optimizer: Any, rank: int = 0, ranks: int = 1) -> Result:
+    """Train, and evaluate every few steps. Seconds are CPU time of training alone."""
+    data = split()
     batches = digits.batches(
         len(data.train_images), trial.batch, seed=trial.seed, rank=rank, world_size=ranks
     )
@@ -232,9 +249,6 @@ def train(trial: Trial) -> Result:
         result.seconds.append(seconds)
         if loss <= trial.target or not math.isfinite(loss):
             break
-    if isinstance(optimizer, second_order.SecondOrderOptimizer):
-        result.state_bytes = optimizer.summary().total_bytes
-        optimizer.close()
     return result
 
 
