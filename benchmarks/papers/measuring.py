@@ -43,6 +43,7 @@ __all__ = [
     "network",
     "resnet",
     "run",
+    "seconds_to",
     "split",
     "step_times",
     "steps_to",
@@ -258,6 +259,12 @@ def steps_to(result: Result, *, loss: float = -1.0, accuracy: float = 2.0) -> fl
         if result.losses[i] <= loss or result.accuracies[i] >= accuracy:
             return step
     return math.inf
+
+
+def seconds_to(result: Result, accuracy: float) -> float:
+    """CPU seconds until a test accuracy was first met; infinite if it never was."""
+    pairs = zip(result.accuracies, result.seconds, strict=True)
+    return next((seconds for found, seconds in pairs if found >= accuracy), math.inf)
 
 
 def median_of(results: Sequence[Result], measure: Callable[[Result], float]) -> float:
