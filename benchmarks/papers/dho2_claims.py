@@ -291,7 +291,7 @@ def iteration_times(scale: Scale, processes: Processes) -> list[Row]:
             f"digits conv net, one worker beside one accelerator, over Adam's step, epochs of "
             f"{scale.interval} steps",
             worker <= 1.25,
-            "an epoch takes about a second here, and the worker waits at its end for the accelerator",
+            "an epoch takes about a second here, and at its end the worker waits for eigenpairs",
             {"over Adam": worker},
         ),
     ]

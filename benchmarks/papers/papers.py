@@ -36,7 +36,7 @@ from second_order import SecondOrderWarning
 __all__ = ["START", "main", "measure", "rows_of", "with_tables"]
 
 TINY = Scale(
-    tiny=True, seeds=1, epochs=1, steps=10, repeats=1, block=2, epoch=3, interval=3, ranks=2
+    tiny=True, seeds=1, epochs=1, steps=5, repeats=1, block=2, epoch=3, interval=3, ranks=2
 )
 START = "<!-- The tables below are written by `make papers`. -->\n"
 
