@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 __all__ = ["Row", "Scale", "markdown", "ratio"]
@@ -61,7 +61,7 @@ class Row:
     how: str
     agrees: bool
     reason: str = ""
-    values: dict[str, float | None] = field(default_factory=dict)
+    values: Mapping[str, float | None] = field(default_factory=dict)
 
 
 def ratio(value: float) -> str:

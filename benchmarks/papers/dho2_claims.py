@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from many_ranks import run as simulate
 from measuring import (
     CONV,
     CURVATURE_BATCH,
+    Make,
     Processes,
     Result,
     Trial,
@@ -41,6 +42,7 @@ PAPER = "DHO2"
 ACCURACY = 0.97
 RATES = {"Adam": (0.003, 0.01, 0.03), "RMSprop": (0.001, 0.003, 0.01), "DHO2": (0.003, 0.01, 0.03)}
 CHOSEN_ON = (100, 101)
+FinalUpdate = Literal["paper", "guarded", "within"]
 
 # ---------------------------------------------------------------------------------------- memory
 
@@ -104,7 +106,7 @@ def options_of(name: str, interval: int) -> dict[str, Any]:
 to_accuracy = partial(seconds_to, accuracy=ACCURACY)
 
 
-def with_accelerator(trial: Trial, update: str, interval: int) -> Result:
+def with_accelerator(trial: Trial, update: FinalUpdate, interval: int) -> Result:
     """Train on rank 0 with MRDHO2 over Adam; empty on the other rank, which computes eigenpairs."""
     model = network(trial)
     data = split()
@@ -127,12 +129,12 @@ def with_accelerator(trial: Trial, update: str, interval: int) -> Result:
         return run_steps(trial, model, optimizer)
 
 
-def train_with_accelerator(trials: list[Trial], update: str, interval: int) -> list[Result]:
+def train_with_accelerator(trials: list[Trial], update: FinalUpdate, interval: int) -> list[Result]:
     """One run after the other."""
     return [with_accelerator(trial, update, interval) for trial in trials]
 
 
-UPDATES = ("paper", "guarded", "within")
+UPDATES: tuple[FinalUpdate, ...] = ("paper", "guarded", "within")
 
 
 def training(scale: Scale, processes: Processes) -> list[Row]:
@@ -160,7 +162,7 @@ def training(scale: Scale, processes: Processes) -> list[Row]:
         for name, of in results.items()
     }
     seconds = {name: median_of(of, to_accuracy) for name, of in results.items()}
-    helped = {}
+    helped: dict[str, float] = {}
     for update in UPDATES:
         worker = processes.together(
             train_with_accelerator, trials("Adam", best["Adam"], seeds), update, scale.epoch
@@ -266,7 +268,7 @@ def beside_accelerator(blocks: int, interval: int) -> float:
 def iteration_times(scale: Scale, processes: Processes) -> list[Row]:
     """Time per iteration over Adam's."""
     blocks = scale.repeats
-    makers = {"Adam": adam, "DHO2": partial(dho2, interval=scale.interval)}
+    makers: dict[str, Make] = {"Adam": adam, "DHO2": partial(dho2, interval=scale.interval)}
     times = block_times(digits_conv(), makers, scale.interval, blocks)
     over = times["DHO2"] / times["Adam"]
     worker = max(processes.together(beside_accelerator, blocks, scale.interval))

@@ -14,7 +14,7 @@ from claim import Row, Scale, ratio
 from instruments import moved_bytes
 from kaisa_claims import Planned
 from measure import Training
-from measuring import CONV, IMAGES, Processes, Trial, resnet, step_times, train
+from measuring import CONV, IMAGES, Make, Processes, Trial, resnet, step_times, train
 from second_order import DPKFAC, KAISA
 
 __all__ = ["dpkfac_rows"]
@@ -168,7 +168,7 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 
 def timed(scale: Scale) -> dict[str, float]:
     """Milliseconds of a step that refreshes everything, by system."""
-    makers = {
+    makers: dict[str, Make] = {
         "KAISA-CO": partial(make, KAISA, solver="eigen", grad_worker_fraction=1.0),
         "KAISA-MO": partial(make, KAISA, solver="eigen", grad_worker_fraction=0.0),
         "SPD-KFAC": partial(make, KAISA, solver="eigen", factor_exchange="pipelined"),

@@ -17,6 +17,7 @@ from measure import interval
 from measuring import (
     CONV,
     IMAGES,
+    Make,
     Processes,
     Result,
     Trial,
@@ -112,7 +113,7 @@ def by_mode(rank_scale: Scale) -> dict[str, dict[str, float]]:
             inv_update_steps=interval("full"),
         )
 
-    makers = {
+    makers: dict[str, Make] = {
         "SGD": sgd,
         "COMM-OPT": partial(kaisa, fraction=1.0),
         "MEM-OPT": partial(kaisa, fraction=0.0),

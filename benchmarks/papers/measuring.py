@@ -33,6 +33,7 @@ __all__ = [
     "MLP",
     "NORM",
     "PLAIN",
+    "Make",
     "Processes",
     "Result",
     "Trial",
@@ -301,6 +302,7 @@ def digits_conv() -> Workload:
 
 
 Make = Callable[[nn.Module], Any]
+"""Makes an optimizer."""
 
 
 def step_times(

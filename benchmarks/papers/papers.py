@@ -44,17 +44,12 @@ START = "<!-- The tables below are written by `make papers`. -->\n"
 def measure(scale: Scale, processes: Processes) -> list[Row]:
     """All rows, paper by paper."""
     plan = planned(scale)
-    rows: list[Row] = []
-    for name, claims in (
-        ("KAISA", lambda: kaisa_rows(scale, processes, plan)),
-        ("DP-KFAC", lambda: dpkfac_rows(scale, processes, plan)),
-        ("DistKFAC", lambda: distkfac_rows(scale, processes)),
-        ("DHO2", lambda: dho2_rows(scale, processes)),
-    ):
-        start = time.perf_counter()
-        rows += claims()
-        reporting.show(f"{name}: {time.perf_counter() - start:.0f} s")
-    return rows
+    return [
+        *kaisa_rows(scale, processes, plan),
+        *dpkfac_rows(scale, processes, plan),
+        *distkfac_rows(scale, processes),
+        *dho2_rows(scale, processes),
+    ]
 
 
 def rows_of(record: dict[str, Any]) -> list[Row]:

@@ -132,7 +132,8 @@ def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     if name.startswith("all_to_all_single"):
         sizes = args[3] if len(args) > 3 else kwargs.get("input_split_sizes")
         if sizes:
-            return nbytes * (1 - sizes[dist.get_rank(group)] / max(sum(sizes), 1))
+            own_share: float = sizes[dist.get_rank(group)] / max(sum(sizes), 1)
+            return nbytes * (1 - own_share)
         return (ranks - 1) / ranks * nbytes
     return nbytes
 
