@@ -45,19 +45,19 @@ class Row:
         paper: The system whose paper makes the claim.
         claim: What the paper claims.
         source: Where in the paper.
-        theirs: The paper's value.
-        ours: Our value.
+        paper_value: The paper's value.
+        our_value: Our value.
         how: How we measured it.
         agrees: Whether our value supports the claim.
         reason: Why it does not, or why the values differ; the page shows it if they disagree.
-        values: The numbers behind ``ours``.
+        values: The numbers behind ``our_value``.
     """
 
     paper: str
     claim: str
     source: str
-    theirs: str
-    ours: str
+    paper_value: str
+    our_value: str
     how: str
     agrees: bool
     reason: str = ""
@@ -78,8 +78,14 @@ def markdown(rows: Sequence[Row]) -> str:
         for row in rows:
             if row.paper != paper:
                 continue
-            verdict = "yes" if row.agrees else f"**no**: {row.reason}"
-            cells = (f"{row.claim} ({row.source})", row.theirs, row.ours, verdict, row.how)
+            agreement = "yes" if row.agrees else f"**no**: {row.reason}"
+            cells = (
+                f"{row.claim} ({row.source})",
+                row.paper_value,
+                row.our_value,
+                agreement,
+                row.how,
+            )
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)

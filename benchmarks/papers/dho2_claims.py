@@ -47,8 +47,8 @@ FinalUpdate = Literal["paper", "guarded", "within"]
 # ---------------------------------------------------------------------------------------- memory
 
 
-PAIRS, PRODUCTS = 10, 40
-"""Eigenpairs, as in FOSI's experiments, and Lanczos products per refresh."""
+PAIRS = 10  # eigenpairs, as in FOSI's experiments
+PRODUCTS = 40  # Lanczos products per refresh
 
 
 def second_order_megabytes(ranks: int, layers: int) -> tuple[float, float]:
@@ -77,7 +77,8 @@ def memory(scale: Scale, processes: Processes) -> Row:
     counts = (2, 4) if scale.tiny else (2, 4, 8)
     layers = 4 if scale.tiny else 200
     found = dict(zip(counts, processes.each(at_ranks, [(n, layers) for n in counts]), strict=True))
-    first, last = counts[0], counts[-1]
+    first = counts[0]
+    last = counts[-1]
     share = found[last][0] / found[first][0]
     return Row(
         PAPER,
@@ -230,7 +231,8 @@ def curvature_batch() -> Any:
 
 def dho2(model: nn.Module, interval: int) -> Any:
     """DHO2 over Adam, whose blocks of steps have one refresh each."""
-    workload, batch = digits_conv(), curvature_batch()
+    workload = digits_conv()
+    batch = curvature_batch()
     optimizer = DHO2(
         model, lr=1e-3, base=torch.optim.Adam, curvature_interval=interval, warmup_steps=0
     )
@@ -238,10 +240,12 @@ def dho2(model: nn.Module, interval: int) -> Any:
     return optimizer
 
 
-def beside_accelerator(blocks: int, interval: int) -> float:
+def worker_step_over_adam(blocks: int, interval: int) -> float:
     """The worker's milliseconds per step with MRDHO2 over Adam's; 0 on the accelerator."""
-    workload, batch = digits_conv(), curvature_batch()
-    model, plain = workload.model(), workload.model()
+    workload = digits_conv()
+    batch = curvature_batch()
+    model = workload.model()
+    plain = workload.model()
     alone = adam(plain)
     optimizer = MRDHO2(model, lr=1e-3, base=torch.optim.Adam, accelerators=1, epoch_steps=interval)
     examples = workload.batch()
@@ -256,7 +260,7 @@ def beside_accelerator(blocks: int, interval: int) -> float:
 
     with optimizer:
         if optimizer.role == "accelerator":
-            optimizer.serve([batch], lambda given: workload.loss(model, given))
+            optimizer.serve([batch], lambda examples: workload.loss(model, examples))
             return 0.0
         # Adam comes before and after, because its turns would give the accelerator more time.
         before = [seconds(plain, alone) for _ in range(blocks)]
@@ -271,7 +275,7 @@ def iteration_times(scale: Scale, processes: Processes) -> list[Row]:
     makers: dict[str, Make] = {"Adam": adam, "DHO2": partial(dho2, interval=scale.interval)}
     times = block_times(digits_conv(), makers, scale.interval, blocks)
     over = times["DHO2"] / times["Adam"]
-    worker = max(processes.together(beside_accelerator, blocks, scale.interval))
+    worker = max(processes.together(worker_step_over_adam, blocks, scale.interval))
     return [
         Row(
             PAPER,

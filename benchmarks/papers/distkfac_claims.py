@@ -109,7 +109,7 @@ def batch_sizes(scale: Scale, processes: Processes) -> Row:
 
 
 def asynchronous(model: nn.Module, every: int, threads: bool) -> Any:
-    """DistKFAC with inverses on a thread, or waited for."""
+    """DistKFAC with asynchronous or synchronous inverses."""
     return DistKFAC(
         model,
         lr=0.01,

@@ -88,10 +88,11 @@ def communication(scale: Scale, processes: Processes) -> list[Row]:
     how = f"{ranks} gloo processes, {workload.name}, counted, over the formula's value"
     factor_formula = 2 * (ranks - 1) * factors
     gradient_formula = (ranks - 1) * gradients
-    kaisa, ours = total("KAISA", "factors"), total("DPKFAC", "factors")
+    kaisa_factors = total("KAISA", "factors")
+    our_factors = total("DPKFAC", "factors")
     preconditioned = total("DPKFAC", "gradients") / gradient_formula
     averaged = total("DPKFAC", "averaging") / (2 * gradient_formula)
-    kept = {name: total(name, "state") / ranks for name in ("KAISA", "DPKFAC")}
+    state = {name: total(name, "state") / ranks for name in ("KAISA", "DPKFAC")}
     formula = 2 * factors
     return [
         Row(
@@ -99,11 +100,11 @@ def communication(scale: Scale, processes: Processes) -> list[Row]:
             "Factors communicated: KAISA sends 2 (P − 1) N_f elements, DP-KFAC none",
             "table 2, FactorComm",
             "1 ×; 0",
-            f"{ratio(kaisa / factor_formula)}; {ours / factor_formula:.2g}",
+            f"{ratio(kaisa_factors / factor_formula)}; {our_factors / factor_formula:.2g}",
             how,
-            ours == 0 and 0.4 < kaisa / factor_formula < 1.1,
+            our_factors == 0 and 0.4 < kaisa_factors / factor_formula < 1.1,
             "",
-            {"KAISA": kaisa / factor_formula, "DPKFAC": ours / factor_formula},
+            {"KAISA": kaisa_factors / factor_formula, "DPKFAC": our_factors / factor_formula},
         ),
         Row(
             PAPER,
@@ -132,11 +133,11 @@ def communication(scale: Scale, processes: Processes) -> list[Row]:
             "Factors and inverses kept per process: 2 N_f with KAISA, 2 N_f / P with DP-KFAC",
             "table 2, Memory",
             f"1 ×; {ratio(1 / ranks)}",
-            f"{ratio(kept['KAISA'] / formula)}; {ratio(kept['DPKFAC'] / formula)}",
+            f"{ratio(state['KAISA'] / formula)}; {ratio(state['DPKFAC'] / formula)}",
             how + ", mean; KAISA is MEM-OPT, where only the factors are on every process",
-            kept["DPKFAC"] / formula <= 1.1 / ranks,
+            state["DPKFAC"] / formula <= 1.1 / ranks,
             "",
-            {name: value / formula for name, value in kept.items()},
+            {name: value / formula for name, value in state.items()},
         ),
     ]
 
@@ -162,7 +163,7 @@ def planned_memory(plan: Planned) -> Row:
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
-    """Stochastic gradient descent with the gradients of this rank's DDP model."""
+    """SGD on a DDP model."""
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
@@ -184,10 +185,10 @@ def timed(scale: Scale) -> dict[str, float]:
 def iteration_times(scale: Scale, processes: Processes) -> list[Row]:
     """Table 5, and the two solvers."""
     times = processes.together(timed, scale)[0]
-    ours = times["DP-KFAC"]
-    slower = {name: times[name] / ours for name in ("KAISA-CO", "KAISA-MO", "SPD-KFAC")}
+    base = times["DP-KFAC"]
+    slower = {name: times[name] / base for name in ("KAISA-CO", "KAISA-MO", "SPD-KFAC")}
     over_sgd = times["DP-KFAC, inverse"] / times["S-SGD"]
-    solvers = ours / times["DP-KFAC, inverse"]
+    solvers = base / times["DP-KFAC, inverse"]
     how = f"{processes.count} gloo processes, {resnet(scale.tiny).name}, every step refreshes"
     return [
         Row(

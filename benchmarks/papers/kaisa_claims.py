@@ -67,7 +67,7 @@ def planned(scale: Scale) -> Planned:
         solvers=("eigen",),
         intervals=((1, 1),),
     )
-    # Gradients and the base's momentum are kept, too, and are not second-order state.
+    # What the plan keeps includes gradients and the base's momentum.
     first_order = 2 * sum(p.nbytes for p in model.parameters())
     state = {
         choice.name.removesuffix(", eigen"): choice.kept - first_order for choice in plan.choices
@@ -96,7 +96,7 @@ def memory_by_fraction(plan: Planned) -> Row:
 # --------------------------------------------------------------------------------- time by mode
 
 
-def by_mode(rank_scale: Scale) -> dict[str, dict[str, float]]:
+def by_mode(scale: Scale) -> dict[str, dict[str, float]]:
     """Step times of SGD and of both modes."""
 
     def sgd(model: nn.Module) -> Any:
@@ -118,7 +118,7 @@ def by_mode(rank_scale: Scale) -> dict[str, dict[str, float]]:
         "COMM-OPT": partial(kaisa, fraction=1.0),
         "MEM-OPT": partial(kaisa, fraction=0.0),
     }
-    return step_times(resnet(rank_scale.tiny), makers, rank_scale.repeats)
+    return step_times(resnet(scale.tiny), makers, scale.repeats)
 
 
 def time_by_mode(scale: Scale, processes: Processes) -> list[Row]:
@@ -234,7 +234,7 @@ def time_to_accuracy(scale: Scale, processes: Processes) -> Row:
         )
         for name, of in results.items()
     }
-    steps, seconds = (ours / sgd for ours, sgd in zip(found["KAISA"], found["SGD"], strict=True))
+    steps, seconds = (kaisa / sgd for kaisa, sgd in zip(found["KAISA"], found["SGD"], strict=True))
     return Row(
         PAPER,
         "Steps and time to the baseline's accuracy, over SGD's",
@@ -275,16 +275,16 @@ def intervals(scale: Scale, processes: Processes) -> Row:
     best = {every: mean_accuracy(of) for every, of in results.items()}
     seconds = {every: median_of(of, lambda r: r.seconds[-1]) for every, of in results.items()}
     shown = ", ".join(f"{best[every]:.1f} %" for every in REFRESH_INTERVALS)
-    longest, shortest = REFRESH_INTERVALS[-1], REFRESH_INTERVALS[0]
+    shortest, middle, longest = REFRESH_INTERVALS
     return Row(
         PAPER,
         "Accuracy by refresh interval: up to 500 steps nothing is lost, 1,000 lose 0.7 points",
         "table 6.5, ResNet-50: intervals 100, 500, 1,000",
         "76.2, 76.1, 75.5 %; times 152, 128, 124 min",
-        f"{shown}; times 1, {seconds[REFRESH_INTERVALS[1]] / seconds[shortest]:.2f}, "
+        f"{shown}; times 1, {seconds[middle] / seconds[shortest]:.2f}, "
         f"{seconds[longest] / seconds[shortest]:.2f}",
         f"digits conv net, intervals {', '.join(map(str, REFRESH_INTERVALS))} of {steps} steps",
-        best[shortest] - best[REFRESH_INTERVALS[1]] < 0.5 and seconds[longest] <= seconds[shortest],
+        best[shortest] - best[middle] < 0.5 and seconds[longest] <= seconds[shortest],
         f"{steps} steps are few: the paper's intervals are 0.6 to 6 % of its steps, as ours",
         {f"accuracy, {every}": value for every, value in best.items()},
     )

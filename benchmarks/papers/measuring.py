@@ -128,7 +128,10 @@ def plain_network(norm: bool) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
-CONV, PLAIN, NORM, MLP = "conv", "plain", "plain, batch norm", "MLP"
+CONV = "conv"
+PLAIN = "plain"
+NORM = "plain, batch norm"
+MLP = "MLP"
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
     CONV: digits.conv_net,
     PLAIN: partial(plain_network, norm=False),
@@ -146,7 +149,7 @@ class Trial:
         optimizer: A class of torch.optim, or of the package.
         lr: The learning rate.
         batch: Images per step, over all processes.
-        seed: Of the network and of the order of the images.
+        seed: Seed of the network and of the order of the images.
         steps: Largest number of steps.
         options: The optimizer's other keywords.
         every: Steps between two evaluations.
@@ -190,7 +193,8 @@ def build(trial: Trial, model: nn.Module, data: digits.Digits) -> Any:
         options["base"] = getattr(torch.optim, options["base"])
     optimizer = getattr(second_order, trial.optimizer)(model, lr=trial.lr, **options)
     if trial.optimizer == "DHO2":
-        images, labels = data.train_images[:CURVATURE_BATCH], data.train_labels[:CURVATURE_BATCH]
+        images = data.train_images[:CURVATURE_BATCH]
+        labels = data.train_labels[:CURVATURE_BATCH]
         optimizer.curvature_closure = lambda: cross_entropy(model(images), labels)
     return optimizer
 

@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         processes.close()
     seconds = time.perf_counter() - start
     cells = [
-        [row.paper, row.claim, row.theirs, row.ours, "yes" if row.agrees else "no"] for row in rows
+        [row.paper, row.claim, row.paper_value, row.our_value, "yes" if row.agrees else "no"]
+        for row in rows
     ]
     columns = ("paper", "claim", "the paper's value", "ours", "agrees")
     reporting.show(reporting.table(f"{seconds:.0f} s", columns, cells, left=len(columns)))

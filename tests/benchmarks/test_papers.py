@@ -26,7 +26,7 @@ def test_the_page_is_written_from_the_stored_run() -> None:
     page = PAGE.read_text("utf-8")
     found = papers.rows_of(stored("papers"))
     assert papers.with_tables(page, found) == page
-    changed = [dataclasses.replace(found[0], ours="0.1 ×"), *found[1:]]
+    changed = [dataclasses.replace(found[0], our_value="0.1 ×"), *found[1:]]
     assert papers.with_tables(page, changed) != page
 
 
