@@ -154,9 +154,9 @@ def asynchronous_inverses(scale: Scale, processes: Processes) -> list[Row]:
     shares = []
     for sync, threaded in zip(results[False], results[True], strict=True):
         for loss in (0.5, 0.2, 0.1, 0.05, 0.02):
-            theirs = steps_to(sync, loss=loss)
-            if finite(theirs) is not None:
-                shares.append(steps_to(threaded, loss=loss) / theirs)
+            synchronous = steps_to(sync, loss=loss)
+            if finite(synchronous) is not None:
+                shares.append(steps_to(threaded, loss=loss) / synchronous)
     progress = statistics.median(shares or [float("inf")])
     return [
         Row(

@@ -163,7 +163,7 @@ def time_by_mode(scale: Scale, processes: Processes) -> list[Row]:
 # ----------------------------------------------------------------------- accuracy on the digits
 
 
-BATCHES = (64, 256, 718)
+BATCHES = (128, 256, 718)
 REFRESH_INTERVALS = (2, 10, 20)
 ACCURACY = 0.97
 MOMENTUM: dict[str, Any] = {"momentum": 0.9}
