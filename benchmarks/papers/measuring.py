@@ -154,6 +154,7 @@ class Trial:
         options: The optimizer's other keywords.
         every: Steps between two evaluations.
         target: Training loss at which the run ends.
+        accuracy: Test accuracy at which the run ends.
     """
 
     network: str
@@ -165,6 +166,7 @@ class Trial:
     options: Mapping[str, Any] = field(default_factory=dict)
     every: int = 5
     target: float = 0.0
+    accuracy: float = 2.0
 
 
 @dataclass
@@ -253,7 +255,8 @@ def run(trial: Trial, model: nn.Module, optimizer: Any, rank: int = 0, ranks: in
         result.losses.append(loss)
         result.accuracies.append(correct.float().mean().item())
         result.seconds.append(seconds)
-        if loss <= trial.target or not math.isfinite(loss):
+        reached = loss <= trial.target or result.accuracies[-1] >= trial.accuracy
+        if reached or not math.isfinite(loss):
             break
     return result
 
