@@ -126,6 +126,46 @@ def check_is_state(value: Any) -> None:
             "and a list of them as 'param_groups'; pass what optimizer.state_dict() has given, not "
             "flattened"
         )
+    for key, entry in state.items():
+        for part in entry.keys() & {BASE, CURVATURE}:
+            if not isinstance(entry[part], Mapping):
+                raise _wrong(f"state[{key!r}][{part!r}]", entry[part], "dictionary")
+        written_by = entry.get(CURVATURE, {}).get("base_class", {})
+        if not isinstance(written_by, Mapping):
+            where = f"state[{key!r}][{CURVATURE!r}]['base_class']"
+            raise _wrong(where, written_by, "dictionary of the base's name")
+    for i, group in enumerate(groups):
+        params = group.get("params", [])
+        names = group.get(NAMES) or []
+        if not _is_list_of(params, (int, str)):
+            raise _wrong(f"param_groups[{i}]['params']", params, "list of numbers")
+        if not _is_list_of(names, str):
+            raise _wrong(f"param_groups[{i}][{NAMES!r}]", names, "list of names")
+
+
+def _wrong(where: str, value: Any, what: str) -> ValueError:
+    """The error for a value of a state that is not what every optimizer has there."""
+    return ValueError(
+        f"the checkpoint's {where} is {value!r}, and no {what}; pass what optimizer.state_dict() "
+        f"has given, or take an older checkpoint. Nothing has been loaded"
+    )
+
+
+def _is_list_of(values: Any, kind: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(each, kind) for each in values)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a setting of a group is of the kind that the base's default for it is."""
+    number = (int, float, Tensor)
+    if isinstance(default, bool):
+        return value is None or isinstance(value, (bool, int))
+    if isinstance(default, number):
+        return isinstance(value, number)
+    if isinstance(default, tuple):
+        alike = isinstance(value, (list, tuple)) and len(value) == len(default)
+        return alike and all(map(_is_like, value, default))
+    return True
 
 
 def _check_groups(
@@ -198,6 +238,12 @@ def _check_settings(
             f"mean different things; make the optimizer with the base that saved it, or start "
             f"{mine} without it. Nothing has been loaded"
         )
+    if getattr(optim, mine, None) is type(base):
+        for name, default in {**base.defaults, PEAK_LR: 0.0, "lr": None}.items():
+            value = theirs.get(name, default)
+            if not _is_like(value, default):
+                kind = type(default).__name__
+                raise _wrong(f"param_groups[{i}][{name!r}]", value, f"{kind} as {default!r}")
     rate = theirs.get("lr")
     if not isinstance(rate, (int, float, Tensor)) or not LEAST_RATE <= float(rate) < math.inf:
         raise ValueError(

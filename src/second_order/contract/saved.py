@@ -112,6 +112,9 @@ def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> 
     """
     torchs = getattr(torch.optim, type(base).__name__, None) is type(base)
     for key, value in part.items():
+        absent = value is None and key == "momentum_buffer"  # as SGD has it without momentum
+        if torchs and not absent and not isinstance(value, (Tensor, int, float)):
+            raise part.wrong(key, f"is {value!r}, and no tensor or number")
         if isinstance(value, Tensor):
             fits = len(value.shape) == len(p.shape) and all(
                 n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)

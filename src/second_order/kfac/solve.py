@@ -267,7 +267,7 @@ class Solves:
         reads = [attempts.errors], self.layers.overflown, [*unsure.values()], changes
         errors, over, weights, changed, *asked.told = numbers_of(*reads, *asked.groups)
         found = attempts.finish(errors)
-        if all(error < RESIDUAL_TOLERANCE for error in errors):  # none has climbed the ladder
+        if all(error < attempts.tolerance for error in errors):  # none has climbed the ladder
             each = iter(changed)
             self.changes |= dict(zip(compared, zip(each, each, each, strict=True), strict=True))
         for block in ready:
@@ -381,6 +381,8 @@ class Solves:
             stored,
             added=added[shape.letters.index(letter)],
             is_diagonal=letter in shape.diagonals,
+            # A plan's matrices have no meaning, and every decomposition of them is valid.
+            tolerance=math.inf if self.training.world.planned else RESIDUAL_TOLERANCE,
         )
 
     # ------------------------------------------------------------------------------------ agree
@@ -397,7 +399,7 @@ class Solves:
                     heard.append(float(mine))
                 heard += news
                 if world.size > 1:
-                    message = torch.tensor(heard, device="cpu")
+                    message = torch.tensor(heard, dtype=torch.float32, device="cpu")
                     agreement = world.on_cpu().all_reduce_max([message])
         with meter.stage("average_gradients"):
             pending.wait()
@@ -421,7 +423,7 @@ class Solves:
             return Verdict.UNEXPLAINED
         if solve.verdict is not Verdict.OPEN:
             return solve.verdict
-        if self.training.world.backend == "fake":  # solvers' verdicts never come
+        if self.training.world.backend == "fake":  # no other rank sends its verdict
             return Verdict.SOUND
         return Verdict.UNSEEN if block.state.heard else Verdict.OPEN
 

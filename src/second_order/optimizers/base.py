@@ -141,7 +141,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             rate = rate_of_groups(name, groups)
             for each in (base_kwargs, *keywords):
                 each.setdefault("lr", rate)
-        world, params = World(process_group), members_of(groups)
+        world = process_group if isinstance(process_group, World) else World(process_group)
+        params = members_of(groups)
         helper_role = None if world.size == 1 else helper_role
         if helper_role is None:
             check_mesh(model, world)
@@ -214,6 +215,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def agree(self, doing: str, named: bool = False) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
+        self._training.require_group(doing)
         if not self._curvature.helps:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
             self._consistency.check(self._training, self._curvature, doing, named=named)
