@@ -57,9 +57,14 @@ def rows_of(record: dict[str, Any]) -> list[Row]:
     return [Row(**row) for row in record["rows"]]
 
 
-def with_tables(page: str, rows: Sequence[Row]) -> str:
-    """A page with its tables replaced."""
-    return page[: page.index(START)] + START + "\n" + markdown(rows)
+def with_tables(page: str, record: dict[str, Any]) -> str:
+    """A page with the tables of a stored run."""
+    machine = record["machine"]
+    run = (
+        f"Stored run of {machine['date']}: torch {machine['torch']}, {machine['cores']} cores, "
+        f"{record['seconds']:,} seconds. Load: {machine['load']}."
+    )
+    return f"{page[: page.index(START)]}{START}\n{run}\n\n{markdown(rows_of(record))}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -89,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     reporting.store(options.json, rows=[asdict(row) for row in rows], seconds=round(seconds))
     if options.page is not None:
         record = json.loads(options.json.read_text("utf-8"))
-        options.page.write_text(with_tables(options.page.read_text("utf-8"), rows_of(record)))
+        options.page.write_text(with_tables(options.page.read_text("utf-8"), record), "utf-8")
 
 
 if __name__ == "__main__":
