@@ -44,8 +44,8 @@ def test_every_stored_run_is_named_with_its_command() -> None:
     named = {f: how for files, how in table for f in re.findall(r"\w+\.json", files)}
     assert named.keys() == {path.name for path in RESULTS.glob("*.json")}
     for file, how in named.items():
-        if how.startswith("`make"):
-            assert f"benchmarks/results/{file}" in MAKEFILE + how, file
+        assert how.startswith("`make"), f"{file}: a run without a command goes"
+        assert f"benchmarks/results/{file}" in MAKEFILE + how, file
     pages = "".join(page.read_text() for page in PAGES)
     assert {n for n in re.findall(r"\w+\.json", pages) if n in named} <= named.keys()
 
