@@ -57,8 +57,8 @@ a budget without a third
 a budget by means  <-  budget::first_steps_and_outliers_do_not_count
     statistics.median(lap  =>  statistics.fmean(lap
 a budget that each rank has for itself  <-  budget::ranks_with_different_clocks_choose_the_same
-  - *self._training.world.mean(self._watch.medians("S", "R", "T"))
-  + *self._watch.medians("S", "R", "T")
+  - *self._training.world.mean(times)
+  + *times
 a budget measured of frozen layers  <-  budget::nothing_is_measured_while_all_is_frozen
     if not working:  =>  if False:
 a budget that no checkpoint keeps
@@ -94,10 +94,6 @@ a DDP over helpers goes unnoticed
   <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
   - if strange and set(ranks).intersection(workers):
   + if strange and not set(ranks).intersection(workers):
-hooks that stay when their optimizer goes
-  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-  -     weakref.finalize(training, training.late_ddp.remove).atexit = False
-  -
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
   -     refuse_meta(name, params, found.module)
   -
@@ -129,6 +125,10 @@ checksums without places  <-  debug::places_count
     (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
 
 == contract/training.py
+hooks that stay when their optimizer goes
+  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
+  -     weakref.finalize(self, handle.remove).atexit = False
+  -
 the largest rate, a tensor, in another place at each step
   <-  graphs::quiet_steps_ask_for_the_same_of_the_same_memory
     torch.maximum(peak, tensor.reshape(()), out=peak)  =>  peak = torch.maximum(peak, tensor)
@@ -413,7 +413,7 @@ statistics from before a load  <-  contract_state::statistics_from_before_a_load
 == kfac/curvature.py
 messages forget since the beginning of a resumed run
   <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
-  -         self._cadence.updated_at = self.training.steps
+  -         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
   -
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_holds_no_inverse
     block.drop_inverse()  =>  pass
@@ -435,7 +435,13 @@ an instrument without the owners' clip
   <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
     self.coefficient = precondition_by_owners(  =>  precondition_by_owners(
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
-    of_layers.load(saved, self.layers.blocks)  =>  pass
+    self.drift.load(saved, self.layers.blocks)  =>  pass
+a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
+    solves.take_over(inverses)  =>  inverses.clear()
+a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
+    snapshots[block] = snapshot  =>  pass
+inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
+    world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
     kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
@@ -647,7 +653,7 @@ damping for scale, from another process
     told[0], told[1] if  =>  told[0], told[0] if
 stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
-    due = list(self.plan) if self.wanted else due  =>  pass
+    if self.wanted:  =>  if False:
 a dead layer as one without statistics  <-  examples::a_dead_layer_is_not_one_without_statistics
     if block.state.asked and not block.state.heard else  =>  if block.state.asked else
 an unexplained layer not told of to the other ranks
@@ -657,7 +663,7 @@ the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snap
     [solve.damping for solve in solves if  =>  [self.damping for solve in solves if
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
-    torch.as_tensor(number, dtype=rounding or dtype)  =>  torch.ones((), dtype=dtype)
+    torch.as_tensor(number, dtype=rounding or dtype, device=device)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  statistics::failures_are_counted
   -             self.failed += 1
   -
@@ -761,7 +767,8 @@ old checkpoints without mean eigenvalues
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
-    factors.weight.copy_(torch.as_tensor(saved["average_weight"]))  =>  factors.weight.fill_(1.0)
+  - factors.weight.copy_(torch.as_tensor(saved["average_weight"], device=device))
+  + factors.weight.fill_(1.0)
 a checkpoint of any shape is accepted
   <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
     if tuple(saved[letter].shape) not in allowed:  =>  if False:

@@ -28,7 +28,9 @@ __all__ = [
     "HEADER",
     "VERSION",
     "add_collected",
+    "add_to_save",
     "check_is_state",
+    "collects_by_itself",
     "export_base_state",
     "header",
     "read_checkpoint",
@@ -308,6 +310,17 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     return {"state": {key: part for key, part in state.items() if part}, "param_groups": groups}
 
 
+def collects_by_itself(training: Training, curvature: Curvature) -> bool:
+    """Whether ``state_dict`` is a collective already, and collects what other processes keep.
+
+    ``torch.distributed.checkpoint`` gathers a sharded model's full state from every rank.
+    """
+    full = is_checkpointing() and not is_checkpointing(part=True)
+    rows = any(map(is_dtensor, members_of(training.groups)))
+    lacking = training.collected is None and bool(curvature.kept_elsewhere)
+    return full and rows and lacking and curvature.dispensable
+
+
 def require_whole(training: Training, curvature: Curvature) -> None:
     """Warn, or raise SecondOrderError, where a ``state_dict`` of this process would lack entries.
 
@@ -321,6 +334,14 @@ def require_whole(training: Training, curvature: Curvature) -> None:
             "what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
         )
     if not lacking:
+        return
+    if collected is None and curvature.dispensable:
+        if not is_checkpointing(part=True) and training.first_time("inverses elsewhere"):
+            training.warn(
+                f"state_dict() on rank {rank} lacks {lacking}: they are refreshed at the first "
+                f"step after loading; call optimizer.consolidate(to=0) on every process first for "
+                f"a run that resumes exactly"
+            )
         return
     if collected is None and not (curvature.parts_suffice and is_checkpointing(part=True)):
         sharded = (
@@ -338,6 +359,15 @@ def require_whole(training: Training, curvature: Curvature) -> None:
             f"state_dict() on rank {rank} lacks some of the state: consolidate(to={to}) collected "
             f"it elsewhere; save it there, or use to=None"
         )
+
+
+def add_to_save(training: Training, curvature: Curvature, state: dict[Any, dict[str, Any]]) -> None:
+    """Add what only checkpoints have to a state by the parameters' numbers."""
+    more = curvature.state_to_save() if state else {}
+    for index, p in enumerate(members_of(training.groups)):
+        if p in more and index in state:
+            entry = state[index]
+            state[index] = {**entry, CURVATURE: {**entry.get(CURVATURE, {}), **more[p]}}
 
 
 def add_collected(training: Training, state: dict[Any, dict[str, Any]]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from second_order.errors import CheckpointError
+from second_order.sharded import is_dtensor
 
 __all__ = ["BASE", "CURVATURE", "BaseState", "SavedPart", "check_base_part"]
 
@@ -50,9 +54,15 @@ class SavedPart(dict[str, Any]):
         super().__init__(entries)
         self._name, self._where = name, f"state[{key!r}][{part!r}]"
 
-    def wrong(self, key: str, what: str) -> ValueError:
+    def with_entry(self, key: str, value: Any) -> SavedPart:
+        """A copy with another value of an entry."""
+        part = copy.copy(self)
+        part[key] = value
+        return part
+
+    def wrong(self, key: str, what: str) -> CheckpointError:
         """The error for an entry, with what is wrong."""
-        return ValueError(
+        return CheckpointError(
             f"the checkpoint's {self._where}[{key!r}], of parameter {self._name!r}, {what}; "
             f"nothing has been loaded"
         )
@@ -124,7 +134,9 @@ def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> 
                 raise part.wrong(
                     key, f"has the shape {tuple(value.shape)}, where {shape} is needed"
                 )
-            if torchs or (value.shape == p.shape and value.is_floating_point()):
+            # A base's own class of tensor, as torchao's of 8 bits, may know few operations.
+            own = type(value) is not Tensor and not is_dtensor(value)
+            if torchs or (value.shape == p.shape and value.is_floating_point() and not own):
                 part.tensor(key)
         elif torchs and isinstance(value, float):
             part.number(key)

@@ -61,8 +61,8 @@ NONE_AT_ALL = (
     "left graphs without hooks: call torch.compiler.reset() once"
 )
 REMEDY = (
-    "more are with other_matrices='gradient', exact_blocks=True, a larger max_factor_dim or a "
-    "shorter skip_layers, and where register_layer() tells what a class computes"
+    "exact_blocks=True, a larger max_factor_dim or a shorter skip_layers, and where "
+    "register_layer() tells what a class computes"
 )
 UNEXPLAINED = tuple(
     f"the inputs and output gradients of its calls do not make its weight's gradient, so that its "
@@ -107,6 +107,8 @@ class Layers:
         self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
         self.active: list[KroneckerBlock] = []  # those that train now
         self.left: list[LeftToBase] = []  # the parameters left to the base, and why
+        # Names of matrices that would have factors made of their gradients, but for FSDP2.
+        self.left_by_shards: list[str] = []
         # The first step whose passes are sure to have been captured for layers that began to train
         # in mid-run, or lost their factors.
         self.newcomers_at = -1
@@ -128,19 +130,26 @@ class Layers:
         options, rules = self._options, self._rules
         params = list(members_of(self._training.groups) if optimized is None else optimized)
         reshard(self._training.model)
-        if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
-            rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
         groups = self._training.groups
-        blocks, left = find_blocks(
-            self._training.model,
-            {id(p): p.numel() for p in params},
-            options.skip_layers,
-            {id(block.weight): block for block in self.blocks},
-            options.factor_dtype,
-            options.symmetry_aware,
-            rules,
-            excluded=excluded_params(groups),
-        )
+        known = {id(block.weight): block for block in self.blocks}
+
+        def found_by(rules: BlockRules) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
+            return find_blocks(
+                self._training.model,
+                {id(p): p.numel() for p in params},
+                options.skip_layers,
+                known,
+                options.factor_dtype,
+                options.symmetry_aware,
+                rules,
+                excluded=excluded_params(groups),
+            )
+
+        blocks, left = found_by(rules)
+        if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
+            # No rank has their whole gradients.
+            self.left_by_shards = [block.name for block in gradient_blocks(blocks)]
+            blocks, left = found_by(replace(rules, other_matrices="base"))
         check_layers(groups, {block: _parameters_of(block) for block in blocks})
         self.blocks, self.left = blocks, left
 
@@ -173,13 +182,24 @@ class Layers:
                     f"skip_layers: the pattern {pattern!r} matches no module of the model"
                 )
         left = self._left_training()
-        new = [row for row in left if training.first_time(f"left:{row.name}")]
+        new = [row for row in left if training.first_time(f"left:{row}")]
         if new:
             share = _share(self.preconditioned(), training.training_params())
+            # FSDP2 leaves no rank the whole gradients that other_matrices='gradient' needs.
+            options = "" if self.sharded else "other_matrices='gradient', "
             training.warn(
                 f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
                 f"alone, without curvature: {_listed({row: left[row] for row in new})}; summary() "
-                f"tells why" + ("" if share >= 0.5 else f"; {REMEDY}")
+                f"tells why" + ("" if share >= 0.5 else f"; more are with {options}{REMEDY}")
+            )
+        if self.left_by_shards and training.first_time("left by shards"):
+            names = self.left_by_shards[:MOST_NAMES]
+            if len(self.left_by_shards) > MOST_NAMES:
+                names.append(f"{len(self.left_by_shards) - MOST_NAMES} more")
+            training.warn(
+                f"{', '.join(names)}: under FSDP2 no rank has their whole gradients, of which "
+                f"other_matrices='auto' would make factors; {training.base_name} trains them "
+                f"alone, unlike under DistributedDataParallel"
             )
 
     def _left_training(self) -> dict[LeftToBase, list[Tensor]]:

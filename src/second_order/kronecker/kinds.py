@@ -56,6 +56,9 @@ TRANSPOSED = "transposed linear"
 TRANSPOSED_CLASSES = ("transformers.pytorch_utils.Conv1D",)
 """Classes of Linears whose weight is (in, out), by their full names."""
 
+SIZE_NAMES = (("out_features", "in_features"), ("out_channels", "in_channels"))
+"""Names of the sizes of a product, as torch's Linear and torch_geometric's Linear have them."""
+
 
 # --------------------------------------------------------------------------------------- attention
 
@@ -156,9 +159,9 @@ def ties_of(kinds: Mapping[nn.Module, Key | None]) -> dict[nn.Module, Key]:
 def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
     """The key of a module's kind, or why it has none.
 
-    A module of a class that is not known, whose weight is a matrix of its ``in_features`` and
-    ``out_features``, is taken for a Linear until its first statistics, which show whether it is
-    one: see :mod:`second_order.kronecker.explanation`. So is a router of experts.
+    A module of an unknown class is taken for a Linear if its weight has the sizes that the module
+    names (:data:`SIZE_NAMES`), until its first statistics show whether it is one: see
+    :mod:`second_order.kronecker.explanation`. So is a router of experts.
     """
     key, kind = key_of(module), type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
@@ -193,13 +196,16 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
         and not any(True for child in module.children() for _ in child.parameters())
     ):
         names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
-        sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
         if any(name in TRANSPOSED_CLASSES for name in names):
             return TRANSPOSED, None
         if is_router(module):
             return "linear", None
-        if list(weight.shape) in (sizes, sizes[::-1]):
-            return ("linear" if list(weight.shape) == sizes else TRANSPOSED), None
+        for out_name, in_name in SIZE_NAMES:
+            sizes = getattr(module, out_name, None), getattr(module, in_name, None)
+            if weight.shape == sizes:
+                return "linear", None
+            if weight.shape == sizes[::-1]:
+                return TRANSPOSED, None
     if isinstance(key, type):
         return None, f"{kind} overrides {key.__name__}.forward"
     return None, f"{kind} has no Kronecker factors here"

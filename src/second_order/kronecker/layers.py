@@ -130,7 +130,7 @@ def live_rows(d: Tensor) -> LiveRows:
     dead = suspects[~d[suspects].flatten(1).any(1)]
     if len(dead) == 0:
         return LiveRows(None, len(d))
-    mask = torch.ones(len(d), dtype=torch.bool)
+    mask = torch.ones(len(d), dtype=torch.bool, device=d.device)
     mask[dead] = False
     return LiveRows(mask, len(d) - len(dead))
 

@@ -221,7 +221,9 @@ def _sums(pairs: Sequence[QueuedPair], records: Tensor) -> dict[str, Tensor]:
         formed = [cast(PairStatistics, pair.what) for pair in pairs]
         letters = first.what.factors
         factors = {k: torch.stack([each.factors[k] for each in formed]) for k in letters}
-        records[:, 1] = torch.stack([torch.as_tensor(each.examples) for each in formed])
+        examples = [each.examples for each in formed]
+        device = examples[0].device if isinstance(examples[0], Tensor) else torch.device("cpu")
+        records[:, 1] = torch.stack([torch.as_tensor(n, device=device) for n in examples])
         if shape.routed:
             counts = [cast(Tensor, each.routed) for each in formed]
             records[:, -shape.groups :] = torch.stack(counts)

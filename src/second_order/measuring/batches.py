@@ -155,7 +155,7 @@ class Rows:
     """
 
     def __init__(self, masks: Sequence[Any], device: torch.device) -> None:
-        self._masks = [torch.as_tensor(mask).detach().cpu().bool() for mask in masks]
+        self._masks = [torch.as_tensor(mask, device="cpu").detach().bool() for mask in masks]
         self._device = device
         self._found: dict[torch.Size, tuple[Tensor | None, int]] = {}
         self._homogeneous: dict[Any, Tensor] = {}

@@ -227,7 +227,7 @@ def watching_pairs(
 
     The consumer's ``missed`` has, by module, why a pair was lost.
     """
-    anchor = torch.zeros((), requires_grad=True)
+    anchor = torch.zeros((), requires_grad=True, device="cpu")
     capture = Capture(consumer, fsdp=FSDPParams(model), accumulated=False)
     consumer.missed = capture.missed
 

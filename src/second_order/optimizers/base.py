@@ -33,7 +33,9 @@ from second_order.contract.arguments import (
 )
 from second_order.contract.checkpoint import (
     add_collected,
+    add_to_save,
     check_is_state,
+    collects_by_itself,
     export_base_state,
     header,
     read_checkpoint,
@@ -175,6 +177,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                     f"rest_layers: the pattern {pattern!r} matches no module of the model"
                 )
         super().__init__([*map(whole_group, groups)], {**self._base.defaults, PEAK_LR: 0.0})
+        for group, of_base in zip(self.param_groups, self._base.param_groups, strict=True):
+            # A base may have changed its entries: torchao's make tensors of learning rates.
+            group.update({k: v for k, v in of_base.items() if k not in ("params", NAMES)})
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
@@ -198,6 +203,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 raise ValueError(whole_models(training.name, helper_role))
         averages, self._constructed = training.averages, True
         self._curvature.begin()  # with equal options, so that all raise or none
+        if world.size > 1:
+            training.add_ddp_hook(training.running_ddp)
         if averages:
             tensors = training.whole_model()
             with torch.no_grad():
@@ -493,17 +500,24 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
 
+        It has what decides every later step, inverses included: ``summary()`` says how many bytes
+        these add, and ``save_inverses=False`` leaves them out. Tensors are shared, not copied.
+
         Raises:
             SecondOrderError: If other processes keep some of it, :meth:`consolidate` has not
                 collected it, and ``torch.distributed.checkpoint`` does not ask for a part.
         """
         self.take_shards()
+        if collects_by_itself(self._training, self._curvature):
+            everybody = range(self._training.world.size)
+            self._training.collected = self._curvature.gather(everybody), None
         require_whole(self._training, self._curvature)
         if self.state:
             self._share_state()
         found = super().state_dict()
         # Entries of their own: close() takes the curvature out of those of `state`.
         found["state"] = {index: dict(entry) for index, entry in found["state"].items()}
+        add_to_save(self._training, self._curvature, found["state"])
         add_collected(self._training, found["state"])
         return found
 
@@ -515,8 +529,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint that any number of processes wrote, or a state of the base alone.
 
-        Inverses are not saved: they are recomputed at the next step. With a state of the base alone
-        curvature starts anew.
+        Inverses are loaded by the processes that precondition with them; if some are missing, their
+        layers are refreshed at the next step. With a state of the base alone curvature starts anew.
 
         Raises:
             ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds
@@ -599,21 +613,20 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         tracing and compiling for inference do not need this: hooks step aside by themselves.
         """
         outer, self._unwatched = self._unwatched, True
-        late, hooks = self._training.late_ddp, self._training.model._forward_pre_hooks
-        looks = None if late is None else hooks.pop(late.id, None)
+        hooks = self._training.model._forward_pre_hooks
+        checks = {handle.id: hooks.pop(handle.id, None) for handle in self._training.ddp_hooks}
         try:
             with self._curvature.unwatched():
                 yield
         finally:
-            if looks is not None:
-                hooks[late.id] = looks
+            hooks.update({key: check for key, check in checks.items() if check is not None})
             self._unwatched = outer
 
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""
         self._curvature.close()
-        if self._training.late_ddp is not None:
-            self._training.late_ddp.remove()
+        for handle in self._training.ddp_hooks:
+            handle.remove()
         self._training.collected = None
         if self.state:
             self._share_state()
