@@ -69,9 +69,9 @@ ONE_CLASS = (
 )
 WHICH_CLASSES = (
     "the model's output has the shape {shape}, and the batch's labels do not say which dimension "
-    "the classes are: write call=lambda model, batch: model(batch[0]).movedim(1, -1).flatten(0, "
-    '-2) if it is dimension 1, without movedim if it is the last, or give likelihood="bernoulli", '
-    '"gaussian" or a function'
+    "the classes are: return rows of logits from call=lambda model, batch: ..., which are "
+    "output.movedim(1, -1).flatten(0, -2) if the classes are dimension 1, and output.flatten(0, "
+    '-2) if they are the last; or give likelihood="bernoulli", "gaussian" or a function'
 )
 NO_BATCH_DIMENSION = (
     "the model's output has the shape {shape}, without a dimension for the entries of the batch; "
@@ -384,7 +384,7 @@ def terms_in(batch: Any, model: nn.Module, masks: Sequence[Any], device: torch.d
             drawn = nn.functional.pad(labels[:, 1:], (0, 1))
             labeled.append(drawn)
     for mask in masks:
-        if mask.shape == drawn.shape:
+        if mask.shape == drawn.shape and not torch.equal(mask, labels):
             drawn = drawn & mask
     return Terms(targets, Rows([drawn, *masks], device), labeled, masks)
 

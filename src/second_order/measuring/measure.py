@@ -319,7 +319,9 @@ class _Measurement:
                     statistics = Inputs(group, sums, self.apart)
                 else:
                     by_entry = self.options.factors == "ekfac"
-                    statistics = Pairs(group, sums, by_entry, NOT_COMPARED in self.apart)
+                    # FSDP2 would send the gradients of the weights.
+                    comparable = not self.sharded and NOT_COMPARED not in self.apart
+                    statistics = Pairs(group, sums, by_entry, comparable)
                 with compared(guessed(group)) as statistics.differences:
                     self._over_data(number, statistics)
                 self._note(statistics.wrong())
@@ -478,11 +480,8 @@ class _Measurement:
         return batch
 
     def _comparing(self, statistics: Pairs) -> AbstractContextManager[list[Tensor]]:
-        """A block in which the weights whose gradients are compared with pairs ask for them.
-
-        FSDP2 would send these gradients.
-        """
-        if self.sharded or not statistics.compares:
+        """A block in which the weights whose gradients are compared with pairs ask for them."""
+        if not statistics.compares:
             return nullcontext([])
         return asking([layer.weight for layer in statistics.layers])
 

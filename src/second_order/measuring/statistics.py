@@ -344,18 +344,20 @@ class Pairs(Statistics):
         layers: The layers.
         sums: Their sums.
         by_entry: The gradients of single entries are wanted, now or in a later pass.
-        compared: Pairs are not to be compared with gradients any more.
+        comparable: Pairs are to be compared with gradients in the first batch.
 
     Attributes:
         entries: The number of entries of this batch.
         compares: Whether pairs are compared with the gradients of the weights in this batch.
     """
 
-    def __init__(self, layers: Sequence[Layer], sums: Sums, by_entry: bool, compared: bool) -> None:
+    def __init__(
+        self, layers: Sequence[Layer], sums: Sums, by_entry: bool, comparable: bool
+    ) -> None:
         super().__init__(layers, sums)
         self.entries = 0
         self.compares = False
-        self._compared = compared
+        self._comparable = comparable
         self._by_entry = by_entry
         self._positions_first = False  # a module of the model reads positions before entries
         self._paired: set[Layer] = set()
@@ -369,12 +371,13 @@ class Pairs(Statistics):
         """Begin a batch."""
         super().begin(rows, batch, idle)
         self.entries = batch.number
-        self.compares = batch.number > 0 and not (self._compared or idle)
+        self.compares = self._comparable and batch.number > 0 and not idle
         self._last = None  # rows of one tensor
 
     def end(self) -> None:
         """End a batch; compare its pairs with gradients, if that is due."""
-        self._compared |= self.compares
+        if self.compares:
+            self._comparable = False
         self.compares = False
         known = {layer: each for layer, each in self._explanations.items() if each.known}
         self._explanations = {}
@@ -502,7 +505,7 @@ class Eigenvalues(Pairs):
     """
 
     def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Basis]) -> None:
-        super().__init__(layers, sums, by_entry=True, compared=True)
+        super().__init__(layers, sums, by_entry=True, comparable=False)
         self._bases = bases
         self._calls: Counter[Layer] = Counter()  # in this batch
         self._waiting: dict[Layer, list[Pair]] = {}
