@@ -286,6 +286,7 @@ class Tied(nn.Module):
         return output
 
 
+@pytest.mark.filterwarnings("ignore:measure. layer 'b'")
 @pytest.mark.parametrize("factors", ["kfac", "ekfac"])
 @pytest.mark.parametrize("outside", ["", "a", "embedding", "lookup"])
 def test_a_weight_that_is_used_outside_of_its_calls_is_named(outside: str, factors: Any) -> None:
@@ -303,6 +304,16 @@ def test_a_weight_that_is_used_outside_of_its_calls_is_named(outside: str, facto
     texts = [str(each.message) for each in caught]
     assert len(texts) == 1 + (outside == "embedding"), texts  # b is not called then
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_hooks_of_gradients_are_not_run() -> None:
+    """They may take a step: such a weight is not compared with its gradient."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
+    stepped: list[Tensor] = []
+    model[0].weight.register_post_accumulate_grad_hook(stepped.append)
+    model[1].weight.register_hook(stepped.append)
+    assert list(quietly(model, [x], factors="ekfac")) == ["0", "1"]
+    assert not stepped
 
 
 def test_a_layer_that_is_never_called_is_named_in_a_warning() -> None:

@@ -452,7 +452,7 @@ class Pairs(Statistics):
 
     def _compare(self, layer: Layer, module: nn.Module, x: Any, d: Tensor) -> None:
         """Compare a pair with the weight's gradient, which is about to arrive."""
-        if layer.block.fits_pair(module, x, d):
+        if layer.weight.requires_grad and layer.block.fits_pair(module, x, d):
             rows = x if isinstance(x, Tensor) else x.hidden
             with ieee_matmul(d.device):
                 product = layer.block.product(module, x, d)

@@ -235,8 +235,17 @@ class _Rooted(torch.autograd.Function):
 
 @contextmanager
 def asking(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """A block in which weights get gradients, which hooks may see, and which are not kept."""
-    wanted = [weight for weight in dict.fromkeys(weights) if weight.is_floating_point()]
+    """A block in which weights get gradients, which hooks may see, and which are not kept.
+
+    Weights that have hooks of the user's get none, as such a hook may take a step.
+    """
+    wanted = [
+        weight
+        for weight in dict.fromkeys(weights)
+        if weight.is_floating_point()
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+    ]
     before = [(weight, weight.requires_grad, weight.grad) for weight in wanted]
     handles = []
     try:
