@@ -229,8 +229,8 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
             raise ValueError(MASK_OF_POSITIONS.format(shape=tuple(mask.shape)))
     found = [mask != 0 for mask in given if mask.dim() == 2] + of_labels
     if _has_decoder(model):
-        tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
-        read: Any = torch.ones_like(tokens) if mask is None and tokens is not None else mask
+        tokens, padding = batch.get("input_ids"), batch.get("attention_mask")
+        read: Any = torch.ones_like(tokens) if padding is None and tokens is not None else padding
         alike = [each for each in found if read is not None and each.shape == read.shape]
         if any(bool((each != (read != 0)).any()) for each in alike):
             raise ValueError(

@@ -621,7 +621,7 @@ class Eigenvalues(Pairs):
         split = [self._by_entry_of(layer, pair, entries) for pair in pairs]
         total: Tensor | None = None
         for of_entry in zip(*split, strict=True):
-            matrix = sum(_gradient(layer, part, layout) for part in of_entry)
+            matrix = torch.stack([_gradient(layer, part, layout) for part in of_entry]).sum(0)
             rotated = basis.g.to(matrix.dtype).mT @ matrix
             rotated = rotated if basis.a is None else rotated @ basis.a.to(matrix.dtype)
             total = rotated.square() if total is None else total.add_(rotated.square())
