@@ -113,17 +113,17 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
     def draw(generator: torch.Generator) -> Tensor:
         return windows(learned, args.batch_size // world_size, args.length, generator)
 
-    def optimizer_of(groups: list[dict[str, object]], model: nn.Module) -> torch.optim.Optimizer:
+    def optimizer_of(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
         if args.optimizer == "adamw":
             return torch.optim.AdamW(groups, lr=args.lr)
-        return KAISA(groups, model=model, lr=args.lr, base=torch.optim.AdamW)
+        return KAISA(groups, lr=args.lr, base=torch.optim.AdamW)
 
     if rank == 0:
         print("pre-training: hidden bytes")
     first = BertForMaskedLM(config)
     model = spread(first, world_size)
     groups = parameter_groups(first, weight_decay=0.1)
-    train(model, optimizer_of(groups, model), fill_in, draw, args.pretrain_steps, rank)
+    train(model, optimizer_of(groups), fill_in, draw, args.pretrain_steps, rank)
 
     if rank == 0:
         print(f"fine-tuning: {', '.join(KINDS)}")
@@ -134,7 +134,7 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
     for i in range(args.layers):  # the nearer to the input, the slower
         rules[rf"layer\.{i}\."] = {"lr": 0.8 ** (args.layers - 1 - i) * args.lr}
     groups = parameter_groups(net, weight_decay=0.1, rules=rules)
-    optimizer = optimizer_of(groups, model)
+    optimizer = optimizer_of(groups)
     train(model, optimizer, tell_apart, draw, args.steps, rank)
 
     if rank == 0:

@@ -91,7 +91,7 @@ def train_on(args: argparse.Namespace, rank: int, world_size: int) -> None:
     groups = parameter_groups(net, weight_decay=5e-4)
     optimizer: torch.optim.Optimizer
     if args.optimizer == "kaisa":
-        optimizer = KAISA(groups, model=model, lr=args.lr, momentum=0.9)
+        optimizer = KAISA(groups, lr=args.lr, momentum=0.9)
     else:
         optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9)
     scheduler = OneCycleLR(optimizer, max_lr=args.lr, total_steps=args.steps)

@@ -145,7 +145,6 @@ def main() -> None:
     # The Trainer wraps the model in DistributedDataParallel afterwards, which averages gradients.
     optimizer = KAISA(
         parameter_groups(model, weight_decay=0.1),
-        model=model,
         lr=args.lr,
         betas=(0.9, 0.95),
         base=torch.optim.AdamW,

@@ -33,7 +33,8 @@ class Lit(pl.LightningModule):
 
     def make_optimizer(self, **more: Any) -> Any:
         options = {**self.options, "lr": self.lr, **more}
-        return optimizer_of(self.System, self, loss=type(self).loss_of, **options)
+        loss = type(self).loss_of
+        return optimizer_of(self.System, self, self.parameters(), loss, **options)
 
     def configure_optimizers(self) -> Any:
         return self.make_optimizer()

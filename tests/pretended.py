@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -123,6 +124,10 @@ def pretend_device() -> Iterator[Seen]:
     _seen.clear()
     with _Everywhere(), patch.object(torch, "Generator", _Generator):
         yield _seen
+    # Autograd's device thread releases the dispatch mode after the last backward has returned, and
+    # needs the GIL for it. If the interpreter is already finalizing then, the process aborts with
+    # "terminate called without an active exception".
+    time.sleep(0.2)
 
 
 class _Generator(torch.Generator):

@@ -58,8 +58,6 @@ def optimizer_of(
     **options: Any,
 ) -> Any:
     """A system over a model, with the curvature closure that one of eigenpairs needs."""
-    if params is not None:
-        options["model"] = model
     optimizer = make(System, model if params is None else params, **options)
     if isinstance(optimizer, EIGENPAIRS):
         inner = model.module if isinstance(model, DistributedDataParallel) else model

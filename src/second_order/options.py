@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import field, fields
 from functools import partial
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -15,17 +15,20 @@ from torch import Tensor
 
 __all__ = [
     "AUTO",
+    "LAYER_OPTIONS",
     "PEAK_LR",
     "AutoInterval",
     "Interval",
     "Scalar",
     "Schedule",
     "as_scalar",
+    "brief",
     "check_base",
     "check_choice",
     "check_count",
     "check_debug",
     "check_flag",
+    "check_group_options",
     "check_interval",
     "check_keywords",
     "check_learning_rate",
@@ -42,6 +45,7 @@ __all__ = [
     "keyword",
     "one_of",
     "picked",
+    "rate_of_groups",
     "scheduled",
     "split_base_keywords",
     "value_at",
@@ -274,9 +278,17 @@ def check_params(name: str, value: Any) -> None:
         raise TypeError(f"{name} got a tensor; put it into a list, as in {name}([tensor], lr=...)")
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
         raise TypeError(
-            f"{name} got {value!r}, which is neither a torch.nn.Module nor an iterable of "
-            f"parameters or groups; write {name}(model, lr=...)"
+            f"{name} got {brief(value)}, which is neither a torch.nn.Module nor an iterable of "
+            f"parameters or groups; write {name}(model, lr=...), or {name}(nn.ModuleList(models), "
+            f"lr=...) for several models"
         )
+
+
+def brief(value: Any) -> str:
+    """A value as messages show it: its class alone where it would take more than a line."""
+    text = repr(value)
+    fits = len(text) <= 80 and "\n" not in text
+    return text if fits else f"a {type(value).__name__}"
 
 
 def check_rank(method: str, to: int | None, world_size: int) -> None:
@@ -315,6 +327,62 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}={value!r} is not a flag; use True or False")
     return value
+
+
+LAYER_OPTIONS: dict[str, Callable[[str, Any], object]] = {
+    "damping": partial(
+        check_number, low=0.0, open_high=True, remedy="leave it out for the optimizer's own"
+    ),
+    "factor_decay": partial(
+        check_number,
+        low=0.0,
+        high=1.0,
+        open_high=True,
+        remedy="leave it out for the optimizer's own",
+    ),
+    "precondition": check_flag,
+}
+"""The options that a parameter group may have for its own layers, with their checks."""
+
+
+def check_group_options(
+    name: str, groups: Iterable[Any], ours: Collection[str], by_layer: bool, first: int = 0
+) -> None:
+    """Raise ValueError if a group has an option of the optimizer ``name`` that cannot differ.
+
+    Args:
+        name: The optimizer's class.
+        groups: Groups, or parameters.
+        ours: The optimizer's own keywords, which no group may have.
+        by_layer: Whether groups may have ``LAYER_OPTIONS``.
+        first: The number of the first group.
+    """
+    for i, group in enumerate(groups, start=first):
+        for option, value in group.items() if isinstance(group, dict) else ():
+            if by_layer and option in LAYER_OPTIONS:
+                LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", value)
+            elif option in ours or option in LAYER_OPTIONS:
+                remedy = f"{name} has no such option, so leave it out"
+                if option in ours:
+                    remedy = f"set it for all of them, as in {name}(..., {option}={brief(value)})"
+                raise ValueError(
+                    f"parameter group {i} has {option}={brief(value)}, which cannot differ between "
+                    f"groups; {remedy}"
+                )
+
+
+def rate_of_groups(name: str, groups: Sequence[Any]) -> Scalar:
+    """The learning rate of the first group, where all have their own; else raise TypeError."""
+    for i, group in enumerate(groups):
+        if not isinstance(group, dict) or "lr" not in group:
+            absent = f"; group {i} has none" if isinstance(group, dict) else ""
+            raise TypeError(
+                f"{name} needs a learning rate: write {name}(..., lr=0.1), or give every parameter "
+                f"group its own 'lr'{absent}"
+            )
+        check_learning_rate(group["lr"])
+    rate: Scalar = groups[0]["lr"]
+    return rate
 
 
 def value_at(option: Any, step: int) -> Any:

@@ -1,7 +1,7 @@
 """Parameter groups as recipes have them: who decays, who learns at another rate.
 
 groups = parameter_groups(model, weight_decay=0.1, rules={"^head": {"lr": 2e-3}})
-optimizer = KAISA(groups, model=model, lr=1e-3, base=torch.optim.AdamW)
+optimizer = KAISA(groups, lr=1e-3, base=torch.optim.AdamW)
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from contract import (
-    each_kronecker,
     each_of_five,
     make,
     same,
@@ -20,7 +19,7 @@ from models import ZOO
 from stacks import CASE, usual_loop
 from torch import nn
 
-from second_order import KAISA, SecondOrderWarning, parameter_groups
+from second_order import SecondOrderWarning, parameter_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
@@ -39,13 +38,6 @@ def test_a_model_that_owns_none_of_the_parameters_is_refused(System: Any) -> Non
     name = System.__name__
     with pytest.raises(ValueError, match=f"none of the 6 parameters belongs to.*{name} would be"):
         make(System, model.parameters(), model=copy.deepcopy(model))
-
-
-@each_kronecker
-def test_parameters_that_the_model_lacks_are_told_of(System: Any) -> None:
-    model, scale = MLP.model(), nn.Parameter(torch.ones(2, 5, dtype=torch.float64))
-    with pytest.warns(SecondOrderWarning, match=r"1 of 7 parameters are not.*\(2, 5\)"):
-        make(System, [*model.parameters(), scale], model=model)
 
 
 @each_of_five
@@ -108,9 +100,9 @@ def test_parameters_on_meta_are_refused_until_they_are_made(System: Any) -> None
         r"parameter '0\.weight' is on the meta device, and has no numbers: materialise first, by "
         rf"model\.to_empty\(device=\.\.\.\) and what fills it, then make {System.__name__}; with "
     )
-    for given in ([model], [model.parameters(), model]):
+    for given, named in ((model, None), (model.parameters(), model), (model.parameters(), None)):
         with pytest.raises(ValueError, match=message):
-            make(System, given[0], model=None if len(given) == 1 else model)
+            make(System, given, model=named)
     model.to_empty(device="cpu")
     model.load_state_dict(MLP.model().state_dict())
     train(model, make(System, model))
@@ -249,9 +241,3 @@ def test_errors_name_the_value_and_the_remedy() -> None:
         parameter_groups(Words(), weight_decay=-0.1)
     with pytest.raises(TypeError, match=r"model=list is not a torch\.nn\.Module"):
         parameter_groups([])  # type: ignore[arg-type]
-
-
-def test_groups_without_a_model_are_refused_with_the_line_to_write() -> None:
-    model = CASE.model()
-    with pytest.raises(TypeError, match=r"KAISA\(params, model=model"):
-        make(KAISA, parameter_groups(model))

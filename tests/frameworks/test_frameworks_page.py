@@ -37,7 +37,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 def with_groups(model: nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(model, weight_decay=0.1)
-    return KAISA(groups, model=model, lr=5e-3, base=torch.optim.AdamW)
+    return KAISA(groups, lr=5e-3, base=torch.optim.AdamW)
 
 
 # By heading and block: the optimizers of its trainings, and the batches to a step.
@@ -45,7 +45,7 @@ TRAINED: dict[tuple[str, int], tuple[list[Make], int]] = {
     ("Lightning", 0): ([lambda model: KAISA(model, lr=0.1, momentum=0.9)], 1),
     ("transformers' Trainer", 0): ([with_groups], 2),
     ("transformers' Trainer", 1): (
-        [with_groups, lambda model: KAISA(model, lr=5e-3, base=torch.optim.AdamW)],
+        [lambda model: KAISA(model, lr=5e-3, base=torch.optim.AdamW, weight_decay=0.0)],
         2,
     ),
     ("transformers' Trainer", 2): ([lambda model: DPKFAC(model, lr=0.1)], 2),

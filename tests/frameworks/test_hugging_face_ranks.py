@@ -36,14 +36,8 @@ def assert_agreed(found: list[list[torch.Tensor]], rtol: float) -> None:
 def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[torch.Tensor]:
     """Undisturbed; from its checkpoint; by the usual loop; by the base alone."""
     import in_transformers as hf
-    from transformers import TrainerCallback
 
-    class Collect(TrainerCallback):
-        """A collective, so on every process; the Trainer saves on the first alone."""
-
-        def on_step_end(self, _: Any, __: Any, control: Any, **given: Any) -> None:
-            if control.should_save:
-                given["optimizer"].optimizer.consolidate()
+    from second_order.integrations.transformers import MetricsCallback
 
     curved = hf.curved("Llama")
 
@@ -59,7 +53,7 @@ def by_trainer(rank: int, world_size: int, System: Any, folder: Path) -> list[to
             "Llama",
             folder,
             optimizers=(made(whole, gradient_averaging=False), None),
-            callbacks=[Collect()],
+            callbacks=[MetricsCallback()],
             save_strategy="steps",
             save_steps=2,
             **shared,

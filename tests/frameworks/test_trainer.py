@@ -110,12 +110,12 @@ def test_padded_text_accumulated_trains_as_whole_batches(
 
 
 @each_of_five
-@pytest.mark.parametrize("groups", ["one", "decay"])
+@pytest.mark.parametrize("groups", ["model", "factory", "Trainer"])
 def test_a_class_and_its_keywords(hf: Any, System: Any, groups: str, tmp_path: Path) -> None:
-    """`optimizer_cls_and_kwargs`: the class with `model` among the keywords, or a factory.
+    """`optimizer_cls_and_kwargs`: the class, or a factory.
 
-    The Trainer gives the class its model in place of its groups, and calls a factory's result
-    with the model: so it may have groups.
+    The Trainer gives a class its groups, or what `model` is among the keywords, and calls a
+    factory's result with the model: so that may have groups.
     """
     model = hf.model_of("Llama")
     keywords: dict[str, Any] = {"lr": hf.LR}
@@ -123,28 +123,30 @@ def test_a_class_and_its_keywords(hf: Any, System: Any, groups: str, tmp_path: P
     def decayed(model: Any) -> Any:
         return parameter_groups(model, weight_decay=0.1)
 
-    if groups == "one":
-        given = (with_closure(hf, System), {**keywords, "model": model})
-    else:
-
-        def optimizer(model: Any, **keywords: Any) -> Any:
-            return with_closure(hf, System)(decayed(model), model=model, **keywords)
-
-        given = (lambda: optimizer, keywords)
-    trainer, seen = hf.fit(model, "Llama", tmp_path, optimizer_cls_and_kwargs=given)
-    decays = {group["weight_decay"] for group in trainer.optimizer.param_groups}
-    assert decays == ({0.0} if groups == "one" else {0.0, 0.1})
-    how = {} if groups == "one" else {"params": decayed}
-    assert_like_the_loop(hf, model, System, "Llama", seen, **how)
-
-
-def with_closure(hf: Any, System: Any) -> Any:
-    """The class, as it stands in the tests, with a curvature closure where it needs one."""
-
     class Made(System):
-        def __new__(cls, params: Any, **keywords: Any) -> Any:
-            inner = keywords.pop("model", params)
-            groups = None if inner is params else params
-            return optimizer_of(System, inner, groups, hf.loss_of, hf.curved("Llama"), **keywords)
+        """The class with the options of these tests, and the closure if it needs one."""
 
-    return Made
+        def __new__(cls, params: Any, **keywords: Any) -> Any:
+            params = None if params is model else params
+            curved = hf.curved("Llama")
+            return optimizer_of(System, model, params, hf.loss_of, curved, **keywords)
+
+    given: Any = {
+        "model": (Made, {**keywords, "model": model}),
+        "factory": (lambda: lambda model, **keywords: Made(decayed(model), **keywords), keywords),
+        "Trainer": (Made, keywords),
+    }
+    trainer, seen = hf.fit(model, "Llama", tmp_path, optimizer_cls_and_kwargs=given[groups])
+    made = trainer.optimizer.param_groups
+    assert len(made) == (1 if groups == "model" else 2)
+    assert {group["weight_decay"] for group in made} == ({0.0, 0.1} if groups == "factory" else {0})
+
+    def divided(model: Any) -> Any:
+        decays = trainer.get_decay_parameter_names(model)
+        parts: dict[bool, list[Any]] = {True: [], False: []}
+        for name, p in model.named_parameters():
+            parts[name in decays].append(p)
+        return [{"params": params} for params in parts.values()]
+
+    how: Any = {"model": {}, "factory": {"params": decayed}, "Trainer": {"params": divided}}
+    assert_like_the_loop(hf, model, System, "Llama", seen, **how[groups])

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
-import copy
 import json
+import sys
 from dataclasses import replace
 from itertools import accumulate, pairwise
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from exported import (
+    CLASSES,
+    DATA,
+    ENTRIES,
+    TOKENS,
+    Case,
+    Classified,
+    analyzer_of,
+    by_bergson,
+    files_in,
+    fit_options,
+    laplace_of,
+    measured,
+    terms,
+)
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -18,48 +35,22 @@ from second_order.kronecker.layers import FactorShape
 from second_order.safetensors import load_tensors
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pool import World
 
-ENTRIES, TOKENS, WIDTH, CLASSES = 12, 3, 4, 3
 WITHIN: Any = {"rtol": 1e-9, "atol": 1e-11}
-
-
-class Case:
-    """A model and its data; each entry of a batch has a label, or each token."""
-
-    def __init__(self, tokens: bool) -> None:
-        torch.manual_seed(0)
-        size = (ENTRIES, TOKENS, WIDTH) if tokens else (ENTRIES, 2, 4, 4)
-        self.x = torch.randn(size, dtype=torch.float64)
-        first: nn.Module = nn.Linear(WIDTH, 5) if tokens else nn.Conv2d(2, 3, 3, bias=False)
-        between = nn.Tanh() if tokens else nn.Sequential(nn.Flatten(), nn.Tanh())
-        last = nn.Linear(5 if tokens else 12, CLASSES, bias=not tokens)
-        self.model = nn.Sequential(first, between, last).double()
-        self.y = torch.randint(CLASSES, (ENTRIES, TOKENS) if tokens else (ENTRIES,))
-
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return terms(self.model(x), (x, y)).sum()
-
-    def curvature(self, factors: Any = "ekfac", prefix: str = "") -> KroneckerCurvature:
-        model = nn.ModuleDict({prefix: self.model}) if prefix else self.model
-        return measured(model, self.x, self.y, factors, lambda m, batch: self.model(batch[0]))
-
-
-def terms(out: Tensor, batch: Any) -> Tensor:
-    return nn.functional.cross_entropy(out.flatten(0, -2), batch[1].flatten(), reduction="none")
-
-
-def measured(model: nn.Module, x: Tensor, y: Tensor, factors: Any, call: Any = None) -> Any:
-    """F over the data in batches of 5, of the data's own labels."""
-    batches = [*zip(x.split(5), y.split(5), strict=True)]
-    loss = None if factors == "inputs" else terms
-    return measure(model, batches, factors=factors, loss=loss, call=call, progress=False)
+STORED: dict[Any, Any] = torch.load(DATA, weights_only=True)
 
 
 def close(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(ours, theirs, **WITHIN)
+
+
+def assert_same_spaces(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    """Whether columns are the same vectors, but for their signs."""
+    assert ours.keys() == theirs.keys()
+    for module, vectors in theirs.items():
+        found = (ours[module].to(vectors).mT @ vectors).abs()
+        torch.testing.assert_close(found, torch.eye(len(vectors)).to(found), rtol=1e-6, atol=1e-6)
 
 
 # -------------------------------------------------------------------------------------- kronfluence
@@ -76,32 +67,32 @@ TIMES = {
 
 @pytest.mark.parametrize("tokens", [True, False])
 @pytest.mark.parametrize("strategy", ["kfac", "ekfac"])
+def test_kronfluences_files_are_those_that_it_wrote(
+    tmp_path: Path, tokens: bool, strategy: str
+) -> None:
+    assert doors.to_kronfluence(Case(tokens).curvature(strategy), tmp_path, documents=ENTRIES) == {}
+    ours, theirs = files_in(tmp_path), STORED["kronfluence", tokens, strategy]
+    assert ours.keys() == theirs.keys()
+    for path, tensors in theirs.items():
+        if path.endswith("eigenvectors.safetensors"):
+            assert_same_spaces(ours[path], tensors)
+            continue
+        assert ours[path].keys() == tensors.keys()
+        for module, tensor in tensors.items():
+            times = 1.0 if tokens or module != "0" else TIMES.get(Path(path).stem, 1.0)
+            expected = tensor * times
+            torch.testing.assert_close(ours[path][module], expected, check_dtype=False, **WITHIN)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("strategy", ["kfac", "ekfac"])
 def test_kronfluence_loads_what_it_would_have_fitted(
     tmp_path: Path, tokens: bool, strategy: str
 ) -> None:
     kronfluence = pytest.importorskip("kronfluence")
-    arguments = pytest.importorskip("kronfluence.utils.common.factor_arguments")
     case = Case(tokens)
-
-    class Task(kronfluence.Task):  # type: ignore[misc, name-defined]
-        def compute_train_loss(self, batch: Any, model: nn.Module, sample: bool = False) -> Tensor:
-            assert not sample
-            return terms(model(batch[0]), batch).sum()
-
-        def compute_measurement(self, batch: Any, model: nn.Module) -> Tensor:
-            return terms(model(batch[0]), batch).sum()
-
-    task = Task()
-    model = kronfluence.prepare_model(copy.deepcopy(case.model), task)
-    options: dict[str, Any] = {
-        "cpu": True,
-        "disable_tqdm": True,
-        "output_dir": str(tmp_path),
-        "log_level": 40,
-    }
-    analyzer = kronfluence.Analyzer("a", model, task, **options)
+    analyzer, fit = analyzer_of(case, tmp_path), fit_options(strategy)
     data = torch.utils.data.TensorDataset(case.x, case.y)
-    fit = {"per_device_batch_size": 5, "factor_args": arguments.pytest_factor_arguments(strategy)}
     analyzer.fit_all_factors("theirs", data, **fit)
     folder = tmp_path / "a" / "factors_ours"
     assert doors.to_kronfluence(case.curvature(strategy), folder, documents=ENTRIES) == {}
@@ -119,7 +110,7 @@ def test_kronfluence_loads_what_it_would_have_fitted(
     if strategy == "ekfac":
         analyzer.fit_all_factors("ours", data, **fit)  # finds all of them there
     else:
-        fit["factor_args"] = arguments.pytest_factor_arguments("ekfac")
+        fit = fit_options("ekfac")
         for name in ("ours", "theirs"):  # goes on from them
             more = f"more of {name}"
             analyzer.fit_lambda_matrices(more, data, load_from_factors_name=name, **fit)
@@ -167,50 +158,42 @@ def test_files_for_influence_functions_say_what_the_factors_are(
 # ------------------------------------------------------------------------------------------ Bergson
 
 
+def for_bergson(folder: Path, include_bias: bool) -> KroneckerCurvature:
+    """Write what Bergson is to read; with corrected eigenvalues if biases are included."""
+    curvature = Case(tokens=True).curvature("ekfac" if include_bias else "kfac", "model")
+    options: dict[str, Any] = {"prefix": "model.", "include_bias": include_bias}
+    assert doors.to_bergson(curvature, folder, documents=ENTRIES, **options) == {}
+    return curvature
+
+
+@pytest.mark.parametrize("include_bias", [False, True])
+def test_bergsons_files_are_those_that_it_wrote(tmp_path: Path, include_bias: bool) -> None:
+    for_bergson(tmp_path, include_bias)
+    ours, theirs = files_in(tmp_path), STORED["bergson", include_bias]
+    assert ours.keys() == theirs.keys()
+    for path, tensors in theirs.items():
+        if path.startswith("eigen_"):  # vectors, whose signs are anybody's
+            assert_same_spaces(ours[path], tensors)
+        else:
+            close(ours[path], tensors)
+    assert torch.load(tmp_path / "total_processed.pt") == ENTRIES * TOKENS
+
+
+def test_bergsons_biases_are_dropped_only_without_corrected_eigenvalues(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'model\.0' has a bias.*include_bias=True"):
+        doors.to_bergson(Case(tokens=True).curvature("ekfac", "model"), tmp_path, prefix="model.")
+
+
 @pytest.mark.parametrize("include_bias", [False, True])
 @pytest.mark.filterwarnings("ignore")
 def test_bergson_applies_what_it_would_have_computed(tmp_path: Path, include_bias: bool) -> None:
-    kfac = pytest.importorskip("bergson.hessians.kfac")
+    pytest.importorskip("bergson.hessians.kfac")
     from bergson.config import InversionConfig
-    from bergson.gradients import GradientProcessor
-    from bergson.hessians import eigenvectors, preconditioner
+    from bergson.hessians import preconditioner
 
-    case, theirs, ours = Case(tokens=True), tmp_path / "theirs", tmp_path / "ours"
-    curvature = case.curvature("ekfac", "model")
-    corrected = include_bias
-    if not corrected:
-        with pytest.raises(ValueError, match=r"'model\.0' has a bias.*include_bias=True"):
-            doors.to_bergson(curvature, ours, prefix="model.")
-        curvature = case.curvature("kfac", "model")
-    options = {"prefix": "model.", "include_bias": include_bias, "documents": ENTRIES}
-    assert doors.to_bergson(curvature, ours, **options) == {}
-
-    shared = {
-        "model": case.model,
-        "path": str(theirs),
-        "dtype": torch.float64,
-        "processor": GradientProcessor(include_bias=include_bias),
-    }
-    mask = torch.ones(case.y.shape, dtype=torch.bool)
-
-    def run(collector: Any) -> None:
-        with collector.with_batch(mask):
-            case.loss(case.x.clone().requires_grad_(), case.y).backward()
-        collector.teardown()
-
-    run(kfac.CovarianceCollector(**shared))
-    count = torch.tensor(case.y.numel())
-    found = [
-        eigenvectors.compute_eigendecomposition(str(theirs / f"{side}_sharded"), count)
-        for side in ("activation", "gradient")
-    ]
-    eigenvectors.save_uncorrected_eigenvalues(theirs, *found, count, 0, 1, num_documents=ENTRIES)
-    if corrected:
-        run(eigenvectors.LambdaCollector(**shared, num_documents=ENTRIES))
-    for path in theirs.rglob("*.safetensors"):
-        if "eigen_" not in str(path):
-            close(*(load_tensors(root / path.relative_to(theirs))[0] for root in (ours, theirs)))
-    assert torch.load(ours / "total_processed.pt") == case.y.numel()
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    curvature = for_bergson(ours, include_bias)
+    by_bergson(include_bias, include_bias, theirs)
 
     torch.manual_seed(3)
     sizes = {name: size.numel() for name, size in curvature["model.0"].shapes.items()}
@@ -236,37 +219,64 @@ def test_names_below_a_prefix_are_written_without_it(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ laplace-torch
 
 
+class Posterior:
+    """What `to_laplace` reads and sets of a KronLaplace."""
+
+    class Kron:
+        def __init__(self, kfacs: list[list[Tensor]]) -> None:
+            self.kfacs = kfacs
+
+        def decompose(self, damping: bool) -> None:
+            pass
+
+    def __init__(self, case: Classified) -> None:
+        self.model, self.params = case.model, [*case.model.parameters()]
+        lossfunc = nn.CrossEntropyLoss(reduction="sum")
+        self.backend, self.damping = SimpleNamespace(lossfunc=lossfunc, factor=1.0), False
+
+
+@pytest.mark.parametrize("damping", [False, True])
+def test_laplaces_hessian_is_the_one_that_it_fitted(
+    damping: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laplace = ModuleType("laplace")
+    laplace.KronLaplace, laplace.KronLLLaplace = Posterior, type("KronLLLaplace", (), {})  # type: ignore[attr-defined]
+    matrix = ModuleType("laplace.utils.matrix")
+    matrix.Kron = Posterior.Kron  # type: ignore[attr-defined]
+    for name, module in (("laplace", laplace), ("laplace.utils.matrix", matrix)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "laplace.utils", ModuleType("laplace.utils"))
+    case = Classified(damping)
+    posterior: Any = Posterior(case)
+    doors.to_laplace(measured(case.model, case.x, case.y, "ekfac"), posterior, case.loader)
+    stored = STORED["laplace", False, damping]
+    blocks = [torch.kron(*b) if len(b) > 1 else b[0] for b in posterior.H_facs.kfacs]
+    close(torch.block_diag(*blocks), stored["hessian"])
+    for name in ("mean", "loss", "n_data", "n_outputs"):
+        close(torch.as_tensor(getattr(posterior, name)), torch.as_tensor(stored[name]))
+    last = sum(p.numel() for p in case.model[-1].parameters())
+    close(stored["hessian"][-last:, -last:], STORED["laplace", True, damping]["hessian"])
+
+
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("damping", [False, True])
 def test_laplace_predicts_as_if_it_had_fitted(last: bool, damping: bool) -> None:
     laplace = pytest.importorskip("laplace")
-    curvlinops = pytest.importorskip("laplace.curvature.curvlinops")
-    torch.manual_seed(0)
-    first = [nn.Linear(WIDTH, 5)] if damping else [nn.Conv2d(1, 5, 3), nn.Flatten()]
-    model = nn.Sequential(*first, nn.Tanh(), nn.LazyLinear(CLASSES)).double()
-    x = torch.randn(ENTRIES, *([WIDTH] if damping else [1, 4, 4]), dtype=torch.float64)
-    model(x)
-    head = str(len(model) - 1)
-    y = torch.randint(CLASSES, (ENTRIES,))
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), ENTRIES)
-
-    def new() -> Any:
-        options = {"last_layer_name": head} if last else {}
-        kind = laplace.KronLLLaplace if last else laplace.KronLaplace
-        options |= {"backend": curvlinops.CurvlinopsEF, "damping": damping, "prior_precision": 0.3}
-        return kind(model, "classification", **options)
-
-    ours, theirs = new(), new()
+    pytest.importorskip("laplace.curvature.curvlinops")
+    case = Classified(damping)
+    model, x, head, loader = case.model, case.x, case.head, case.loader
+    ours, theirs = (laplace_of(case, last, damping) for _ in range(2))
     theirs.fit(loader)
-    curvature = measured(model, x, y, "ekfac")
+    curvature = measured(model, x, case.y, "ekfac")
     doors.to_laplace(curvature, ours, loader)
     close(ours(x), theirs(x))
     assert not torch.allclose(ours(x), model(x).softmax(-1), atol=1e-3)
     close(ours.H_facs.to_matrix(), theirs.H_facs.to_matrix())
     close(ours.log_marginal_likelihood(), theirs.log_marginal_likelihood())
-    doors.to_laplace(curvature, half := new(), loader, examples=ENTRIES / 2)
+    half, other = (laplace_of(case, last, damping) for _ in range(2))
+    doors.to_laplace(curvature, half, loader, examples=ENTRIES / 2)
     close(half.H_facs.to_matrix() * 2, ours.H_facs.to_matrix())
-    only, other = KroneckerCurvature({"0": curvature["0"]}, curvature.names, {}), new()
+    only = KroneckerCurvature({"0": curvature["0"]}, curvature.names, {})
     with pytest.raises(ValueError, match=rf"'{head}\.weight' and .* have no curvature.*freeze"):
         doors.to_laplace(only, other, loader)
     diagonal = laplace.DiagLaplace(model, "classification")
@@ -338,16 +348,9 @@ def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
     assert tensors["nsamples"].item() == rows
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_llm_compressor_keeps_the_same_hessian_but_for_a_number() -> None:
-    helpers = pytest.importorskip("llmcompressor.modifiers.gptq.helpers")
-    case = Case(tokens=True)
-    first, count = case.model[0], torch.zeros(())
-    theirs, count = helpers.accumulate_hessian(
-        case.x, first, helpers.make_empty_hessian(first), count
-    )
-    ours = doors.to_gptq(case.curvature("inputs"))["0"]
-    torch.testing.assert_close(ours * TOKENS, (theirs / count).double(), rtol=1e-5, atol=1e-6)
+    ours = doors.to_gptq(Case(tokens=True).curvature("inputs"))["0"]
+    torch.testing.assert_close(ours * TOKENS, STORED["llm-compressor",], rtol=1e-5, atol=1e-6)
 
 
 def test_gptqs_hessian_of_a_convolutions_groups_is_their_mean() -> None:

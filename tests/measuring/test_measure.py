@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -374,16 +379,20 @@ class Killed(BaseException):
 
 def killed(model: nn.Module, loader: Any, after: int, **options: Any) -> None:
     """A measurement that ends after so many batches."""
-    calls = iter(range(after))
+    given = iter(range(after))
 
-    def call(model: nn.Module, batch: Tensor) -> Tensor:
-        if next(calls, None) is None:
-            raise Killed
-        output: Tensor = model(batch)
-        return output
+    class Loader:
+        def __len__(self) -> int:
+            return len(loader)
+
+        def __iter__(self) -> Iterator[Any]:
+            for batch in loader:
+                if next(given, None) is None:
+                    raise Killed
+                yield batch
 
     with pytest.raises(Killed):
-        measure(model, loader, call=call, checkpoint_every=1, progress=False, **options)
+        measure(model, Loader(), checkpoint_every=1, progress=False, **options)
 
 
 def test_a_save_of_another_measurement_is_refused(tmp_path: Path) -> None:
@@ -397,12 +406,122 @@ def test_a_save_of_another_measurement_is_refused(tmp_path: Path) -> None:
         ({"loss": terms}, "other loss"),
         ({"seed": 1, "keep": "cpu"}, "other keep, seed"),
         ({"factors": "kfac"}, "other factors"),
+        ({"call": lambda model, batch: model(2 * batch)}, "other call"),
+        ({"mask": lambda batch: batch[:, 0] > 0}, "other mask"),
+        ({"loader": torch.cat(x).split(1)}, "other number of batches"),
+        ({"loader": [x[0], x[1][:1]]}, None),  # nobody looks at the second batch
+        ({"loader": [x[0][:1], x[1]]}, "other first batch"),
+        ({"loader": iter([x[0] + 1e-9, x[1]])}, "once only"),
+        ({"loader": [x[0] + 1e-9, x[1]]}, "other first batch.*give the data set"),
     ):
-        with pytest.raises(CheckpointError, match=text):
-            measure(**{"model": model, "loader": x, "progress": False, **options, **changed})
+        if text is not None:
+            with pytest.raises((CheckpointError, ValueError), match=text):
+                measure(**{"model": model, "loader": x, "progress": False, **options, **changed})
     found = measure(model, x, progress=False, **options).report.rows
     assert found == measure(model, x, factors="ekfac", progress=False).report.rows
     assert found[0].missing == 2
+
+
+SOURCE = """
+import functools, torch
+from second_order.measuring.fingerprint import fingerprint
+SCALE = 2.0
+def power(x, exponent=2): return x ** exponent
+def scaled(out, batch): return SCALE * power(out) * (batch["kind"] in {"a", "b", "c"})
+def weighted(weight, *, exponents=(1, 2)):
+    calls = 0
+    def loss(out, batch):
+        nonlocal calls
+        calls += 1
+        return sum(weight * out ** each for each in exponents)
+    return loss
+class Focal:
+    def __init__(self, gamma): self.gamma, self.calls = gamma, 0
+    def term(self, out): return out ** self.gamma
+    def __call__(self, out, batch):
+        self.calls += 1
+        return self.term(out)
+weights = weighted(torch.arange(3.0))
+focal = Focal(2.0)
+values = {
+    "lambda": lambda out, batch: torch.relu(out).logsumexp(-1),
+    "scaled": scaled,
+    "weights": weights,
+    "partial": functools.partial(weighted(torch.ones(2)), batch=[1, {"a": 2}]),
+    "focal": focal,
+    "criterion": torch.nn.CrossEntropyLoss(torch.ones(2), reduction="none"),
+    "batch": {"x": torch.arange(6.0).view(2, 3).mT, "y": [torch.ones(2, dtype=torch.bfloat16)]},
+}
+found = {name: fingerprint(value) for name, value in values.items()}
+"""
+
+
+def test_functions_and_batches_are_told_by_content_in_every_process() -> None:
+    def found(source: str = SOURCE) -> dict[str, Any]:
+        names: dict[str, Any] = {"__name__": "script"}
+        exec(compile(source, "script.py", "exec"), names)
+        return names
+
+    names = found()
+    expected = names["found"]
+    environment = {**os.environ, "PYTHONHASHSEED": "7"}
+    script = [sys.executable, "-c", f"{SOURCE}\nimport json; print(json.dumps(found))"]
+    other = subprocess.run(script, capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(other.stdout) == expected
+    assert len({*expected.values()}) == len(expected)
+
+    # What functions count while they are called is no part of them.
+    names["weights"](torch.ones(3), None)
+    names["focal"](torch.ones(3), None)
+    for name in ("weights", "focal"):
+        assert names["fingerprint"](names[name]) == expected[name]
+
+    for name, old, new in (
+        ("lambda", "logsumexp(-1)", "logsumexp(-2)"),
+        ("lambda", "torch.relu", "torch.tanh"),
+        ("scaled", "SCALE = 2.0", "SCALE = 3.0"),
+        ("scaled", "exponent=2", "exponent=3"),
+        ("scaled", "x ** exponent", "x * exponent"),
+        ("scaled", '"c"}', '"d"}'),
+        ("weights", "torch.arange(3.0)", "torch.arange(3.0) + 1e-7"),
+        ("weights", "exponents=(1, 2)", "exponents=(1, 3)"),
+        ("weights", "weight * out", "weight + out"),
+        ("partial", '{"a": 2}', '{"a": 3}'),
+        ("focal", "Focal(2.0)", "Focal(3.0)"),
+        ("focal", "out ** self.gamma", "out * self.gamma"),
+        ("criterion", "torch.ones(2), red", "torch.zeros(2), red"),
+        ("criterion", '="none"', '="sum"'),
+        ("batch", "arange(6.0)", "arange(6.0).neg()"),
+    ):
+        assert old in SOURCE
+        changed = found(SOURCE.replace(old, new))["found"]
+        different = {key for key in expected if changed[key] != expected[key]}
+        assert name in different
+        assert different <= {name, "partial"}  # which is of the same function as "weights"
+
+
+def cut_short(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_the_save_before_one_that_was_cut_short_is_used(tmp_path: Path) -> None:
+    model, x = nn.Linear(5, 2).to(F64), torch.randn(6, 5, dtype=F64).split(2)
+    whole = measure(model, x, factors="ekfac", progress=False)
+    killed(model, x, 5, factors="ekfac", checkpoint=tmp_path)
+    first, second = sorted(tmp_path.iterdir())
+    assert (first.name, second.name) == ("0000000004.0.pt", "0000000005.0.pt")
+    cut_short(second)
+    options: dict[str, Any] = {"factors": "ekfac", "checkpoint": tmp_path, "progress": False}
+    with pytest.warns(SecondOrderWarning, match=r"save before, after 4 batches: .*0005\.0\.pt"):
+        killed(model, x, 2, factors="ekfac", checkpoint=tmp_path)  # its loader passes over one
+    cut_short(second)
+    with pytest.warns(SecondOrderWarning, match="after 4 batches"):
+        same(measure(model, x, **options), whole, 1e-14)
+    killed(model, x, 5, factors="ekfac", checkpoint=tmp_path)
+    cut_short(first)
+    cut_short(second)
+    with pytest.raises(CheckpointError, match=r"cut short.*remove .* to measure anew"):
+        measure(model, x, **options)
 
 
 class Changed(nn.Module):
@@ -478,6 +597,54 @@ def test_bad_input_is_refused() -> None:
         measure(model, x, factors="kfac", loss=lambda out, batch: batch[:, 0], progress=False)
     with pytest.raises(ValueError, match="no layer"):
         measure(nn.BatchNorm1d(2), x, progress=False)
+
+
+MODEL = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 3))
+X, Y = torch.ones(4, 2), torch.ones(4).long()
+CRITERION = nn.CrossEntropyLoss(reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (
+            {"loss": CRITERION},
+            r"loss=CrossEntropyLoss takes .*, target.*; write loss=lambda output",
+        ),
+        ({"loss": nn.functional.cross_entropy}, r"loss=cross_entropy takes .* write loss=lambda"),
+        ({"loss": partial(nn.functional.mse_loss, reduction="none")}, "loss=mse_loss takes"),
+        ({"layers": [MODEL[2]]}, r"layers=Linear.* is not a name.*write layers=\[\"2\"\]"),
+        ({"layers": MODEL[0]}, r"write layers=\[\"0\"\]"),
+        ({"layers": [nn.Linear]}, r"write layers=\[\"Linear\"\]"),
+        ({"layers": [nn.Linear(2, 2)]}, "give names of the model's modules"),
+        ({"model": [(X, Y)], "loader": MODEL}, r"model=list.* not a torch.*measure\(model, loader"),
+        ({"loader": (X, Y)}, r"\(4, 2\) and \(4,\).*write \[\(x, y\)\], or DataLoader"),
+        ({"loader": [X, X[:, :1]]}, r"\(4, 2\) and \(4, 1\) looks like inputs and targets"),
+        ({"memory": "2GB"}, r"memory='2GB' is not a number of bytes; write memory=2 \* 2\*\*30"),
+    ],
+)
+def test_an_argument_that_is_something_else_is_named_with_what_to_write(
+    changed: dict[str, Any], text: str
+) -> None:
+    given: dict[str, Any] = {"model": MODEL, "loader": [(X, Y)], "factors": "kfac"}
+    with pytest.raises(TypeError, match=text):
+        measure(**{**given, "progress": False, **changed})
+
+
+def test_what_is_asked_of_a_curvature_is_answered_with_what_to_write() -> None:
+    curvature = measure(MODEL, X.split(2), factors="kfac", layers=["0"], progress=False)
+    for name, text in (
+        ("0.weight", r"'0\.weight' is a parameter of layer '0'; write curvature\['0'\]"),
+        ("2", "'2' has no curvature: not among layers="),
+        ("2.bias", "'2.bias' has no curvature: not among layers="),
+        ("layer", "is the name of no layer; there are '0'"),
+    ):
+        assert name not in curvature
+        assert curvature.get(name) is None
+        with pytest.raises(KeyError, match=text):
+            curvature[name]
+    with pytest.raises(ValueError, match=r"not known.*; write damping=0\.1, relative=True"):
+        curvature.solve({"0.bias": torch.ones(2)})
 
 
 class Halved(nn.Module):

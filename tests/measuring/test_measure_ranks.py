@@ -273,7 +273,7 @@ def test_who_shares_an_input_is_agreed(world: World, apart: bool, tmp_path: Path
 
 
 def going_on(
-    rank: int, ranks: int, keep: Any, widths: int, folder: str, lost: bool
+    rank: int, ranks: int, keep: Any, widths: int, folder: str, newest: str
 ) -> tuple[list[str], Found]:
     """A budgeted measurement of which a loader fails in a later pass, and another call goes on."""
     model, batches = model_of("Llama"), batches_of(data_of("Llama"), shares(ranks)[rank])
@@ -291,8 +291,11 @@ def going_on(
     options |= {"checkpoint": folder, "checkpoint_every": 1}
     with pytest.raises(ArithmeticError):
         measure(model, Loader(), **options)
-    if lost and rank == 1:
-        max(Path(folder).glob("*.1.pt")).unlink()
+    path = max(Path(folder).glob(f"*.{rank}.pt"))
+    if newest == "lost" and rank == 1:
+        path.unlink()
+    if newest == "cut short" and rank == 1:
+        path.write_bytes(path.read_bytes()[:-100])
     curvature = measure(model, batches, **options)
     assert curvature.report.passes > len(begun)
     owners = {row.name: row.owner for row in curvature.report.rows if row.owner is not None}
@@ -301,13 +304,19 @@ def going_on(
 
 
 @pytest.mark.parametrize(
-    ("keep", "widths", "lost"), [("device", 3, False), ("owner", 1, False), ("owner", 1, True)]
+    ("keep", "widths", "newest"),
+    [
+        ("device", 3, "whole"),
+        ("owner", 1, "whole"),
+        ("owner", 1, "lost"),
+        ("owner", 1, "cut short"),
+    ],
 )
 def test_who_owns_what_is_known_after_a_resumption(
-    world: World, keep: str, widths: int, lost: bool, tmp_path: Path
+    world: World, keep: str, widths: int, newest: str, tmp_path: Path
 ) -> None:
     expected, _ = found_by(0, 1, "Llama", "inputs", "", {})
-    told = world.run(going_on, 2, keep, widths, str(tmp_path), lost)
+    told = world.run(going_on, 2, keep, widths, str(tmp_path), newest)
     assert sorted(told[0][0] + told[1][0]) == sorted(name for name, _ in expected)
     for _, found in told:
         for key, factor in expected.items():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -17,10 +19,13 @@ from second_order.contract.training import Training, members_of, trainable, whol
 from second_order.distributed.roles import Roles, option_of
 from second_order.distributed.shard_layout import layout_of
 from second_order.distributed.world import World
-from second_order.options import check_params
+from second_order.options import brief, check_params
 from second_order.sharded import ddp_under_way, is_dtensor, mesh_ranks, reshard, sharded_params
 
 __all__ = [
+    "Arguments",
+    "FoundModel",
+    "Gathered",
     "check_mesh",
     "check_scaler",
     "check_sharding",
@@ -30,6 +35,44 @@ __all__ = [
     "refuse_meta",
     "tell_of_strangers",
 ]
+
+
+class Gathered(nn.ModuleList):
+    """Modules, or parameters, that are in no module of the user's together."""
+
+
+@dataclass(frozen=True)
+class FoundModel:
+    """The model that parameters belong to.
+
+    Attributes:
+        module: The module that contains them.
+        under_ddp: Whether DistributedDataParallel averages the gradients of all of them.
+        inside: The class of a module around it that may change its outputs; "" if there is none.
+    """
+
+    module: nn.Module
+    under_ddp: bool = False
+    inside: str = ""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What an optimizer is to train.
+
+    Attributes:
+        model: The user's module without wrappers, or an empty one that has the parameters.
+        known: Whether it is the user's.
+        under_ddp: Whether it is in DistributedDataParallel.
+        inside: As in :class:`FoundModel`; "" for a model that the user has given.
+        groups: Parameter groups, or parameters.
+    """
+
+    model: nn.Module
+    known: bool
+    under_ddp: bool
+    inside: str
+    groups: list[Any]
 
 
 def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
@@ -65,46 +108,73 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
 
 
 def read_arguments(
-    name: str, params_or_model: Any, model: Any, needs_model: bool
-) -> tuple[nn.Module, bool, bool, list[Any]]:
-    """Find model and parameters in the first argument of the optimizer ``name`` and ``model``.
+    name: str,
+    params_or_model: Any,
+    model: Any,
+    find_model: Callable[[Sequence[Tensor]], FoundModel | None],
+    needs_model: bool,
+) -> Arguments:
+    """Read the first argument of the optimizer ``name``, and ``model``.
 
-    Returns:
-        The user's module, without wrappers, or an empty one that has the parameters; whether the
-        user gave it; whether it was wrapped in DistributedDataParallel; and the parameter groups,
-        or parameters.
+    If there is no model among them, ``find_model`` looks for the one of the parameters.
 
     Raises:
-        TypeError: For two models, a missing model, an argument of another type, or parameters that
-            are sharded otherwise than by FSDP2.
-        ValueError: If a parameter that trains is on the meta device.
+        TypeError: For two models, an argument of another type, or parameters that are sharded
+            otherwise than by FSDP2.
+        ValueError: If there is no parameter, or one that trains is on the meta device.
     """
-    known = model is not None or isinstance(params_or_model, nn.Module)
-    if isinstance(params_or_model, nn.Module):
+    if model is not None and not _is_model(model):
+        raise TypeError(
+            f"model={brief(model)} is not a torch.nn.Module; pass one, or several in an "
+            f"nn.ModuleList"
+        )
+
+    found: FoundModel | None
+    if _is_model(params_or_model):
         if model is not None and model is not params_or_model:
             raise TypeError(f"{name} got two models; pass the model once")
-        model = params_or_model
-        reshard(model)
-        groups: list[Any] = trainable(look_through(model)[0])
-    elif model is None and needs_model:
-        raise TypeError(
-            f"{name} needs the model to see its layers; write "
-            f"{name}(params, model=model, lr=...) or {name}(model, lr=...)"
-        )
+        found = unwrapped(params_or_model)
+        reshard(found.module)
+        groups: list[Any] = trainable(found.module)
     else:
         check_params(name, params_or_model)
         groups = [whole_group(g) for g in params_or_model]
-        if model is None:
-            model = nn.Module()
-            members: dict[str, Any] = {str(i): p for i, p in enumerate(members_of(groups))}
-            model._parameters.update(members)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model={model!r} is not a torch.nn.Module")
-    inner, under_ddp = look_through(model)
-    refuse_meta(name, members_of(groups), inner)
+        found = find_model(members_of(groups)) if model is None else unwrapped(model)
+    if not groups:
+        raise ValueError(
+            f"{name} got no parameters: either there are none, or requires_grad is False for all "
+            f"of them; call model.requires_grad_(True) for what is to train"
+        )
+
+    params = members_of(groups)
+    known = found is not None
+    if found is None:
+        found = FoundModel(Gathered())
+        members: dict[str, Any] = {str(i): p for i, p in enumerate(params)}
+        found.module._parameters.update({} if needs_model else members)
+    elif model is None and not _is_model(params_or_model):
+        look_through(found.module)  # raises for what no optimizer here can train
+    refuse_meta(name, params, found.module)
     if known:
-        check_sharding(inner)
-    return inner, known, under_ddp, groups
+        check_sharding(found.module)
+    return Arguments(found.module, known, found.under_ddp, found.inside, groups)
+
+
+def _is_model(value: Any) -> bool:
+    """Whether a value is a module, or a list of modules."""
+    several = isinstance(value, list | tuple) and len(value) > 0
+    modules = value if several else [value]
+    return all(isinstance(each, nn.Module) for each in modules)
+
+
+def unwrapped(model: Any) -> FoundModel:
+    """A model without its wrappers; a list of models as an ``nn.ModuleList``."""
+    if isinstance(model, nn.Module):
+        inner, under_ddp = look_through(model)
+        return FoundModel(inner, under_ddp)
+    parts = [look_through(each) for each in model]
+    modules = [inner for inner, _ in parts]
+    return FoundModel(Gathered(modules), all(under_ddp for _, under_ddp in parts))
 
 
 def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
@@ -125,7 +195,7 @@ def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
 
 
 def tell_of_strangers(
-    training: Training, params: Sequence[Tensor], base: str, needs_model: bool
+    training: Training, groups: Sequence[Any], base: str, needs_model: bool
 ) -> None:
     """Warn of parameters that are not the model's, and of a launch without a process group."""
     launched = os.environ.get("WORLD_SIZE", "1")
@@ -135,19 +205,36 @@ def tell_of_strangers(
             f"trains alone; call torch.distributed.init_process_group() before making the "
             f"optimizer"
         )
+    params = members_of(groups)
     owned = {id(p) for p in training.model.parameters()}
-    strange = [str(tuple(p.shape)) for p in params if id(p) not in owned]
-    if params and len(strange) == len(params):
+    strange = [
+        f"{called} of shape {tuple(p.shape)}" for called, p in _called(groups) if id(p) not in owned
+    ]
+    if training.known and params and len(strange) == len(params):
         raise ValueError(
             f"none of the {len(params)} parameters belongs to "
             f"model={type(training.model).__name__}, so {training.name} would be no more than "
             f"{base}; pass the model itself, not a copy of it or another one"
         )
     if strange and needs_model:
+        more = f", and {len(strange) - 10} more" if len(strange) > 10 else ""
+        hidden = " that gc.freeze() has hidden" if gc.get_freeze_count() else ""
         training.warn(
-            f"{len(strange)} of {len(params)} parameters are not the model's, and are trained "
-            f"by {base} alone, without curvature: of shapes {', '.join(strange[:10])}"
+            f"{len(strange)} of {len(params)} parameters are in no module, or not in the model, "
+            f"and are trained by {base} alone, without curvature: {', '.join(strange[:10])}{more}; "
+            f"if they are in a module{hidden}, give it as model="
         )
+
+
+def _called(groups: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters by the names that they were given with, or else by their places."""
+    for i, group in enumerate(groups):
+        in_group = isinstance(group, dict)
+        for j, p in enumerate(group["params"] if in_group else [group]):
+            place = f"number {j} in group {i}" if in_group else f"number {i}"
+            called, member = (repr(p[0]), p[1]) if isinstance(p, tuple) else (place, p)
+            if isinstance(member, Tensor):
+                yield called, member
 
 
 def check_sharding(model: nn.Module) -> None:

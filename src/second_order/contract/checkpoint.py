@@ -21,7 +21,7 @@ from second_order.contract.saved import BASE, CURVATURE, SavedPart, check_base_p
 from second_order.contract.training import NAMES, Curvature, Training, members_of
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of
 from second_order.errors import SecondOrderError
-from second_order.options import PEAK_LR
+from second_order.options import LAYER_OPTIONS, PEAK_LR
 from second_order.sharded import is_checkpointing, is_dtensor, like, local
 
 __all__ = [
@@ -102,6 +102,9 @@ def read_checkpoint(
                 curvature[p] = SavedPart(key, CURVATURE, name, dict(parts[CURVATURE]))
             if p.requires_grad and not parts.get(CURVATURE):
                 absent.append(name)
+    # What a group has for its layers stays if a checkpoint has nothing of it.
+    own = [{k: group[k] for k in LAYER_OPTIONS if k in group} for group in groups]
+    saved = [{**ours, **theirs} for ours, theirs in zip(own, saved, strict=True)]
     if isinstance(base, TwoBases):
         saved = [{**g, REST: ours[REST]} for g, ours in zip(saved, groups, strict=True)]
     steps = _check_headers(curvature.values())
@@ -149,6 +152,8 @@ def _check_groups(
             f"went to each base; make the optimizer with the same rest_layers and groups. Nothing "
             f"has been loaded"
         )
+    for i, (theirs, here) in enumerate(zip(saved, groups, strict=True)):
+        _check_layer_options(i, theirs, here)
     called, mine = ([n for g in each for n in g.get(NAMES) or []] for each in (saved, groups))
     if called != mine and sorted(called) == sorted(mine):  # a wrapper may have renamed them
         name, other = next(pair for pair in zip(called, mine, strict=True) if pair[0] != pair[1])
@@ -156,6 +161,23 @@ def _check_groups(
             f"the checkpoint's param_groups have {name!r} in 'param_names' where the optimizer has "
             f"{other!r}: make the groups in the order that they were saved in, or put the "
             f"checkpoint into yours by register_load_state_dict_pre_hook; nothing has been loaded"
+        )
+
+
+def _check_layer_options(i: int, theirs: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ValueError if what group i of a checkpoint has for its layers is no such option."""
+    place = f"the checkpoint's param_groups[{i}]"
+    try:
+        for option in LAYER_OPTIONS:
+            if option in theirs:
+                LAYER_OPTIONS[option](f"{place}: {option}", theirs[option])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error}. Nothing has been loaded") from error
+    leaves, wanted = theirs.get("precondition"), here.get("precondition", True)
+    if leaves not in (None, wanted):
+        raise ValueError(
+            f"{place} has 'precondition': {leaves}, and here it is {wanted}; make the optimizer "
+            f"with the groups that were saved. Nothing has been loaded"
         )
 
 
@@ -234,7 +256,9 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
         state = {key: part for key, part in state.items() if key in members}
     elif rest:
         raise ValueError("this is the state of an optimizer with one base; leave rest=True out")
-    groups = [{k: v for k, v in g.items() if k not in (PEAK_LR, REST)} for g in groups]
+    groups = [
+        {k: v for k, v in g.items() if k not in (PEAK_LR, REST, *LAYER_OPTIONS)} for g in groups
+    ]
     return {"state": {key: part for key, part in state.items() if part}, "param_groups": groups}
 
 

@@ -297,7 +297,8 @@ class Training:
 
     name: str  # of the optimizer's class, for messages
     model: nn.Module  # the user's module, without wrappers
-    known: bool  # the user gave that module, and not its parameters alone
+    known: bool  # the parameters belong to that module
+    inside: str  # class of a module around one that was found by its parameters; "" for none
     under_ddp: bool  # the module was wrapped in DistributedDataParallel
     world: World  # the processes that train together; on a helper, those that help together
     averages: bool  # the optimizer averages gradients over the processes

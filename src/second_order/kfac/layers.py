@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.training import Training, members_of, settings_of
+from second_order.kfac.group_options import check_layers, excluded_params, values_by_layer
 from second_order.kfac.losses import (
     SAID,
     ItemsHook,
@@ -94,6 +95,13 @@ class Layers:
         conv_approximation: Approximation | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        if options.fisher == "sampled" and training.inside:
+            raise ValueError(
+                f"fisher='sampled' draws labels from the model's outputs, and the parameters "
+                f"belong to a {plain_type(training.model).__name__} inside a {training.inside}, "
+                f"which may have other outputs; give the module that makes the predictions, as in "
+                f"{training.name}(params, model=model, lr=...)"
+            )
         self._training, self._options, self._rules = training, options, rules
         self._conv_approximation, self._timed = conv_approximation, timed
         self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
@@ -122,7 +130,8 @@ class Layers:
         reshard(self._training.model)
         if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
             rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
-        self.blocks, self.left = find_blocks(
+        groups = self._training.groups
+        blocks, left = find_blocks(
             self._training.model,
             {id(p): p.numel() for p in params},
             options.skip_layers,
@@ -130,7 +139,10 @@ class Layers:
             options.factor_dtype,
             options.symmetry_aware,
             rules,
+            excluded=excluded_params(groups),
         )
+        check_layers(groups, {block: _parameters_of(block) for block in blocks})
+        self.blocks, self.left = blocks, left
 
     @property
     def sharded(self) -> bool:
@@ -335,15 +347,21 @@ class Layers:
     def take_in(self, sums: dict[KroneckerBlock, StatisticsSums], decay: float) -> None:
         """Update the running averages by sums over all processes, weighted by their examples.
 
+        ``decay`` is the weight of the past of layers whose groups have none of their own.
         Sums that do not fit their dtype are dropped, and noted; no device is waited for.
         """
-        blocks = list(sums)
-        averages = [block.ensure_factors() for block in blocks]
+        averages = [block.ensure_factors() for block in sums]
         before = [factor for each in averages for factor in each.stored.values()]
-        for order, over in update_averages(averages, list(sums.values()), decay):
-            ours = tuple(blocks[i] for i in order)
-            own_stack([vars(block.staged) for block in ours], "dropped").add_(over)
-            self._overflown[ours] = over | self._overflown.get(ours, over)
+        own_decays = values_by_layer(self._training.groups, sums, "factor_decay")
+        by_decay: dict[float, list[KroneckerBlock]] = {}
+        for block in sums:
+            by_decay.setdefault(own_decays.get(block, decay), []).append(block)
+        for past, blocks in by_decay.items():
+            parts = [block.ensure_factors() for block in blocks], [sums[block] for block in blocks]
+            for order, over in update_averages(*parts, past):
+                ours = tuple(blocks[i] for i in order)
+                own_stack([vars(block.staged) for block in ours], "dropped").add_(over)
+                self._overflown[ours] = over | self._overflown.get(ours, over)
         after = (factor for each in averages for factor in each.stored.values())
         if any(map(operator.is_not, before, after)):
             self._training.publish()  # frees those that have become slices of a stack

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from second_order.contract.training import Training, members_of
 from second_order.errors import SecondOrderError
 from second_order.kfac.checkpoint import gather_factors
+from second_order.kfac.group_options import values_by_layer
 from second_order.kfac.layers import SILENT, Layers
 from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan
@@ -119,11 +120,12 @@ def fitted_curvature(
     everybody = range(world.size)
     away = gather_factors(world, plan, lambda e: everybody if gather else [_owner(e)])
     averages = {block: _averages_of(block, away.get(block, {})) for block in layers.blocks}
+    own_dampings = values_by_layer(training.groups, layers.blocks, "damping")
     reasons, known = {}, {}
     for block, each in averages.items():
         reasons[block.name] = _why_not(block, _params_of(block), each)
         if not reasons[block.name]:
-            gamma = _damping_of(each, damping, options.relative_damping)
+            gamma = _damping_of(each, own_dampings.get(block, damping), options.relative_damping)
             known[block.name] = float(each.examples), float(each.weight), gamma
     owners: dict[str, int] = {}
     if world.size > 1 and not gather:

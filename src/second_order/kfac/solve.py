@@ -23,6 +23,7 @@ from second_order.budget import IntervalBudget
 from second_order.contract.training import PendingAverage, Training
 from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
+from second_order.kfac.group_options import values_by_layer
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import Item, StepPlan
@@ -130,6 +131,7 @@ class Solves:
         self.budget, self.drift, self.traces = budget, drift, traces
         self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
         self.damping: Damping = math.nan  # γ as the option has it
+        self.own_dampings: dict[KroneckerBlock, float] = {}  # of layers whose groups have one
         self.mean_curvature = 0.0  # of all layers
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
@@ -182,6 +184,7 @@ class Solves:
                     damping = damping(self.training.steps)
                     check_damping(damping)  # everywhere, before it begins
                 self.damping = as_scalar(damping)
+                self.own_dampings = values_by_layer(self.training.groups, self.plan, "damping")
             heard, agreed = self.run(due, pending, news)
         except DecompositionError:
             raise
@@ -329,7 +332,7 @@ class Solves:
         traces = self.damp((*ready, *others))
         if self.traces is not None:
             of_ready = {block: traces[block] for block in ready}
-            spared = self.traces.keeping(of_ready, self.damping)
+            spared = self.traces.keeping(of_ready, self.damping, self.own_dampings)
             spared = {} if self.budget.measuring else spared
             ready = [block for block in ready if block not in spared]
             for block, verdict in spared.items():
@@ -340,11 +343,18 @@ class Solves:
         """Tell γ and the scale of layers, of those that are alike at once; their damped means."""
         options, traces = self.options, dict[KroneckerBlock, Tensor]()
         least = options.damping_floor * self.mean_curvature
+        own = self.own_dampings
         for alike, means in stacked_means(blocks):
             of_layers = means.prod(0).mean(-1, keepdim=True)
             option = self.damping
             option = dampings = option.to(means) if isinstance(option, Tensor) else option
             each: Iterable[Damping] = repeat(option)
+            if not own.keys().isdisjoint(alike):
+                of_groups = [own.get(block, option) for block in alike]
+                dtype, device = of_layers.dtype, of_layers.device
+                numbers = [torch.as_tensor(x, dtype=dtype, device=device) for x in of_groups]
+                option = dampings = torch.stack(numbers).unsqueeze(-1)
+                each = dampings.squeeze(-1).unbind()
             if options.relative_damping:  # where gradients vanish there is no curvature
                 positive = of_layers.masked_fill(~(of_layers > 0), 1.0)
                 dampings = option * positive.clamp_min(least)

@@ -74,11 +74,15 @@ class TraceRefresh:
         self.settled: set[KroneckerBlock] = set()  # looked at no more; the same on every rank
 
     def keeping(
-        self, traces: Mapping[KroneckerBlock, Tensor], damping: Scalar
+        self,
+        traces: Mapping[KroneckerBlock, Tensor],
+        damping: Scalar,
+        own: Mapping[KroneckerBlock, float],
     ) -> dict[KroneckerBlock, Verdict]:
         """This rank's verdicts on layers that keep their inverses; a device is waited for once.
 
-        The ``traces`` are scalars: the mean eigenvalues of A ⊗ G + γ.
+        The ``traces`` are scalars: the mean eigenvalues of A ⊗ G + γ. ``own`` are the dampings of
+        layers whose groups have one.
         A layer without an inverse is solved, and one whose last solve failed.
         """
         if not traces:
@@ -91,7 +95,7 @@ class TraceRefresh:
         damping = listed.pop() if option else damping
         found: dict[KroneckerBlock, Verdict] = {}
         for block, trace in zip(traces, listed, strict=True):
-            mark = self._coming[block] = Mark(trace, float(damping))
+            mark = self._coming[block] = Mark(trace, float(own.get(block, damping)))
             before = self._marks.get(block)
             if before is not None and block.solved and not block.state.failures:
                 verdict = judge(mark, before, self._bounds, block in self.settled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 
 LONE = "Parameter"  # in the place of a class, of what no layer has
 MUCH = 0.1  # of the parameters: the share of matrices without a rule that "auto" does not leave
+EXCLUDED = "precondition=False in its parameter group"
 TIED = "its weight is tied to a module left to the base"
 UNTOLD = (
     "kfac_approx='reduce' needs the sequence of each token, which experts are not told; 'expand' "
@@ -111,6 +112,7 @@ def find_blocks(
     factor_dtype: torch.dtype,
     triangular: bool,
     rules: BlockRules | None = None,
+    excluded: Set[int] = frozenset(),
 ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
     """Sort a model's modules into blocks, in their order, and what is left to the base.
 
@@ -123,6 +125,8 @@ def find_blocks(
         factor_dtype: Dtype of the factors of new blocks.
         triangular: Whether new blocks keep upper triangles.
         rules: Rules for layers that are not plain Kronecker blocks; None for none.
+        excluded: The ``id`` of parameters whose groups leave them to the base. A module with some
+            of them and others is sorted as if there were none.
 
     Raises:
         ValueError: If the rules do not fit the model.
@@ -130,14 +134,19 @@ def find_blocks(
     rules = BlockRules() if rules is None else rules
     rules.check(model)
     search = _Search(model, owned, known, (factor_dtype, triangular), rules)
+    search.barred.update(excluded)
     patterns, everything = list(skip), dict(model.named_modules(remove_duplicate=False))
     channels: int | None = None
     for name, module in model.named_modules():
         if isinstance(module, CONVOLUTIONS):
             channels = module.out_channels
         fed_by, channels = channels, None if isinstance(module, nn.Linear) else channels
-        if any(id(p) in owned for p in module.parameters(recurse=False)):
-            search.sort(name, module, first_match(patterns, everything, name), fed_by)
+        own = {id(p) for p in module.parameters(recurse=False)} & owned.keys()
+        if own:
+            pattern = first_match(patterns, everything, name)
+            skipped = EXCLUDED if own <= excluded else ""
+            skipped = f"skip_layers: {pattern!r}" if pattern else skipped
+            search.sort(name, module, skipped, fed_by)
     blocks = [block for key in search.sharing for block in search.blocks_of(key)]
     blocks += search.others(blocks)
     return blocks, search.left_by(blocks)
@@ -207,6 +216,8 @@ class _Search:
             reason = self.rules.too_large(kind.shape(module, bias is not None))
             if self.rules.approximation == "reduce":
                 reason = UNTOLD
+            if id(weight) in self.barred:
+                reason = EXCLUDED
             if reason is not None:
                 alone = [p for p in (weight, bias) if p is not None]
                 self.leave(full, module, reason, alone=alone, kind=LONE, unexpected=True)
@@ -218,25 +229,28 @@ class _Search:
                 self.experts[id(weight)] = block
                 self.sharing.setdefault(id(weight), [])
 
-    def sort(self, name: str, module: nn.Module, pattern: str | None, fed_by: int | None) -> None:
-        """Find out what a module is: a layer, the place of an exact block, or the base's."""
+    def sort(self, name: str, module: nn.Module, skipped: str, fed_by: int | None) -> None:
+        """Find out what a module is: a layer, the place of an exact block, or the base's.
+
+        ``skipped`` is why the user leaves it to the base; "" if not.
+        """
         own, rules = dict(module.named_parameters(recurse=False)), self.rules
-        if is_experts(module) and not pattern:
+        if is_experts(module) and not skipped:
             self.add_experts(name, module)
             return
         key, weight, bar = self.keys[module], own.get("weight"), ""
-        if pattern:
-            bar = f"skip_layers: {pattern!r}"
+        if skipped:
+            bar = skipped
         elif isinstance(module, torch.jit.ScriptModule):
             bar = "torch.jit has compiled it and runs no hooks; train the plain module"
         elif weight is not None and weight.numel() == 0:
             bar = f"its weight is empty: {tuple(weight.shape)}"
         elif key is None and all(id(p) in self.layers_own for p in own.values()):
             return  # another name of a layer's bias, as BERT's head has it
-        reason, unexpected = bar or self.reasons[module], bool(bar and not pattern)
+        reason, unexpected = bar or self.reasons[module], bool(bar and not skipped)
         kind, gain = KINDS[nn.Linear if key is None else key], gain_of(module)
         weight = own.get(kind.weight)
-        if pattern or getattr(module, "sparse", False):
+        if skipped or getattr(module, "sparse", False):
             self.barred.update(map(id, own.values()))
         if not bar and gain is not None:
             after = id(own.get(gain.weight))

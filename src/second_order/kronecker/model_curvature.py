@@ -7,6 +7,7 @@ other processes keep, results are sent and not factors.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -94,11 +95,27 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         self._sizes = {n: size for each in layers.values() for n, size in each.shapes.items()}
 
     def __getitem__(self, name: str) -> LayerCurvature:
+        if name not in self._layers:
+            raise KeyError(self._unknown(name))
         layer = self._layers[name]
         if name not in self.owners:
             return layer
         tensors = self._everywhere([name], LayerCurvature.tensors)[name]
         return layer if layer.stored else layer.with_tensors(tensors)
+
+    def _unknown(self, name: object) -> str:
+        """Why there is no layer of a name, and what to write."""
+        owner = next((key for key, each in self._layers.items() if name in each.shapes), None)
+        if owner is not None:
+            return f"{name!r} is a parameter of layer {owner!r}; write curvature[{owner!r}]"
+        of_layer = (why for key, why in self.uncovered.items() if key.rpartition(".")[0] == name)
+        why = self.uncovered.get(str(name)) or next(of_layer, None)
+        if why is not None:
+            return f"{name!r} has no curvature: {why}"
+        near = difflib.get_close_matches(str(name), self._layers, n=1) or list(self._layers)[:3]
+        return (
+            f"{name!r} is the name of no layer; there are {', '.join(map(repr, near))} and others"
+        )
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would fetch the layer
         return name in self._layers

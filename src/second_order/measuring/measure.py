@@ -53,7 +53,7 @@ from second_order.measuring.batches import (
     terms_of,
 )
 from second_order.measuring.find import find_layers, shared_out
-from second_order.measuring.options import Factors, Options
+from second_order.measuring.options import Factors, Options, check_arguments
 from second_order.measuring.progress import Saves, bar_of
 from second_order.measuring.results import Found, curvature_of, report_of
 from second_order.measuring.statistics import (
@@ -156,7 +156,8 @@ def measure(
         memory: Bytes of sums at once on a process; as many passes over the data as that takes, each
             of some layers, whose factors then move to the host's memory.
         checkpoint: A folder of saves, from which an interrupted measurement goes on: to the same
-            numbers, if the loader gives the same batches. It is emptied at the end.
+            numbers, if the loader gives the same batches. Another model, other functions, options
+            or another first batch are refused. It is emptied at the end.
         checkpoint_every: Batches between two saves.
         seed: Of drawn labels.
         process_group: The processes that measure, each with batches of its own; None for all.
@@ -169,9 +170,11 @@ def measure(
     Raises:
         ValueError: For options that are not sound, patterns of nothing, or a budget that one layer
             does not fit into.
-        TypeError: For batches that do not tell how to call the model, or a loss that is one number.
+        TypeError: For batches that do not tell how to call the model, or a loss that is one number;
+            for a model, loader, layers, loss or memory that is something else.
         SecondOrderError: If the loader gives no example, or another process has failed.
     """
+    check_arguments(model, loader, layers)
     shown = progress
     world = World(process_group)
     given = Options(factors, loss, likelihood, mask, call or call_model, keep, memory, seed, shown)
@@ -185,7 +188,7 @@ def measure(
             Path(checkpoint),
             checkpoint_every,
             world,
-            given.identity(run.layers, run.passes, world, run.dtype),
+            given.identity(run.layers, run.passes, world, run.dtype, length_of(loader)),
         )
     with explained(), undisturbed(model, run.device):
         run.all_passes()
@@ -348,7 +351,8 @@ class _Measurement:
         options, saves, start = self.options, self.saves, 0
         self.terms = 0
         state, self.resumed = self.resumed, None
-        if state is not None and state["pass"] == number:
+        resumed = state is not None and state["pass"] == number
+        if state is not None and resumed:
             start = state["index"]
             statistics.sums.load(state["sums"])
             statistics.known_wrong = state["wrong"]
@@ -369,6 +373,8 @@ class _Measurement:
                 if failure is None:
                     try:
                         given = next(batches, END)
+                        if index == 0:
+                            saves.begin_pass(None if given is END else given, resumed=resumed)
                         if given is END and batch is None and self.sharded:
                             raise SecondOrderError(NO_BATCH)
                     except Exception as raised:

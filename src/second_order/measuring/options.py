@@ -2,22 +2,78 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.loss import _Loss
 
 from second_order.distributed.world import World
 from second_order.kronecker.fisher import LIKELIHOODS, Likelihood
 from second_order.measuring.batches import Call, Loss, Mask
+from second_order.measuring.fingerprint import fingerprint
 from second_order.measuring.statistics import Layer, read
 from second_order.measuring.sums import Keep
+from second_order.measuring.watch import unwrapped
 from second_order.sharded import local
 
-__all__ = ["Factors", "Options"]
+__all__ = ["Factors", "Options", "check_arguments"]
 
 Factors: TypeAlias = Literal["inputs", "kfac", "ekfac"]
+
+
+def check_arguments(model: Any, loader: Any, layers: Any) -> None:
+    """Raise unless model, loader and layers are what their names say.
+
+    Raises:
+        TypeError: If one is something else, with what to write.
+    """
+    if not isinstance(model, nn.Module):
+        swapped = "; write measure(model, loader)" if isinstance(loader, nn.Module) else ""
+        raise TypeError(f"model={_short(model)} is not a torch.nn.Module{swapped}")
+    if isinstance(loader, nn.Module):
+        raise TypeError(f"loader={_short(loader)} is a module; write measure(model, loader)")
+    if isinstance(loader, (tuple, list)) and _is_a_pair(loader):
+        x, y = (tuple(tensor.shape) for tensor in loader)
+        raise TypeError(
+            f"loader={type(loader).__name__} of tensors {x} and {y} looks like inputs and targets, "
+            f"but would be two batches; write [(x, y)], or "
+            f"DataLoader(TensorDataset(x, y), batch_size=64)"
+        )
+    given = layers if isinstance(layers, (tuple, list, set)) else [layers]
+    for layer in given if layers is not None else ():
+        if isinstance(layer, str):
+            continue
+        if isinstance(layer, type):
+            pattern = layer.__name__
+        else:
+            names = unwrapped(model).named_modules()
+            pattern = next((name for name, each in names if each is layer), "")
+        remedy = f'write layers=["{pattern}"]' if pattern else "give names of the model's modules"
+        raise TypeError(
+            f"layers={_short(layer)} is not a name: layers= has names or classes' names of "
+            f"modules, as texts; {remedy}"
+        )
+
+
+def _short(value: Any) -> str:
+    """A class's or a value's own name, on one line."""
+    return value.__name__ if isinstance(value, type) else f"{type(value).__name__}(...)"
+
+
+def _is_a_pair(loader: Sequence[Any]) -> bool:
+    """Whether two tensors are a batch's inputs and targets, and not two batches of inputs."""
+    if len(loader) != 2 or not all(isinstance(each, Tensor) and each.dim() for each in loader):
+        return False
+    x, y = loader
+    if len(x) != len(y):
+        return False
+    if x.dtype != y.dtype or x.dim() != y.dim():
+        return True
+    return bool(x.dim() == 2 and x.is_floating_point() and x.shape != y.shape)
 
 
 @dataclass(frozen=True)
@@ -44,22 +100,43 @@ class Options:
         if named and self.likelihood not in LIKELIHOODS:
             known = ", ".join(map(repr, LIKELIHOODS))
             raise ValueError(f"likelihood={self.likelihood!r} is not one of {known}, or a function")
-        if self.loss is not None and not callable(self.loss):
-            raise TypeError(f"loss={self.loss!r} is not a function of (output, batch)")
+        self._check_loss()
         if self.loss is not None and self.factors == "inputs":
             raise ValueError('factors="inputs" takes no loss=: A is of inputs alone; use "kfac"')
+        if self.memory is not None and not isinstance(self.memory, (int, float)):
+            raise TypeError(
+                f"memory={self.memory!r} is not a number of bytes; write memory=2 * 2**30 for 2 GiB"
+            )
         if self.memory is not None and self.memory <= 0:
             raise ValueError(f"memory={self.memory} bytes must be positive")
 
+    def _check_loss(self) -> None:
+        if self.loss is None:
+            return
+        if not callable(self.loss):
+            raise TypeError(f"loss={self.loss!r} is not a function of (output, batch)")
+        function = self.loss.func if isinstance(self.loss, functools.partial) else self.loss
+        theirs = isinstance(function, _Loss) and type(function).__module__.startswith("torch.")
+        if theirs or function in vars(nn.functional).values():
+            named = getattr(function, "__name__", type(function).__name__)
+            raise TypeError(
+                f"loss={named} takes (output, target), and measure calls loss(output, batch); "
+                f'write loss=lambda output, batch: criterion(output, batch[1]), or batch["labels"] '
+                f'of a mapping, with the criterion\'s reduction="none"'
+            )
+
     def identity(
-        self, layers: Sequence[Layer], passes: Sequence[Sequence[Layer]], world: World, dtype: Any
+        self,
+        layers: Sequence[Layer],
+        passes: Sequence[Sequence[Layer]],
+        world: World,
+        dtype: Any,
+        batches: int | None,
     ) -> dict[str, Any]:
-        """What tells this measurement from another one, in this process's saves."""
-        named = {"likelihood": self.likelihood, "loss": self.loss}
-        functions = {
-            name: getattr(value, "__qualname__", type(value).__name__) if callable(value) else value
-            for name, value in named.items()
-        }
+        """What tells this measurement from another one, in this process's saves.
+
+        ``batches``: the loader's length; None if it is not known, which fits any other.
+        """
         weights = [local(layer.block.weight).detach() for layer in layers]
         norms = [torch.linalg.vector_norm(w, dtype=torch.float64) for w in weights]
         sizes = {layer.name: list(map(int, layer.shape.gradient_size)) for layer in layers}
@@ -68,7 +145,11 @@ class Options:
             "keep": self.keep,
             "memory": [[layer.name for layer in each] for each in passes],
             "seed": self.seed,
-            **functions,
+            "likelihood": fingerprint(self.likelihood),
+            "loss": fingerprint(self.loss),
+            "mask": fingerprint(self.mask),
+            "call": fingerprint(self.call),
+            "number of batches": batches,
             "processes": world.size,
             "layers": sizes,
             "dtype": str(dtype),

@@ -1,7 +1,8 @@
 """What a measurement says: its plan beforehand, a bar meanwhile, a table at its end; and its saves.
 
 A save is a folder with a file of each process and number of batches done. The last two numbers are
-kept, so that processes that were killed between two files go on from the newest that all have.
+kept, so that processes that were killed between two files go on from the newest that all have, and
+that is whole.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,8 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from second_order.distributed.world import World
-from second_order.errors import CheckpointError
+from second_order.errors import CheckpointError, SecondOrderWarning
 from second_order.files import load_checkpoint, save_checkpoint
+from second_order.measuring.fingerprint import fingerprint
 from second_order.report import aligned
 
 __all__ = ["MeasuredLayer", "Report", "Saves", "bar_of"]
@@ -119,7 +122,8 @@ def bar_of(batches: int | None, what: str, shown: bool) -> Iterator[Bar]:
 class Saves:
     """A measurement's saves in a folder; None for no saves.
 
-    ``what`` tells one measurement from another, by name: saves of another are refused.
+    ``what`` tells one measurement from another, by name: saves of another are refused. A value of
+    None is not known, and fits any other.
     """
 
     def __init__(
@@ -127,47 +131,99 @@ class Saves:
     ) -> None:
         self._folder, self._every, self._world, self._what = folder, every, world, what
         self._numbers: list[int] = []
+        self._first_batch = ""  # its fingerprint, in the pass under way
 
     def _path(self, number: int) -> Path:
         assert self._folder is not None
         return self._folder / f"{number:010d}.{self._world.rank}.pt"
 
     def last(self) -> dict[str, Any] | None:
-        """The newest state that all processes have; a collective.
+        """The newest state that all processes have as a whole; a collective.
 
         Raises:
-            CheckpointError: On all processes, if one has a save of another measurement, or spoilt.
+            CheckpointError: On all processes, if one has a save of another measurement, or none
+                that is whole.
         """
         if self._folder is None:
             return None
-        world, wrong = self._world.aside(), ""
+        wrong = ""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:  # the others wait for this process
+        except OSError as error:
             wrong = str(error)
+        self._raise_together(wrong)
         mine = {int(path.name.split(".")[0]) for path in self._files()}
-        common = set.intersection(*world.all_gather_object(mine))
-        self._numbers = sorted(mine)
-        state: dict[str, Any] | None = None
-        if mine:
-            try:
-                state = self._read(self._path(max(common or mine)))
-            except (CheckpointError, OSError) as error:
-                wrong = str(error)
-        wrong = next(filter(None, world.all_gather_object(wrong)), "")
-        if wrong:
-            raise CheckpointError(wrong)
-        return state if common else None
+        common = set.intersection(*self._world.aside().all_gather_object(mine))
 
-    def _read(self, path: Path) -> dict[str, Any]:
-        state: dict[str, Any] = load_checkpoint(path)
-        other = [name for name, mine in self._what.items() if state["what"].get(name) != mine]
-        if other:
+        # The newest first; one that only this process has is just compared with the arguments.
+        candidates = sorted(common, reverse=True) or [max(mine, default=-1)]
+        unreadable = ""
+        for number in candidates:
+            state, wrong = self._read(number) if number in mine else (None, "")
+            wrong = self._first(wrong)
+            if wrong:
+                unreadable = unreadable or wrong
+                continue
+            self._raise_together("" if state is None else self._compared(state, number))
+            if unreadable:
+                warnings.warn(
+                    f"measure continues from the save before, after {number} batches: {unreadable}",
+                    SecondOrderWarning,
+                    stacklevel=5,
+                )
+            self._numbers = sorted(n for n in mine if n <= number)
+            if not common or state is None:
+                return None
+            self._first_batch = state["first batch"]
+            return state
+        raise CheckpointError(f"{unreadable}, or remove {self._folder} to measure anew")
+
+    def _read(self, number: int) -> tuple[dict[str, Any] | None, str]:
+        """This process's save, or why it cannot be read."""
+        try:
+            return load_checkpoint(self._path(number)), ""
+        except (CheckpointError, OSError) as error:
+            return None, str(error)
+
+    def _first(self, wrong: str) -> str:
+        """What is wrong on the first process that says so; a collective."""
+        return next(filter(None, self._world.aside().all_gather_object(wrong)), "")
+
+    def _raise_together(self, wrong: str) -> None:
+        """Raise on all processes if something is wrong on one."""
+        found = self._first(wrong)
+        if found:
+            raise CheckpointError(found)
+
+    def _compared(self, state: Mapping[str, Any], number: int) -> str:
+        """What is wrong with a save, if it is of another measurement."""
+        other = []
+        for name, mine in self._what.items():
+            saved = state["what"].get(name, "")
+            if saved != mine and mine is not None and saved is not None:
+                other.append(name)
+        if not other:
+            return ""
+        return (
+            f"{self._path(number)} was saved by another measurement: other {', '.join(other)}; "
+            f"give the model, data and arguments of that one, or another checkpoint="
+        )
+
+    def begin_pass(self, batch: Any, *, resumed: bool) -> None:
+        """Note the first batch of a pass; None if there is none.
+
+        Raises:
+            CheckpointError: If the pass is resumed, and its save is of another first batch.
+        """
+        if self._folder is None:
+            return
+        found = fingerprint(batch)
+        if resumed and found != self._first_batch:
             raise CheckpointError(
-                f"{path} was saved by another measurement: other {', '.join(other)}; give the "
-                f"model and arguments of that one, or another checkpoint="
+                f"the saves in {self._folder} are of another measurement: other first batch; give "
+                f"the data set and batch size of that one, unshuffled, or another checkpoint="
             )
-        return state
+        self._first_batch = found
 
     def is_due(self, number: int) -> bool:
         """Whether a save falls due after so many batches."""
@@ -175,7 +231,8 @@ class Saves:
 
     def save(self, number: int, state: Mapping[str, Any]) -> None:
         """Save, and remove what is older than the last save but one."""
-        save_checkpoint({"what": self._what, **state}, self._path(number))
+        whole = {"what": self._what, "first batch": self._first_batch, **state}
+        save_checkpoint(whole, self._path(number))
         self._numbers = [n for n in self._numbers if n < number][-1:]
         kept = {self._path(n).name for n in (*self._numbers, number)}
         self._numbers.append(number)

@@ -60,14 +60,17 @@ from second_order.contract.training import (
 from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, recipe_of, switch_of
 from second_order.distributed.roles import Role, whole_models
 from second_order.distributed.world import World
+from second_order.optimizers.find_model import find_model
 from second_order.options import (
     PEAK_LR,
     check_base,
     check_choice,
+    check_group_options,
     check_learning_rate,
     check_rank,
     check_rest,
     check_whole,
+    rate_of_groups,
     split_base_keywords,
 )
 from second_order.report import Recipe, Summary
@@ -99,6 +102,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     the curvature of a training; of several ranks, so many ``helpers`` have the ``helper_role``.
     """
 
+    options_by_layer = False
+    """Whether parameter groups may have ``damping``, ``factor_decay`` and ``precondition``."""
+
     def __init__(
         self,
         params_or_model: ParamsOrModel,
@@ -127,20 +133,37 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             check_learning_rate(each.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         self._consistency = Consistency(debug)
-        given = read_arguments(name, params_or_model, model, needs_model)
-        model, known, under_ddp, groups = given
+        given = read_arguments(name, params_or_model, model, find_model, needs_model)
+        model, groups = given.model, given.groups
+        self._refused = {*own_keywords} - {"lr"} - ({REST} if rest is not None else set())
+        self._check_group_options(groups)
+        if "lr" not in base_kwargs:
+            rate = rate_of_groups(name, groups)
+            for each in (base_kwargs, *keywords):
+                each.setdefault("lr", rate)
         world, params = World(process_group), members_of(groups)
         helper_role = None if world.size == 1 else helper_role
         if helper_role is None:
             check_mesh(model, world)
-        averages = not under_ddp if gradient_averaging == "auto" else gradient_averaging is True
+        averages = gradient_averaging is True
+        if gradient_averaging == "auto":
+            averages = not given.under_ddp
         if params and all(map(is_dtensor, params)):
             averages = False  # FSDP2 does
         averages = averages and world.size > 1
-        training = Training(name, model, known, under_ddp, world, averages, grad_scaler)
+        training = Training(
+            name=name,
+            model=model,
+            known=given.known,
+            inside=given.inside,
+            under_ddp=given.under_ddp,
+            world=world,
+            averages=averages,
+            scaler=grad_scaler,
+        )
         self._training, self._constructed, self._unwatched = training, False, False
         self._recorded_until = -1  # the step up to which the last CUDA graph of steps holds
-        tell_of_strangers(training, params, (rest or base).__name__, needs_model)
+        tell_of_strangers(training, groups, (rest or base).__name__, needs_model)
         if rest is None:
             self._base = base(nameless(groups), **base_kwargs)
         else:
@@ -175,7 +198,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         averages, self._constructed = training.averages, True
         self._curvature.begin()  # with equal options, so that all raise or none
         if averages:
-            tensors = [*training.model.parameters(), *training.model.buffers()]
+            tensors = training.whole_model()
             with torch.no_grad():
                 world.broadcast_from_first([t for t in tensors if not is_dtensor(t)])
 
@@ -396,6 +419,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             f"and call load_state_dict() on that"
         )
 
+    def _check_group_options(self, groups: Iterable[Any], first: int = 0) -> None:
+        by_layer = self.options_by_layer
+        check_group_options(type(self).__name__, groups, self._refused, by_layer, first)
+
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the entries that it lacks, of the base that trains it."""
         for key, value in {**self.defaults, **base_of(self._base, group).defaults}.items():
@@ -420,6 +447,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         divided = base.divided if isinstance(base, TwoBases) else lambda group, _: [group]
         try:
             try:
+                self._check_group_options([group], first=len(before))
                 for part in divided(group, training.model):
                     named = named_like(self.param_groups, part, training.names())
                     self._complete(named)

@@ -116,8 +116,8 @@ class DHO2(EigenpairOptimizer):
     """
 
     @typed(DHO2Keywords)
-    def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
-        values, common = settled(DHO2, keywords)
+    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+        values, common = settled(DHO2, lr, keywords)
         check_given(values)
 
         def steps_of(training: Training) -> FOSICurvature:

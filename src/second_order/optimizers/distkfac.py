@@ -72,8 +72,8 @@ class DistKFAC(KroneckerOptimizer):
     _curvature: KFAC | StatsWorker
 
     @typed(DistKFACKeywords)
-    def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
-        values, common = settled(DistKFAC, keywords)
+    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+        values, common = settled(DistKFAC, lr, keywords)
         if values["factor_decay"] is None:
             values["factor_decay"] = FORGETFUL
         options, own = KFACOptions.of(values), picked(DistKFACOptions, values)

@@ -71,8 +71,8 @@ class DPKFAC(KroneckerOptimizer):
     _curvature: KFAC
 
     @typed(DPKFACKeywords)
-    def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
-        values, common = settled(DPKFAC, keywords)
+    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+        values, common = settled(DPKFAC, lr, keywords)
         options, own = KFACOptions.of(values), picked(DPKFACOptions, values)
         system = System(
             partial(dpkfac_plan, assignment=own.assignment),

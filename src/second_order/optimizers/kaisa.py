@@ -41,6 +41,7 @@ __all__ = ["KAISA", "KroneckerOptimizer"]
 class KroneckerOptimizer(SecondOrderOptimizer):
     """A base optimizer and the Kronecker factors of a model's layers."""
 
+    options_by_layer = True
     _curvature: Curvature
 
     def curvature(
@@ -126,8 +127,8 @@ class KAISA(KroneckerOptimizer):
     """
 
     @typed(KAISAKeywords)
-    def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
-        values, common = settled(KAISA, keywords)
+    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+        values, common = settled(KAISA, lr, keywords)
         options, own = KFACOptions.of(values), picked(KAISAOptions, values)
         for name in ("factor_dtype", "inv_dtype"):
             kept, sent = getattr(options, name), own.exchange_dtype

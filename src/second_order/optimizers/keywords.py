@@ -28,8 +28,9 @@ T = TypeVar("T")
 Rate: TypeAlias = float | Tensor
 
 PARAMS = (
-    "The model, whose trainable parameters are optimized; or parameters, or parameter groups as "
-    "for any ``torch.optim`` optimizer, with ``model=``."
+    "Parameters or parameter groups, as for any ``torch.optim`` optimizer: the modules that they "
+    "belong to are found. Or the model, or a list of models, whose trainable parameters are "
+    "optimized."
 )
 BASE_KWARGS = (
     "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on; with ``rest``, of "
@@ -37,8 +38,9 @@ BASE_KWARGS = (
 )
 RAISES = """\
 Raises:
-    TypeError: For an unknown keyword (naming the closest known one) or a missing model.
-    ValueError: For a value outside its bounds, with the bound and the remedy.
+    TypeError: For an unknown keyword (naming the closest known one) or a missing learning rate.
+    ValueError: For a value outside its bounds, with the bound and the remedy; for parameters that
+        belong to no module.
     RankMismatchError: If the processes built different models or options.
 """
 
@@ -68,9 +70,12 @@ class CommonOptions(BaseOptions):
     """The keywords of every optimizer, which ``SecondOrderOptimizer`` checks.
 
     Attributes:
-        model: The model, where the first argument is not one. Wrappers (DistributedDataParallel,
-            ``torch.compile``) are looked through.
-        lr: The base's learning rate, a float or a tensor; schedulers reach it as always.
+        lr: The base's learning rate, a float or a tensor; schedulers reach it as always. It may be
+            left out if every parameter group has its own; a group that is added without one then
+            gets that of the first.
+        model: The model, if the first argument is parameters and you choose it yourself. None: the
+            smallest module that contains all of them, with what is frozen around them. Wrappers
+            (DistributedDataParallel, ``torch.compile``) are looked through.
         base: Class of the first-order optimizer that makes the step, with the gradients that it
             gets.
         grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
@@ -84,8 +89,8 @@ class CommonOptions(BaseOptions):
             of the tensor and the ranks. Not saved in checkpoints.
     """
 
-    model: nn.Module | None = keyword(None)
-    lr: Rate = field(metadata={"check": None})
+    lr: Rate | None = field(default=None, kw_only=False, metadata={"check": None})
+    model: nn.Module | Sequence[nn.Module] | None = keyword(None)
     base: type[torch.optim.Optimizer] = keyword(torch.optim.SGD)
     grad_scaler: Any = keyword(None)
     gradient_averaging: str | bool = keyword("auto")
@@ -125,11 +130,12 @@ def signed(
     """Give an optimizer the keywords of a dataclass, in its signature and its docstring."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters, texts = [own, own.replace(name="params_or_model")], {"params_or_model": PARAMS}
-    hints, meanings, only = get_type_hints(kind), _meanings(kind), inspect.Parameter.KEYWORD_ONLY
-    for each in fields(kind):
+    hints, meanings = get_type_hints(kind), _meanings(kind)
+    for each in sorted(fields(kind), key=lambda each: bool(each.kw_only)):
         if "check" in each.metadata and each.name not in without:
             default = (defaults or {}).get(each.name, each.default)
             default = inspect.Parameter.empty if default is MISSING else default
+            only = inspect.Parameter.KEYWORD_ONLY if each.kw_only else own.kind
             hint = hints[each.name]
             parameters.append(inspect.Parameter(each.name, only, default=default, annotation=hint))
             texts[each.name] = meanings.get(each.name, "")
@@ -163,12 +169,17 @@ def _meanings(kind: type) -> dict[str, str]:
     return found
 
 
-def settled(optimizer: type, keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def settled(
+    optimizer: type, lr: Any, keywords: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The values of all keywords of a signed class, and what ``SecondOrderOptimizer`` takes."""
-    bound = inspect.signature(optimizer).bind(None, **keywords)
+    bound = inspect.signature(optimizer).bind(None, lr, **keywords)
     bound.apply_defaults()
     values = bound.arguments
-    base_kwargs = {"lr": values.pop("lr"), **values.pop("base_kwargs")}
+    rate = values.pop("lr")
+    base_kwargs = values.pop("base_kwargs")
+    if rate is not None:
+        base_kwargs = {"lr": rate, **base_kwargs}
     del values["params_or_model"]
     common = {name: values[name] for name in TAKEN if name in values}
     return values, {**common, "base_kwargs": base_kwargs, "own_keywords": [*values, "lr"]}

@@ -68,8 +68,8 @@ class MRDHO2(EigenpairOptimizer):
     _curvature: Divided
 
     @typed(MRDHO2Keywords)
-    def __init__(self, params_or_model: ParamsOrModel, **keywords: Any) -> None:
-        values, common = settled(MRDHO2, keywords)
+    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+        values, common = settled(MRDHO2, lr, keywords)
         values["curvature_interval"], closure = values["epoch_steps"], values["curvature_closure"]
         options = picked(EpochOptions, values)
         super().__init__(

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from second_order.contract.training import Training
 from second_order.distributed.world import World
+from second_order.kfac.group_options import excluded_params
 from second_order.kfac.options import KFACOptions, own_cores
 from second_order.kfac.plan import Planner, dims_of
 from second_order.kronecker.block import KroneckerBlock
@@ -512,9 +513,10 @@ class AutoFraction:
         links = DEFAULT_NETWORKS[machine.device]
         if not alone:
             links = measure_network(world, training.device)
-        sizes = {id(p): p.numel() for p in model.parameters() if p.requires_grad}
+        sizes = {id(p): p.numel() for p in training.training_params()}
         how = options.factor_dtype, options.symmetry_aware, options.block_rules
-        blocks, _ = find_blocks(model, sizes, options.skip_layers, {}, *how)
+        excluded = excluded_params(training.groups)
+        blocks, _ = find_blocks(model, sizes, options.skip_layers, {}, *how, excluded=excluded)
         workers = self.fastest(blocks, world.size, machine, links)
         return workers if alone else int(world.all_gather_object(workers)[0])
 

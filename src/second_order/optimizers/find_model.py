@@ -1,0 +1,236 @@
+"""The module that parameters belong to, found among all modules that are alive.
+
+    optimizer = KAISA(model.parameters(), lr=0.1)
+
+1. One pass over the objects that Python's garbage collector tracks gives every ``nn.Module``. It
+   takes a fraction of a second. ``gc.get_referrers`` for each parameter would take minutes.
+2. A parameter's owners are the modules that have it in ``_parameters``. An owner is contained in
+   itself and in every module that has it further down.
+3. The model is the smallest module that contains all owners, widened by frozen parts of the same
+   network. If no module contains all, the largest ones that do not overlap form a list.
+
+Deep copies have other parameters, so they are never candidates.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from second_order.contract.arguments import FoundModel, Gathered
+from second_order.sharded import is_dtensor
+
+__all__ = ["find_model"]
+
+# These hold parameters for others: they own only what no other module owns.
+HOLDERS = (torch.jit.ScriptModule, torch.fx.GraphModule, nn.ParameterList, nn.ParameterDict)
+
+# These have no forward of their own, so hooks on their outputs would never run.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A module that has some of the given parameters itself."""
+
+    module: nn.Module
+    places: frozenset[int]  # of these in the list that was given
+
+
+@dataclass
+class Candidate:
+    """A module that contains owners."""
+
+    module: nn.Module
+    owners: list[Owner] = field(default_factory=list)
+
+    @property
+    def places(self) -> set[int]:
+        """The places of the parameters that it contains."""
+        return {place for owner in self.owners for place in owner.places}
+
+
+def find_model(params: Sequence[Tensor]) -> FoundModel | None:
+    """Find the module that parameters belong to; None if none of them belongs to a live module.
+
+    A parameter that belongs to no module is not in the result.
+    """
+    found = _Search(params).model()
+    if found is not None and found.under_ddp:
+        # A wrapper that nobody has any more may wait for the garbage collector, in cycles. It does
+        # not average gradients.
+        del found
+        gc.collect()
+        found = _Search(params).model()
+    return found
+
+
+class _Search:
+    """The live modules, and which of them own some parameters."""
+
+    def __init__(self, params: Sequence[Tensor]) -> None:
+        self.places = {id(p): i for i, p in enumerate(params)}
+        modules = _live_modules()
+        if any(map(is_dtensor, params)):
+            for module in modules:  # a root keeps whole parameters after a lone forward
+                if "FSDPModule" in _class_names(module):
+                    cast(Any, module).reshard()
+
+        self.parents: dict[int, list[nn.Module]] = {}
+        self.owners: list[Owner] = []
+        holders: list[Owner] = []
+        for module in modules:
+            for child in _children(module):
+                self.parents.setdefault(id(child), []).append(module)
+            own = [self.places[id(p)] for p in _own_params(module) if id(p) in self.places]
+            if own:
+                holds = type(module) is nn.Module or _is(module, HOLDERS)
+                (holders if holds else self.owners).append(Owner(module, frozenset(own)))
+
+        owned = {place for owner in self.owners for place in owner.places}
+        self.owners += [holder for holder in holders if not holder.places <= owned]
+
+    def model(self) -> FoundModel | None:
+        """The smallest module around all owners, or several in a list."""
+        candidates: dict[int, Candidate] = {}
+        for owner in self.owners:
+            for module in self.around(owner.module):
+                candidates.setdefault(id(module), Candidate(module)).owners.append(owner)
+
+        roots: list[Candidate] = []
+        wanted = {place for owner in self.owners for place in owner.places}
+        while wanted:
+            root = _best(list(candidates.values()), wanted)
+            roots.append(root)
+            wanted -= root.places
+        if not roots:
+            return None
+
+        roots.sort(key=lambda root: sorted(root.places))
+        modules = [self.widened(root.module) for root in roots]
+        averaged = [self.is_in_ddp(owner.module) for root in roots for owner in root.owners]
+        return FoundModel(
+            module=modules[0] if len(modules) == 1 else Gathered(modules),
+            under_ddp=all(averaged),
+            inside=next(map(self.enclosing, modules)),
+        )
+
+    def around(self, module: nn.Module) -> list[nn.Module]:
+        """A module and all modules that contain it, each once."""
+        found = {id(module): module}
+        queue = [module]
+        while queue:
+            for parent in self.parents.get(id(queue.pop()), ()):
+                if id(parent) not in found:
+                    found[id(parent)] = parent
+                    queue.append(parent)
+        return list(found.values())
+
+    def widened(self, root: nn.Module) -> nn.Module:
+        """The network that a root is part of, where all the rest of it is frozen.
+
+        The parameters of a new head or of LoRA's adapters are in a corner of their model. Losses
+        are of the whole model's outputs, and processes start from all of its parameters.
+        """
+        around = self.around(root)
+        sharded = [module for module in around if _class_names(module) & SHARDED]
+        if sharded:  # FSDP keeps what it knows of all parameters at its outermost module
+            return max(sharded, key=lambda module: len(_tree(module)))
+
+        inside = _tree(root)
+        best, most = root, 0
+        for module in sorted(around, key=lambda module: len(_tree(module))):
+            if _is(module, CONTAINERS):
+                continue
+            others = [each for key, each in _tree(module).items() if key not in inside]
+            added = [p for each in others for p in _own_params(each)]
+            trains = any(p.requires_grad and id(p) not in self.places for p in added)
+            if len(added) > most and not trains:
+                best, most = module, len(added)
+        return best
+
+    def is_in_ddp(self, module: nn.Module) -> bool:
+        """Whether DistributedDataParallel averages a module's gradients."""
+        return any(_is(each, DistributedDataParallel) for each in self.around(module))
+
+    def enclosing(self, root: nn.Module) -> str:
+        """The class of a module around a root that may change its outputs; "" if there is none."""
+        for module in self.around(root)[1:]:
+            is_compiled = "_orig_mod" in (vars(module).get("_modules") or {})
+            if not is_compiled and not _is(module, DistributedDataParallel):
+                return type(module).__name__
+        return ""
+
+
+def _best(candidates: Sequence[Candidate], wanted: set[int]) -> Candidate:
+    """The candidate with most of the wanted parameters, and among such the smallest.
+
+    A tied weight has several owners, and the model has all of them. So more owners go before fewer
+    modules. Names and places, which are the same on every rank, decide between equal ones: most
+    names, or the first in the alphabet. If these are equal as well, they are a module and its
+    ``copy.copy``. The two share their submodules, so hooks serve either.
+    """
+    counts = [len(candidate.places & wanted) for candidate in candidates]
+    most = max(counts)
+    widest = [c for c, count in zip(candidates, counts, strict=True) if count == most]
+    owners = max(len(candidate.owners) for candidate in widest)
+
+    def size(candidate: Candidate) -> tuple[bool, int, int, str, list[int]]:
+        module = candidate.module
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        text = f"{type(module).__name__}: {names}"
+        places = sorted(candidate.places)
+        return _is(module, CONTAINERS), len(_tree(module)), -len(names), text, places
+
+    return min((c for c in widest if len(c.owners) == owners), key=size)
+
+
+def _live_modules() -> list[nn.Module]:
+    """Every module that is alive, but for those that an optimizer has made.
+
+    Types are looked at, not objects: an object that stands for another one may import or raise.
+    """
+    objects = gc.get_objects()
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
+    kinds.discard(Gathered)
+    return [each for each in objects if type(each) in kinds]
+
+
+def _is(module: nn.Module, kinds: Any) -> bool:
+    return issubclass(type(module), kinds)
+
+
+def _class_names(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """A module's own submodules; none of one that has not run ``nn.Module.__init__`` yet."""
+    children = vars(module).get("_modules") or {}
+    return (child for _, child in children.items() if child is not None)
+
+
+def _own_params(module: nn.Module) -> Iterator[Tensor]:
+    """A module's own parameters, without its submodules'."""
+    params = vars(module).get("_parameters") or {}
+    return (p for _, p in params.items() if p is not None)
+
+
+def _tree(module: nn.Module) -> dict[int, nn.Module]:
+    """A module and everything in it, by id."""
+    found = {id(module): module}
+    queue: list[nn.Module] = [module]
+    while queue:
+        for child in _children(queue.pop()):
+            if id(child) not in found:
+                found[id(child)] = child
+                queue.append(child)
+    return found
