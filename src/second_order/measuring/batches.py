@@ -254,8 +254,8 @@ class Rows:
     """
 
     def __init__(self, masks: Sequence[Any], device: torch.device) -> None:
-        self._masks = [torch.as_tensor(mask).detach().cpu().bool() for mask in masks]
-        self._device = device
+        self.masks = [torch.as_tensor(mask).detach().cpu().bool() for mask in masks]
+        self.device = device
         self._found: dict[torch.Size, tuple[Tensor | None, int]] = {}
         self._homogeneous: dict[Any, Tensor] = {}
         self.unknown: set[torch.Size] = set()  # shapes that masks say nothing of
@@ -269,19 +269,19 @@ class Rows:
 
     def entries(self, shape: torch.Size) -> int:
         """The number of a shape's entries, its first dimension, of which any row counts."""
-        whole = _fitted(self._masks, shape)
+        whole = _fitted(self.masks, shape)
         return shape[0] if whole is None else int(whole.flatten(1).any(1).sum())
 
     def _look(self, shape: torch.Size) -> tuple[Tensor | None, int]:
-        whole = _fitted(self._masks, shape)
+        whole = _fitted(self.masks, shape)
         if whole is None:
-            if self._masks:
+            if self.masks:
                 self.unknown.add(shape)
             return None, shape.numel()
         (index,) = whole.flatten().nonzero(as_tuple=True)
         if len(index) == whole.numel():
             return None, len(index)
-        return index.to(self._device, non_blocking=True), len(index)
+        return index.to(self.device, non_blocking=True), len(index)
 
     def pick(self, x: Tensor) -> tuple[Tensor, int]:
         """The counted rows of ``(..., n)`` as ``(rows, n)``, and their number."""
@@ -364,17 +364,17 @@ class Terms:
     masks: Sequence[Tensor]
 
 
-def terms_in(batch: Any, model: nn.Module, masks: Sequence[Any], device: torch.device) -> Terms:
-    """The terms of a batch with masks of rows: those that have a label, where there are labels.
+def terms_in(batch: Any, model: nn.Module, rows: Rows) -> Terms:
+    """The terms of a batch: its rows, or those of them that have a label, where there are labels.
 
     A language model that predicts the next token has at each position the label of the next one.
     """
     targets = labels_of(batch)
-    masks = [torch.as_tensor(mask).detach().cpu().bool() for mask in masks]
+    masks = rows.masks
     labels = _labeled(targets)
     if labels is None:
         shifted = [mask[:, 1:] for mask in masks if mask.dim() == 2]
-        return Terms(targets, Rows(masks, device), [], [*masks, *shifted])
+        return Terms(targets, rows, [], [*masks, *shifted])
 
     drawn = labels = labels.detach().cpu()
     labeled = [labels]
@@ -386,7 +386,7 @@ def terms_in(batch: Any, model: nn.Module, masks: Sequence[Any], device: torch.d
     for mask in masks:
         if mask.shape == drawn.shape and not torch.equal(mask, labels):
             drawn = drawn & mask
-    return Terms(targets, Rows([drawn, *masks], device), labeled, masks)
+    return Terms(targets, Rows([drawn, *masks], rows.device), labeled, masks)
 
 
 def terms_of(value: Any, terms: Terms) -> tuple[Tensor, int | Tensor]:

@@ -464,7 +464,7 @@ class _Measurement:
             with torch.no_grad(), suppress(Stop):
                 options.call(self.model, here)
         else:
-            terms = terms_in(batch, self.model, masks, self.device)
+            terms = terms_in(batch, self.model, rows)
             with self._comparing(statistics) as weights:
                 output = options.call(self.model, here)
                 if options.loss is not None:
