@@ -36,7 +36,12 @@ from second_order.distributed.buckets import (
     sum_in_order,
     wide,
 )
-from second_order.distributed.groups import explained, group_like, shared_group_like
+from second_order.distributed.groups import (
+    explained,
+    group_like,
+    shared_group_like,
+    wait_for_gloo_at_exit,
+)
 from second_order.sharded import chunk
 from second_order.stages import sent
 
@@ -157,6 +162,7 @@ class World:
             return World.alone()
         key = ("aside",)
         if key not in self._subgroups:
+            wait_for_gloo_at_exit()
             group = shared_group_like(self.group, tuple(self.global_ranks), "gloo")
             self._subgroups[key] = World.alone(self.rank, self.size, group)
         return self._subgroups[key]
