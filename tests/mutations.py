@@ -57,8 +57,8 @@ a budget without a third
 a budget by means  <-  budget::first_steps_and_outliers_do_not_count
     statistics.median(lap  =>  statistics.fmean(lap
 a budget that each rank has for itself  <-  budget::ranks_with_different_clocks_choose_the_same
-  - *self._training.world.mean(self._watch.medians("S", "R", "T"))
-  + *self._watch.medians("S", "R", "T")
+  - *self._training.world.mean(times)
+  + *times
 a budget measured of frozen layers  <-  budget::nothing_is_measured_while_all_is_frozen
     if not working:  =>  if False:
 a budget that no checkpoint keeps
@@ -99,7 +99,7 @@ hooks that stay when their optimizer goes
   -     weakref.finalize(training, training.late_ddp.remove).atexit = False
   -
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
-  -     refuse_meta(name, members_of(groups), inner)
+  -     refuse_meta(name, params, found.module)
   -
 
 == contract/checkpoint.py
@@ -262,6 +262,9 @@ files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole
   -
 files whose entries nobody compares  <-  files::a_flipped_bit_of_a_number_is_refused
     spoilt = archive.testzip()  =>  spoilt = None
+tensors that claim to be folders
+  <-  files::a_flipped_bit_in_the_directory_never_gives_other_numbers
+    entry.external_attr | entry.internal_attr  =>  entry.internal_attr
 
 == fosi/accelerator.py
 maximize is forgotten where updates are judged  <-  mrdho2::uphill_on_the_negative_loss_is_downhill
@@ -410,7 +413,7 @@ statistics from before a load  <-  contract_state::statistics_from_before_a_load
 == kfac/curvature.py
 messages forget since the beginning of a resumed run
   <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
-  -         self._cadence.updated_at = self.training.steps
+  -         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
   -
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_holds_no_inverse
     block.drop_inverse()  =>  pass
@@ -432,7 +435,13 @@ an instrument without the owners' clip
   <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
     self.coefficient = precondition_by_owners(  =>  precondition_by_owners(
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
-    of_layers.load(saved, self.layers.blocks)  =>  pass
+    self.drift.load(saved, self.layers.blocks)  =>  pass
+a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
+    solves.take_over(inverses)  =>  inverses.clear()
+a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
+    snapshots[block] = snapshot  =>  pass
+inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
+    world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
     kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
@@ -450,7 +459,18 @@ steps that are scaled by the base's side
   - torch._foreach_lerp_(now, old, 1.0 - self.factor)
   + torch._foreach_lerp_(now, old, self.factor)
 
+== kfac/group_options.py
+layers whose weight and bias differ
+  <-  group_options::a_layer_in_two_groups_is_named
+    any(value != values[0] for value in values)  =>  False
+groups that are preconditioned all the same
+  <-  group_options::a_group_that_is_not_preconditioned_is_as_layers_that_are_skipped
+    group.get("precondition") is False  =>  group.get("precondition") is None
+
 == kfac/layers.py
+a group's factor_decay that does nothing
+  <-  group_options::the_decay_of_a_group_is_that_of_its_layers
+    own_decays.get(block, decay)  =>  decay
 zero_grad keeps statistics  <-  contract_steps::a_step_after_zero_grad_alone_takes_nothing_in
   - if not block.staged.empty:
   -                 block.staged.clear()
@@ -633,7 +653,7 @@ damping for scale, from another process
     told[0], told[1] if  =>  told[0], told[0] if
 stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
-    due = list(self.plan) if self.wanted else due  =>  pass
+    if self.wanted:  =>  if False:
 a dead layer as one without statistics  <-  examples::a_dead_layer_is_not_one_without_statistics
     if block.state.asked and not block.state.heard else  =>  if block.state.asked else
 an unexplained layer not told of to the other ranks
@@ -658,7 +678,7 @@ a dead layer solved with the others
     if not weight > 0:  =>  if False:
 changes by inverses that are not sound
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
-    if all(error < RESIDUAL_TOLERANCE for error in errors):  =>  if True:
+    if all(error < attempts.tolerance for error in errors):  =>  if True:
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
     least = options.damping_floor * self.mean_curvature  =>  least = 0.0
 
@@ -706,8 +726,7 @@ hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistic
 
 == kfac/trace_rule.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
-  - mark = self._coming[block] = Mark(trace, float(damping))
-  + mark = self._coming[block] = Mark(trace - float(damping), float(damping))
+    Mark(trace, float(own  =>  Mark(trace - float(damping), float(own
 a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
     moved(now.damping, before.damping) > upper or distance  =>  distance
@@ -1041,7 +1060,9 @@ a length by a difference of squares that has lost its digits
   <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
     square = left if left > 0.5 * both[-1] else None  =>  square = left
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    int(space.first(torch.tensor([float(next(done, 0))])))  =>  next(done, 0)
+    int(space.first(found))  =>  int(found)
+eigenvectors of B need not be orthonormal  <-  lanczos::a_wrong_decomposition_is_none
+    (residual <= TOLERANCE * norm) & (overlap <= TOLERANCE)  =>  residual <= TOLERANCE * norm
 
 == lanczos/spectrum.py
 processes' losses weigh the same  <-  lanczos_ranks::a_mean_loss_is_weighted_by_examples
@@ -1170,6 +1191,19 @@ two bases: one's defaults for both
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
     {index: dict(entry) for index  =>  {index: entry for index
+
+== optimizers/find_model.py
+lists of parameters taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
+    holds = type(module) is nn.Module or _is(module, HOLDERS)  =>  holds = False
+aliases taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
+    owners = max(len(  =>  owners = min(len(
+a DDP that nobody has  <-  from_parameters::wrapped_parameters_train_as_the_wrapped_model
+    gc.collect()  =>  pass
+whole parameters of FSDP2's root  <-  from_parameters::sharded_parameters_train_as_the_sharded_model
+    cast(Any, module).reshard()  =>  pass
+frozen parts that are not the model's
+  <-  from_parameters::frozen_parts_of_the_network_are_part_of_the_model
+    if len(added) > most and not trains  =>  if False
 
 == optimizers/kaisa.py
 assignment without effect  <-  kaisa::layers_are_placed_as_asked_for

@@ -175,7 +175,7 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 # Meaning, not length.
 
-MOST_LINES = 700  # of all classes that make up one object
+MOST_LINES = 900  # of all classes that make up one object
 
 
 def loaded(name: str) -> ModuleType | None:

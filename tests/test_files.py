@@ -32,6 +32,9 @@ def saved() -> bytes:
 
 
 SAVED = saved()
+HEADER_BYTES = 46
+"""Bytes of an entry's header in the directory, before its name."""
+
 WHERE = SAVED.index(NUMBERS.numpy().tobytes())
 
 
@@ -63,12 +66,36 @@ def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path, leng
 @given(st.integers(WHERE, WHERE + NUMBERS.nbytes - 1), st.integers(0, 7))
 def test_a_flipped_bit_of_a_number_is_refused(path: Path, at: int, bit: int) -> None:
     """`torch.load` takes it without a word."""
-    data = bytearray(SAVED)
-    data[at] ^= 1 << bit
-    path.write_bytes(data)
+    path.write_bytes(with_flipped_bit(at, bit))
     assert not alike(torch.load(path), STATE)
     with pytest.raises(CheckpointError, match=r"step 20\.pt is no .*the entry '.*/data/0'"):
         load_checkpoint(path)
+
+
+def with_flipped_bit(at: int, bit: int) -> bytes:
+    data = bytearray(SAVED)
+    data[at] ^= 1 << bit
+    return bytes(data)
+
+
+def test_a_flipped_bit_in_the_directory_never_gives_other_numbers(path: Path) -> None:
+    """Each bit of the header of the numbers' entry, and of the end records."""
+    with zipfile.ZipFile(io.BytesIO(SAVED)) as archive:
+        name = next(n for n in archive.namelist() if n.endswith("data/0")).encode()
+        start = SAVED.index(name, archive.start_dir) - HEADER_BYTES
+    end = SAVED.index(b"PK\x06\x06")
+    attribute = start + 38
+    path.write_bytes(with_flipped_bit(attribute, 4))
+    assert not alike(torch.load(path), STATE), "torch.load leaves memory as it is"
+    refused = 0
+    for at in (*range(start, start + HEADER_BYTES), *range(end, len(SAVED))):
+        for bit in range(8):
+            path.write_bytes(with_flipped_bit(at, bit))
+            try:
+                assert alike(load_checkpoint(path), STATE)
+            except CheckpointError:
+                refused += 1
+    assert refused > 600
 
 
 def foreign() -> dict[str, tuple[bytes, str]]:
@@ -80,7 +107,7 @@ def foreign() -> dict[str, tuple[bytes, str]]:
     return {
         "nothing": (b"", "is no file of torch.save"),
         "text": (b"epoch,loss\n1,0.5\n", "is no file of torch.save"),
-        "another archive": (archive.getvalue(), "cannot be loaded"),
+        "another archive": (archive.getvalue(), "is no file of torch.save"),
         "a file of old": (old.getvalue(), "is no file of torch.save"),
         "classes": (classes.getvalue(), "cannot be loaded: Weights only"),
     }

@@ -30,6 +30,9 @@ from second_order.options import AUTO, check_interval, value_at
 
 __all__ = [
     "BUDGET",
+    "MEASURED",
+    "MEASURED_STEPS",
+    "MEASURED_UNTIL",
     "OVERHEAD",
     "PRICES",
     "IntervalBudget",
@@ -42,6 +45,10 @@ __all__ = [
 OVERHEAD = "overhead"
 BUDGET = ("product_price", "refresh_cost", "refreshes_spent")
 """Entries of a checkpoint: what a budget of refreshes knows, in steps of the base."""
+MEASURED = ("statistics_seconds", "refresh_seconds", "base_seconds")
+MEASURED_STEPS, MEASURED_UNTIL = "measured_steps", "measured_until"
+"""Entries of a checkpoint: what a budget of intervals has measured on the process that wrote it, in
+how many steps, and until which step it measures."""
 PRICES = ("first_price", "second_price", "third_price")
 """Of a product, in the first refreshes; 0 of one to come. Not in checkpoints of older versions."""
 
@@ -83,6 +90,11 @@ class Stopwatch:
         end = "T", self._mark()
         self._laps[-1].append(end)
         self._laps.append([end])
+
+    @property
+    def laps(self) -> int:
+        """Number of laps that have ended."""
+        return len(self._laps) - 1
 
     def medians(self, *kinds: str) -> list[float]:
         """Seconds by kind, without the first laps; waits for the device."""
@@ -150,6 +162,8 @@ class IntervalBudget:
         self.measured: Sequence[float] | None = None  # S, R, T in seconds, the mean of ranks
         self.until = self._steps  # until then both come at every step; 0 without "auto"
         self._watch: Stopwatch | None = None
+        # S, R, T before a checkpoint that was written during the measurement, and their steps.
+        self._earlier: tuple[Sequence[float], int] = ((0.0, 0.0, 0.0), 0)
 
     def begin(self, coming: int = 0) -> None:
         """Measure from now on, or from so many steps later, if an interval is to be chosen."""
@@ -166,8 +180,20 @@ class IntervalBudget:
             return
         self._watch.lap()
         if self._training.steps + 1 >= self.until:
-            self._choose(*self._training.world.mean(self._watch.medians("S", "R", "T")))
+            times, _ = self._so_far(self._watch)
+            self._choose(*self._training.world.mean(times))
             self._watch = self._training.meter.watch = None
+
+    def _so_far(self, watch: Stopwatch) -> tuple[list[float], int]:
+        """S, R, T of this process and their number of steps, with those before a resume."""
+        earlier, steps = self._earlier
+        laps = watch.laps
+        if not laps:
+            return list(earlier), steps
+        medians = watch.medians("S", "R", "T")
+        total = steps + laps
+        pairs = zip(earlier, medians, strict=True)
+        return [(steps * before + laps * now) / total for before, now in pairs], total
 
     def _choose(self, S: float, R: float, T: float) -> None:
         training, overhead, given = self._training, self._overhead or 0.0, []
@@ -211,18 +237,38 @@ class IntervalBudget:
             return {}
         return {OVERHEAD: self._overhead} | {name: self.chosen.get(name, 0) for name in self._auto}
 
+    def saved_times(self) -> dict[str, Any]:
+        """What a checkpoint has of the measurement; waits for the device while that goes on."""
+        if not self._auto:
+            return {}
+        measured, steps = self.measured or (0.0, 0.0, 0.0), self._steps
+        if self._watch is not None:
+            measured, steps = self._so_far(self._watch)
+        found: dict[str, Any] = dict(zip(MEASURED, measured, strict=True))
+        return {**found, MEASURED_STEPS: steps, MEASURED_UNTIL: self.until}
+
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over intervals saved for the same overhead; otherwise measure anew from here on."""
         wanted = {OVERHEAD, *self._auto}
         found = next((part for part in saved.values() if part.keys() >= wanted), None)
         self.chosen, self.measured, self.until = {}, None, self._steps
+        self._earlier = ((0.0, 0.0, 0.0), 0)
         if self._watch is not None:
             self._training.meter.watch, self._watch = None, None  # its laps would never end
+        until, times = 0, None
         if found is not None and found.number(OVERHEAD) == self._overhead:
             chosen = {name: found.whole(name, 0) for name in self._auto}
             self.chosen = chosen if all(chosen.values()) else {}
+            if found.keys() >= {*MEASURED, MEASURED_STEPS, MEASURED_UNTIL}:
+                times = [found.number(name, 0.0) for name in MEASURED]
+                until = found.whole(MEASURED_UNTIL, 0)
+                self._earlier = times, found.whole(MEASURED_STEPS, 0)
         self.measuring = bool(self._auto) and not self.chosen
+        if self.chosen and times is not None:
+            self.measured, self.until = times, until
         self.begin()
+        if self.measuring and until > self._training.steps:
+            self.until = until  # as in the run that wrote the checkpoint
 
 
 class RefreshBudget:

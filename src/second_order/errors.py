@@ -16,8 +16,11 @@ class SecondOrderError(RuntimeError):
     """Base class of the errors that a run can meet, as opposed to wrong arguments."""
 
 
-class CheckpointError(SecondOrderError):
-    """A checkpoint's file is cut short, spoilt, or of something else; the error names it."""
+class CheckpointError(SecondOrderError, ValueError):
+    """A checkpoint's file is cut short, spoilt, or of something else; the error names it.
+
+    Or an entry of its state does not fit, or is wrong; nothing has been loaded then.
+    """
 
 
 class DecompositionError(SecondOrderError):

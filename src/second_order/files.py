@@ -19,6 +19,9 @@ from second_order.errors import CheckpointError
 
 __all__ = ["load_checkpoint", "replacing", "save_checkpoint"]
 
+# Bit 3: sizes come after the data, too. Bit 11: the name is in UTF-8.
+PLAIN_FLAGS = 1 << 3 | 1 << 11
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
@@ -70,6 +73,27 @@ def save_checkpoint(state: Any, path: str | os.PathLike[str]) -> None:
             ) from error
 
 
+def _check_directory(archive: zipfile.ZipFile) -> None:
+    """Raise BadZipFile unless every entry is a plain file, as ``torch.save`` writes them.
+
+    ``torch.load`` leaves a tensor's memory as it is if the entry claims to be a folder.
+    """
+    for entry in archive.infolist():
+        claims = {
+            "attributes": entry.external_attr | entry.internal_attr,
+            "compression": entry.compress_type,
+            "disk": entry.volume,
+            "flags": entry.flag_bits & ~PLAIN_FLAGS,
+            "a size of its compressed data": entry.compress_size - entry.file_size,
+        }
+        for claim, value in claims.items():
+            if value:
+                raise zipfile.BadZipFile(
+                    f"the entry {entry.filename!r} claims to have {claim} ({value}), which "
+                    f"torch.save does not write"
+                )
+
+
 def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | str = "cpu") -> Any:
     """Read what :func:`save_checkpoint`, or ``torch.save``, has written, and check all of it.
 
@@ -85,6 +109,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | s
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            _check_directory(archive)
             spoilt = archive.testzip()
         if spoilt is not None:
             raise zipfile.BadZipFile(f"the entry {spoilt!r} has another CRC-32")

@@ -75,6 +75,11 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
             f"{option}={base!r} is not an optimizer class; pass the class itself, "
             f"as in {option}=torch.optim.SGD, and its arguments as keywords"
         )
+    if base.step is torch.optim.Optimizer.step:
+        raise TypeError(
+            f"{option}={base.__name__} has no step() of its own: it is the base class of "
+            f"optimizers; pass one of them, as in {option}=torch.optim.SGD"
+        )
     if issubclass(base, own_class):
         raise TypeError(
             f"{option}={base.__name__} is a second-order optimizer; use a first-order one"
@@ -255,9 +260,15 @@ def check_debug(value: Any) -> int:
     return int(value)
 
 
+LARGEST_SEED = 2**63 - 1
+"""Torch's generators take 64 bits; what is added to a seed, such as a step, has one of them."""
+
+
 def check_seed(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a whole number of at least 0."""
+    """Raise unless ``value`` is a whole number that torch's generators take, steps added."""
     check_whole(name, value, 0, "0")
+    if value > LARGEST_SEED:
+        raise ValueError(f"{name}={value} is above {LARGEST_SEED}, 2^63 - 1; use a smaller one, 0")
 
 
 def check_timeout(name: str, value: Any) -> None:

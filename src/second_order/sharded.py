@@ -32,6 +32,7 @@ __all__ = [
     "mesh_ranks",
     "plain_type",
     "reshard",
+    "sharded_like",
     "sharded_params",
 ]
 
@@ -81,7 +82,15 @@ def like(p: Tensor, value: Tensor) -> Tensor:
     mesh = spread.device_mesh
     start, stop = chunk(p.shape[0], mesh.size(at), mesh.get_coordinate()[at])
     rows = value.detach()[start:stop].to(local(p).device, copy=True)
-    kind, mine = sys.modules["torch.distributed.tensor"].DTensor, (mesh, spread.placements)
+    return sharded_like(p, rows)
+
+
+def sharded_like(p: Tensor, rows: Tensor) -> Tensor:
+    """This process's rows of a tensor as a DTensor, if a parameter of its shape is one."""
+    if not is_dtensor(p):
+        return rows
+    spread = cast(Any, p)
+    kind, mine = sys.modules[DTENSORS].DTensor, (spread.device_mesh, spread.placements)
     made = kind.from_local(rows, *mine, run_check=False, shape=p.shape, stride=p.stride())
     return cast(Tensor, made)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,41 @@ def test_wrong_shapes_and_numbers_are_refused_before_anything_changes(
                     assert alike(snapshot(model, optimizer), before), (key, part, name)
                     refused += 1
     assert refused > 10
+
+
+def paths_in(value: Any, path: Path = ()) -> Iterator[Path]:
+    """The paths to everything in dictionaries and lists."""
+    if isinstance(value, (dict, list)):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield (*path, key)
+            yield from paths_in(value[key], (*path, key))
+
+
+@each_of_five
+@pytest.mark.parametrize("wrong", [None, [1.0]], ids=["None", "list"])
+def test_none_or_a_list_anywhere_is_refused_or_harmless(System: Any, wrong: Any) -> None:
+    """An error says that nothing has been loaded, and nothing has."""
+    model, optimizer = trained(System, "AdamW")
+    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
+    everywhere = [path for path in paths_in(saved) if path[:1] != ("state",) or path[1:2] == (0,)]
+    refused = 0
+    for path in everywhere:
+        state = containers(saved)
+        at_path(state, path[:-1])[path[-1]] = wrong
+        said = ""
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError as error:
+            said = str(error)
+        if said:
+            assert re.search("othing has been loaded|make the same groups|is no state", said)
+            assert alike(snapshot(model, optimizer), before), path
+            refused += 1
+            continue
+        train(model, optimizer, 1)
+        assert all(p.isfinite().all() for p in model.parameters()), path
+        model, optimizer = trained(System, "AdamW")
+    assert refused > 25
     train(model, optimizer, 2, start=3)
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 

@@ -146,6 +146,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("eigenvalue_floor", -0.1, r"eigenvalue_floor=-0\.1 is outside \[0, 1\]; 0\.01 is usual"),
     ("subspace_momentum", 1.0, r"subspace_momentum=1\.0 is outside \[0, 1\); use 'average'"),
     ("seed", -1, "seed=-1 is below 0; use 0"),
+    ("seed", 2**70, rf"seed={2**70} is above {2**63 - 1}, 2\^63 - 1; use a smaller one"),
     ("debug", 0, "debug=0 is below 1; use True for every 100 steps, False for never"),
     ("max_factor_dim", 0, "max_factor_dim=0 is below 1.*use 1"),
     ("lr", float("nan"), "lr=nan is outside"),
@@ -215,6 +216,7 @@ TYPES: list[tuple[str, Any, str]] = [
     *((name, torch.ones(2), f"{name}=tensor.* is not a flag; use True or False") for name in FLAGS),
     ("curvature_closure", 3, "the curvature closure is 3; give a function"),
     ("base", "SGD", r"base='SGD' is not an optimizer class; pass the class itself"),
+    ("base", torch.optim.Optimizer, r"base=Optimizer has no step\(\) .*; pass one of them, as in"),
     ("base", KAISA, "is a second-order optimizer; use a first-order"),
 ]
 

@@ -374,3 +374,35 @@ def test_groups_have_the_timeout_of_what_they_are_made_of(world: World) -> None:
     for rank, seconds in enumerate(world.run(limits, 4)):
         own = {"impatient": 5.0, "impatient, aside": 5.0} if rank >= 2 else {}
         assert seconds == dict.fromkeys(seconds, 77.0) | own
+
+
+def after_destroying(rank: int, world_size: int) -> list[str]:
+    """What is raised by the systems whose group is gone."""
+    found = []
+    for System in (KAISA, DPKFAC, DHO2):
+        group = dist.new_group(list(range(world_size)))
+        model = CASE.model()
+        optimizer = make(System, model, process_group=group)
+        take(model, optimizer, shard(BATCHES[0], rank, world_size), CASE.loss)
+        dist.destroy_process_group(group)
+        before = vector(model)
+        for doing in (
+            partial(take, model, optimizer, shard(BATCHES[1], rank, world_size), CASE.loss),
+            partial(optimizer.add_param_group, {"params": [nn.Parameter(torch.zeros(2))]}),
+        ):
+            with pytest.raises(RuntimeError) as caught:
+                doing()
+            found.append(str(caught.value))
+        assert torch.equal(vector(model), before)
+        optimizer.close()
+    return found
+
+
+def test_a_step_without_the_process_group_says_so(world: World) -> None:
+    for messages in world.run(after_destroying, 2):
+        assert len(messages) == 6
+        for message in messages:
+            assert (
+                "after destroy_process_group(), which has destroyed the group of the 2" in message
+            )
+            assert "make the optimizer anew after init_process_group()" in message

@@ -87,7 +87,6 @@ def test_fsdp_goes_on_from_its_checkpoint(world: World, tmp_path: Path) -> None:
     two = world.run(on_ranks, 2, [(FSDP, whole, (80,)), *first, (FSDP, halves, (80,))])[0]
     (later,) = world.run(on_ranks, 1, [(FSDP, alone, (80,))])[0]
     assert len(two[0]) == 4
-    # A resumed run solves all layers at once, the other as they drift.
-    assert two[1] + two[3] == pytest.approx(two[0], rel=5e-3)
-    assert two[2] + later == pytest.approx(two[0], rel=5e-3)
+    assert two[1] + two[3] == two[0]  # to all digits that are printed
+    assert two[2] + later == pytest.approx(two[0], rel=1e-3)  # in float32
     assert two[0][-1] < told(r"loss is below (\S+) after 80 steps")

@@ -225,12 +225,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_anything_changes() -> 
         vectors = state["state"][2]["curvature"]["eigenvectors"]
         state["state"][2]["curvature"]["eigenvectors"] = vectors[:-1]
 
+    def vectors(state: Any) -> None:
+        state["state"][2]["curvature"]["eigenvectors"] *= 1.1
+
     def groups(state: Any) -> None:
         state["param_groups"][0]["params"].pop()
 
     for spoil, text in (
         (shape, r"eigenvectors of shape \(5, 7\).*\(6, 7\)"),
         (count, "has 4 eigenvectors .* where there are 5 eigenvalues"),
+        (vectors, "are not orthonormal: their products are off by"),
         (groups, "group"),
     ):
         wrong = copy.deepcopy(before)

@@ -95,9 +95,12 @@ def test_in_mid_flight(world: World, how: str) -> None:
     data = world.run(saved, 2, {"momentum": 0.9})[0] if how == "load" else b""
     results = world.run(in_flight, 2, how, data, timeout=LONG)
     agreed([found for found, _ in results])
-    expected = dict.fromkeys(LAYERS, 1) if how == "load" else {"0": 1, "4": 1}
     for _, ages in results:
-        assert ages == expected
+        if how == "load":  # of the checkpoint's last step, or of the first one after it
+            assert set(ages) == set(LAYERS)
+            assert set(ages.values()) <= {1, 2}
+        else:
+            assert ages == {"0": 1, "4": 1}
 
 
 def saves_worker(model: nn.Module, optimizer: Any) -> Any:

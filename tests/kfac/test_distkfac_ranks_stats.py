@@ -305,6 +305,39 @@ class OutOfPaperError(Exception):
     pass
 
 
+def frozen_worker(model: nn.Module, optimizer: Any) -> tuple[int, Tensor]:
+    """Everything is frozen for some steps, and trains again."""
+    until_fed(model, optimizer)
+    (helper,) = optimizer._curvature.helpers.active
+    before, heard = vector(model), helper.heard
+    model.requires_grad_(False)
+    end = time.monotonic() + LONG
+    while helper.heard < heard + 3:
+        assert time.monotonic() < end, "the stats worker has ended"
+        optimizer.zero_grad()
+        optimizer.step()
+        time.sleep(0.002)
+    assert torch.equal(vector(model), before)
+    model.requires_grad_(True)
+    until_fed(model, optimizer)
+    active = len(optimizer._curvature.helpers.active)
+    optimizer.close()
+    return active, vector(model)
+
+
+def frozen_stats(model: nn.Module, optimizer: Any) -> int:
+    return ends_stats(model, optimizer, "")
+
+
+def test_a_stats_worker_idles_while_everything_is_frozen(world: World) -> None:
+    results = world.run(play, 2, (frozen_worker, frozen_stats), {}, timeout=2 * LONG)
+    ((active, weights),), (served,) = roles_of(results)
+    assert active == 1
+    assert weights.isfinite().all()
+    assert served > 3
+    assert quiet(results)
+
+
 def ends_worker(model: nn.Module, optimizer: Any, how: str) -> str:
     until_fed(model, optimizer)
     if how == "close":

@@ -305,7 +305,7 @@ def test_a_step_that_runs_out_of_memory_strands_no_layer(System: Any) -> None:
     """What was being put to use is solved again at the next step."""
     model = MLP.model()
     options = {"max_staleness": 0} if System is DistKFAC else {}
-    optimizer = make(System, model, **EACH_SECOND, **options)
+    optimizer = make(System, model, save_inverses=False, **EACH_SECOND, **options)
     take(model, optimizer, BATCHES[0])
     kind = type(SOLVERS[optimizer._curvature._options.solver])
     optimizer.load_state_dict(optimizer.state_dict())  # a refresh is due out of turn

@@ -164,16 +164,17 @@ def settled(optimizer: Any) -> set[str]:
 
 @each_kronecker
 def test_what_has_settled_is_in_checkpoints(System: Any) -> None:
-    """All are solved once, as there are no inverses in them."""
+    """Without their inverses all are solved once."""
     model = MLP.model()
-    optimizer = make(System, model, **SETTLING)
-    trained(optimizer, model, BATCHES[:3])
-    resumed = make(System, model, **SETTLING)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert settled(resumed) == settled(optimizer) != set()
-    first, second = trained(resumed, model, [larger(batch) for batch in BATCHES[3:5]])
-    assert len(first) == LAYERS
-    assert not second & settled(optimizer)
+    for inverses in (True, False):
+        optimizer = make(System, model, save_inverses=inverses, **SETTLING)
+        trained(optimizer, model, BATCHES[:3])
+        resumed = make(System, model, **SETTLING)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert settled(resumed) == settled(optimizer) != set()
+        first, second = trained(resumed, model, [larger(batch) for batch in BATCHES[3:5]])
+        assert (len(first) == LAYERS) is not inverses
+        assert not (first if inverses else second) & settled(optimizer)
 
 
 @each_kronecker

@@ -29,7 +29,7 @@ from second_order.lanczos import (
     spectral_density,
     trace,
 )
-from second_order.lanczos.lanczos import Space, tridiagonalise
+from second_order.lanczos.lanczos import Space, ritz_pairs, tridiagonalise
 from second_order.lanczos.vector_space import RowSpace
 
 if TYPE_CHECKING:
@@ -336,3 +336,26 @@ def test_the_loss_of_micro_batches_is_weighted_by_their_examples() -> None:
     with RowSpace(Hessian(losses, [w]), World.alone(), torch.float64) as space:
         space.apply(torch.ones(2).double())
         assert space.loss() == pytest.approx((2 * 1 + 8 * 3) / 4)
+
+
+WRONG: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "not finite": lambda u, Q: (u, Q * torch.nan),
+    "too long": lambda u, Q: (u, Q * 1.001),
+    "of other vectors": lambda u, Q: (u, Q.roll(1, 1)),
+    "of other values": lambda u, Q: (u * 1.001, Q),
+    "twice the same": lambda u, Q: (u[[0, 0, *range(2, len(u))]], Q[:, [0, 0, *range(2, len(u))]]),
+    "in another order": lambda u, Q: (u.flip(0), Q.flip(1)),
+}
+
+
+@pytest.mark.parametrize("kind", [*WRONG, "right", "right, with other signs"])
+def test_a_wrong_decomposition_is_none(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    diagonal = torch.tensor([3.0, -1.0, 0.5, 2.0], dtype=torch.float64)
+    beside = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
+    native = torch.linalg.eigh
+    change = WRONG.get(kind, lambda u, Q: (u, -Q if "signs" in kind else Q))
+    monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: change(*native(matrix)))
+    found = ritz_pairs(diagonal, beside)
+    for part in (found.values, found.vectors, found.residuals):
+        expected = kind not in WRONG
+        assert part.isfinite().all() if expected else part.isnan().all()

@@ -278,6 +278,29 @@ def test_containers_without_a_forward_are_not_taken() -> None:
     assert found(layers.parameters()) is model
 
 
+def test_odd_objects_do_not_stop_the_search() -> None:
+    """A module that is not one yet, an object that lies about its class, a class without a hash."""
+
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            """Without that of `nn.Module`."""
+
+    class Proxy:
+        @property
+        def __class__(self) -> Any:
+            raise RuntimeError("not bound to anything")
+
+    class Meta(type):
+        __hash__ = None  # type: ignore[assignment]
+
+    class Odd(metaclass=Meta):
+        pass
+
+    odd, model = [Empty(), Proxy(), Odd()], MLP.model()
+    assert found(model.parameters()) is model
+    del odd
+
+
 def test_a_parametrized_layer_is_found() -> None:
     layer = nn.Linear(3, 3, bias=False)
     parametrize.register_parametrization(layer, "weight", nn.Identity())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import second_order
@@ -150,6 +152,35 @@ def test_bad_input_is_refused_before_anything_is_measured(
         second_order.plan(**wanted)
 
 
+def test_the_title_says_where_the_network_is_from() -> None:
+    measured = replace(NODES, measured=True)
+    titles = [planned(2, network=n).summary().split(";")[1] for n in (None, NODES, measured)]
+    assert titles == [" network assumed", " network as given", " network measured"]
+
+
+def test_a_plan_leaves_the_process_as_it_was() -> None:
+    """Torch's default group sets a hook for uncaught errors; a plan makes no group."""
+    hook = sys.excepthook
+    planned()
+    assert sys.excepthook is hook
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_plan_is_the_same_where_a_process_group_is_initialized() -> None:
+    alone = planned([1, 4])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        beside = planned([1, 4])
+        assert dist.get_world_size() == 1
+    finally:
+        dist.destroy_process_group()
+    for first, second in zip((alone, *alone.others), (beside, *beside.others), strict=True):
+        found, expected = (
+            {c.name: (c.kept, c.sent) for c in each.choices} for each in (second, first)
+        )
+        assert found == expected
+
+
 # The command.
 
 SCRIPT = """
@@ -187,7 +218,7 @@ def test_the_command_prints_tables_and_writes_json(
     assert main(words) == 0
     said = capsys.readouterr().out
     assert said.count("recommended: ") == 2
-    assert "8 ranks of given; network not measured" in said
+    assert "8 ranks of given; network as given" in said
     one, eight = json.loads((tmp_path / "out.json").read_text())
     assert (one["world_size"], eight["world_size"], eight["memory"]) == (1, 8, 10**9)
     levels = eight["network"]["levels"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from second_order import DPKFAC, KAISA, DistKFAC, Interconnect, Machine
 from second_order.distributed import buckets
 from second_order.kfac.plan import gradient_owners
+from second_order.kronecker.decompositions import RESIDUAL_TOLERANCE, Attempts
 from second_order.planning.record import Record, Simulation, loss_of, record
 
 if TYPE_CHECKING:
@@ -62,7 +64,7 @@ def accounts(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
 def test_processes_send_what_is_recorded(
     world: World, name: str, options: dict[str, Any], ranks: int
 ) -> None:
-    # The word of greeting goes where pretended ranks have no group.
+    # The ranks' comparison is not recorded.
     besides = {"elsewhere", "compare"}
     for rank, seen in enumerate(world.run(accounts, ranks, name, options)):
         planned = recorded(name, options, rank, ranks).sent
@@ -132,13 +134,35 @@ def test_copies_by_shares_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert shared["precondition_exchange"] > direct["precondition_exchange"], "two messages for one"
 
 
-def test_a_running_process_group_refuses() -> None:
-    torch.distributed.init_process_group("fake", rank=0, world_size=2)
-    try:
-        with pytest.raises(ValueError, match=r"torch\.distributed is initialised"):
-            recorded("KAISA", {}, 0, 1)
-    finally:
-        torch.distributed.destroy_process_group()
+def test_a_rank_without_duties_of_its_own_shares_a_record() -> None:
+    """The network has two layers: of 4 owners, the last two have nothing to do."""
+    make = partial(DPKFAC, **EVERY)
+
+    def of(rank: int, ranks: int, known: Record | None = None) -> Record:
+        return record(make, network(), lambda model: model(X), MACHINE, LINKS, rank, ranks, known)
+
+    first = of(0, 4)
+    assert of(2, 4, first) is first
+    other = of(1, 2, of(0, 2))
+    assert (other.sent, other.kept) == (of(1, 2).sent, of(1, 2).kept)
+
+
+def test_every_decomposition_of_a_plan_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers have no meaning, so that no error does."""
+    seen = set[float]()
+
+    finish = Attempts.finish
+
+    def noted(attempts: Attempts, errors: Any = None) -> Any:
+        seen.add(attempts.tolerance)
+        return finish(attempts, errors)
+
+    monkeypatch.setattr(Attempts, "finish", noted)
+    recorded("KAISA", {}, 0, 1)
+    assert seen == {math.inf}
+    seen.clear()
+    accounts(0, 1, "KAISA", {})
+    assert seen == {RESIDUAL_TOLERANCE}
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 3))), max_size=9))

@@ -28,7 +28,9 @@ __all__ = [
     "HEADER",
     "VERSION",
     "add_collected",
+    "add_to_save",
     "check_is_state",
+    "collects_by_itself",
     "export_base_state",
     "header",
     "read_checkpoint",
@@ -126,6 +128,46 @@ def check_is_state(value: Any) -> None:
             "and a list of them as 'param_groups'; pass what optimizer.state_dict() has given, not "
             "flattened"
         )
+    for key, entry in state.items():
+        for part in entry.keys() & {BASE, CURVATURE}:
+            if not isinstance(entry[part], Mapping):
+                raise _wrong(f"state[{key!r}][{part!r}]", entry[part], "dictionary")
+        written_by = entry.get(CURVATURE, {}).get("base_class", {})
+        if not isinstance(written_by, Mapping):
+            where = f"state[{key!r}][{CURVATURE!r}]['base_class']"
+            raise _wrong(where, written_by, "dictionary of the base's name")
+    for i, group in enumerate(groups):
+        params = group.get("params", [])
+        names = group.get(NAMES) or []
+        if not _is_list_of(params, (int, str)):
+            raise _wrong(f"param_groups[{i}]['params']", params, "list of numbers")
+        if not _is_list_of(names, str):
+            raise _wrong(f"param_groups[{i}][{NAMES!r}]", names, "list of names")
+
+
+def _wrong(where: str, value: Any, what: str) -> ValueError:
+    """The error for a value of a state that is not what every optimizer has there."""
+    return ValueError(
+        f"the checkpoint's {where} is {value!r}, and no {what}; pass what optimizer.state_dict() "
+        f"has given, or take an older checkpoint. Nothing has been loaded"
+    )
+
+
+def _is_list_of(values: Any, kind: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(isinstance(each, kind) for each in values)
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Whether a setting of a group is of the kind that the base's default for it is."""
+    number = (int, float, Tensor)
+    if isinstance(default, bool):
+        return value is None or isinstance(value, (bool, int))
+    if isinstance(default, number):
+        return isinstance(value, number)
+    if isinstance(default, tuple):
+        alike = isinstance(value, (list, tuple)) and len(value) == len(default)
+        return alike and all(map(_is_like, value, default))
+    return True
 
 
 def _check_groups(
@@ -198,6 +240,12 @@ def _check_settings(
             f"mean different things; make the optimizer with the base that saved it, or start "
             f"{mine} without it. Nothing has been loaded"
         )
+    if getattr(optim, mine, None) is type(base):
+        for name, default in {**base.defaults, PEAK_LR: 0.0, "lr": None}.items():
+            value = theirs.get(name, default)
+            if not _is_like(value, default):
+                kind = type(default).__name__
+                raise _wrong(f"param_groups[{i}][{name!r}]", value, f"{kind} as {default!r}")
     rate = theirs.get("lr")
     if not isinstance(rate, (int, float, Tensor)) or not LEAST_RATE <= float(rate) < math.inf:
         raise ValueError(
@@ -262,6 +310,17 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     return {"state": {key: part for key, part in state.items() if part}, "param_groups": groups}
 
 
+def collects_by_itself(training: Training, curvature: Curvature) -> bool:
+    """Whether ``state_dict`` is a collective already, and collects what other processes keep.
+
+    ``torch.distributed.checkpoint`` gathers a sharded model's full state from every rank.
+    """
+    full = is_checkpointing() and not is_checkpointing(part=True)
+    rows = any(map(is_dtensor, members_of(training.groups)))
+    lacking = training.collected is None and bool(curvature.kept_elsewhere)
+    return full and rows and lacking and curvature.dispensable
+
+
 def require_whole(training: Training, curvature: Curvature) -> None:
     """Warn, or raise SecondOrderError, where a ``state_dict`` of this process would lack entries.
 
@@ -275,6 +334,14 @@ def require_whole(training: Training, curvature: Curvature) -> None:
             "what torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives"
         )
     if not lacking:
+        return
+    if collected is None and curvature.dispensable:
+        if not is_checkpointing(part=True) and training.first_time("inverses elsewhere"):
+            training.warn(
+                f"state_dict() on rank {rank} lacks {lacking}: they are refreshed at the first "
+                f"step after loading; call optimizer.consolidate(to=0) on every process first for "
+                f"a run that resumes exactly"
+            )
         return
     if collected is None and not (curvature.parts_suffice and is_checkpointing(part=True)):
         sharded = (
@@ -292,6 +359,15 @@ def require_whole(training: Training, curvature: Curvature) -> None:
             f"state_dict() on rank {rank} lacks some of the state: consolidate(to={to}) collected "
             f"it elsewhere; save it there, or use to=None"
         )
+
+
+def add_to_save(training: Training, curvature: Curvature, state: dict[Any, dict[str, Any]]) -> None:
+    """Add what only checkpoints have to a state by the parameters' numbers."""
+    more = curvature.state_to_save() if state else {}
+    for index, p in enumerate(members_of(training.groups)):
+        if p in more and index in state:
+            entry = state[index]
+            state[index] = {**entry, CURVATURE: {**entry.get(CURVATURE, {}), **more[p]}}
 
 
 def add_collected(training: Training, state: dict[Any, dict[str, Any]]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from second_order.errors import CheckpointError
 
 __all__ = ["BASE", "CURVATURE", "BaseState", "SavedPart", "check_base_part"]
 
@@ -50,9 +53,15 @@ class SavedPart(dict[str, Any]):
         super().__init__(entries)
         self._name, self._where = name, f"state[{key!r}][{part!r}]"
 
-    def wrong(self, key: str, what: str) -> ValueError:
+    def with_entry(self, key: str, value: Any) -> SavedPart:
+        """A copy with another value of an entry."""
+        part = copy.copy(self)
+        part[key] = value
+        return part
+
+    def wrong(self, key: str, what: str) -> CheckpointError:
         """The error for an entry, with what is wrong."""
-        return ValueError(
+        return CheckpointError(
             f"the checkpoint's {self._where}[{key!r}], of parameter {self._name!r}, {what}; "
             f"nothing has been loaded"
         )
@@ -112,6 +121,9 @@ def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> 
     """
     torchs = getattr(torch.optim, type(base).__name__, None) is type(base)
     for key, value in part.items():
+        absent = value is None and key == "momentum_buffer"  # as SGD has it without momentum
+        if torchs and not absent and not isinstance(value, (Tensor, int, float)):
+            raise part.wrong(key, f"is {value!r}, and no tensor or number")
         if isinstance(value, Tensor):
             fits = len(value.shape) == len(p.shape) and all(
                 n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)

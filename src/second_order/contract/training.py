@@ -145,6 +145,7 @@ def check_step(training: Training, matters: str, closure: Any, unwatched: bool) 
             f"backward() has returned. Make one optimizer of the model, {training.name}(model, "
             f"lr=...), and call step() after backward()"
         )
+    training.require_group("step()")
     for group in training.groups:
         if group.get("train_mode") is False:
             raise RuntimeError(
@@ -360,6 +361,15 @@ class Training:
                 found[p] = new
         return found
 
+    def require_group(self, doing: str) -> None:
+        """Raise RuntimeError if the process group that other ranks are reached by is gone."""
+        if self.world.size > 1 and self.world.is_destroyed:
+            raise RuntimeError(
+                f"{self.name}: {doing} after destroy_process_group(), which has destroyed the "
+                f"group of the {self.world.size} processes that train together; destroy it once "
+                f"training is over, or make the optimizer anew after init_process_group()"
+            )
+
     def names(self) -> dict[int, str]:
         """The names of the model's parameters, by id."""
         reshard(self.model)
@@ -435,9 +445,11 @@ def start_average(
         )
     torch._foreach_div_(gradients, float(world.size))  # first: a sum in float16 overflows
     here = [float(p.grad is not None) for p in params]
-    present = torch.ones(len(params), device=params[0].device)
+    # The dtype of every message is named: ranks may have different defaults.
+    kind: Any = {"dtype": torch.float32, "device": params[0].device}
+    present = torch.ones(len(params), **kind)
     if 0.0 in here:  # else the device is sent nothing
-        present = torch.tensor(here, device=params[0].device)
+        present = torch.tensor(here, **kind)
     routed = route(params, gradients)
     work = (
         world.all_reduce([*gradients, present])
@@ -533,6 +545,13 @@ class Curvature:
         """The ``"curvature"`` part of each parameter that has one; tensors are shared."""
         return {}
 
+    def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
+        """More of these parts, for checkpoints alone: tensors that later steps replace.
+
+        If ``optimizer.state`` had them, old ones would stay in memory.
+        """
+        return {}
+
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint's ``"curvature"`` parts do not fit the model."""
 
@@ -543,6 +562,11 @@ class Curvature:
     def kept_elsewhere(self) -> str:
         """A name for state that only other processes keep; "" if there is none."""
         return ""
+
+    @property
+    def dispensable(self) -> bool:
+        """Whether training can resume without what only other processes keep."""
+        return False
 
     def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
         """Tensors by name that every rank keeps, bit for bit the same."""

@@ -6,6 +6,7 @@ not grow with the number of layers. With one process all verbs return at once.
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 import sys
@@ -89,6 +90,9 @@ class World:
 
     wire: torch.dtype | None = None  # in which floating-point messages travel; None for their own
 
+    planned = False
+    """Whether the other ranks do not exist, and results are numbers without a meaning."""
+
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._subgroups: dict[tuple[Any, ...], World] = {}
         self.group: dist.ProcessGroup | None = None
@@ -122,6 +126,17 @@ class World:
         if self.group is None:
             return [dist.get_rank()] if dist.is_available() and dist.is_initialized() else [0]
         return list(dist.get_process_group_ranks(self.group))
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether the process group has been destroyed since this world was made."""
+        if self.group is None:
+            return False
+        try:
+            dist.get_backend(self.group)
+        except ValueError:
+            return True
+        return False
 
     @property
     def backend(self) -> str:
@@ -185,7 +200,7 @@ class World:
         """These ranks, whose floating-point messages travel in a dtype; None for their own."""
         if dtype is None:
             return self
-        world = World.alone(self.rank, self.size, self.group)
+        world = copy.copy(self)
         world.wire = dtype
         return world
 
@@ -405,11 +420,15 @@ class World:
         share = mine.new_zeros(-(-total // size))
         leaving = overlaps(total, size, runs.get(rank, (0, 0)))
         self._exchange(mine, leaving, parts, share[: stop - start])[1].wait()
+        return self._all_gathered(share)[:total]
+
+    def _all_gathered(self, share: Tensor) -> Tensor:
+        """All ranks' shares of one size, by rank, in a flat tensor."""
         sent(share.nbytes)
-        whole = mine.new_empty(len(share) * size)
+        whole = share.new_empty(len(share) * self.size)
         new, old = "all_gather_single", "all_gather_into_tensor"  # its name before torch 2.13
         getattr(dist, new if hasattr(dist, new) else old)(whole, share, group=self.group)
-        return whole[:total]
+        return whole
 
     def _deliver(
         self,
@@ -449,10 +468,15 @@ class World:
         sent(flat.nbytes)
         if buffer is None:
             buffer = flat.new_empty(sum(received))
-        work = dist.all_to_all_single(
+        return buffer, self._all_to_all_single(buffer, flat, received, parts)
+
+    def _all_to_all_single(
+        self, buffer: Tensor, flat: Tensor, received: list[int], parts: list[int]
+    ) -> Any:
+        """Start torch's verb of this name."""
+        return dist.all_to_all_single(
             buffer, flat, received, parts, group=self.group, async_op=True
         )
-        return buffer, work
 
     @explained()
     def swap(self, parts: Sequence[Tensor], sizes: Iterable[int]) -> list[Tensor]:
@@ -470,14 +494,18 @@ class World:
         for bucket in _buckets(tensors) if self.size > 1 else ():
             flat = self._stage(flatten(bucket))
             sent(flat.nbytes if self.rank == 0 else 0)
-            dist.broadcast(flat, group=self.group, group_src=0)
+            self._broadcast_from_first(flat)
             scatter(flat, bucket)
+
+    def _broadcast_from_first(self, flat: Tensor) -> None:
+        """Give every rank the first rank's values of a flat tensor, in place."""
+        dist.broadcast(flat, group=self.group, group_src=0)
 
     # --------------------------------------------------------------------------------- answers
 
     def all_agree(self, mine: bool, device: torch.device) -> bool:
         """Whether ``mine`` is True on all ranks; a collective."""
-        noes = torch.tensor([float(not mine)], device=device)
+        noes = torch.tensor([float(not mine)], dtype=torch.float32, device=device)
         self.all_reduce([noes]).wait()
         return not bool(noes)
 

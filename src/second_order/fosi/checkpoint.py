@@ -5,7 +5,7 @@ They are state, not something to compute again: the batch they were computed fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *BUDGET, *PRICES, *E
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
 TRUST = ("trust_region", "last_step")  # not in checkpoints of versions before they were
 KNOWN = (*HEADER, *COUNTS, *HEADS, *TRUST, VECTORS, CARRIED, SUM, START)
+ORTHONORMAL = 1e-2
+"""How far products of saved eigenvectors may be from 0 and 1; those in float32 are by 1e-6."""
+
 OTHERS_TRAINED = (
     "the eigenpairs of the checkpoint are not taken over: other parameters trained then than now; "
     "the base goes on alone until the next refresh"
@@ -170,7 +173,7 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
     if head is None:
         return
     head.require(HEADS)
-    count = len(head["eigenvalues"])
+    count = head.tensor("eigenvalues").numel()
     for key in ("eigenvalues", "residuals", "subspace_momentum"):
         head.tensor(key, (count,))
     for p, part in parts.items():
@@ -183,6 +186,8 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
                 f"are {count} eigenvalues and a parameter of shape {tuple(p.shape)}: load it into "
                 f"the model that it was saved with",
             )
+    if head.whole("largest", -1, count) >= 0:  # below 0, there is but room for pairs
+        _check_orthonormal(parts.values(), count)
     if any(key in head for key in TRUST):
         head.require(TRUST)
         head.tensor("last_step", (count,))
@@ -191,7 +196,28 @@ def check_saved_pairs(saved: Mapping[Tensor, SavedPart]) -> None:
             bounds = "numbers of at least 0 but for the third, and a scale of at most 1"
             raise head.wrong("trust_region", f"is {numbers}, where {bounds} are needed")
     head.number("carried_decay", 0.0, 1.0)
-    head.whole("largest", -1, count)
+
+
+def _check_orthonormal(parts: Iterable[SavedPart], count: int) -> None:
+    """Raise ValueError unless the eigenvectors, in parts by parameter, are orthonormal.
+
+    Along others a Newton step would go too far, by any factor.
+    """
+    products = torch.zeros(count, count, dtype=torch.float64, device="cpu")
+    last: SavedPart | None = None
+    for last in parts:
+        flat = last[VECTORS].reshape(count, -1)
+        flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        products += (flat @ flat.mT).cpu()
+    error = (products - torch.eye(count, dtype=torch.float64, device="cpu")).abs()
+    largest = float(error.max()) if count else 0.0
+    if last is not None and not largest <= ORTHONORMAL:
+        raise last.wrong(
+            VECTORS,
+            f"and those of the other parameters are not orthonormal: their products are off by "
+            f"{largest:.3g}, where {ORTHONORMAL} is allowed; take an older checkpoint, or leave "
+            f"the eigenpairs out, which the next refresh computes anew",
+        )
 
 
 def load_eigenpairs(

@@ -178,7 +178,8 @@ class RefreshedPairs:
                 kept = "kept" if self.subspace is not None else "let go"
                 kept = f"the last eigenpairs are {kept}" if had else "no eigenpairs yet"
                 training.warn(
-                    f"the curvature at step {training.steps} is not finite: {kept} (failure "
+                    f"the curvature at step {training.steps} is not finite, or was decomposed "
+                    f"wrongly: {kept} (failure "
                     f"{tally.failures} of {tally.refreshes} refreshes)"
                 )
             seconds = budget.now() - began

@@ -13,22 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.budget import OVERHEAD
+from second_order.budget import MEASURED, MEASURED_STEPS, MEASURED_UNTIL, OVERHEAD
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.world import Parts, Shapes, World, deliver_parts
-from second_order.kfac.feedback import STEP_LENGTH, STEP_SIGN
+from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH, STEP_SIGN
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import BUDGETED
 from second_order.kfac.plan import Item, LayerPlan
-from second_order.kfac.schedule import DRIFT
-from second_order.kfac.trace_rule import SETTLED
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kfac.saved_inverses import (
+    DAMPING,
+    INVERSE_DAMPING,
+    INVERSE_NUMBERS,
+    SNAPSHOT_TENSORS,
+    WHOLE_NUMBERS,
+    check_saved_inverse,
+)
+from second_order.kfac.schedule import DRIFT, DRIFT_LEAST, UPDATED_AT
+from second_order.kfac.trace_rule import SETTLED, TRACE
+from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
+from second_order.kronecker.solvers import INVERSE_ENTRIES
+from second_order.sharded import is_dtensor, local
 
 __all__ = [
     "CHOSEN",
     "MEAN_CURVATURE",
+    "NEWLY_TRAINABLE_AT",
     "READ_BY_ALL",
     "check_saved_factors",
     "gather_factors",
@@ -36,25 +47,44 @@ __all__ = [
     "loaded_workers",
     "move_factors",
     "saved_factors",
+    "shared_number",
 ]
 
 LETTERS = ("A", "G", "L")
 WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
-ALIKE = (MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED)
+NEWLY_TRAINABLE_AT = "newly_trainable_at"
+ALIKE = (
+    *(MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED),
+    *(UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING),
+)
 """Entries that are the same in the parts of all layers."""
 
 WHOLE: dict[str, tuple[int, ...]] = {
     SETTLED: (0, 1),
-    DRIFT[0]: (1,),
-    DRIFT[1]: (0,),
-    **dict.fromkeys((*BUDGETED, *CHOSEN), (0,)),
+    **dict.fromkeys((*DRIFT, DRIFT_LEAST, UPDATED_AT), (0,)),
+    **dict.fromkeys((*BUDGETED, *CHOSEN, MEASURED_STEPS, MEASURED_UNTIL), (0,)),
+    **dict.fromkeys((*AGREED_STATE[:2], LAST_STEP_KNOWN), (0, 1)),
+    AGREED_STATE[2]: (0,),
+    NEWLY_TRAINABLE_AT: (-1,),
+    **WHOLE_NUMBERS,
 }
 """Entries that are whole numbers, and their bounds."""
 
-READ_BY_ALL = (WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, *ALIKE, *CHOSEN)
+LEAST = {STEP_SIGN: -math.inf, DAMPING: -1.0}
+"""Bounds of other numbers, where they are not 0."""
+
+READ_BY_ALL = (
+    *(WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, DRIFT_LEAST, *ALIKE, *CHOSEN, *AGREED_STATE),
+    *(*INVERSE_NUMBERS, LAST_STEP_KNOWN, *MEASURED, MEASURED_STEPS, MEASURED_UNTIL),
+)
 """What each process reads of a checkpoint, whoever keeps the factors."""
+
+SIZES = {PASS_HISTORY: (4,), TRACE: (2,), INVERSE_DAMPING: (2,)}
+"""Tensors of a few numbers, and their shapes."""
+
+TENSORS = (*LETTERS, MEANS, *INVERSE_ENTRIES, *SNAPSHOT_TENSORS, LAST_STEP, *SIZES)
 
 
 def saved_factors(
@@ -69,11 +99,20 @@ def saved_factors(
     for block in layers.blocks:
         if block in active or block.factors is not None:
             part = found[block.weight] = {**common}
+            part |= block.state.agreed()
             if taken(block):
                 part |= block.saved_factors()
             for each in of_layers:
                 part |= each.saved(block)
     return found
+
+
+def shared_number(saved: Mapping[Tensor, SavedPart], key: str, otherwise: float) -> float:
+    """A number that all layers have; ``otherwise`` if the checkpoint lacks it."""
+    for part in saved.values():
+        if key in part:
+            return part.number(key)
+    return otherwise
 
 
 def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
@@ -112,20 +151,22 @@ def check_saved_factors(
     any sizes: of such layers, factors that do not fit are not loaded.
     """
     of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
-    tensors, alike = {*LETTERS, MEANS}, {*ALIKE, *CHOSEN}
+    tensors, alike = {*TENSORS}, {*ALIKE, *CHOSEN}
     known: dict[str, float] = {}
     for p, part in saved.items():
-        part.check_known((*HEADER, *LETTERS, *READ_BY_ALL))
-        if part.keys() & {*tensors, EXAMPLES}:
+        part.check_known((*HEADER, *TENSORS, *READ_BY_ALL))
+        if part.keys() & {*LETTERS, MEANS, EXAMPLES}:
             part.require([WEIGHT])
-        for key in part.keys() - set(HEADER):
+        if LAST_STEP in part:
+            _check_last_step(part, p)
+        for key in part.keys() - {*HEADER, LAST_STEP}:
             if key in tensors:
-                part.tensor(key)
+                part.tensor(key, SIZES.get(key))
                 continue
             if key in WHOLE:
                 value = float(part.whole(key, *WHOLE[key]))
             else:
-                value = part.number(key, -math.inf if key == STEP_SIGN else 0.0)
+                value = part.number(key, LEAST.get(key, 0.0))
             if key in alike and known.setdefault(key, value) != value:
                 raise part.wrong(key, f"is {value:g}, and {known[key]:g} for another parameter")
         block = of.get(p)
@@ -135,6 +176,18 @@ def check_saved_factors(
                 raise ValueError(misfit)
             if MEANS in part:
                 part.tensor(MEANS, (block.shape.numbers, block.shape.groups))
+            if block.trainable:
+                check_saved_inverse(part, block)
+
+
+def _check_last_step(part: SavedPart, p: Tensor) -> None:
+    """Raise CheckpointError unless the last step of a parameter, or its rows here, fit it."""
+    value = part[LAST_STEP]
+    if is_dtensor(value) and value.shape == p.shape:
+        part = part.with_entry(LAST_STEP, local(value))
+        part.tensor(LAST_STEP)
+    else:
+        part.tensor(LAST_STEP, tuple(p.shape))
 
 
 def move_factors(

@@ -11,6 +11,7 @@ p.grad        <- ν P, everywhere
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -28,12 +29,14 @@ from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
     CHOSEN,
     MEAN_CURVATURE,
+    NEWLY_TRAINABLE_AT,
     check_saved_factors,
     gather_factors,
     load_factors,
     loaded_workers,
     move_factors,
     saved_factors,
+    shared_number,
 )
 from second_order.kfac.feedback import (
     ADAPTIVE,
@@ -46,7 +49,7 @@ from second_order.kfac.group_options import group_options_said
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
 from second_order.kfac.options import AUTO, BUDGETED, SCHEDULES, KFACOptions
-from second_order.kfac.pipelined import Pipeline
+from second_order.kfac.pipelined import Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -64,14 +67,25 @@ from second_order.kfac.precondition import (
     precondition_by_owners,
     precondition_by_workers,
 )
-from second_order.kfac.schedule import JUDGED, Cadence
+from second_order.kfac.saved_inverses import (
+    DAMPING,
+    gather_inverses,
+    has_inverse_entries,
+    inverse_bytes,
+    loaded_inverse,
+    loaded_snapshot,
+    saved_inverse,
+    saved_snapshot,
+)
+from second_order.kfac.schedule import JUDGED, UPDATED_AT, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
-from second_order.kfac.solve import Solves
-from second_order.kfac.trace_rule import TraceRefresh
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kfac.solve import LoadedInverse, Snapshot, Solves
+from second_order.kfac.trace_rule import TRACE, TraceRefresh
+from second_order.kronecker.block import PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.options import Scalar, scheduled
 from second_order.report import Summary
+from second_order.sharded import is_checkpointing
 from second_order.stages import Meter
 
 __all__ = ["KFAC", "OfLayers"]
@@ -138,6 +152,11 @@ class KFAC(OfLayers):
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._closed, self._coming = False, False
+        # Since the last step a checkpoint has been loaded; the layers of which this rank lacks a
+        # part; and the checkpoint itself, if a plan is to come that it must be distributed by.
+        self._just_loaded = False
+        self._missing: set[KroneckerBlock] = set()
+        self._loaded: Mapping[Tensor, SavedPart] = {}
         self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
         self.coefficient: Scalar | None = None  # ν of the last step; None where nothing was clipped
         counted: Literal["all", "one"] = "all" if system.owners is None else "one"
@@ -205,6 +224,8 @@ class KFAC(OfLayers):
         """Plan anew where layers have changed: gradients go to those that precondition them."""
         if self.layers.follow():
             self._compile()
+        if self._just_loaded:
+            self._agree_on_loaded()
         if self.hook is not None:
             self.hook.share_moved(self.owners())
 
@@ -320,7 +341,7 @@ class KFAC(OfLayers):
                         exchange(sums, self._wire)
             if reduction == "step_mean":
                 sums = layers.whole_steps(sums, world.size, more)
-            layers.take_in(sums, decay)
+            self._take_in(sums, decay)
             cadence.updated_at = steps
         elif pipeline is not None:
             pipeline.drain()
@@ -331,7 +352,13 @@ class KFAC(OfLayers):
                 cadence.updated_at = steps
                 for block in found:
                     block.ensure_factors(asked=True)
-                layers.take_in(found, decay)
+                self._take_in(found, decay)
+
+    def _take_in(self, sums: Sums, decay: float) -> None:
+        """Update the running averages; solves under way keep the factors that they started from."""
+        if self.solves.under_way:
+            self.solves.keep_snapshots(sums)
+        self.layers.take_in(sums, decay)
 
     def _more_terms(self) -> Tensor | float:
         """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.
@@ -372,7 +399,7 @@ class KFAC(OfLayers):
         )
         for block in blocks:
             block.ensure_factors(asked=True)
-        self.layers.take_in(sums, self._cadence.decay(age))
+        self._take_in(sums, self._cadence.decay(age))
 
     # ------------------------------------------------------------------------------ who does what
 
@@ -433,6 +460,8 @@ class KFAC(OfLayers):
             self.drift.follow(layers.blocks)
         if self.helpers is not None:
             self.helpers.begin_anew()
+        if self._loaded:  # by the layers or the workers before
+            self._take_over(self._loaded)
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
 
@@ -440,7 +469,7 @@ class KFAC(OfLayers):
         """The values, by name, that decide which collectives a step has."""
         return [
             *(("closed", self._closed), ("sharded by FSDP2", self.sharded)),
-            ("inverses wanted at once", self.solves.wanted),
+            ("inverses wanted at once", [b.name for b in self.plan if b in self.solves.wanted]),
             ("anew at", self.layers.newcomers_at),
             *scheduled(self._options, SCHEDULES, self.training.steps),
             ("losses", self.layers.reduction),
@@ -456,17 +485,58 @@ class KFAC(OfLayers):
         """The factors that this process keeps, by the layers' weights."""
         kept = {**self.budget.saved(), **self.step_length.saved()}
         kept[MEAN_CURVATURE] = self.solves.mean_curvature
+        kept[UPDATED_AT] = self._cadence.updated_at
+        kept[NEWLY_TRAINABLE_AT] = self.layers.newcomers_at
         if self._system.chooser is not None:
             kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
         of_layers = [each for each in (self.solves.traces, self.drift) if each is not None]
         return saved_factors(self.layers, self._takes, kept, of_layers)
+
+    def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
+        """What decides the steps between two refreshes: inverses, solves under way, the last step.
+
+        They are shared, not copied. Solves on threads are waited for.
+        """
+        if not self._options.save_inverses or self._closed:
+            return {}
+        solves, rank, traces = self.solves, self.training.world.rank, self.solves.traces
+        solves.finish()
+        room = is_checkpointing(part=True)  # torch.distributed.checkpoint reads into what is there
+        damping = float(solves.damping)
+        common = {DAMPING: -1.0 if math.isnan(damping) else damping, **self.budget.saved_times()}
+        found: dict[Tensor, dict[str, Any]] = {}
+        for block, layer in self.plan.items():
+            for p in block.params:
+                found[p] = self.step_length.saved_step(p, room)
+            part = found.setdefault(block.weight, {})
+            part |= {**common, **saved_inverse(block, solves, rank in layer.workers, room)}
+            if self._on_threads and layer.keepers is None:
+                part |= saved_snapshot(block, solves, room)
+            elif block in solves.under_way:
+                part["inverse_wanted"] = 1  # its owner alone has what it is computed from
+            if self._takes(block):
+                part[PASS_HISTORY] = block.numbers(self._history(block))
+                part |= {} if traces is None else {TRACE: block.numbers(traces.mark(block))}
+        return found
+
+    def _ranks_of(self, block: KroneckerBlock) -> int:
+        """Number of ranks whose passes make a layer's statistics."""
+        return self.training.world.size if self.plan[block].source is None else 1
+
+    def _history(self, block: KroneckerBlock) -> list[float]:
+        return block.state.history(self._ranks_of(block))
+
+    @property
+    def _on_threads(self) -> bool:
+        """Whether solves can be under way between two steps."""
+        return self._system.solves is not None and not self._system.waits
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if saved factors do not fit the layers."""
         check_saved_factors(saved, self.layers.blocks)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over saved factors; inverses are computed at the next step."""
+        """Take over saved factors and inverses; missing inverses are computed at the next step."""
         load_factors(saved, self.layers.blocks, self.training)
         # A process may have got its own layers' factors alone, but moves and collects with others.
         for block, layer in self.known.items():
@@ -478,26 +548,94 @@ class KFAC(OfLayers):
         workers = loaded_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
             self._take_workers(workers)
-        for of_layers in (self.solves.traces, self.drift):
-            if of_layers is not None:
-                of_layers.load(saved, self.layers.blocks)
+        if self.drift is not None:
+            self.drift.load(saved, self.layers.blocks)
         self.budget.load(saved)
         self.step_length.load(saved)
-        mean = next((part for part in saved.values() if MEAN_CURVATURE in part), None)
-        self.solves.mean_curvature = 0.0 if mean is None else mean.number(MEAN_CURVATURE, 0.0)
-        self._cadence.updated_at = self.training.steps
+        self.solves.mean_curvature = shared_number(saved, MEAN_CURVATURE, 0.0)
+        steps = self.training.steps
+        self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
+        self.layers.newcomers_at = int(shared_number(saved, NEWLY_TRAINABLE_AT, -1))
+        self._just_loaded = True
+        self._loaded = {} if self.layers.unchanged else saved
+        self._take_over(saved)
         self.layers.updates += 1
         self.watch()
 
+    def _take_over(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Install the inverses of a checkpoint, and begin the solves that were under way.
+
+        By then the factors are loaded, and the plan is that of the layers as they are now.
+        """
+        solves, rank, options = self.solves, self.training.world.rank, self._options
+        inverses: dict[KroneckerBlock, LoadedInverse] = {}
+        snapshots: dict[KroneckerBlock, Snapshot] = {}
+        missing: set[KroneckerBlock] = set()
+        for block, layer in self.plan.items():
+            part = saved.get(block.weight)
+            if part is None or not has_inverse_entries(part):
+                continue  # it is refreshed at the next step
+            works = rank in layer.workers
+            if not part["inverse_wanted"]:
+                solves.wanted.discard(block)
+            inverse = loaded_inverse(part, block, solves.solver, options.inv_dtype, works)
+            if inverse is not None:
+                inverses[block] = inverse
+                if works and inverse.inverse is None:
+                    missing.add(block)
+            snapshot = loaded_snapshot(part, block)
+            if snapshot is not None and self._on_threads and layer.keepers is None:
+                snapshots[block] = snapshot
+                if snapshot.factors is None:
+                    missing.add(block)
+        solves.take_over(inverses)
+        damping = shared_number(saved, DAMPING, -1.0)
+        solves.damping = damping if damping >= 0 else math.nan
+        if solves.traces is not None:
+            solves.traces.load(saved, self.layers.blocks)
+        solves.resubmit({b: s for b, s in snapshots.items() if b not in missing})
+        for block in self.plan:
+            block.state.load(saved.get(block.weight, {}), self._ranks_of(block))
+        self._missing = missing
+        if self.training.world.size == 1:
+            solves.drop_missing(missing)
+
+    def _agree_on_loaded(self) -> None:
+        """Refresh the layers of which any rank lacks a part of the checkpoint; a collective."""
+        self._just_loaded = False
+        self._loaded = {}
+        world, blocks = self.training.world, list(self.plan)
+        if world.size == 1:
+            return
+        flags = torch.tensor([float(block in self._missing) for block in blocks], device="cpu")
+        world.on_cpu().all_reduce_max([flags]).wait()
+        lacking = [b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag]
+        self.solves.drop_missing(lacking)
+
     @property
-    def kept_elsewhere(self) -> str:
-        """A name for the factors if some are kept by other ranks alone; "" otherwise.
+    def factors_elsewhere(self) -> bool:
+        """Whether some factors are kept by other ranks alone.
 
         Before the first step there are none: Accelerate asks for the state of each new optimizer.
         """
         spread = any(layer.keepers is not None for layer in self.known.values())
-        here = self.training.world.size > 1 and self.training.steps > 0 and spread
-        return "the factors that other processes keep" if here else ""
+        return self.training.world.size > 1 and self.training.steps > 0 and spread
+
+    @property
+    def kept_elsewhere(self) -> str:
+        """A name for what other ranks alone keep, factors or inverses; "" if there is nothing."""
+        if self.factors_elsewhere:
+            return "the factors that other processes keep"
+        size = self.training.world.size
+        for block, layer in self.plan.items():
+            if self._options.save_inverses and block.solved and len(layer.workers) < size:
+                return "the inverses that other processes keep"
+        return ""
+
+    @property
+    def dispensable(self) -> bool:
+        """Whether training can resume without what other ranks keep: inverses can be refreshed."""
+        return not self.factors_elsewhere
 
     def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
         """The factors and the inverses of layers of which every rank has them."""
@@ -512,10 +650,31 @@ class KFAC(OfLayers):
                     yield f"tensor {i} of the inverse of layer {block.name!r}", tensor
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Collect copies of the factors that other ranks keep; a collective."""
+        """Collect copies of what other ranks keep, factors and inverses; a collective."""
         if not self._closed and self.layers.follow():
             self._compile()
-        found = gather_factors(self.training.world, self.known, lambda _: ranks)
+        world, solves, rank = self.training.world, self.solves, self.training.world.rank
+        found: dict[KroneckerBlock, dict[str, Any]] = {}
+        found |= gather_factors(world, self.known, lambda _: ranks)
+        if not self._options.save_inverses:
+            return {block.weight: {"curvature": parts} for block, parts in found.items()}
+
+        for block, entries in gather_inverses(world, self.plan, solves, ranks).items():
+            found[block] = {**found.get(block, {}), **entries}
+        # Numbers that only the rank knows whose batches make the statistics.
+        numbers: dict[str, dict[str, Sequence[float]]] = {}
+        for block, layer in self.plan.items():
+            if layer.source == rank:
+                numbers[block.name] = {PASS_HISTORY: self._history(block)}
+                if solves.traces is not None:
+                    numbers[block.name][TRACE] = solves.traces.mark(block)
+        known: dict[str, dict[str, Sequence[float]]] = {}
+        for each in world.all_gather_object(numbers):
+            known |= each
+        for block in self.plan:
+            more = {name: block.numbers(n) for name, n in known.get(block.name, {}).items()}
+            if more:
+                found[block] = {**found.get(block, {}), **more}
         return {block.weight: {"curvature": parts} for block, parts in found.items()}
 
     def close(self) -> None:
@@ -536,7 +695,7 @@ class KFAC(OfLayers):
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""
-        spread = bool(self.kept_elsewhere)
+        spread = self.factors_elsewhere
         if spread and self.layers.follow():
             self._compile()
         damping, layers = float(self.solves.damping), self.layers
@@ -565,6 +724,10 @@ class KFAC(OfLayers):
         said = {block.name: layer.said for block, layer in self.plan.items()}
         of_layers = (each.said for each in (self.solves.traces, self.drift) if each is not None)
         settings = [self._options.said, group_options_said(self.training.groups), *of_layers]
+        if self._options.save_inverses:
+            solver, dtype = self.solves.solver, self._options.inv_dtype
+            added = inverse_bytes(list(self.plan), solver, dtype) / 2**20
+            settings.append(f"inverses add {added:.2f} MiB to a checkpoint")
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")

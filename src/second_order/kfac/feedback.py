@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +38,12 @@ from second_order.kfac.solve import Asked, Solves, stacked_means
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.stacks import in_groups, numbers_of
 from second_order.options import Scalar, as_scalar
-from second_order.sharded import is_dtensor, local
+from second_order.sharded import is_dtensor, like, local, sharded_like
 
 __all__ = [
     "ADAPTIVE",
+    "LAST_STEP",
+    "LAST_STEP_KNOWN",
     "PLAIN",
     "STEP_LENGTH",
     "STEP_SIGN",
@@ -62,6 +64,10 @@ STEP_LENGTH = (
 """The entries of a checkpoint, in the part of every layer: τ, S, Z and the weight of these two;
 when τ was last looked at, the rate at the last refresh, and when that last moved. Of steps one more
 is saved, 0 for never."""
+
+LAST_STEP, LAST_STEP_KNOWN = "last_step", "last_step_known"
+"""The entries of a checkpoint, in the part of each parameter: the base's last step, with the sign
+of a gradient, and 1 if the next refresh may look at it, or 0."""
 
 JOINED_BYTES = 64 * 2**20  # of gradients and steps whose products are taken together
 
@@ -181,8 +187,23 @@ class StepLength:
         numbers = self.factor, self._sign, self._size, self._weight, *steps
         return dict(zip(STEP_LENGTH, numbers, strict=True))
 
+    def saved_step(self, p: Tensor, room: bool) -> dict[str, Any]:
+        """What a checkpoint has of the last step of a parameter, as it is sharded.
+
+        ``room`` asks for zeros where there is nothing.
+        """
+        if self._lengths is None:
+            return {}
+        step = self._step.get(p)
+        found: dict[str, Any] = {LAST_STEP_KNOWN: int(step is not None)}
+        if step is None and room:
+            step = torch.zeros_like(local(p))
+        if step is not None:
+            found[LAST_STEP] = sharded_like(p, step)
+        return found
+
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over what a checkpoint has; the step before is not known."""
+        """Take over what a checkpoint has."""
         self._step, self._before, self.kept = {}, {}, False
         wanted = set(STEP_LENGTH)
         found = next((part for part in saved.values() if part.keys() >= wanted), None)
@@ -193,6 +214,11 @@ class StepLength:
         self._sign, self._size, self._weight = averages
         self._rate = rate or math.nan
         self._looked_at, self._rate_changed = int(looked_at) - 1, int(changed) - 1
+        for p, part in saved.items():
+            if part.get(LAST_STEP_KNOWN, 0) and LAST_STEP in part:
+                step = local(like(p, part[LAST_STEP]))
+                self._step[p] = step.to(p.device, p.dtype, copy=True)
+        self.kept = bool(self._step)
 
 
 def before_refresh(

@@ -557,8 +557,9 @@ def gradient_statistics(
     size = training.world.size
     others = [b.factors for b in blocks if b.factors and not isinstance(b, GradientBlock)]
     counts = [factors.examples.to(training.device) for factors in others]
-    examples = torch.stack(counts).max() if counts else torch.zeros((), device=training.device)
-    examples = examples.to(torch.float32)
+    examples = torch.zeros((), dtype=torch.float32, device=training.device)
+    if counts:
+        examples = torch.stack(counts).max().to(torch.float32)
     if counts_own:
         training.world.all_reduce_max([examples]).wait()
     ranks = size if counts_own else 1

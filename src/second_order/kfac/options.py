@@ -235,6 +235,9 @@ class KFACOptions:
         inv_dtype: Dtype in which inverses are kept, sent and applied; solves use float32 or more.
         max_consecutive_failures: Number of refreshes in a row without a sound decomposition of a
             layer that raise :class:`~second_order.DecompositionError` on every process.
+        save_inverses: Whether ``state_dict()`` has the inverses, so that a resumed run takes the
+            steps that the run itself would have taken. ``summary()`` says how many bytes they add.
+            False: checkpoints are smaller, and the first step after loading refreshes all layers.
         adaptive: Whether the base scales its steps itself; no keyword.
         damping_floor: Share of the mean curvature of all layers to which that of a layer is raised
             in its γ; no keyword.
@@ -276,6 +279,7 @@ class KFACOptions:
     max_consecutive_failures: int = keyword(
         3, partial(check_count, meaning="refreshes that may fail")
     )
+    save_inverses: bool = keyword(True, check_flag)
     adaptive: bool = False
     damping_floor: float = 0.0
     follows_steps: bool = False

@@ -166,7 +166,9 @@ class Pipeline:
             for bucket in self._buckets[len(self._sent) :]:
                 self._send(bucket, micro_batches)
             changed = torch.tensor(
-                [float(self._has_changed(b, micro_batches)) for b in blocks], device="cpu"
+                [float(self._has_changed(b, micro_batches)) for b in blocks],
+                dtype=torch.float32,
+                device="cpu",
             )
             agreed = world.on_cpu().all_reduce_max([changed])
             pairs, sent = {block: block.staged.pairs for block in blocks}, self._sent

@@ -208,7 +208,7 @@ class Clip:
     def _bound_for_batch(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
         """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
         if self._counted == "helpers":
-            return torch.tensor(USUAL_BOUND)
+            return torch.tensor(USUAL_BOUND, dtype=torch.float32)
         counts: list[Tensor] = []
         for block in blocks:
             count = block.ensure_factors().examples

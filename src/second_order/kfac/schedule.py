@@ -37,9 +37,11 @@ __all__ = [
     "DRIFT",
     "DRIFT_ALIKE",
     "DRIFT_INTERVAL",
+    "DRIFT_LEAST",
     "JUDGED",
     "LONGEST",
     "PLAIN",
+    "UPDATED_AT",
     "Bounds",
     "Cadence",
     "Change",
@@ -50,7 +52,13 @@ __all__ = [
 ]
 
 DRIFT_INTERVAL, DRIFT_ALIKE = DRIFT = ("drift_interval", "drift_alike")
-"""The entries of a checkpoint, in the part of every layer."""
+DRIFT_LEAST = "drift_least"
+"""The entries of a checkpoint, in the part of every layer: the interval that it has shown to need,
+refreshes in a row that were alike, and the least interval that its cost allows; 0 for the first
+where nothing has been compared, and for the last in checkpoints of older versions."""
+
+UPDATED_AT = "updated_at"
+"""The entry of a checkpoint, the same for all layers: the step of the averages' last update."""
 
 LONGEST, LATEST = 32, 2**62  # of intervals, and of steps
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
@@ -195,8 +203,9 @@ class Drift:
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
         """What a checkpoint keeps of a layer."""
-        alike = self.changes.get(block, Change()).alike
-        return {DRIFT_INTERVAL: self.interval(block), DRIFT_ALIKE: alike}
+        change = self.changes.get(block, Change(interval=0))
+        least = self._affordable.get(block, 0)
+        return {DRIFT_INTERVAL: change.interval, DRIFT_ALIKE: change.alike, DRIFT_LEAST: least}
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over the intervals of a checkpoint."""
@@ -204,9 +213,13 @@ class Drift:
         self.held = 0
         for block in blocks:
             part = saved.get(block.weight)
-            if part is not None and part.keys() >= set(DRIFT):
-                alike = part.whole(DRIFT_ALIKE, 0)
-                self.changes[block] = Change(part.whole(DRIFT_INTERVAL, 1), alike=alike)
+            if part is None or not part.keys() >= set(DRIFT):
+                continue
+            interval, alike = part.whole(DRIFT_INTERVAL, 0), part.whole(DRIFT_ALIKE, 0)
+            if interval:
+                self.changes[block] = Change(interval, alike=alike)
+            if least := part.whole(DRIFT_LEAST, 0) if DRIFT_LEAST in part else 0:
+                self._affordable[block] = least
 
     @property
     def said(self) -> str:

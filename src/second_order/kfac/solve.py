@@ -10,7 +10,7 @@ install   decompositions go to the gradient workers of the layers that are solve
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from itertools import repeat
@@ -36,13 +36,25 @@ from second_order.kronecker.decompositions import (
     Decomposition,
     Problem,
 )
+from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
 from second_order.kronecker.stacks import as_stack, in_groups, numbers_of
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
-__all__ = ["Asked", "Refreshed", "Solve", "Solved", "Solves", "Verdict", "stacked_means"]
+__all__ = [
+    "Asked",
+    "FactorCopies",
+    "LoadedInverse",
+    "Refreshed",
+    "Snapshot",
+    "Solve",
+    "Solved",
+    "Solves",
+    "Verdict",
+    "stacked_means",
+]
 
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
@@ -72,6 +84,35 @@ class Verdict(IntEnum):
     RAISED = 9  # an exception on a thread
 
 
+@dataclass(frozen=True)
+class FactorCopies:
+    """A layer's factors as they were at a step, by letter, and their mean eigenvalues."""
+
+    stored: Mapping[str, Tensor | None]
+    means: Tensor
+
+
+@dataclass(frozen=True)
+class LoadedInverse:
+    """An inverse of a checkpoint; ``inverse`` is None on ranks that do not precondition by it."""
+
+    step: int  # of the factors that it was computed from
+    delay: int  # steps until it was installed
+    damping: float = 0.0
+    scale: float = 0.0
+    inverse: Inverse | None = None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The factors of a solve that was under way when a checkpoint was written."""
+
+    step: int
+    damping: float  # γ as the option had it then
+    mean_curvature: float  # of all layers, then
+    factors: KroneckerFactors | None  # None if the checkpoint does not have them
+
+
 @dataclass(eq=False)
 class Solve:
     """A layer's solve under way, of factors taken at a step."""
@@ -83,6 +124,12 @@ class Solve:
     verdict: Verdict = Verdict.OPEN
     solved: Solved = field(default_factory=dict)  # what this rank has decomposed
     ticket: Any = None  # of the thread that solves it, if one does
+    option: Damping = math.nan  # γ as the option had it at that step
+    mean_curvature: float = 0.0  # of all layers, then
+    # The factors of that step: on the rank that solves, copies by letter; on the other ranks, and
+    # of the means, once they have changed.
+    copies: Callable[[], Mapping[str, Tensor]] | None = None
+    snapshot: FactorCopies | None = None
 
 
 def stacked_means(
@@ -135,14 +182,13 @@ class Solves:
         self.mean_curvature = 0.0  # of all layers
         self.failed = 0  # number of solves without a sound decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
-        self.wanted = False
         self.changes: dict[KroneckerBlock, Sequence[float]] = {}  # by this refresh, if told with it
         self._unsure: dict[KroneckerBlock, Tensor] = {}  # weights of layers that may have none
 
     def restart(self, step: StepPlan) -> None:
         """Solve all layers of a plan anew, from other factors or on other ranks."""
         self.step, self.plan = step, step.layers
-        self.wanted = True  # a refresh is due out of turn
+        self.wanted: set[KroneckerBlock] = set(self.plan)  # layers that are due out of turn
         self.under_way: dict[KroneckerBlock, Solve] = {}  # verdicts on others are void
         # Of the inverses in use: when they were put to use, the step of their factors, and γ on the
         # layer's gradient workers.
@@ -175,7 +221,8 @@ class Solves:
             DecompositionError: On every rank, if a thread has raised, or a layer could not be
                 solved too often.
         """
-        due = list(self.plan) if self.wanted else due
+        if self.wanted:
+            due = [block for block in self.plan if block in self.wanted or block in due]
         self.changes = {}
         try:
             if due:
@@ -190,7 +237,7 @@ class Solves:
             raise
         except BaseException:  # solves under way may have lost their results
             self.under_way.clear()
-            self.wanted = True
+            self.wanted = set(self.plan)
             raise
         self.layers.tell_of_silence(agreed)
         most = self.options.max_consecutive_failures
@@ -221,8 +268,64 @@ class Solves:
             news, came = self.agree(pending, news)
             agreed += came
         if due:
-            self.wanted = False
+            self.wanted = set()
         return news, agreed
+
+    # -------------------------------------------------------------------------------- checkpoints
+
+    def finish(self) -> None:
+        """Wait for this rank's solves under way, which are installed at their turn."""
+
+    def keep_snapshots(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Keep what the solves under way of some layers started from: their factors will change."""
+
+    def take_over(self, found: Mapping[KroneckerBlock, LoadedInverse]) -> None:
+        """Install the inverses of a checkpoint; the layers are not refreshed out of turn."""
+        for block, loaded in found.items():
+            block.installed()
+            self.taken_at[block] = loaded.step
+            self.installed_at[block] = loaded.step + loaded.delay
+            if loaded.inverse is not None:
+                self.dampings[block] = loaded.damping
+                if self.options.preconditioner_scale == "gradient":
+                    self.scales[block] = block.ensure_factors().weight.new_tensor(loaded.scale)
+        for bank in self.step.banks:
+            here: dict[KroneckerBlock, Inverse] = {}
+            for block in bank.blocks:
+                inverse = found[block].inverse if block in found else None
+                if inverse is not None:
+                    here[block] = inverse
+            if here:
+                columns = zip(*(inverse.tensors for inverse in here.values()), strict=True)
+                first = next(iter(here.values()))
+                bank.install(list(here), first.of([torch.cat(c) for c in columns]), keeps=False)
+
+    def resubmit(self, found: Mapping[KroneckerBlock, Snapshot]) -> None:
+        """Begin the solves anew that were under way when a checkpoint was written."""
+        damping, mean_curvature = self.damping, self.mean_curvature
+        own_dampings, self.own_dampings = self.own_dampings, {}  # the snapshots have theirs
+        for block, snapshot in found.items():
+            self.damping, self.mean_curvature = snapshot.damping, snapshot.mean_curvature
+            current, block.factors = block.factors, snapshot.factors
+            self.submit([block])
+            block.factors = current
+            solve = self.under_way[block]
+            solve.step = snapshot.step
+            if snapshot.factors is not None:
+                solve.snapshot = FactorCopies(snapshot.factors.stored, snapshot.factors.means)
+                solve.copies = None
+        self.damping, self.mean_curvature = damping, mean_curvature
+        self.own_dampings = own_dampings
+        self.finish()
+
+    def drop_missing(self, missing: Iterable[KroneckerBlock]) -> None:
+        """Refresh layers at the next refresh, as some rank lacks what it needs of a checkpoint."""
+        for block in missing:
+            block.drop_inverse()
+            self.under_way.pop(block, None)
+            self.taken_at.pop(block, None)
+            self.installed_at.pop(block, None)
+            self.wanted.add(block)
 
     # ------------------------------------------------------------------------------------ solve
 
@@ -233,11 +336,14 @@ class Solves:
         """
         mine, others = [], []  # others know γ by themselves, unless it is sent
         for block in blocks:
-            self.under_way[block] = Solve(self.training.steps)
+            option = self.own_dampings.get(block, self.damping)
+            self.under_way[block] = Solve(
+                self.training.steps, option=option, mean_curvature=self.mean_curvature
+            )
             block.ensure_factors()  # on every rank: checkpoints have the same entries on all
             if block in self.step.to_solve:
                 mine.append(block)
-            elif not self.heads and self.training.world.rank in self.plan[block].workers:
+            elif self._knows_damping(block):
                 others.append(block)
         try:
             return self.solve(self.ready(mine, others))
@@ -248,6 +354,14 @@ class Solves:
                     self.under_way[block].verdict = Verdict.FAILED
                     block.state.complaint = f" ({type(error).__name__}: {error})"
             return None
+
+    def _knows_damping(self, block: KroneckerBlock) -> bool:
+        """Whether this rank finds out γ of a layer that others solve.
+
+        With a refresh by trace every rank knows the traces, as any of them can write a checkpoint.
+        """
+        works = self.training.world.rank in self.plan[block].workers
+        return self.traces is not None or (works and not self.heads)
 
     def solve(self, ready: Sequence[KroneckerBlock]) -> Sequence[float] | None:
         """Decompose this rank's factors of layers that can be solved; a device is waited for once.
@@ -267,7 +381,7 @@ class Solves:
         reads = [attempts.errors], self.layers.overflown, [*unsure.values()], changes
         errors, over, weights, changed, *asked.told = numbers_of(*reads, *asked.groups)
         found = attempts.finish(errors)
-        if all(error < RESIDUAL_TOLERANCE for error in errors):  # none has climbed the ladder
+        if all(error < attempts.tolerance for error in errors):  # none has climbed the ladder
             each = iter(changed)
             self.changes |= dict(zip(compared, zip(each, each, each, strict=True), strict=True))
         for block in ready:
@@ -331,8 +445,7 @@ class Solves:
                     self.under_way[block].verdict = _unseen(block)
         traces = self.damp((*ready, *others))
         if self.traces is not None:
-            of_ready = {block: traces[block] for block in ready}
-            spared = self.traces.keeping(of_ready, self.damping, self.own_dampings)
+            spared = self.traces.keeping(traces, self.damping, self.own_dampings, ready)
             spared = {} if self.budget.measuring else spared
             ready = [block for block in ready if block not in spared]
             for block, verdict in spared.items():
@@ -381,6 +494,8 @@ class Solves:
             stored,
             added=added[shape.letters.index(letter)],
             is_diagonal=letter in shape.diagonals,
+            # A plan's matrices have no meaning, and every decomposition of them is valid.
+            tolerance=math.inf if self.training.world.planned else RESIDUAL_TOLERANCE,
         )
 
     # ------------------------------------------------------------------------------------ agree
@@ -397,7 +512,7 @@ class Solves:
                     heard.append(float(mine))
                 heard += news
                 if world.size > 1:
-                    message = torch.tensor(heard, device="cpu")
+                    message = torch.tensor(heard, dtype=torch.float32, device="cpu")
                     agreement = world.on_cpu().all_reduce_max([message])
         with meter.stage("average_gradients"):
             pending.wait()
@@ -421,7 +536,7 @@ class Solves:
             return Verdict.UNEXPLAINED
         if solve.verdict is not Verdict.OPEN:
             return solve.verdict
-        if self.training.world.backend == "fake":  # solvers' verdicts never come
+        if self.training.world.backend == "fake":  # no other rank sends its verdict
             return Verdict.SOUND
         return Verdict.UNSEEN if block.state.heard else Verdict.OPEN
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
 from contextlib import suppress
 from dataclasses import replace
@@ -30,7 +30,14 @@ from torch import Tensor
 from second_order.contract.training import PendingAverage
 from second_order.errors import DecompositionError
 from second_order.kfac.options import DistKFACOptions, half_the_cores
-from second_order.kfac.solve import Refreshed, Solve, Solved, Solves, Verdict
+from second_order.kfac.solve import (
+    FactorCopies,
+    Refreshed,
+    Solve,
+    Solved,
+    Solves,
+    Verdict,
+)
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Attempts, Problem
 
@@ -141,6 +148,11 @@ def _tensors_of(problems: Mapping[str, Problem]) -> list[Tensor]:
     return [*(each.stored for each in problems.values()), *added]
 
 
+def _by_letter(letters: Sequence[str], fetch: Callable[[], list[Tensor]]) -> dict[str, Tensor]:
+    """The copies of factors that a thread has got, by letter."""
+    return dict(zip(letters, fetch(), strict=False))
+
+
 def retrieve(
     parts: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> tuple[Tensor, ...]:
@@ -211,7 +223,7 @@ class SolvesOnThreads(Solves):
         if news or not self._own.deterministic or any(map(self._waits, self.under_way)):
             news, agreed = self.agree(pending, news)
         if due:
-            self.wanted = False
+            self.wanted = set()
             came = {b for b in before if b not in self.under_way and b.solved}
             with stage("launch"):
                 self.submit([block for block in due if block in came])
@@ -237,9 +249,29 @@ class SolvesOnThreads(Solves):
             every.append(problems)
         fetches = take_snapshots([*map(_tensors_of, every)], device, streams)
         for block, problems, fetch in zip(ready, every, fetches, strict=True):
+            if options.save_inverses:
+                self.under_way[block].copies = partial(_by_letter, list(problems), fetch)
             self.under_way[block].ticket = self.pool.submit(
                 partial(solve, fetch, problems, decompose, streams)
             )
+
+    def finish(self) -> None:
+        """Wait for this rank's solves under way, which are installed at their turn."""
+        wait([solve.ticket for solve in self.under_way.values() if solve.ticket is not None])
+
+    def keep_snapshots(self, blocks: Iterable[KroneckerBlock]) -> None:
+        """Keep what the solves under way of some layers started from: their factors will change.
+
+        Checkpoints have it, and every rank can write one.
+        """
+        for block in blocks if self.options.save_inverses else ():
+            solve, factors = self.under_way.get(block), block.factors
+            if solve is None or solve.snapshot is not None or factors is None:
+                continue
+            stored: dict[str, Tensor | None] = {}
+            if solve.copies is None:
+                stored = {k: None if t is None else t.clone() for k, t in factors.stored.items()}
+            solve.snapshot = FactorCopies(stored, factors.means.clone())
 
     def _waits(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way must be installed at this step; the same on every rank."""

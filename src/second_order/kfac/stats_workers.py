@@ -289,10 +289,12 @@ class StatsWorker(OfLayers):
                 if not self._fetch():
                     break
                 self.layers.collector.gradient_scale = GradientScale(1, None)
-                with torch.enable_grad():
-                    found = loss_fn(batch)
-                    loss = found[0] if isinstance(found, tuple) else found
-                    loss.backward()
+                # While everything is frozen, messages without statistics keep both sides in step.
+                if any(p.requires_grad for p in self.training.model.parameters()):
+                    with torch.enable_grad():
+                        found = loss_fn(batch)
+                        loss = found[0] if isinstance(found, tuple) else found
+                        loss.backward()
                 self._deliver()
                 for p in self.training.model.parameters():
                     p.grad = None

@@ -25,10 +25,12 @@ from second_order.kfac.solve import Verdict
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import Scalar
 
-__all__ = ["SETTLED", "Mark", "TraceRefresh", "judge", "moved"]
+__all__ = ["SETTLED", "TRACE", "Mark", "TraceRefresh", "judge", "moved"]
 
 SETTLED = "settled"
-"""The entry of a checkpoint, in the part of every layer."""
+TRACE = "trace"
+"""The entries of a checkpoint, in the part of every layer: 1 if it has settled, and the two numbers
+of its :class:`Mark`, -1 for a trace that is not known."""
 
 
 class Mark(NamedTuple):
@@ -78,13 +80,16 @@ class TraceRefresh:
         traces: Mapping[KroneckerBlock, Tensor],
         damping: Scalar,
         own: Mapping[KroneckerBlock, float],
+        judged: Iterable[KroneckerBlock],
     ) -> dict[KroneckerBlock, Verdict]:
         """This rank's verdicts on layers that keep their inverses; a device is waited for once.
 
-        The ``traces`` are scalars: the mean eigenvalues of A ⊗ G + γ. ``own`` are the dampings of
-        layers whose groups have one.
+        The ``traces`` are scalars: the mean eigenvalues of A ⊗ G + γ, of the layers that are
+        ``judged`` here, and of others, which other ranks judge. ``own`` are the dampings of layers
+        whose groups have one.
         A layer without an inverse is solved, and one whose last solve failed.
         """
+        here = set(judged)
         if not traces:
             return {}
         device = next(iter(traces.values())).device
@@ -97,6 +102,8 @@ class TraceRefresh:
         for block, trace in zip(traces, listed, strict=True):
             mark = self._coming[block] = Mark(trace, float(own.get(block, damping)))
             before = self._marks.get(block)
+            if block not in here:
+                continue
             if before is not None and block.solved and not block.state.failures:
                 verdict = judge(mark, before, self._bounds, block in self.settled)
                 found |= {} if verdict is None else {block: verdict}
@@ -123,11 +130,26 @@ class TraceRefresh:
         return f"refresh by trace: {self.spared} of {self.judged} solves spared, {layers} settled"
 
     def saved(self, block: KroneckerBlock) -> dict[str, Any]:
-        """What a checkpoint keeps of a layer; traces are made anew with the inverses."""
+        """What a checkpoint keeps of a layer."""
         return {SETTLED: int(block in self.settled)}
 
+    def mark(self, block: KroneckerBlock) -> Mark:
+        """What a checkpoint keeps of a layer next to its inverse."""
+        return self._marks.get(block, Mark(-1.0, -1.0))
+
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
-        """Take over which layers have settled; they are solved once, as all are after loading."""
+        """Take over which layers have settled, and the traces of inverses in the checkpoint.
+
+        Without its trace a layer is solved at the next refresh.
+        """
         self.forget()
-        parts = {block: saved[block.weight] for block in blocks if block.weight in saved}
-        self.settled |= {b for b, p in parts.items() if SETTLED in p and p.whole(SETTLED, 0, 1)}
+        for block in blocks:
+            part = saved.get(block.weight)
+            if part is None:
+                continue
+            if SETTLED in part and part.whole(SETTLED, 0, 1):
+                self.settled.add(block)
+            if TRACE in part:
+                mark = Mark(*part[TRACE].tolist())
+                if mark.trace >= 0:
+                    self._marks[block] = mark

@@ -30,10 +30,16 @@ from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.sharded import FSDPParams, local
 
-__all__ = ["KroneckerBlock", "LayerState"]
+__all__ = ["AGREED_STATE", "PASS_HISTORY", "KroneckerBlock", "LayerState"]
 
 LOOK_EVERY = 100
 """Steps with statistics between two looks at whether a layer's pairs explain its gradient."""
+
+
+PASS_HISTORY = "pass_history"
+AGREED_STATE = ("no_statistics", "statistics_due", "failures")
+"""The entries of a layer's state in a checkpoint: four numbers on the ranks whose passes make the
+statistics, and whole numbers that all ranks have."""
 
 
 @dataclass
@@ -48,6 +54,28 @@ class LayerState:
     unexplained: float = 0.0  # share of the gradient, if too much for the pairs to be used
     unlooked: int = LOOK_EVERY  # steps with statistics since the two were compared
     work: int = 0  # operations of the passes in the last step with statistics, on this process
+
+    def agreed(self) -> dict[str, Any]:
+        """The entries of a checkpoint that are the same on all ranks."""
+        values = int(self.silent), int(self.asked), self.failures
+        return dict(zip(AGREED_STATE, values, strict=True))
+
+    def history(self, ranks: int) -> list[float]:
+        """The numbers of captured passes that a checkpoint has; work is that of all ``ranks``."""
+        work = float(self.work * ranks)
+        return [float(self.heard), float(self.unlooked), self.unexplained, work]
+
+    def load(self, saved: Mapping[str, Any], ranks: int) -> None:
+        """Take over the entries that a checkpoint has; work is shared by so many ``ranks``."""
+        if saved.keys() >= {*AGREED_STATE}:
+            silent, asked, self.failures = (saved[name] for name in AGREED_STATE)
+            self.silent = bool(silent)
+            self.asked = bool(asked)
+        if PASS_HISTORY in saved:
+            heard, unlooked, self.unexplained, work = saved[PASS_HISTORY].tolist()
+            self.heard = bool(heard)
+            self.unlooked = int(unlooked)
+            self.work = int(work / ranks)
 
 
 class KroneckerBlock:
@@ -67,6 +95,7 @@ class KroneckerBlock:
         stored_shapes: By letter, the shape of a factor as stored here or on another process.
         trains_bias: Whether A has the homogeneous coordinate.
         work_dtype: The dtype in which gradients are clipped and exchanged: float32 at least.
+        triangular: Whether symmetric matrices are kept as upper triangles.
     """
 
     def __init__(
@@ -85,7 +114,7 @@ class KroneckerBlock:
         named = zip(modules, self.keys, strict=True)
         self.kinds = {module: KINDS[key] for module, key in named if key is not None}
         self.weight, self.bias = self._key_parameter(), bias
-        self.factor_dtype, self._triangular = factor_dtype, triangular
+        self.factor_dtype, self.triangular = factor_dtype, triangular
         self.held = (True, True)
         self.inverse: Inverse | None = None
         self.state = LayerState()
@@ -101,7 +130,7 @@ class KroneckerBlock:
         self.trains_bias = self.bias is not None and self.bias.requires_grad
         self.work_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.shape: FactorShape = self._current_shape()
-        shape, packed = self.shape, self._triangular
+        shape, packed = self.shape, self.triangular
         self.stored_shapes = {k: shape.stored_shape(k, packed) for k in shape.letters}
         before = self.__dict__.get("staged")
         self.staged = StagedStatistics(shape, self.weight.device, self.factor_dtype, packed)
@@ -217,7 +246,7 @@ class KroneckerBlock:
         self.state.asked |= asked
         if self.factors is None:
             self.factors = KroneckerFactors(
-                self.shape, self.weight.device, self.factor_dtype, self._triangular, self.held
+                self.shape, self.weight.device, self.factor_dtype, self.triangular, self.held
             )
         return self.factors
 
@@ -237,6 +266,12 @@ class KroneckerBlock:
     def stored(self, which: str) -> Tensor | None:
         """The factor of a letter, as stored; None if it is not kept here, or is lost."""
         return None if self.factors is None else self.factors.stored[which]
+
+    def numbers(self, values: Sequence[float]) -> Tensor:
+        """Numbers as a tensor of a checkpoint, which has all of its tensors on one device."""
+        device = self.weight.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        return torch.tensor(values, dtype=wide, device=device)
 
     @property
     def lost(self) -> bool:
@@ -259,8 +294,14 @@ class KroneckerBlock:
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
         """Take over saved averages that fit, triangles or not; a missing one counts as lost."""
-        self.factors = None
-        factors, shape = self.ensure_factors(), self.shape
+        self.factors = self.read_factors(saved)
+
+    def read_factors(self, saved: Mapping[str, Any]) -> KroneckerFactors:
+        """Copy saved averages that fit, triangles or not, as they are kept on this process."""
+        shape = self.shape
+        factors = KroneckerFactors(
+            shape, self.weight.device, self.factor_dtype, self.triangular, self.held
+        )
         factors.weight.copy_(torch.as_tensor(saved["average_weight"]))
         factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0)))
         matrices = {k: saved[k] for k in shape.letters if k in saved}
@@ -277,6 +318,7 @@ class KroneckerBlock:
             here = self.held[k == "G"] and k in matrices
             kept = factors.store(matrices[k]).to(self.weight.device, copy=True) if here else None
             factors.stored[k] = kept
+        return factors
 
     def misfit(self, saved: Mapping[str, Any]) -> str:
         """Why saved factors have not this layer's sizes as it is now; "" if they have."""

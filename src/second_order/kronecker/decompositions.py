@@ -76,6 +76,7 @@ class Problem:
     stored: Tensor  # (groups, n, n); (groups, n (n + 1) / 2), a triangle; (groups, n), a diagonal
     added: Tensor | None = None  # damping added to the diagonals, (groups,)
     is_diagonal: bool = False
+    tolerance: float = RESIDUAL_TOLERANCE  # relative error up to which a decomposition is valid
 
 
 def diagonal(factor: Tensor) -> Tensor:
@@ -176,6 +177,7 @@ class Attempts:
 
     def __init__(self, problems: Sequence[Problem], decompose: Decompose) -> None:
         self._problems, self._decompose = problems, decompose
+        self.tolerance = max((each.tolerance for each in problems), default=RESIDUAL_TOLERANCE)
         self._batches = list(map(_Batch, _batches(problems)))
         errors: list[Tensor] = []
         for batch in self._batches:
@@ -210,7 +212,7 @@ class Attempts:
         fine: set[int] = set()
         for batch in self._batches:
             rows = [i for i in batch.indices for _ in range(self._problems[i].groups)]
-            sound = [next(told) < RESIDUAL_TOLERANCE for _ in rows]
+            sound = [next(told) < self.tolerance for _ in rows]
             if not all(sound):
                 self._mend(batch, sound)
             fine |= {*rows} - {i for i, each in zip(rows, sound, strict=True) if not each}
@@ -227,7 +229,9 @@ class Attempts:
         matrices = _gathered(problems)
         left = [j for j, k in enumerate(again) if not sound[k]]
         with ieee_matmul(matrices.device, matrices.dtype):
-            climbed = _climb(self._decompose, matrices, left, raised=not batch.parts)
+            climbed = _climb(
+                self._decompose, matrices, left, raised=not batch.parts, tolerance=self.tolerance
+            )
         for j, parts in climbed.items():
             if not batch.parts:
                 batch.parts = tuple(p.new_zeros(len(rows), *p.shape[1:]) for p in parts)
@@ -263,7 +267,7 @@ def _gathered(problems: Sequence[Problem]) -> Tensor:
 
 
 def _climb(
-    decompose: Decompose, batch: Tensor, left: Sequence[int], *, raised: bool
+    decompose: Decompose, batch: Tensor, left: Sequence[int], *, raised: bool, tolerance: float
 ) -> dict[int, Decomposition]:
     """Decompose the members that are ``left`` of a batch, on the rungs above the first attempt.
 
@@ -288,7 +292,7 @@ def _climb(
                     attempts += [[i] for i in members]
                 continue
             for k, i in enumerate(members):
-                if told[k] < RESIDUAL_TOLERANCE:
+                if told[k] < tolerance:
                     found[i] = tuple(part[k : k + 1].to(batch.device) for part in parts)
         left = [i for i in left if i not in found]
     return found

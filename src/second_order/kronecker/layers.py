@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from second_order.kronecker.triangles import (
     GATHERED_UP_TO,
+    Blocks,
+    blocks_of,
     empty_symmetric,
     pack_from_upper,
     packed_length,
@@ -186,8 +188,10 @@ def gram(
     # whole product: 576 and 1152 dimensions took 0.65 of the time. A GPU would see many small
     # kernels instead.
     strip = 128 if x.device.type == "cpu" else dim
+    # `bmm` is `@` without the views that it takes around it.
     bands = (
-        (start, x[..., start : start + strip].mT @ x[..., start:]) for start in range(0, dim, strip)
+        (start, torch.bmm(x[..., start : start + strip].mT, x[..., start:]))
+        for start in range(0, dim, strip)
     )
     return symmetric(bands, x, dim, column, rows if ones is None else ones, triangular)
 
@@ -205,24 +209,28 @@ def symmetric(
     ``column``, ``(groups, dim)``, is the sum of ``rows`` rows; None without a row of ones.
     """
     total, matrix = dim + (column is not None), None
+    target: Tensor | Blocks | None = None  # where the bands go
     small = triangular and total <= GATHERED_UP_TO  # by way of the whole matrix
     for start, band in bands:
         if matrix is None and band.shape[-2] == total and (small or not triangular):
             return pack_from_upper(band) if small else band
         if matrix is None:
             matrix = empty_symmetric(x, band.shape[0], total, triangular and not small)
+            target = blocks_of(matrix, total) if matrix.dim() == 2 else matrix
+        assert target is not None
         if small:
             matrix[:, start : start + band.shape[-2], start:dim] = band
         else:
-            write_band(matrix, total, start, band)
+            write_band(target, total, start, band)
     assert matrix is not None
+    assert target is not None
     if column is not None:
         last = nn.functional.pad(column, (0, 1))
         last[:, -1] = rows
         if small:
             matrix[..., -1] = last
         else:
-            write_last_row(matrix, total, last)
+            write_last_row(target, total, last)
     return pack_from_upper(matrix) if small else matrix
 
 

@@ -18,6 +18,7 @@ from second_order.kronecker.decompositions import (
     eigh,
 )
 from second_order.kronecker.factors import KroneckerFactors
+from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
     packed_length,
@@ -26,6 +27,7 @@ from second_order.kronecker.triangles import (
 )
 
 __all__ = [
+    "INVERSE_ENTRIES",
     "SOLVERS",
     "Damping",
     "EigenInverse",
@@ -35,6 +37,7 @@ __all__ = [
     "InverseSolver",
     "SolverName",
     "condition_estimate",
+    "fitting_entry",
     "round_definite",
     "round_to",
 ]
@@ -43,6 +46,18 @@ __all__ = [
 TRIANGULAR_FROM = 1024
 
 POWER_ITERATIONS = 12  # within some per cent where the spectrum decays
+
+EIGEN_SCALE = "eigen_scale"
+INVERSE_ENTRIES = (
+    *(f"eigenvectors_{letter}" for letter in "AGL"),
+    EIGEN_SCALE,
+    *(f"inverse_{letter}" for letter in "AGL"),
+)
+"""The names of an inverse's tensors in a checkpoint, of either solver."""
+
+# Largest deviation of a saved inverse from symmetry, or of a saved eigenvector's length from 1,
+# relative to the largest entry. Rounding to bfloat16 stays within 1e-2.
+SAVED_TOLERANCE = 5e-2
 
 SolverName: TypeAlias = Literal["eigen", "inverse"]
 Damping: TypeAlias = float | Tensor
@@ -82,6 +97,12 @@ class EigenInverse:
         """An inverse of other tensors, in the order of :attr:`tensors`."""
         return EigenInverse(dict(zip(self.vectors, tensors, strict=False)), tensors[-1])
 
+    @property
+    def entries(self) -> dict[str, Tensor]:
+        """The tensors by their names in a checkpoint."""
+        named = {f"eigenvectors_{letter}": vectors for letter, vectors in self.vectors.items()}
+        return {**named, EIGEN_SCALE: self.scale}
+
 
 @dataclass(frozen=True)
 class FactoredInverse:
@@ -115,6 +136,11 @@ class FactoredInverse:
     def of(self, tensors: Sequence[Tensor]) -> FactoredInverse:
         """An inverse of other tensors, in the order of :attr:`tensors`."""
         return FactoredInverse(dict(zip(self.inverses, tensors, strict=True)))
+
+    @property
+    def entries(self) -> dict[str, Tensor]:
+        """The tensors by their names in a checkpoint."""
+        return {f"inverse_{letter}": inverse for letter, inverse in self.inverses.items()}
 
 
 Inverse: TypeAlias = EigenInverse | FactoredInverse
@@ -157,6 +183,9 @@ class EigenSolver:
                   a positive definite inverse
     combine       the inverse of a layer, or of a stack of equal ones; γ, and what the inverse is
                   multiplied by, are scalars or ``(layers x groups,)``; parts' memory is shared
+    saved_shapes  the shapes of an inverse's tensors, by their names in a checkpoint
+    from_saved    the inverse of a checkpoint's tensors
+    flaw          why a tensor of a checkpoint is no part of an inverse; "" if it can be one
     """
 
     def dampings(
@@ -202,6 +231,33 @@ class EigenSolver:
         if times is not None:
             scale.mul_(times.view(-1, 1, *ones))
         return EigenInverse({k: v[0] for k, v in parts.items() if len(v) == 2}, scale)
+
+    def saved_shapes(self, shape: FactorShape, triangular: bool) -> dict[str, tuple[int, ...]]:
+        """The shapes of the eigenvectors, and of 1 / (v_G vᵀ + γ)."""
+        found: dict[str, tuple[int, ...]] = {}
+        for letter in shape.letters:
+            if letter not in shape.diagonals:
+                dim = shape.dims[letter]
+                found[f"eigenvectors_{letter}"] = shape.groups, dim, dim
+        columns = (shape.dims["A"], shape.locations) if shape.locations else (shape.dims["A"],)
+        found[EIGEN_SCALE] = shape.groups, shape.dims["G"], *columns
+        return found
+
+    def from_saved(self, entries: Mapping[str, Tensor], shape: FactorShape) -> Inverse:
+        """The inverse whose ``entries`` these are."""
+        vectors: dict[str, Tensor] = {}
+        for letter in shape.letters:
+            if letter not in shape.diagonals:
+                vectors[letter] = entries[f"eigenvectors_{letter}"]
+        return EigenInverse(vectors, entries[EIGEN_SCALE])
+
+    def flaw(self, name: str, saved: Tensor, shape: FactorShape) -> str:
+        """Why these are no eigenvectors of length 1, or no positive scales; "" if they can be."""
+        if name == EIGEN_SCALE:
+            return "has negative numbers" if bool((saved < 0).any()) else ""
+        lengths = torch.linalg.vector_norm(saved.float(), dim=-2)
+        far = (lengths - 1.0).abs().amax() > SAVED_TOLERANCE
+        return "has columns that are not of length 1" if bool(far) else ""
 
 
 class InverseSolver:
@@ -267,6 +323,32 @@ class InverseSolver:
             inverses |= {letter: _whole(inverses[letter]) for letter in "AL"}
         return FactoredInverse(inverses)
 
+    def saved_shapes(self, shape: FactorShape, triangular: bool) -> dict[str, tuple[int, ...]]:
+        """The shapes of the factors' inverses."""
+        found: dict[str, tuple[int, ...]] = {}
+        for letter in shape.letters:
+            packed = triangular and not (shape.locations and letter in "AL")
+            (found[f"inverse_{letter}"],) = self.kept_shapes(
+                shape.groups, shape.dims[letter], letter in shape.diagonals, packed
+            )
+        return found
+
+    def from_saved(self, entries: Mapping[str, Tensor], shape: FactorShape) -> Inverse:
+        """The inverse whose ``entries`` these are."""
+        return FactoredInverse({letter: entries[f"inverse_{letter}"] for letter in shape.letters})
+
+    def flaw(self, name: str, saved: Tensor, shape: FactorShape) -> str:
+        """Why this is no inverse of a positive definite matrix; "" if it can be one."""
+        letter = name[-1]
+        if letter in shape.diagonals:
+            return "" if bool((saved > 0).all()) else "has numbers that are not positive"
+        whole = saved if saved.dim() == 3 else unpack_upper_triangular(saved, shape.dims[letter])
+        if not bool((whole.diagonal(dim1=-2, dim2=-1) > 0).all()):
+            return "has numbers on the diagonal that are not positive"
+        if bool((whole - whole.mT).abs().amax() > SAVED_TOLERANCE * whole.abs().amax()):
+            return "is not symmetric"
+        return ""
+
 
 def _whole(inverse: Tensor) -> Tensor:
     """An inverse as whole matrices, unpacked if it is stored as triangles."""
@@ -274,6 +356,22 @@ def _whole(inverse: Tensor) -> Tensor:
         return inverse
     dim = (math.isqrt(8 * inverse.shape[-1] + 1) - 1) // 2
     return unpack_upper_triangular(inverse, dim)
+
+
+def fitting_entry(saved: Tensor, wanted: tuple[int, ...], dim: int) -> Tensor | None:
+    """A saved tensor in a wanted shape, packed or unpacked if it is symmetric; None if it cannot.
+
+    ``dim`` is the size of the matrix, or 0 for a tensor that is kept in one form only.
+    """
+    if tuple(saved.shape) == wanted:
+        return saved
+    triangle = wanted[0], packed_length(dim)
+    square = wanted[0], dim, dim
+    if dim and tuple(saved.shape) == triangle and wanted == square:
+        return unpack_upper_triangular(saved, dim)
+    if dim and tuple(saved.shape) == square and wanted == triangle:
+        return pack_upper_triangular(saved)
+    return None
 
 
 def condition_estimate(

@@ -20,6 +20,8 @@ from torch import Tensor
 
 __all__ = [
     "GATHERED_UP_TO",
+    "Blocks",
+    "blocks_of",
     "empty_symmetric",
     "pack_from_upper",
     "pack_upper_triangular",
@@ -91,39 +93,50 @@ def empty_symmetric(like: Tensor, groups: int, dim: int, triangular: bool) -> Te
     return like.new_empty(groups, *((packed_length(dim),) if triangular else (dim, dim)))
 
 
-def write_band(target: Tensor, dim: int, start: int, band: Tensor) -> None:
+class Blocks(NamedTuple):
+    """Views of X12, of a square with X11 in its upper triangle, and X22 in its lower one."""
+
+    first: Tensor
+    upper: Tensor
+    lower: Tensor
+
+
+def write_band(target: Tensor | Blocks, dim: int, start: int, band: Tensor) -> None:
     """Put some rows of a symmetric n x n matrix in their place; it need not exist as a whole.
 
-    The ``target`` is of :func:`empty_symmetric`; the band ``(groups, rows, columns)`` begins at row
-    and column ``start``, and goes to column n or less.
+    The ``target`` is of :func:`empty_symmetric`, or :func:`blocks_of` a triangle. The band
+    ``(groups, rows, columns)`` begins at row and column ``start``, and goes to column n or less.
     """
     h, (rows, columns) = dim // 2, band.shape[-2:]
     stop, end = start + rows, start + columns
-    if target.dim() == 3:
+    if isinstance(target, Tensor) and target.dim() == 3:
         target[:, start:stop, start:end] = band
         target[:, stop:end, start:stop] = band[..., rows:].mT
-    elif start < h < stop:
+        return
+    if isinstance(target, Tensor):
+        target = blocks_of(target, dim)
+    if start < h < stop:
         write_band(target, dim, start, band[..., : h - start, :])
         write_band(target, dim, h, band[..., h - start :, h - start :])
     else:
-        first, upper, lower = _blocks(target, dim)
+        first, upper, lower = target
         corner, rest = band[..., :rows], band[..., rows:]
         if start < h:
             _write_triangle(upper[..., start:stop, start:stop], corner, lower=False)
-            upper[..., start:stop, stop : min(h, end)] = rest[..., : max(0, h - stop)]
-            first[..., start:stop, : max(0, end - h)] = rest[..., h - stop :]
+            upper[..., start:stop, stop : min(h, end)].copy_(rest[..., : max(0, h - stop)])
+            first[..., start:stop, : max(0, end - h)].copy_(rest[..., h - stop :])
         else:
             here = slice(start - h, stop - h)
             _write_triangle(lower[..., here, here], corner.mT, lower=True)
-            lower[..., stop - h : end - h, here] = rest.mT
+            lower[..., stop - h : end - h, here].copy_(rest.mT)
 
 
-def write_last_row(target: Tensor, dim: int, row: Tensor) -> None:
+def write_last_row(target: Tensor | Blocks, dim: int, row: Tensor) -> None:
     """Write the last row and column, ``(groups, n)``, of a target of :func:`write_band`."""
-    if target.dim() == 3:
+    if isinstance(target, Tensor) and target.dim() == 3:
         target[:, -1] = target[:, :, -1] = row
         return
-    first, _, lower = _blocks(target, dim)
+    first, _, lower = blocks_of(target, dim) if isinstance(target, Tensor) else target
     first[..., -1] = row[..., : dim // 2]
     lower[..., -1, :] = row[..., dim // 2 :]
 
@@ -142,7 +155,7 @@ def packed_trace(packed: Tensor, dim: int) -> Tensor:
     """Traces, shape ``(...)``, of packed matrices of shape ``(..., dim (dim + 1) / 2)``."""
     if dim <= GATHERED_UP_TO:
         return packed.index_select(-1, _gathers(dim, packed.device).diagonal).sum(-1)
-    _, upper, lower = _blocks(packed, dim)
+    _, upper, lower = blocks_of(packed, dim)
     traces: Tensor = upper.diagonal(dim1=-2, dim2=-1).sum(-1)
     return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)
 
@@ -165,7 +178,7 @@ def unpack_upper_triangular(packed: Tensor, dim: int) -> Tensor:
 
 
 def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
-    first, upper, lower = _blocks(packed, dim)
+    first, upper, lower = blocks_of(packed, dim)
     h = dim // 2
     matrix = packed.new_empty(*packed.shape[:-1], dim, dim)
     matrix[..., :h, h:].copy_(first)
@@ -178,7 +191,7 @@ def _unpack_by_blocks(packed: Tensor, dim: int) -> Tensor:
 def times_packed(left: Tensor, packed: Tensor) -> Tensor:
     """``left @ X``, left ``(groups, m, n)``, for a packed X; a quarter is unpacked at a time."""
     dim = left.shape[-1]
-    first, upper, lower = _blocks(packed, dim)
+    first, upper, lower = blocks_of(packed, dim)
     left1, left2 = left[..., : dim // 2], left[..., dim // 2 :]
     right = torch.baddbmm(left1 @ first, left2, _mirrored(lower, lower=True))
     return torch.cat(
@@ -186,13 +199,13 @@ def times_packed(left: Tensor, packed: Tensor) -> Tensor:
     )
 
 
-def _blocks(packed: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of X12, of a square with X11 in its upper triangle, and X22 in its lower one."""
+def blocks_of(packed: Tensor, dim: int) -> Blocks:
+    """The blocks of a triangle, as views."""
     batch = packed.shape[:-1]
     h, m = dim // 2, dim - dim // 2
     first = packed[..., : h * m].view(*batch, h, m)
     second = packed[..., h * m :].view(*batch, m, h + 1)
-    return first, second[..., :h, 1:], second[..., :m]
+    return Blocks(first, second[..., :h, 1:], second[..., :m])
 
 
 def _mirrored(square: Tensor, *, lower: bool) -> Tensor:

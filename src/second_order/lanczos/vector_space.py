@@ -154,7 +154,7 @@ class RowSpace(Space):
         said[self._world.rank] = float(self.error is not None)
         said[-1] = float(self._hessian.constant is not True)
         if self._world.size > 1:
-            sums = torch.tensor(said, device=self.device)
+            sums = torch.tensor(said, dtype=torch.float32, device=self.device)
             self._world.all_reduce([sums]).wait()
             said = sums.tolist()
         *failed, dependent = said

@@ -33,7 +33,9 @@ from second_order.contract.arguments import (
 )
 from second_order.contract.checkpoint import (
     add_collected,
+    add_to_save,
     check_is_state,
+    collects_by_itself,
     export_base_state,
     header,
     read_checkpoint,
@@ -141,7 +143,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             rate = rate_of_groups(name, groups)
             for each in (base_kwargs, *keywords):
                 each.setdefault("lr", rate)
-        world, params = World(process_group), members_of(groups)
+        world = process_group if isinstance(process_group, World) else World(process_group)
+        params = members_of(groups)
         helper_role = None if world.size == 1 else helper_role
         if helper_role is None:
             check_mesh(model, world)
@@ -214,6 +217,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def agree(self, doing: str, named: bool = False) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
+        self._training.require_group(doing)
         if not self._curvature.helps:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
             self._consistency.check(self._training, self._curvature, doing, named=named)
@@ -491,17 +495,24 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
 
+        It has what decides every later step, inverses included: ``summary()`` says how many bytes
+        these add, and ``save_inverses=False`` leaves them out. Tensors are shared, not copied.
+
         Raises:
             SecondOrderError: If other processes keep some of it, :meth:`consolidate` has not
                 collected it, and ``torch.distributed.checkpoint`` does not ask for a part.
         """
         self.take_shards()
+        if collects_by_itself(self._training, self._curvature):
+            everybody = range(self._training.world.size)
+            self._training.collected = self._curvature.gather(everybody), None
         require_whole(self._training, self._curvature)
         if self.state:
             self._share_state()
         found = super().state_dict()
         # Entries of their own: close() takes the curvature out of those of `state`.
         found["state"] = {index: dict(entry) for index, entry in found["state"].items()}
+        add_to_save(self._training, self._curvature, found["state"])
         add_collected(self._training, found["state"])
         return found
 
@@ -513,8 +524,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint that any number of processes wrote, or a state of the base alone.
 
-        Inverses are not saved: they are recomputed at the next step. With a state of the base alone
-        curvature starts anew.
+        Inverses are loaded by the processes that precondition with them; if some are missing, their
+        layers are refreshed at the next step. With a state of the base alone curvature starts anew.
 
         Raises:
             ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds

@@ -197,11 +197,13 @@ def _live_modules() -> list[nn.Module]:
     """Every module that is alive, but for those that an optimizer has made.
 
     Types are looked at, not objects: an object that stands for another one may import or raise.
+    Types are compared by ``id``, because not every type can be hashed.
     """
     objects = gc.get_objects()
-    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, nn.Module)}
-    kinds.discard(Gathered)
-    return [each for each in objects if type(each) in kinds]
+    kinds = {id(kind): kind for kind in map(type, objects)}
+    modules = {key for key, kind in kinds.items() if issubclass(kind, nn.Module)}
+    modules.discard(id(Gathered))
+    return [each for each in objects if id(type(each)) in modules]
 
 
 def _is(module: nn.Module, kinds: Any) -> bool:

@@ -68,7 +68,7 @@ class KroneckerOptimizer(SecondOrderOptimizer):
                 f"rank {self.training.world.rank} computes statistics for others, and keeps no "
                 f"factors: call curvature() on the ranks whose optimizer.role is 'worker'"
             )
-        if curvature.kept_elsewhere:
+        if curvature.factors_elsewhere:
             self.agree("curvature()")
         return curvature.fitted(dtype, gather)
 
@@ -82,7 +82,8 @@ class KAISAOptions:
             communication in a step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
             "auto" measures the network and a few matrix products at construction, and takes what
             :func:`second_order.plan` would predict to be fastest; a checkpoint remembers it. Where
-            FSDP2 has sharded the model it is always one: a gradient's rows meet there.
+            FSDP2 has sharded the model it is always one: a gradient's rows meet there. Below 1.0 a
+            layer's inverse is on some processes alone: call :meth:`consolidate` before you save.
         factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
             sends statistics to the process that decomposes the factor, and nobody else keeps it:
             half the traffic, and memory that falls with the number of processes; a checkpoint then

@@ -367,7 +367,7 @@ def measure_machine(
     random = torch.Generator().manual_seed(0)
 
     def filled(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random).to(device)
+        return torch.randn(shape, generator=random, dtype=torch.float32).to(device)
 
     def product(n: int) -> Callable[[], Any]:
         left, right = filled(n, n), filled(n, n)
@@ -376,7 +376,7 @@ def measure_machine(
     def decomposition(solver: str, n: int) -> Callable[[], Any]:
         x = filled(2 * n, n)
         packed = pack_upper_triangular((x.mT @ x / n).unsqueeze(0))
-        added = torch.full((1,), 0.1, device=device)
+        added = torch.full((1,), 0.1, dtype=torch.float32, device=device)
         problem = Problem(1, n, torch.float32, device, packed, added)
         return lambda: SOLVERS[solver].decompose([problem], torch.float32, True).finish()
 
@@ -443,7 +443,7 @@ def measure_network(world: World, device: torch.device) -> Interconnect:
     Two sums, of next to nothing and of 4 MB, and a word from each rank to each are put into the
     formulas. Ranks on other nodes are taken to be on one level with these.
     """
-    small, large = (torch.ones(n, device=device) for n in (8, 2**20))
+    small, large = (torch.ones(n, dtype=torch.float32, device=device) for n in (8, 2**20))
     words = torch.ones(world.size, dtype=torch.int64, device=device)
 
     def usual(call: Callable[[], Any]) -> float:

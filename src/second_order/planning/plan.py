@@ -141,7 +141,11 @@ class Plan:
         table = [[*header, "messages", "peak memory", "sent", ""]]
         table += map(self._row, self.choices[:rows])
         left = len(self.choices) - len(table) + 1
-        known = "measured" if self.network.measured else "not measured"
+        known = "as given"
+        if self.network.measured:
+            known = "measured"
+        elif self.network in DEFAULT_NETWORKS.values():
+            known = "assumed"
         title = f"{self.world_size} rank{'s' if self.world_size > 1 else ''} of "
         title += f"{self.machine.name}; network {known}; "
         title += f"the base alone takes {1000 * self.base:.3g} ms a step"
@@ -200,10 +204,11 @@ def plan(
 ) -> Plan:
     """Predict time, memory and bytes of every system's settings, and recommend one.
 
-    Each rank has a batch like ``sample_batch``. Of every setting the first rank, which owns the
-    largest layer, and one in the middle take two steps on a copy of the model, in a world that
-    sends nothing. Bytes and memory are theirs; times are those of a model: see docs/planning.md.
-    The model stays as it is.
+    Each rank has a batch like ``sample_batch``. In every setting the first rank, which owns the
+    largest layer, takes two steps on a copy of the model, in a world that sends nothing. So does
+    the rank in the middle, if it works on layers of other shapes than the first one does. Bytes and
+    memory are theirs; times are those of a model: see docs/planning.md. The model stays as it is.
+    A process group may be initialized; nothing is sent in it.
 
     Args:
         model: The model.
@@ -227,8 +232,8 @@ def plan(
 
     Raises:
         TypeError: For values of the wrong type.
-        ValueError: For values out of range, a model that does not take the batch or is on the meta
-            device, or where a process group is initialised.
+        ValueError: For values out of range, or a model that does not take the batch or is on the
+            meta device.
     """
     sizes = list(world_size) if isinstance(world_size, Sequence) else [world_size]
     options = dict(options or {})
@@ -351,13 +356,18 @@ class _Planner:
     def _choices(
         self, system: str, setting: str, keywords: dict[str, Any], ranks: int
     ) -> Iterator[Choice]:
-        """A setting at each of the intervals; recorded are the first rank and one in the middle."""
+        """A setting at each of the intervals.
+
+        The first rank is recorded, and the one in the middle if it has duties that the first has
+        not.
+        """
         known = inspect.signature(SYSTEMS[system]).parameters
         own = {k: v for k, v in self.options.items() if k in known}
         every = {"factor_update_steps": 1, "inv_update_steps": 1}
         make = partial(SYSTEMS[system], **{**self.keywords, **own, **keywords, **every})
         given = make, self.model, self.run, self.machine, self.network
-        records = [record(*given, rank, ranks) for rank in sorted({0, ranks // 2})]
+        first = record(*given, 0, ranks)
+        records = [first, record(*given, ranks // 2, ranks, first)]
         due = {k: max(r.seconds.get(k, 0.0) for r in records) for r in records for k in r.seconds}
         sent = {k: max(r.sent.get(k, 0.0) for r in records) for r in records for k in r.sent}
         simulated = due.pop(ELSEWHERE)

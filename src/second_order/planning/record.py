@@ -13,26 +13,28 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
-from types import SimpleNamespace
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
+from second_order.distributed.world import World
+from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve_async import WorkerPool
-from second_order.kronecker import decompositions
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.layers import FactorShape
 from second_order.planning.machine import Interconnect, Machine
-from second_order.stages import ELSEWHERE, PAPER_NAMES
+from second_order.stages import ELSEWHERE, PAPER_NAMES, sent
 
 __all__ = ["Record", "Simulation", "loss_of", "record"]
 
@@ -55,6 +57,7 @@ class Record:
         hidden: Simulated seconds of solves on threads.
         kept: Bytes of tensors that are there after the step: of optimizer and gradients.
         peak: Bytes at the highest, above the model itself.
+        duties: How many layers of each shape the rank has each duty for.
     """
 
     seconds: Mapping[str, float]
@@ -62,6 +65,39 @@ class Record:
     hidden: float
     kept: int
     peak: int
+    duties: Counter[tuple[str, FactorShape]]
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among the arguments or results of an operation, and in lists of them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors_in(value)
+    return found
+
+
+def _described(value: Any) -> Any:
+    """Arguments as a key: tensors by shape and dtype."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return tuple(map(_described, value)) if isinstance(value, list | tuple) else value
+
+
+@contextmanager
+def _only_new_garbage() -> Iterator[None]:
+    """Let the collector look at the objects only that are made here: seconds instead of minutes."""
+    if gc.get_freeze_count():  # they would be thawed, too
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+        gc.collect()
+    finally:
+        gc.unfreeze()
 
 
 class Simulation(TorchDispatchMode):
@@ -72,51 +108,73 @@ class Simulation(TorchDispatchMode):
         self.machine, self.links = machine, links
         self.clock = self.hidden = 0.0
         self.now = self.peak = 0
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-        self._noise = torch.empty(0)
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id
+        self._noise = torch.empty(0, dtype=torch.float32, device="cpu")
+        # Of dense operations, by their operands' shapes: layers are alike.
+        self._shapes: dict[Any, Any] = {}
+        self._seconds: dict[Any, float] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else torch wraps the next method, which takes a third of its time. Where a mode is active,
+        # torch compiles nothing anyway.
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func.is_view:  # three of four operations: they take no time, and no memory
+            return func(*args, **kwargs)
         name = func.overloadpacket
         dense = name in flop_registry or name in DECOMPOSITIONS
-        operands = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        operands = _tensors_in((*args, *kwargs.values()))
+        key = (func, _described(args), _described(tuple(kwargs.items()))) if dense else None
         if dense and max(t.numel() for t in operands) > LARGE:
-            result = self._pretended(func, args, kwargs, operands[0].device)
+            result = self._pretended(func, args, kwargs, operands[0].device, key)
         else:
             result = func(*args, **kwargs)
-        if func.is_view:
-            return result
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        made = _tensors_in((result,))
         machine, nbytes = self.machine, sum(t.nbytes for t in (*operands, *made))
-        kernel = self._dense(name, args, kwargs, result) if dense else 0.0
-        kernel, host = max(kernel, nbytes / machine.bandwidth), machine.launch + machine.python
+        kernel, host = nbytes / machine.bandwidth, machine.launch + machine.python
+        if dense:
+            if key not in self._seconds:
+                self._seconds[key] = self._dense(name, args, kwargs, result)
+            kernel = max(kernel, self._seconds[key])
         self.clock += kernel + host if machine.device == "cpu" else max(kernel, host)
         old = {id(t.untyped_storage()) for t in operands}
         for storage in (t.untyped_storage() for t in made):
-            if id(storage) not in old and storage not in self._known:
-                self._known.add(storage)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._give_back, storage.nbytes())
+            if id(storage) not in old and id(storage) not in self._known:
+                self._count(storage)
         return result
 
-    def _give_back(self, nbytes: int) -> None:
-        self.now -= nbytes
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        """Count the bytes of a storage from now on until it is freed."""
+        key, nbytes = id(storage), storage.nbytes()
 
-    def _pretended(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        def freed(_: Any) -> None:
+            del self._known[key]
+            self.now -= nbytes
+
+        self._known[key] = weakref.ref(storage, freed)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+    def _pretended(self, func: Any, args: Any, kwargs: Any, device: torch.device, key: Any) -> Any:
         """A result of the right shape, and of positive numbers; status words are 0."""
         out = kwargs.get("out")
-        args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        shapes = func(*args, **kwargs)
+        if key not in self._shapes:
+            args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
+            self._shapes[key] = func(*args, **kwargs)
+        shapes = self._shapes[key]
 
         def fill(x: Tensor) -> Tensor:
             if not x.is_floating_point():
                 return torch.zeros(x.shape, dtype=x.dtype, device=device)
             if self._noise.numel() < x.numel():
                 seed = torch.Generator().manual_seed(0)
-                self._noise = torch.rand(x.numel(), generator=seed).to(device) + 0.1
+                noise = torch.rand(x.numel(), generator=seed, dtype=torch.float32, device="cpu")
+                self._noise = noise.to(device) + 0.1
             return self._noise[: x.numel()].view(x.shape).to(x.dtype, copy=True)
 
         found = tree_map_only(Tensor, fill, shapes)
@@ -124,7 +182,7 @@ class Simulation(TorchDispatchMode):
 
     def _dense(self, name: Any, args: Any, kwargs: Any, result: Any) -> float:
         """Seconds of a dense operation."""
-        x = next(t for t in tree_leaves(args) if isinstance(t, Tensor))
+        x = _tensors_in(args)[0]
         n, count = x.shape[-1], x.shape[:-2].numel()
         if name in (EIGH, CHOLESKY):
             seconds = count * self.machine.decomposition("eigen" if name is EIGH else "inverse", n)
@@ -134,10 +192,9 @@ class Simulation(TorchDispatchMode):
             seconds = self.machine.dense(flop_registry[name](*args, **kwargs, out_val=result))
         return (2.0 if x.dtype is torch.float64 else 1.0) * seconds
 
-    def message(self, verb: str, group: Any, *sizes: int) -> None:
+    def message(self, verb: str, ranks: Sequence[int], *sizes: int) -> None:
         """Let the time of a collective pass."""
         assert self.links is not None
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         self.clock += getattr(self.links, verb)(*sizes, ranks)
 
     def aside(self, work: Callable[[], Any]) -> Future[Any]:
@@ -149,55 +206,82 @@ class Simulation(TorchDispatchMode):
         return ticket
 
 
-@contextmanager
-def _pretended(simulation: Simulation, rank: int, ranks: int) -> Iterator[None]:
-    """Be one rank of a world whose others are pretended to be like it."""
-    if dist.is_available() and dist.is_initialized():
-        raise ValueError(
-            "a plan pretends process groups, and torch.distributed is initialised here; plan in a "
-            "process of its own, with the machine and the network that calibrate() has measured"
-        )
-    if ranks == 1:
-        yield
-        return
+@dataclass(frozen=True)
+class _Done:
+    """The message of a world that sends nothing."""
 
-    done = SimpleNamespace(wait=lambda: None)  # nothing travels
+    def wait(self) -> None:
+        """Return at once."""
 
-    def all_reduce(x: Tensor, *_: Any, group: Any = None, **__: Any) -> Any:
-        simulation.message("all_reduce", group, x.nbytes)
-        return done
 
-    def all_to_all_single(
-        output: Tensor, x: Tensor, received: list[int], sent: list[int], group: Any = None, **_: Any
+class PlannedWorld(World):
+    """One rank of a world whose other ranks are as if they were like it; nothing is sent.
+
+    It is no process group of ``torch.distributed``, which may be initialized or not.
+    """
+
+    planned = True
+
+    def __init__(self, simulation: Simulation, ranks: Sequence[int], rank: int) -> None:
+        self._subgroups = {}
+        self.group = None
+        self.rank = rank
+        self.size = len(ranks)
+        self._simulation = simulation
+        self._ranks = ranks
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """The ranks as the whole world numbers them."""
+        return list(self._ranks)
+
+    @property
+    def backend(self) -> str:
+        """The name that torch gives to a backend that sends nothing."""
+        return "fake"
+
+    def subgroup(
+        self, ranks: Sequence[int], *, grouped: bool = False, timeout: timedelta | None = None
+    ) -> PlannedWorld:
+        """The world of some of these ranks."""
+        del grouped, timeout
+        members = [self._ranks[rank] for rank in ranks]
+        return PlannedWorld(self._simulation, members, ranks.index(self.rank))
+
+    def aside(self) -> World:
+        """No other rank: what is compared on the way costs next to nothing."""
+        return World.alone()
+
+    def level(self) -> None:
+        """Do nothing: there are no groups."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """This rank's value for every rank."""
+        return [value] * self.size
+
+    def _all_reduced(self, flat: Tensor, op: Any = None) -> Any:
+        sent(flat.nbytes)
+        self._simulation.message("all_reduce", self._ranks, flat.nbytes)
+        return _Done()
+
+    def _broadcast_from_first(self, flat: Tensor) -> None:
+        self._simulation.message("all_reduce", self._ranks, flat.nbytes)
+
+    def _all_gathered(self, share: Tensor) -> Tensor:
+        sent(share.nbytes)
+        self._simulation.message("all_gather", self._ranks, share.nbytes)
+        return share.repeat(self.size)
+
+    def _all_to_all_single(
+        self, buffer: Tensor, flat: Tensor, received: list[int], parts: list[int]
     ) -> Any:
-        here = dist.get_rank(group)
-        simulation.message("all_to_all", group, x.nbytes, output.nbytes)
-        if sent[here] and set(received) == {sent[here]}:  # as if all were alike
-            output.view(len(received), -1).copy_(x.split(sent)[here])
+        self._simulation.message("all_to_all", self._ranks, flat.nbytes, buffer.nbytes)
+        own = parts[self.rank]
+        if own and set(received) == {own}:  # as if all ranks were alike
+            buffer.view(len(received), -1).copy_(flat.split(parts)[self.rank])
         else:  # a matrix of ones has no negative eigenvalue
-            output.fill_(1.0)
-        return done
-
-    def all_gather(output: Tensor, x: Tensor, group: Any = None, **_: Any) -> Any:
-        simulation.message("all_gather", group, x.nbytes)
-        output.view(-1, x.numel()).copy_(x.view(1, -1).expand(output.numel() // x.numel(), -1))
-        return done
-
-    def all_gather_object(values: list[Any], value: Any, group: Any = None) -> None:
-        values[:] = [value] * len(values)
-
-    dist.init_process_group("fake", rank=rank, world_size=ranks)
-    verbs: dict[str, Any] = {
-        **dict.fromkeys(("all_reduce", "broadcast"), all_reduce),
-        **dict.fromkeys(("all_gather_single", "all_gather_into_tensor"), all_gather),
-        "all_to_all_single": all_to_all_single,
-        "all_gather_object": all_gather_object,
-    }
-    try:
-        with patch.multiple(dist, **{k: v for k, v in verbs.items() if hasattr(dist, k)}):
-            yield
-    finally:
-        dist.destroy_process_group()
+            buffer.fill_(1.0)
+        return _Done()
 
 
 def loss_of(output: Any) -> Tensor:
@@ -208,33 +292,68 @@ def loss_of(output: Any) -> Tensor:
     return torch.stack([t.float().square().mean() for t in outputs]).sum()
 
 
+def duties_of(
+    plan: Mapping[KroneckerBlock, LayerPlan], rank: int
+) -> Counter[tuple[str, FactorShape]]:
+    """How many layers of each shape a rank has each duty for."""
+    duties = Counter[tuple[str, FactorShape]]()
+    for block, layer in plan.items():
+        keeps_A, keeps_G = layer.keeps(rank)
+        has = {
+            "statistics": layer.source in (None, rank),
+            "keep A": keeps_A,
+            "keep G": keeps_G,
+            "solve A": layer.solver("A") == rank,
+            "solve G": layer.solver("G") == rank,
+            "precondition": rank in layer.workers,
+        }
+        duties.update((duty, block.shape) for duty, is_so in has.items() if is_so)
+    return duties
+
+
 def record(
-    make: Callable[[nn.Module], Any],
+    make: Callable[..., Any],
     model: nn.Module,
     run: Callable[[nn.Module], Any],
     machine: Machine,
     links: Interconnect,
     rank: int = 0,
     ranks: int = 1,
+    known: Record | None = None,
 ) -> Record:
     """Have one rank of so many take two steps, and tell what the second one takes.
 
-    ``make`` makes the optimizer, of which all is due at every step, of a copy of the model, which
-    ``run`` runs on a batch.
+    A rank that has no duty beyond those of another one, whose record is ``known``, gets that.
+
+    ``make`` makes the optimizer of a copy of the model and a ``process_group``; everything is due
+    at every step. ``run`` runs the model on a batch.
     """
+    with _only_new_garbage():
+        return _recorded(make, model, run, Simulation(machine, links), range(ranks), rank, known)
+
+
+def _recorded(
+    make: Callable[..., Any],
+    model: nn.Module,
+    run: Callable[[nn.Module], Any],
+    simulation: Simulation,
+    ranks: Sequence[int],
+    rank: int,
+    known: Record | None,
+) -> Record:
+    """Take the two steps, unless the record is known, and read the clock."""
     model = copy.deepcopy(model).train()
-    simulation = Simulation(machine, links)
     with (
         warnings.catch_warnings(action="ignore"),  # of a training that nobody sees
-        _pretended(simulation, rank, ranks),
         patch.object(WorkerPool, "submit", lambda _, work: simulation.aside(work)),
-        # Of matrices that mean nothing every decomposition is sound.
-        patch.object(decompositions, "RESIDUAL_TOLERANCE", inf),
         torch.enable_grad(),
     ):
         with simulation:
-            optimizer = make(model)
+            optimizer = make(model, process_group=PlannedWorld(simulation, ranks, rank))
         try:
+            duties = duties_of(optimizer._curvature.plan, rank)
+            if known is not None and duties <= known.duties:
+                return known
             optimizer.training.meter.now = lambda: simulation.clock
             with simulation:
                 for _ in range(2):
@@ -248,9 +367,9 @@ def record(
             found = optimizer.training.meter.read((ELSEWHERE, *PAPER_NAMES))
         finally:
             optimizer.close()
-    seconds, sent = (
+    seconds, sent_bytes = (
         {n.removeprefix(kind): v for n, v in found.items() if n.startswith(kind) and v}
         for kind in ("seconds/", "bytes/")
     )
     seconds.setdefault(ELSEWHERE, 0.0)
-    return Record(seconds, sent, simulation.hidden, kept, simulation.peak)
+    return Record(seconds, sent_bytes, simulation.hidden, kept, simulation.peak, duties)

@@ -1,0 +1,256 @@
+"""Inverses in checkpoints, and what else decides the steps between two refreshes.
+
+By layer, in its weight's part:
+
+inverse_step, inverse_delay      the step of the factors that the inverse in use was computed from,
+                                 -1 if there is none, and the steps until it was installed
+inverse_wanted                   1 if the layer is refreshed at the next step, whatever is due
+inverse_A, inverse_G, ...        the inverse's tensors, on gradient workers, by their solver's names
+inverse_damping                  next to these: γ, and what the inverse is multiplied by, or 0
+snapshot_step, snapshot_A, ...   the factors of a solve under way on a thread; -1 if there is none
+
+An inverse is loaded by whoever is a gradient worker then. It is never computed again from the
+factors, which have moved on. A layer whose inverse is missing anywhere is refreshed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from second_order.contract.saved import SavedPart
+from second_order.distributed.world import Shapes, World, deliver_parts
+from second_order.kfac.plan import LayerPlan
+from second_order.kfac.solve import LoadedInverse, Snapshot, Solves
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.factors import KroneckerFactors
+from second_order.kronecker.solvers import (
+    SOLVERS,
+    EigenSolver,
+    InverseSolver,
+    fitting_entry,
+)
+
+__all__ = [
+    "DAMPING",
+    "INVERSE_DAMPING",
+    "INVERSE_NUMBERS",
+    "SNAPSHOT_TENSORS",
+    "WHOLE_NUMBERS",
+    "check_saved_inverse",
+    "gather_inverses",
+    "has_inverse_entries",
+    "inverse_bytes",
+    "loaded_inverse",
+    "loaded_snapshot",
+    "saved_inverse",
+    "saved_snapshot",
+]
+
+STEP, DELAY, WANTED = "inverse_step", "inverse_delay", "inverse_wanted"
+INVERSE_DAMPING = "inverse_damping"
+DAMPING = "damping"
+"""γ as the option was at the last refresh; -1 before the first. The same for all layers."""
+
+SNAPSHOT_STEP, SNAPSHOT_MEANS = "snapshot_step", "snapshot_mean_eigenvalues"
+SNAPSHOT_NUMBERS = ("snapshot_damping", "snapshot_mean_curvature")
+SNAPSHOT_TENSORS = ("snapshot_A", "snapshot_G", "snapshot_L", SNAPSHOT_MEANS)
+WHOLE_NUMBERS = {STEP: (-1,), DELAY: (0,), WANTED: (0, 1), SNAPSHOT_STEP: (-1,)}
+"""Entries that are whole numbers, and their bounds."""
+
+INVERSE_NUMBERS = (*WHOLE_NUMBERS, DAMPING, *SNAPSHOT_NUMBERS)
+"""The entries that are numbers."""
+
+Solver = EigenSolver | InverseSolver
+
+
+# --------------------------------------------------------------------------------------- saving
+
+
+def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool) -> dict[str, Any]:
+    """The entries of a layer's inverse; its tensors are shared, not copied.
+
+    Gradient workers have all of them (``works``), other ranks know when it was computed. ``room``
+    asks for zeros in the place of an inverse that is not there: torch.distributed.checkpoint reads
+    into tensors that exist.
+    """
+    step = solves.taken_at.get(block, -1) if block.solved else -1
+    delay = solves.installed_at.get(block, step) - step
+    found: dict[str, Any] = {STEP: step, DELAY: delay, WANTED: int(block in solves.wanted)}
+    if not works:
+        return found
+
+    if block.inverse is not None:
+        found |= block.inverse.entries
+        found[INVERSE_DAMPING] = block.numbers(_dampings(block, solves))
+    elif room:
+        shapes = solves.solver.saved_shapes(block.shape, block.triangular)
+        for name, shape in shapes.items():
+            dtype, device = solves.options.inv_dtype, block.weight.device
+            found[name] = torch.zeros(shape, dtype=dtype, device=device)
+        found[INVERSE_DAMPING] = block.numbers([0.0, 0.0])
+    return found
+
+
+def _dampings(block: KroneckerBlock, solves: Solves) -> list[float]:
+    """γ of a layer's inverse, and what the inverse is multiplied by."""
+    return [float(each.get(block, 0.0)) for each in (solves.dampings, solves.scales)]
+
+
+def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[str, Any]:
+    """The entries of a layer's solve under way; ``room`` as for :func:`saved_inverse`."""
+    solve = solves.under_way.get(block)
+    if solve is None:
+        found: dict[str, Any] = {SNAPSHOT_STEP: -1}
+        if room:
+            factors = KroneckerFactors(
+                block.shape, block.weight.device, block.factor_dtype, block.triangular
+            )
+            found |= dict.fromkeys(SNAPSHOT_NUMBERS, 0.0)
+            found |= _snapshot_tensors(factors.stored, factors.means)
+        return found
+
+    factors = block.ensure_factors()
+    stored: Mapping[str, Tensor | None] = factors.stored  # unchanged since the snapshot
+    means = factors.means
+    if solve.snapshot is not None:
+        means = solve.snapshot.means
+        stored = solve.snapshot.stored if solve.copies is None else solve.copies()
+    numbers = float(solve.option), solve.mean_curvature
+    found = {SNAPSHOT_STEP: solve.step, **dict(zip(SNAPSHOT_NUMBERS, numbers, strict=True))}
+    return found | _snapshot_tensors(stored, means)
+
+
+def _snapshot_tensors(stored: Mapping[str, Tensor | None], means: Tensor) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {SNAPSHOT_MEANS: means}
+    for letter, factor in stored.items():
+        if factor is not None:
+            tensors[f"snapshot_{letter}"] = factor.to(means.device)
+    return tensors
+
+
+def inverse_bytes(blocks: Sequence[KroneckerBlock], solver: Solver, dtype: torch.dtype) -> int:
+    """Bytes that the inverses of all layers have in a whole checkpoint."""
+    total = 0
+    for block in blocks:
+        for shape in solver.saved_shapes(block.shape, block.triangular).values():
+            total += dtype.itemsize * torch.Size(shape).numel()
+    return total
+
+
+def gather_inverses(
+    world: World, plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, to: Sequence[int]
+) -> dict[KroneckerBlock, dict[str, Any]]:
+    """Collect the inverses that only other ranks have, on the ranks ``to``; a collective."""
+    routes: dict[KroneckerBlock, tuple[int, Sequence[int]]] = {}
+    for block, layer in plan.items():
+        if block.solved and not {*to} <= {*layer.workers}:
+            routes[block] = layer.workers[0], to
+    numbers: dict[str, list[float]] = {}
+    tensors: dict[KroneckerBlock, tuple[Tensor, ...]] = {}
+    for block, (source, _) in routes.items():
+        if source == world.rank and block.inverse is not None:
+            tensors[block] = tuple(block.inverse.entries.values())
+            numbers[block.name] = _dampings(block, solves)
+    known: dict[str, list[float]] = {}
+    for each in world.all_gather_object(numbers):
+        known |= each
+
+    found: dict[KroneckerBlock, dict[str, Any]] = {}
+    dtype = solves.options.inv_dtype
+    for device in sorted({block.weight.device for block in routes}, key=str):
+        here = {b: r for b, r in routes.items() if b.weight.device == device and b.name in known}
+        named = {b: solves.solver.saved_shapes(b.shape, b.triangular) for b in here}
+        shapes: dict[KroneckerBlock, Shapes] = {b: tuple(n.values()) for b, n in named.items()}
+        arrived = deliver_parts(world, shapes, here, tensors, dtype, device)
+        for block, (source, destinations) in here.items():
+            if source != world.rank and world.rank in destinations:
+                copies = [part.clone() for part in arrived[block]]
+                found[block] = dict(zip(named[block], copies, strict=True))
+                found[block][INVERSE_DAMPING] = block.numbers(known[block.name])
+    return found
+
+
+# -------------------------------------------------------------------------------------- loading
+
+
+def has_inverse_entries(part: Mapping[str, Any]) -> bool:
+    """Whether a layer was saved with its inverse, or with the fact that it has none."""
+    return STEP in part and WANTED in part
+
+
+def loaded_inverse(
+    part: Mapping[str, Any], block: KroneckerBlock, solver: Solver, dtype: torch.dtype, works: bool
+) -> LoadedInverse | None:
+    """A layer's inverse in a checkpoint; None if it has none of this solver's and this size.
+
+    On a gradient worker (``works``) whose checkpoint lacks the tensors, ``inverse`` is None.
+    """
+    step = int(part.get(STEP, -1))
+    if step < 0:
+        return None
+    here = LoadedInverse(step, int(part.get(DELAY, 0)))
+    if not works:
+        return here
+    entries: dict[str, Tensor] = {}
+    for name, shape in solver.saved_shapes(block.shape, block.triangular).items():
+        saved = part.get(name)
+        fitting = None if saved is None else fitting_entry(saved, shape, _side(name, block))
+        if fitting is None or not bool(fitting.any()):  # zeros: room that nothing was read into
+            return here
+        entries[name] = fitting.to(block.weight.device, dtype)
+    damping, scale = part[INVERSE_DAMPING].tolist() if INVERSE_DAMPING in part else (0.0, 0.0)
+    inverse = solver.from_saved(entries, block.shape)
+    return LoadedInverse(here.step, here.delay, damping, scale, inverse)
+
+
+def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot | None:
+    """The solve that was under way for a layer; None if there was none."""
+    step = int(part.get(SNAPSHOT_STEP, -1))
+    if step < 0:
+        return None
+    entries: dict[str, Any] = {}
+    for name in SNAPSHOT_TENSORS:
+        if name in part:
+            entries[name.removeprefix("snapshot_")] = part[name]
+    whole = all(letter in entries for letter in block.shape.letters)
+    factors = None
+    if whole and "average_weight" in part and not block.misfit(entries):
+        factors = block.read_factors({**entries, "average_weight": part["average_weight"]})
+    damping, mean_curvature = (float(part.get(name, 0.0)) for name in SNAPSHOT_NUMBERS)
+    return Snapshot(step, damping, mean_curvature, factors)
+
+
+def check_saved_inverse(part: SavedPart, block: KroneckerBlock) -> None:
+    """Raise CheckpointError unless a layer's inverse, and its snapshot, can be what they are."""
+    for solver in SOLVERS.values():
+        for name, shape in solver.saved_shapes(block.shape, block.triangular).items():
+            if name not in part:
+                continue
+            side = _side(name, block)
+            if fitting_entry(part[name], shape, side) is None:
+                raise part.wrong(
+                    name,
+                    f"has the shape {tuple(part[name].shape)}, where layer {block.name!r} needs "
+                    f"{shape}",
+                )
+            if int(part.get(STEP, -1)) >= 0 and bool(part[name].any()):
+                flaw = solver.flaw(name, part[name], block.shape)
+                if flaw:
+                    raise part.wrong(name, f"of layer {block.name!r}, {flaw}")
+    for name in part.keys() & {*SNAPSHOT_TENSORS}:
+        letter = name.removeprefix("snapshot_")
+        if letter in block.shape.letters and (misfit := block.misfit({letter: part[name]})):
+            raise part.wrong(name, f"does not fit: {misfit}")
+    if SNAPSHOT_MEANS in part:
+        part.tensor(SNAPSHOT_MEANS, (block.shape.numbers, block.shape.groups))
+
+
+def _side(name: str, block: KroneckerBlock) -> int:
+    """The size of a symmetric matrix, which may be saved as a triangle; 0 for other entries."""
+    letter = name[-1]
+    symmetric = name.startswith("inverse_") and letter not in block.shape.diagonals
+    return block.shape.dims[letter] if symmetric else 0

@@ -1,0 +1,365 @@
+"""A resumed run is the run: parameters and the next checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import io
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from contract import EXACT
+from ranks import shard, vector
+from torch import Tensor, nn
+
+from second_order import DPKFAC, KAISA, CheckpointError, DistKFAC, SecondOrderWarning
+
+if TYPE_CHECKING:
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+STEPS = 10
+SAVES = (1, 4, 5, 7)
+"""Numbers of steps taken. By interval, refreshes are at 0, 4 and 8: just after one, before one,
+while DistKFAC's threads solve, and several steps after."""
+
+BY_INTERVAL: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4}
+ON_THREADS: dict[str, Any] = {"deterministic": True, "max_staleness": 2}
+BASES: dict[str, dict[str, Any]] = {
+    "SGD": {"base": torch.optim.SGD, "lr": 0.05, "momentum": 0.9},
+    "AdamW": {"base": torch.optim.AdamW, "lr": 0.01},
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run is made: the system, its base and its options."""
+
+    System: Any
+    base: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.System.__name__} over {self.base}, {next(iter(self.options), 'default')}"
+
+    def make(self, model: nn.Module, **options: Any) -> tuple[Any, Any]:
+        """An optimizer on default settings, and a schedule of its learning rate."""
+        threads = ON_THREADS if self.System is DistKFAC else {}
+        chosen = {**EXACT, **threads, **BASES[self.base], **self.options, **options}
+        optimizer = self.System(model, **chosen)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.7)
+
+
+RUNS = [
+    Run(System, base, options)
+    for System in (KAISA, DPKFAC, DistKFAC)
+    for base in BASES
+    for options in ({}, BY_INTERVAL)
+]
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = [nn.Conv2d(1, 2, 3, bias=False), nn.Flatten(), nn.LayerNorm(8)]
+    for _ in range(2):
+        layers += [nn.Linear(8, 8), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(8, 3)).double()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(STEPS, 12, 1, 4, 4, generator=generator, dtype=torch.float64)
+    y = torch.randint(3, (STEPS, 12), generator=generator)
+    return list(zip(x, y, strict=True))
+
+
+BATCHES = batches()
+
+
+def take(model: nn.Module, optimizer: Any, scheduler: Any, start: int, stop: int) -> None:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    for batch in BATCHES[start:stop]:
+        x, y = shard(batch, rank, size)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def written(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def saved(model: nn.Module, optimizer: Any, scheduler: Any, to: int | None = 0) -> bytes:
+    """A checkpoint; a rank that does not save has no optimizer in it."""
+    optimizer.consolidate(to=to)
+    here = to is None or not dist.is_initialized() or dist.get_rank() == to
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict() if here else None,
+        "scheduler": scheduler.state_dict(),
+    }
+    return written(state)
+
+
+def from_rank_0(data: bytes) -> bytes:
+    """The checkpoint of the only rank that has saved all of it."""
+    everywhere: list[Any] = [data]
+    if dist.is_initialized():
+        everywhere *= dist.get_world_size()
+        dist.all_gather_object(everywhere, data)
+    return bytes(everywhere[0])
+
+
+def resumed(run: Run, data: bytes, **options: Any) -> tuple[nn.Module, Any, Any]:
+    state, model = torch.load(io.BytesIO(data), weights_only=True), network(seed=5)
+    optimizer, scheduler = run.make(model, **options)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    scheduler.load_state_dict(state["scheduler"])
+    return model, optimizer, scheduler
+
+
+def differences(a: Any, b: Any, where: str = "") -> list[str]:
+    """The places at which two states differ."""
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        return [each for key in a for each in differences(a[key], b[key], f"{where}/{key}")]
+    if isinstance(a, (list, tuple)) and len(a) == len(b):
+        pairs = enumerate(zip(a, b, strict=True))
+        return [each for i, pair in pairs for each in differences(*pair, f"{where}/{i}")]
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        same = a.dtype == b.dtype and torch.equal(a, b)
+    else:
+        same = bool(a == b)
+    return [] if same else [where]
+
+
+def unlike_after_resuming(run: Run) -> list[str]:
+    """What differs between a run and those that resume it, at any of the saves."""
+    model = network()
+    optimizer, scheduler = run.make(model)
+    start, checkpoints = 0, dict[int, bytes]()
+    for step in SAVES:
+        take(model, optimizer, scheduler, start, step)
+        checkpoints[step] = saved(model, optimizer, scheduler)
+        start = step
+    take(model, optimizer, scheduler, start, STEPS)
+    end = torch.load(io.BytesIO(saved(model, optimizer, scheduler, to=None)))
+    optimizer.close()
+
+    found: list[str] = []
+    for step, data in checkpoints.items():
+        model, optimizer, scheduler = resumed(run, from_rank_0(data))
+        take(model, optimizer, scheduler, step, STEPS)
+        again = torch.load(io.BytesIO(saved(model, optimizer, scheduler, to=None)))
+        found += [f"{step}: {each}" for each in differences(end, again)]
+        optimizer.close()
+    return found
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_a_resumed_run_is_the_run(run: Run) -> None:
+    assert unlike_after_resuming(run) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"solver": "eigen", "preconditioner_scale": "gradient"},
+        {"refresh": "trace", "inv_update_steps": 2, "trace_bounds": (0.3, 0.1)},
+        {"exact_blocks": True, "fisher": "sampled", **BY_INTERVAL},
+        {"other_matrices": "gradient", "skip_layers": ["5"], "symmetry_aware": False},
+        {"factor_dtype": torch.bfloat16, "inv_dtype": torch.float32, **BY_INTERVAL},
+        {"factor_dtype": torch.float32, "inv_dtype": torch.bfloat16, "factor_update_steps": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_with_every_kind_of_inverse(options: dict[str, Any]) -> None:
+    assert unlike_after_resuming(Run(DistKFAC, "AdamW", options)) == []
+
+
+def on_ranks(rank: int, world_size: int, runs: list[Run]) -> list[list[str]]:
+    return [unlike_after_resuming(run) for run in runs]
+
+
+SPREAD = [
+    Run(KAISA, "SGD", {"grad_worker_fraction": 0.5, "factor_exchange": "reduce"}),
+    Run(KAISA, "AdamW", {"grad_worker_fraction": 0.5, "colocate_factors": False, **BY_INTERVAL}),
+    Run(KAISA, "AdamW", {"factor_exchange": "pipelined", "solver": "eigen"}),
+    Run(KAISA, "SGD", {"grad_worker_fraction": 0.0, "refresh": "trace", "inv_update_steps": 2}),
+]
+
+
+@pytest.mark.parametrize("runs", [RUNS[1::2], SPREAD], ids=["everywhere", "spread"])
+def test_on_two_processes(world: World, runs: list[Run]) -> None:
+    """Also where only one of them has a layer's inverse."""
+    for found in world.run(on_ranks, 2, runs):
+        assert found == [[] for _ in found]
+
+
+def begun(rank: int, world_size: int, run: Run, step: int = 7) -> tuple[bytes, Tensor]:
+    """A checkpoint in the middle, and where the run that goes on ends."""
+    model = network()
+    optimizer, scheduler = run.make(model)
+    with optimizer:
+        take(model, optimizer, scheduler, 0, step)
+        data = saved(model, optimizer, scheduler)
+        take(model, optimizer, scheduler, step, STEPS)
+    return data, vector(model)
+
+
+def ended(rank: int, world_size: int, run: Run, data: bytes, step: int) -> Tensor:
+    model, optimizer, scheduler = resumed(run, data)
+    with optimizer:
+        take(model, optimizer, scheduler, step, STEPS)
+    return vector(model)
+
+
+HALF: dict[str, Any] = {"grad_worker_fraction": 0.5}
+REDUCE: dict[str, Any] = {"factor_exchange": "reduce"}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "run", "options"),
+    [
+        (2, 1, Run(KAISA, "SGD", REDUCE), {}),
+        (1, 2, Run(KAISA, "AdamW"), {**HALF, "colocate_factors": False}),
+        (2, 4, Run(KAISA, "SGD", {**HALF, "solver": "eigen"}), {**REDUCE, "solver": "eigen"}),
+        (2, 2, Run(KAISA, "AdamW", BY_INTERVAL), {**HALF, **BY_INTERVAL}),
+        (2, 1, Run(DistKFAC, "SGD", BY_INTERVAL), BY_INTERVAL),
+        (1, 2, Run(DistKFAC, "AdamW", BY_INTERVAL), BY_INTERVAL),
+    ],
+    ids=["reduce, 2 to 1", "1 to 2", "2 to 4", "fraction", "threads, 2 to 1", "threads, 1 to 2"],
+)
+def test_on_other_processes(
+    world: World, before: int, after: int, run: Run, options: dict[str, Any]
+) -> None:
+    """Inverses are taken over by others, and not computed again; solves under way go on."""
+    step = 5 if run.System is DistKFAC else 7
+    data, expected = world.run(begun, before, run, step)[0]
+    for found in world.run(ended, after, Run(run.System, run.base, options), data, step):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def without_consolidate(rank: int, world_size: int, run: Run) -> dict[str, Any]:
+    """Each rank loads what it has saved itself, and then what rank 0 has."""
+    model = network()
+    optimizer, scheduler = run.make(model)
+    take(model, optimizer, scheduler, 0, 7)
+    with pytest.warns(SecondOrderWarning, match=r"lacks the inverses.*consolidate\(to=0\)"):
+        state = {"optimizer": optimizer.state_dict()}
+    data = written({**state, "model": model.state_dict(), "scheduler": scheduler.state_dict()})
+    take(model, optimizer, scheduler, 7, STEPS)
+    found = {"run": vector(model)}
+    for name, loaded in (("own", data), ("first", from_rank_0(data))):
+        model, optimizer, scheduler = resumed(run, loaded)
+        take(model, optimizer, scheduler, 7, STEPS)
+        found[name] = vector(model)
+    return found
+
+
+def test_inverses_that_no_rank_has_are_refreshed(world: World) -> None:
+    run = Run(KAISA, "SGD", {**HALF, **BY_INTERVAL})
+    for found in world.run(without_consolidate, 2, run):
+        assert torch.equal(found["own"], found["run"])
+        assert 1e-10 < (found["first"] - found["run"]).abs().max() < 0.1
+
+
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+def test_without_inverses_all_layers_are_refreshed(System: Any) -> None:
+    """And the checkpoint is the smaller by their bytes, which the summary tells."""
+    run = Run(System, "SGD", {**BY_INTERVAL})
+    small = Run(System, "SGD", {**BY_INTERVAL, "save_inverses": False})
+    (data, expected), (less, same) = begun(0, 1, run, 7), begun(0, 1, small, 7)
+    assert torch.equal(same, expected)
+    found = ended(0, 1, small, less, 7)
+    assert 1e-6 < (found - expected).abs().max() < 0.1
+    _, optimizer, _ = resumed(run, data)
+    state = torch.load(io.BytesIO(data))["optimizer"]["state"]
+    parts = [entry["curvature"] for entry in state.values()]
+    added = sum(part[f"inverse_{k}"].nbytes for part in parts for k in "AG" if "A" in part)
+    assert optimizer.summary().inverse_bytes == added > 0
+    optimizer.close()
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+def test_a_bad_inverse_is_refused(solver: str) -> None:
+    """Before anything changes, with the layer's name."""
+    run = Run(KAISA, "SGD", {"solver": solver})
+    data, _ = begun(0, 1, run, 3)
+    _, optimizer, _ = resumed(run, data)
+    before = copy.deepcopy(optimizer.state_dict())
+    name = "inverse_G" if solver == "inverse" else "eigenvectors_G"
+    good = before["state"][5]["curvature"][name]
+    skew = good.clone()
+    skew[0, 0, 1] += 2.0 * float(good.abs().max())
+    for bad, why in (
+        (skew, "symmetric" if solver == "inverse" else "length 1"),
+        (-good if solver == "inverse" else 2.0 * good, "positive|length 1"),
+        (good[:, 1:, 1:], "shape"),
+        (good * torch.nan, "finite"),
+    ):
+        state = copy.deepcopy(before)
+        state["state"][5]["curvature"][name] = bad
+        with pytest.raises(CheckpointError, match=rf"{name}'\], of parameter '5.weight'.*{why}"):
+            optimizer.load_state_dict(state)
+        assert differences(optimizer.state_dict(), before) == []
+
+
+def test_a_layer_frozen_after_construction_keeps_the_other_inverses() -> None:
+    """The plan is made anew at the first step; the inverses are those of the checkpoint."""
+    run = Run(KAISA, "SGD", BY_INTERVAL)
+
+    def frozen(seed: int) -> tuple[nn.Module, Any, Any]:
+        model = network(seed)
+        optimizer, scheduler = run.make(model)
+        model[3].requires_grad_(False)
+        return model, optimizer, scheduler
+
+    model, optimizer, scheduler = frozen(0)
+    take(model, optimizer, scheduler, 0, 7)
+    state = torch.load(io.BytesIO(saved(model, optimizer, scheduler)))
+    take(model, optimizer, scheduler, 7, STEPS)
+    twin, other, schedule = frozen(0)
+    twin.load_state_dict(state["model"])
+    other.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(state["scheduler"])
+    take(twin, other, schedule, 7, STEPS)
+    assert torch.equal(vector(twin), vector(model))
+
+
+def test_old_inverses_are_not_kept_alive_by_the_state() -> None:
+    """What a checkpoint shares goes with it, once a refresh has replaced it."""
+    run = Run(KAISA, "SGD", {"inv_update_steps": 1})
+    model = network()
+    optimizer, scheduler = run.make(model)
+    take(model, optimizer, scheduler, 0, 2)
+    optimizer.state_dict()
+    names = [name for parts in optimizer.state.values() for name in parts["curvature"]]
+    assert "A" in names
+    assert not [name for name in names if name.startswith(("inverse_", "last_step"))]
+    state = optimizer.state_dict()["state"]
+    block = optimizer._curvature.layers.blocks[0]
+    index = [id(p) for p in model.parameters()].index(id(block.weight))
+    shared = state[index]["curvature"]["inverse_A"]
+    assert shared.data_ptr() == block.inverse.inverses["A"].data_ptr()
+
+
+def test_a_measurement_ends_at_the_step_at_which_it_would_have_ended() -> None:
+    """And what has been measured is kept."""
+    run = Run(KAISA, "SGD", {"overhead": 0.5})
+    model = network()
+    optimizer, scheduler = run.make(model)
+    take(model, optimizer, scheduler, 0, 2)
+    model, other, scheduler = resumed(run, saved(model, optimizer, scheduler))
+    until = optimizer._curvature.budget.until
+    assert other._curvature.budget.until == until == 5
+    take(model, other, scheduler, 2, until)
+    assert not other._curvature.budget.measuring
+    _, last, _ = resumed(run, saved(model, other, scheduler))
+    assert last._curvature.budget.said == other._curvature.budget.said
