@@ -1101,9 +1101,11 @@ the Hessian of the negative loss has its sign
 == measuring/batches.py
 padding that measure counts  <-  measure::inputs_are_those_of_entries_without_padding
     return rows if index is None else rows.index_select(0, index), number  =>  return rows, number
-terms of the loss that are zero and count
+padding's terms count, which are zero
   <-  measure::pairs_and_corrected_eigenvalues_are_those_of_entries
-    (value.detach() != 0).sum()  =>  value.numel()
+    | nonzero).sum()  =>  | True).sum()
+a term that is zero counts for nothing  <-  measure_terms::a_label_that_is_ignored_is_no_term
+    (fit.to(value.device, non_blocking=True) | nonzero).sum()  =>  nonzero.sum()
 labels drawn for padding  <-  measure::no_label_is_drawn_for_padding
     if index is not None:  =>  if False:
 
@@ -1149,6 +1151,12 @@ what was wrong before an interruption is forgotten
 a tensor that has been changed in place is still the same
   <-  measure::layers_that_read_one_tensor_share_a_factor_until_they_do_not
     known[0]() is x and known[1] == x._version  =>  known[0]() is x
+each call of a layer has a square of its own
+  <-  measure_terms::eigenvalues_are_of_all_calls_of_a_layer
+    if len(waiting) >= self._calls[layer]:  =>  if True:
+weights that are used elsewhere pass for their layers'
+  <-  measure_terms::a_weight_that_is_used_outside_of_its_calls_is_named
+    if residual > TOLERANCE:  =>  if False:
 entries are always first  <-  measure::positions_may_come_before_entries
     d.dim() > 2 and len(d) != self.entries == d.shape[1]  =>  False
 

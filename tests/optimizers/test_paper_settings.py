@@ -22,8 +22,8 @@ from reference import ReferenceKFAC, cross_entropy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from paper_settings import paper_settings
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+from second_order.papers import paper_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -219,3 +219,10 @@ def test_mrdho2(world: World) -> None:
     ours = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
     expected, _ = equation_17("paper", largest=10, smallest=0, alpha=0.01, first=EPOCH, **SGD)
     assert_same_trajectory(ours, expected, rtol=1e-10)
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(TypeError, match="pass one of the classes KAISA, DPKFAC, DistKFAC"):
+        paper_settings(torch.optim.SGD)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"paper_settings\(DHO2, epoch_steps=len\(loader\)\)"):
+        paper_settings(DHO2)
