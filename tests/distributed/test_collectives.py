@@ -7,7 +7,6 @@ the ranks outlive the test.
 from __future__ import annotations
 
 import random
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -451,21 +450,3 @@ def opinions(rank: int, world_size: int) -> list[bool]:
 
 def test_all_agree_only_if_nobody_says_no(world: pool.World) -> None:
     assert world.run(opinions, 3) == [[True, False, False]] * 3
-
-
-def gathered(rank: int, world_size: int) -> tuple[list[Any], list[int]]:
-    """Objects of unlike sizes, and references to a tensor that remain after its collective."""
-    world, kept = World(), []
-    for _ in range(20):
-        mine = torch.full((3,), float(rank))
-        before = sys.getrefcount(mine)
-        assert [int(each[0]) for each in world._all_gathered(mine)] == list(range(world_size))
-        kept.append(sys.getrefcount(mine) - before)
-    return world.all_gather_object({"rank": rank, "text": "x" * 1000 * rank}), kept
-
-
-def test_gloo_has_let_go_of_what_it_gathered(world: pool.World) -> None:
-    """Its thread needs the interpreter to, and would abort a process that ends meanwhile."""
-    for objects, kept in world.run(gathered, 3):
-        assert objects == [{"rank": r, "text": "x" * 1000 * r} for r in range(3)]
-        assert kept == [0] * 20

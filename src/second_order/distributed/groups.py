@@ -35,11 +35,11 @@ EXIT_SECONDS = 0.1
 
 @cache
 def wait_for_gloo_at_exit() -> None:
-    """Let gloo's threads run for a moment when the script has ended.
+    """Give gloo's threads a moment to release tensors when the script has ended.
 
-    After a collective has ended, its thread still has to let go of the tensors, for which it needs
-    the interpreter. If it gets there while the interpreter shuts down, torch aborts the process:
-    "terminate called without an active exception". FSDP2's collectives end in such threads, too.
+    A gloo thread releases the tensors of a collective after the collective has returned, and needs
+    the GIL to do so. If the interpreter is already finalizing, torch aborts the process:
+    "terminate called without an active exception". FSDP2's collectives use such threads as well.
     """
     atexit.register(time.sleep, EXIT_SECONDS)
 

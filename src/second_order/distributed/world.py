@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
-import sys
-import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from second_order.distributed.buckets import (
     PendingReduction,
@@ -63,9 +60,6 @@ BUCKET_BYTES = 64 * 2**20
 RING_RANKS, ROUNDS_TAG = 8, 7077
 """Number of ranks up to which gloo's ring finds maxima; the tag of the rounds in its place, which
 are not to be taken for the user's own messages between two ranks."""
-
-LETTING_GO_SECONDS = 2.0
-"""How long gloo's thread may take, after a collective, to let go of its tensors."""
 
 Parts: TypeAlias = tuple[Tensor, ...]
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
@@ -109,6 +103,8 @@ class World:
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group=; pass one it is in")
+        if self.group is not None and self.backend == "gloo":
+            wait_for_gloo_at_exit()
 
     @classmethod
     def alone(cls, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> World:
@@ -512,34 +508,10 @@ class World:
     @explained()
     def all_gather_object(self, value: Any) -> list[Any]:
         """Every rank's value of a small object that can be pickled, by rank."""
-        if self.size > 1 and self.backend == "gloo":
-            content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-            length = torch.tensor([len(content)], device="cpu")
-            lengths = [int(each) for each in self._all_gathered(length)]
-            padded = nn.functional.pad(content, (0, max(lengths) - len(content)))
-            parts = zip(self._all_gathered(padded), lengths, strict=True)
-            return [pickle.loads(part[:length].numpy().tobytes()) for part, length in parts]
         values: list[Any] = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value, group=self.group)
         return values
-
-    def _all_gathered(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, by rank, once gloo's thread has let go of all of them.
-
-        That thread needs the interpreter to let go, which may be after the collective has ended. If
-        the script has ended meanwhile, the process aborts in the middle of its exit: "terminate
-        called without an active exception".
-        """
-        tensors = [mine, *mine.new_empty(self.size, *mine.shape).unbind()]
-        references = [sys.getrefcount(tensor) for tensor in tensors]
-        dist.all_gather(tensors[1:], mine, group=self.group)
-        deadline = time.monotonic() + LETTING_GO_SECONDS
-        while [sys.getrefcount(tensor) for tensor in tensors] != references:
-            if time.monotonic() > deadline:
-                break
-            time.sleep(1e-5)
-        return tensors[1:]
 
     @explained()
     def same(self, word: int) -> bool:

@@ -33,7 +33,7 @@ Eigen: TypeAlias = Mapping[str, tuple[Tensor, Tensor | None]]
 CORRECTED, VALUES, VECTORS = "corrected", "_eigenvalues", "_eigenvectors"
 
 INPUTS_ALONE = (
-    "layer {name!r} has A of its inputs alone, and no F: measure it with factors=\"kfac\" or "
+    'layer {name!r} has A of its inputs alone, and no F: measure it with factors="kfac" or '
     '"ekfac". A itself is curvature[{name!r}].A'
 )
 
