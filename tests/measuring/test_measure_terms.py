@@ -115,6 +115,41 @@ def test_a_label_that_is_ignored_is_no_term() -> None:
     assert quietly(model, [(x, y)], factors="kfac", loss=unreduced).report.examples == 23
 
 
+@pytest.mark.parametrize("ignored", [255, -1])
+def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
+    model, x = Sure(1.0).to(F64), torch.randn(8, 6, 4, dtype=F64)
+    y = model(x).argmin(-1)
+    y[:, 3:] = ignored
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(output.mT, batch[1], reduction="none", ignore_index=ignored)
+
+    def shifted(output: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(
+            output[:, :-1].mT, batch[1][:, 1:], reduction="none", ignore_index=ignored
+        )
+
+    # A label may be another class's name where the loss makes something of it.
+    known = {"factors": "kfac", "loss": lambda output, batch: loss(output, batch) + 1}
+    assert quietly(model, [(x, y)], **known).report.examples == 48
+
+    counts = {"mask": lambda batch: batch[1] != ignored}
+    for given, number in ({"loss": loss}, 24), ({"loss": shifted}, 16), ({}, 24):
+        options: dict[str, Any] = {"factors": "kfac", **given}
+        with pytest.raises(ValueError, match=rf"label {ignored}, which is no class.*pass mask="):
+            measure(model, [(x, y)], progress=False, **options)
+        assert quietly(model, [(x, y)], **options, **counts).report.examples == number
+
+
+def test_a_mask_of_entries_leaves_out_their_labels() -> None:
+    model, x = Sure(1.0).to(F64), torch.randn(8, 6, 4, dtype=F64)
+    y = model(x).argmin(-1)
+    first = torch.arange(8) < 5
+    for given in ({}, {"loss": lambda output, batch: unreduced(output, batch) * first[:, None]}):
+        options: dict[str, Any] = {"factors": "kfac", "mask": lambda batch: first, **given}
+        assert quietly(model, [(x, y)], **options).report.examples == 30
+
+
 def test_of_labels_of_the_next_token_the_first_is_none() -> None:
     """Sliced as (N, T - 1), flattened, or padded at the end: N is the number of labels used."""
     model, data = model_of("Llama"), data_of("Llama")
@@ -465,6 +500,9 @@ def test_positions_that_entries_share_have_no_gradients_of_single_ones(
         found = measure(model, tokens.split(4), progress=False, **options)
     assert list(found) == ["tokens", "head"]
     assert "position_ids" in found.uncovered["positions.weight"]
+    if way == "flat":  # as many positions as entries
+        with pytest.warns(SecondOrderWarning, match="'positions': all entries of a batch share"):
+            measure(model, [tokens[:4, :4]], progress=False, **options)
     alone = quietly(model, tokens.split(1), **options)  # a batch of one entry shares nothing
     if way != "bias":
         assert list(alone) == ["tokens", "positions", "head"]

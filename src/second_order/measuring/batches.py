@@ -60,7 +60,7 @@ MASK_OF_POSITIONS = (
 FLOAT_TARGETS = (
     "the batch's targets are {dtype}, which are not labels of classes: choose what labels are "
     'drawn from the outputs. likelihood="gaussian" is for regression, "bernoulli" for targets of '
-    '0 and 1, "categorical" for probabilities of classes'
+    '0 and 1, "categorical" if the outputs are logits of classes'
 )
 ONE_CLASS = (
     "the model's output has the shape {shape}, one class for each row: its labels are certain, and "
@@ -72,6 +72,11 @@ WHICH_CLASSES = (
     "the classes are: return rows of logits from call=lambda model, batch: ..., which are "
     "output.movedim(1, -1).flatten(0, -2) if the classes are dimension 1, and output.flatten(0, "
     '-2) if they are the last; or give likelihood="bernoulli", "gaussian" or a function'
+)
+NO_CLASS = (
+    "the batch has a label {label}, which is no class of the model's output of shape {shape}: if it "
+    "is one that the loss ignores, pass mask=lambda batch: ..., True where a label counts, or write "
+    "-100 in its place"
 )
 NO_BATCH_DIMENSION = (
     "the model's output has the shape {shape}, without a dimension for the entries of the batch; "
@@ -354,12 +359,14 @@ class Terms:
     Attributes:
         targets: The batch's targets; None if it has none.
         drawn: Which rows of the model's logits get a drawn label.
-        labeled: Where there are labels, one mask for each place that a loss may look for them.
+        labels: Labels of classes, on the host; None if there are none.
+        labeled: Where labels count, one mask for each place that a loss may look for them.
         masks: Masks of entries and positions that count.
     """
 
     targets: Tensor | None
     drawn: Rows
+    labels: Tensor | None
     labeled: Sequence[Tensor]
     masks: Sequence[Tensor]
 
@@ -372,32 +379,44 @@ def terms_in(batch: Any, model: nn.Module, rows: Rows) -> Terms:
     targets = labels_of(batch)
     masks = rows.masks
     labels = _labeled(targets)
-    if labels is None:
+    if targets is None or labels is None:
         shifted = [mask[:, 1:] for mask in masks if mask.dim() == 2]
-        return Terms(targets, rows, [], [*masks, *shifted])
+        return Terms(targets, rows, None, [], [*masks, *shifted])
 
-    drawn = labels = labels.detach().cpu()
-    labeled = [labels]
+    counted = labels = labels.detach().cpu()
+    fits = [fit for mask in masks if (fit := _fitted([mask], labels.shape)) is not None]
+    for fit in fits:
+        counted = counted & fit
+
+    drawn = labels
+    labeled = [counted]
     if labels.dim() == 2:
-        labeled.append(labels[:, 1:])
+        labeled.append(counted[:, 1:])
         if isinstance(batch, Mapping) and _predicts_next(model):
-            drawn = nn.functional.pad(labels[:, 1:], (0, 1))
-            labeled.append(drawn)
-    for mask in masks:
-        if mask.shape == drawn.shape and not torch.equal(mask, labels):
-            drawn = drawn & mask
-    return Terms(targets, Rows([drawn, *masks], rows.device), labeled, masks)
+            drawn = _of_next(labels)
+            labeled.append(_of_next(counted))
+    for fit in fits:
+        if not torch.equal(fit, labels):
+            drawn = drawn & fit
+    numbers = targets.detach().cpu()
+    return Terms(targets, Rows([drawn, *masks], rows.device), numbers, labeled, masks)
 
 
-def terms_of(value: Any, terms: Terms) -> tuple[Tensor, int | Tensor]:
-    """The sum of a loss's terms, and their number.
+def _of_next(mask: Tensor) -> Tensor:
+    """By position, what ``(entries, positions)`` has at the next one; False at the last."""
+    return nn.functional.pad(mask[:, 1:], (0, 1))
+
+
+def terms_of(value: Any, terms: Terms, output: Any) -> tuple[Tensor, int | Tensor]:
+    """The sum of a loss's terms of a model's output, and their number.
 
     A term counts if it is not zero, or if a label or a mask says that it is one. Where a label may
     be that of a position or of the next one, the terms are as few as they can be.
 
     Raises:
         TypeError: If the loss is a single number, which tells nobody of how many terms.
-        ValueError: If some labels or positions do not count, and the terms' shape is not theirs.
+        ValueError: If some labels or positions do not count, and the terms' shape is not theirs;
+            or if the terms of a label that is no class are 0.
     """
     if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
         total, number = value
@@ -406,6 +425,7 @@ def terms_of(value: Any, terms: Terms) -> tuple[Tensor, int | Tensor]:
         what = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise TypeError(f"the loss returned {what}, of which nobody knows the number: {UNREDUCED}")
 
+    _check_classes(output, terms, value.detach())
     known = [*terms.labeled, *terms.masks]
     partial = [mask for mask in known if not bool(mask.all())]
     if not partial:
@@ -438,13 +458,14 @@ def drawn(
         ValueError: If the output, or the batch's targets, do not fit the likelihood.
     """
     if callable(likelihood):
-        return terms_of(likelihood(output), terms)
+        return terms_of(likelihood(output), terms, output)
     logits, targets = logits_of(output), terms.targets
     if likelihood is None and targets is not None and _labeled(targets) is None:
         raise ValueError(FLOAT_TARGETS.format(dtype=targets.dtype))
     likelihood = likelihood or "categorical"
     assert likelihood in LIKELIHOODS
     if likelihood == "categorical":
+        _check_classes(logits, terms)
         logits = _classes_last(logits, targets)
     elif logits.dim() < 2 and logits.numel() != entries:
         raise ValueError(NO_BATCH_DIMENSION.format(shape=tuple(logits.shape)))
@@ -458,6 +479,44 @@ def drawn(
     if index is not None:
         logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(0, index)
     return sampled_loss(cast(Any, logits), likelihood, seed), number
+
+
+def _check_classes(output: Any, terms: Terms, values: Tensor | None = None) -> None:
+    """Raise if a label that counts is no class of the model's output, as 255 and -1 may be.
+
+    Losses can ignore such labels by ``ignore_index=``. If the ``values`` of their terms are known,
+    and not 0, they are of a loss for which labels are no indices of classes.
+
+    Raises:
+        ValueError: If so.
+    """
+    if terms.labels is None:
+        return
+    try:
+        shape = logits_of(output).shape
+    except TypeError:  # of a model that the loss alone knows
+        return
+    of_labels = terms.labels.shape
+    classes = set[int]()
+    if len(shape) > 1 and of_labels == shape[:-1]:
+        classes.add(shape[-1])
+    if len(shape) > 1 and of_labels == (shape[0], *shape[2:]):
+        classes.add(shape[1])
+    if len(classes) != 1 or classes == {1}:
+        return
+
+    strays = (terms.labels < 0) | (terms.labels >= max(classes))
+    strays &= terms.labeled[0]
+    if not bool(strays.any()):
+        return
+    if values is not None:
+        places = [strays, *([strays[:, 1:], _of_next(strays)] if strays.dim() == 2 else [])]
+        fits = [fit for place in places if (fit := _exactly(place, values.shape)) is not None]
+        zeros = [values[fit.to(values.device)] == 0 for fit in fits]
+        if not any(bool(each.all()) for each in zeros):
+            return
+    label = int(terms.labels[strays][0])
+    raise ValueError(NO_CLASS.format(label=label, shape=tuple(shape)))
 
 
 def _classes_last(logits: Tensor, targets: Tensor | None) -> Tensor:

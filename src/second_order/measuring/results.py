@@ -99,11 +99,12 @@ def curvature_of(
         )
     names = [name for name, _ in model.named_parameters()]
     covered = {name for layer in ours.values() for name in layer.shapes}
-    reasons = {row.name: row.reason for row in left}
+    # The name of a layer of several modules is theirs, joined.
+    reasons = {name: row.reason for row in left for name in row.name.split(" = ")}
     for name in names:
         if name not in covered and name not in uncovered:
             module = name.rpartition(".")[0]
-            why = "its layer is measured by inputs alone"
+            why = 'its layer has A of its inputs alone: measure it with factors="kfac" or "ekfac"'
             uncovered[name] = reasons.get(name, reasons.get(module, why))
     owners = {layer.name: layer.owner for layer in layers if layer.name in ours}
     apart = world.size > 1

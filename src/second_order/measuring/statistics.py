@@ -140,7 +140,9 @@ class Layer:
 
     def no_rows(self, device: torch.device) -> Any:
         """What :attr:`rows` begins with."""
-        return torch.zeros(self.shape.groups, device=device) if self.shape.routed else 0
+        if not self.shape.routed:
+            return 0
+        return torch.zeros(self.shape.groups, dtype=torch.int64, device=device)
 
     @property
     def letter(self) -> str:
@@ -434,7 +436,8 @@ class Pairs(Statistics):
 
     def _is_shared(self, layer: Layer, module: nn.Module, x: Any) -> bool:
         """Whether the entries of a batch share an input, as the indices of positions."""
-        number, indices = self.entries, layer.shape.diagonal_a
+        number = self.entries
+        indices = layer.shape.diagonal_a
         if number < 2 or not (indices or layer.linear(module)):
             return False
         rows = x.shape if indices else x.shape[:-1]
@@ -446,7 +449,11 @@ class Pairs(Statistics):
             packed = rows.numel() > number and rows.numel() in flattened
             one_position = self._positions_first or x.shape in self.batch.shapes
             return not (packed or (number in rows[1:2] and one_position))
-        if not indices or number in rows[:2] or rows.numel() in flattened:
+        if not indices:
+            return False
+        if rows == (number,) and rows not in self.batch.shapes:
+            return bool((x.diff() == 1).all())  # as many positions as entries
+        if number in rows[:2] or rows.numel() in flattened:
             return False
         return len(rows) > 1 or bool((x.diff() == 1).all())
 
@@ -475,7 +482,10 @@ class Pairs(Statistics):
         with ieee_matmul(d.device):
             form = Form(layer.bias, approximation="expand")
             pair = layer.kind(module).statistics(module, _widened(x, wide), d.to(wide), form)
-        layer.rows = layer.rows + (pair.examples if pair.routed is None else pair.routed)
+        if pair.routed is None:
+            layer.rows = layer.rows + pair.examples
+        else:
+            layer.rows = layer.rows + pair.routed.to(torch.int64)
         for letter, factor in pair.factors.items():
             sums.add((layer.name, letter), factor)
 
