@@ -129,10 +129,12 @@ def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
             output[:, :-1].mT, batch[1][:, 1:], reduction="none", ignore_index=ignored
         )
 
-    # A label may be another class's name where the loss makes something of it.
+    # This loss does not ignore the label.
     known = {"factors": "kfac", "loss": lambda output, batch: loss(output, batch) + 1}
     assert quietly(model, [(x, y)], **known).report.examples == 48
 
+    numbers = x, torch.arange(48).view(8, 6)  # these are no labels
+    assert quietly(model, [numbers], factors="kfac").report.examples == 48
     counts = {"mask": lambda batch: batch[1] != ignored}
     for given, number in ({"loss": loss}, 24), ({"loss": shifted}, 16), ({}, 24):
         options: dict[str, Any] = {"factors": "kfac", **given}
@@ -258,6 +260,9 @@ def test_whose_distribution_is_meant_is_asked() -> None:
     for likelihood in ("categorical", "bernoulli", "gaussian"):
         given: Any = {"factors": "kfac", "likelihood": likelihood}
         assert quietly(several, [(x, torch.randn(5, 2))], **given).report.examples == 5
+    for model, labels in (one, torch.ones(5).long()), (several, torch.ones(5, 2).long()):
+        given = {"factors": "kfac", "likelihood": "bernoulli"}
+        assert quietly(model, [(x, labels)], **given).report.examples == 5
 
 
 # ------------------------------------------------------------------------------ calls of layers
@@ -515,5 +520,8 @@ def test_a_mask_that_does_not_tell_positions_is_refused() -> None:
     batch = {"input_ids": data["input_ids"], "attention_mask": additive}
     with pytest.raises(ValueError, match=r"shape \(10, 1, 7, 7\).*pass mask=lambda batch"):
         measure(model, [batch], progress=False)
+    flat = {**batch, "attention_mask": additive[:, 0, 0]}
+    with pytest.raises(ValueError, match=r"added to scores.*shape \(10, 7\).*pass mask="):
+        measure(model, [flat], progress=False)
     found = measure(model, [batch], mask=lambda b: data["attention_mask"], progress=False)
     assert found["model.layers.0.mlp.up_proj"].rows == int(data["attention_mask"].sum())

@@ -53,9 +53,8 @@ UNREDUCED = (
     "sum and number as (sum, number)"
 )
 MASK_OF_POSITIONS = (
-    "the batch's attention_mask has the shape {shape}, which does not say which positions are "
-    "padding; pass mask=lambda batch: ..., of shape (entries, positions), True where a position "
-    "counts"
+    "the batch's attention_mask{additive} of shape {shape} does not say which positions are padding; "
+    "pass mask=lambda batch: ..., of shape (entries, positions), True where a position counts"
 )
 FLOAT_TARGETS = (
     "the batch's targets are {dtype}, which are not labels of classes: choose what labels are "
@@ -74,9 +73,9 @@ WHICH_CLASSES = (
     '-2) if they are the last; or give likelihood="bernoulli", "gaussian" or a function'
 )
 NO_CLASS = (
-    "the batch has a label {label}, which is no class of the model's output of shape {shape}: if it "
-    "is one that the loss ignores, pass mask=lambda batch: ..., True where a label counts, or write "
-    "-100 in its place"
+    "the batch has a label {label}, which is no class of the model's output of shape {shape}: if "
+    "the loss ignores it, pass mask=lambda batch: ..., True where a label counts, or write -100 in "
+    "its place; if it is no label, leave it out of the batch"
 )
 NO_BATCH_DIMENSION = (
     "the model's output has the shape {shape}, without a dimension for the entries of the batch; "
@@ -221,7 +220,8 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
 
     Raises:
         ValueError: If those of an encoder and of its decoder differ, and have one shape, by which
-            rows could not be told apart; or if an attention mask is not of entries and positions.
+            rows could not be told apart; or if an attention mask is not of entries and positions,
+            or is one that is added to scores.
     """
     labels = _labeled(labels_of(batch))
     of_labels = [] if labels is None else [labels]
@@ -230,8 +230,10 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
     named = (batch.get(key) for key in ("decoder_attention_mask", "attention_mask"))
     given = [mask for mask in named if isinstance(mask, Tensor)]
     for mask in given:
-        if mask.dim() > 2:
-            raise ValueError(MASK_OF_POSITIONS.format(shape=tuple(mask.shape)))
+        added = mask.is_floating_point() and not bool((mask > 0).any())
+        if mask.dim() > 2 or added:
+            additive = ", which is added to scores and is" if added else ""
+            raise ValueError(MASK_OF_POSITIONS.format(additive=additive, shape=tuple(mask.shape)))
     found = [mask != 0 for mask in given if mask.dim() == 2] + of_labels
     if _has_decoder(model):
         tokens, padding = batch.get("input_ids"), batch.get("attention_mask")
@@ -275,7 +277,9 @@ class Rows:
     def entries(self, shape: torch.Size) -> int:
         """The number of a shape's entries, its first dimension, of which any row counts."""
         whole = _fitted(self.masks, shape)
-        return shape[0] if whole is None else int(whole.flatten(1).any(1).sum())
+        if whole is None:
+            return shape[0]
+        return int((whole.flatten(1).any(1) if whole.dim() > 1 else whole).sum())
 
     def _look(self, shape: torch.Size) -> tuple[Tensor | None, int]:
         whole = _fitted(self.masks, shape)
@@ -482,10 +486,10 @@ def drawn(
 
 
 def _check_classes(output: Any, terms: Terms, values: Tensor | None = None) -> None:
-    """Raise if a label that counts is no class of the model's output, as 255 and -1 may be.
+    """Raise if one label that counts is no class of the model's output, as 255 and -1 may be.
 
-    Losses can ignore such labels by ``ignore_index=``. If the ``values`` of their terms are known,
-    and not 0, they are of a loss for which labels are no indices of classes.
+    Losses can ignore such a label by ``ignore_index=``. Numbers of which several are no classes
+    are no labels, and if the ``values`` of a label's terms are not 0, the loss does not ignore it.
 
     Raises:
         ValueError: If so.
@@ -507,7 +511,8 @@ def _check_classes(output: Any, terms: Terms, values: Tensor | None = None) -> N
 
     strays = (terms.labels < 0) | (terms.labels >= max(classes))
     strays &= terms.labeled[0]
-    if not bool(strays.any()):
+    found = terms.labels[strays].unique()
+    if len(found) != 1:
         return
     if values is not None:
         places = [strays, *([strays[:, 1:], _of_next(strays)] if strays.dim() == 2 else [])]
@@ -515,8 +520,7 @@ def _check_classes(output: Any, terms: Terms, values: Tensor | None = None) -> N
         zeros = [values[fit.to(values.device)] == 0 for fit in fits]
         if not any(bool(each.all()) for each in zeros):
             return
-    label = int(terms.labels[strays][0])
-    raise ValueError(NO_CLASS.format(label=label, shape=tuple(shape)))
+    raise ValueError(NO_CLASS.format(label=int(found), shape=tuple(shape)))
 
 
 def _classes_last(logits: Tensor, targets: Tensor | None) -> Tensor:
