@@ -1120,10 +1120,10 @@ terms of a batch that is repeated for others' sake
 == measuring/progress.py
 saves of another measurement are as good
   <-  measure::a_save_of_another_measurement_is_refused
-    if other:  =>  if False:
+    if not other:  =>  if True:
 each process goes on from its own last save
   <-  measure_ranks::who_owns_what_is_known_after_a_resumption
-    max(common or mine)  =>  max(mine)
+    sorted(common, reverse=True)  =>  sorted(mine, reverse=True)
 
 == measuring/statistics.py
 what shares an A is elsewhere than that
