@@ -299,7 +299,9 @@ def brief(value: Any) -> str:
     """A value as messages show it: its class alone where it would take more than a line."""
     text = repr(value)
     fits = len(text) <= 80 and "\n" not in text
-    return text if fits else f"a {type(value).__name__}"
+    kind = type(value).__name__
+    article = "an" if kind[0] in "AEIOUaeiou" else "a"
+    return text if fits else f"{article} {kind}"
 
 
 def check_rank(method: str, to: int | None, world_size: int) -> None:

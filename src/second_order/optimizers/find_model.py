@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -51,11 +52,20 @@ class Candidate:
 
     module: nn.Module
     owners: list[Owner] = field(default_factory=list)
+    places: set[int] = field(default_factory=set)  # of the parameters that it contains
 
-    @property
-    def places(self) -> set[int]:
-        """The places of the parameters that it contains."""
-        return {place for owner in self.owners for place in owner.places}
+    def add(self, owner: Owner) -> None:
+        """Add a module that it contains."""
+        self.owners.append(owner)
+        self.places |= owner.places
+
+    @cached_property
+    def rank(self) -> tuple[bool, int, int, str, list[int]]:
+        """What decides between candidates with the same parameters: the smallest is the model."""
+        names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+        text = f"{type(self.module).__name__}: {names}"
+        size = len(_tree(self.module))
+        return _is(self.module, CONTAINERS), size, -len(names), text, sorted(self.places)
 
 
 def find_model(params: Sequence[Tensor]) -> FoundModel | None:
@@ -63,14 +73,14 @@ def find_model(params: Sequence[Tensor]) -> FoundModel | None:
 
     A parameter that belongs to no module is not in the result.
     """
-    found = _Search(params).model()
-    if found is not None and found.under_ddp:
-        # A wrapper that nobody has any more may wait for the garbage collector, in cycles. It does
-        # not average gradients.
-        del found
+    search = _Search(params)
+    if search.is_enclosed():
+        # The modules around the model may be garbage that waits for the collector, in cycles. Such
+        # a DistributedDataParallel averages no gradients, and ranks collect at different times.
+        del search
         gc.collect()
-        found = _Search(params).model()
-    return found
+        search = _Search(params)
+    return search.model()
 
 
 class _Search:
@@ -97,26 +107,35 @@ class _Search:
 
         owned = {place for owner in self.owners for place in owner.places}
         self.owners += [holder for holder in holders if not holder.places <= owned]
+        self.roots = self.find_roots()
 
-    def model(self) -> FoundModel | None:
-        """The smallest module around all owners, or several in a list."""
-        candidates: dict[int, Candidate] = {}
+    def find_roots(self) -> list[Candidate]:
+        """The smallest module around all owners; several if no module contains all of them."""
+        by_module: dict[int, Candidate] = {}
         for owner in self.owners:
             for module in self.around(owner.module):
-                candidates.setdefault(id(module), Candidate(module)).owners.append(owner)
+                by_module.setdefault(id(module), Candidate(module)).add(owner)
 
         roots: list[Candidate] = []
+        candidates = list(by_module.values())
         wanted = {place for owner in self.owners for place in owner.places}
         while wanted:
-            root = _best(list(candidates.values()), wanted)
+            root = _best(candidates, wanted)
             roots.append(root)
             wanted -= root.places
-        if not roots:
-            return None
+            candidates = [each for each in candidates if not wanted.isdisjoint(each.places)]
+        return sorted(roots, key=lambda root: sorted(root.places))
 
-        roots.sort(key=lambda root: sorted(root.places))
-        modules = [self.widened(root.module) for root in roots]
-        averaged = [self.is_in_ddp(owner.module) for root in roots for owner in root.owners]
+    def is_enclosed(self) -> bool:
+        """Whether other modules contain what was found."""
+        return any(self.parents.get(id(root.module)) for root in self.roots)
+
+    def model(self) -> FoundModel | None:
+        """The root, or several in a list, widened; None if there is none."""
+        if not self.roots:
+            return None
+        modules = [self.widened(root.module) for root in self.roots]
+        averaged = [self.is_in_ddp(owner.module) for root in self.roots for owner in root.owners]
         return FoundModel(
             module=modules[0] if len(modules) == 1 else Gathered(modules),
             under_ddp=all(averaged),
@@ -165,7 +184,8 @@ class _Search:
         """The class of a module around a root that may change its outputs; "" if there is none."""
         for module in self.around(root)[1:]:
             is_compiled = "_orig_mod" in (vars(module).get("_modules") or {})
-            if not is_compiled and not _is(module, DistributedDataParallel):
+            same_outputs = is_compiled or _is(module, (DistributedDataParallel, *CONTAINERS))
+            if not same_outputs:
                 return type(module).__name__
         return ""
 
@@ -181,16 +201,8 @@ def _best(candidates: Sequence[Candidate], wanted: set[int]) -> Candidate:
     counts = [len(candidate.places & wanted) for candidate in candidates]
     most = max(counts)
     widest = [c for c, count in zip(candidates, counts, strict=True) if count == most]
-    owners = max(len(candidate.owners) for candidate in widest)
-
-    def size(candidate: Candidate) -> tuple[bool, int, int, str, list[int]]:
-        module = candidate.module
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        text = f"{type(module).__name__}: {names}"
-        places = sorted(candidate.places)
-        return _is(module, CONTAINERS), len(_tree(module)), -len(names), text, places
-
-    return min((c for c in widest if len(c.owners) == owners), key=size)
+    owners = max(len(c.owners) for c in widest)
+    return min((c for c in widest if len(c.owners) == owners), key=lambda c: c.rank)
 
 
 def _live_modules() -> list[nn.Module]:

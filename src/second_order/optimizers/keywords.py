@@ -129,7 +129,7 @@ def signed(
 ) -> Callable[[type[T]], type[T]]:
     """Give an optimizer the keywords of a dataclass, in its signature and its docstring."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters, texts = [own, own.replace(name="params_or_model")], {"params_or_model": PARAMS}
+    parameters, texts = [own, own.replace(name="params")], {"params": PARAMS}
     hints, meanings = get_type_hints(kind), _meanings(kind)
     for each in sorted(fields(kind), key=lambda each: bool(each.kw_only)):
         if "check" in each.metadata and each.name not in without:
@@ -180,7 +180,7 @@ def settled(
     base_kwargs = values.pop("base_kwargs")
     if rate is not None:
         base_kwargs = {"lr": rate, **base_kwargs}
-    del values["params_or_model"]
+    del values["params"]
     common = {name: values[name] for name in TAKEN if name in values}
     return values, {**common, "base_kwargs": base_kwargs, "own_keywords": [*values, "lr"]}
 
