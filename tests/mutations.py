@@ -1189,6 +1189,9 @@ lists of parameters taken for the model  <-  from_parameters::copies_are_not_con
     holds = type(module) is nn.Module or _is(module, HOLDERS)  =>  holds = False
 aliases taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
     owners = max(len(  =>  owners = min(len(
+one of two models that share their parameters
+  <-  from_parameters::any_of_two_models_with_the_same_parameters_may_run
+    roots += found  =>  roots += found[:1]
 a DDP that nobody has  <-  from_parameters::wrapped_parameters_train_as_the_wrapped_model
     gc.collect()  =>  pass
 whole parameters of FSDP2's root  <-  from_parameters::sharded_parameters_train_as_the_sharded_model

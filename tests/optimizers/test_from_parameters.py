@@ -233,6 +233,20 @@ def test_copies_are_not_confused_with_the_model() -> None:
     del ema
 
 
+def test_any_of_two_models_with_the_same_parameters_may_run() -> None:
+    batches = MLP.batches(3)
+    for runs in (0, 1):
+        models = [MLP.model(), MLP.model()]
+        models[1].load_state_dict(models[0].state_dict(keep_vars=True), assign=True)
+        assert models[1][0].weight is models[0][0].weight
+        optimizer, twin = make(KAISA, models[0].parameters()), MLP.model()
+        expected = make(KAISA, twin)
+        for batch in batches:
+            take(models[runs], optimizer, batch)
+            take(twin, expected, batch)
+        assert same(models[0], twin)
+
+
 def test_a_single_layer_is_found_next_to_lists_of_its_parameters() -> None:
     layer = nn.Linear(3, 2)
     holders = [nn.ParameterList(layer.parameters()), nn.ParameterList(layer.parameters())]

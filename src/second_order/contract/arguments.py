@@ -40,7 +40,7 @@ __all__ = [
 
 
 class Gathered(nn.ModuleList):
-    """Modules, or parameters, that are in no module of the user's together."""
+    """Modules, or parameters, that no module of the user's contains together."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Arguments:
     """What an optimizer is to train.
 
     Attributes:
-        model: The user's module without wrappers, or an empty one that has the parameters.
+        model: The user's module without wrappers; if none was found, an empty one, or one that has
+            the parameters.
         known: Whether it is the user's.
         under_ddp: Whether it is in DistributedDataParallel.
         inside: As in :class:`FoundModel`; "" for a model that the user has given.
@@ -118,7 +119,7 @@ def read_arguments(
 ) -> Arguments:
     """Read the first argument of the optimizer ``name``, and ``model``.
 
-    If there is no model among them, ``find_model`` looks for the one of the parameters.
+    If neither is a model, ``find_model`` finds the model of the parameters.
 
     Raises:
         TypeError: For two models, an argument of another type, or parameters that are sharded
