@@ -1,5 +1,6 @@
 """The package's rooms: nothing imports upwards, no object grows past reading, names are documented.
 
+    papers                                 the keywords that reproduce a paper
     integrations                           connections to frameworks, which only users import
     optimizers                             what users make
     planning                               what it will cost: it runs optimizers, which ask it
@@ -74,6 +75,7 @@ BELOW: dict[str, set[str]] = {
         *("stages", "safetensors"),
     },
     "recipes": {"errors", "options", "contract"},
+    "papers": {"kfac", "optimizers"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
         *("files", "recipes", "planning", "measuring"),
@@ -295,6 +297,23 @@ def test_only_helpers_are_told_apart_by_their_rank(path: Path) -> None:
     module = module_name(path).removeprefix("second_order.")
     if part(module_name(path)) in ("kfac", "fosi", "optimizers") and module not in HELPERS:
         assert not RANK.search(path.read_text("utf-8"))
+
+
+MAKERS = {
+    *("arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint"),
+    *("randn", "randperm", "tensor", "zeros"),
+}
+
+
+@each_file
+def test_every_new_tensor_names_its_device(path: Path) -> None:
+    """A user's default device may be another than the model's."""
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            of_torch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+            if of_torch and node.func.attr in MAKERS:
+                named = any(keyword.arg in ("device", None) for keyword in node.keywords)
+                assert named, f"line {node.lineno}: torch.{node.func.attr} without device="
 
 
 def test_no_test_file_is_past_reading_and_each_has_a_name_of_its_own() -> None:

@@ -41,6 +41,42 @@ class Lion(torch.optim.Optimizer):
         return None
 
 
+class OwnTensor(torch.Tensor):
+    """A tensor that knows few operations, as the states of 8 bits in torchao."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ in ("isfinite", "abs", "isnan"):
+            raise NotImplementedError(f"unimplemented operator {func.__name__}")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class OwnTensorSGD(torch.optim.Optimizer):
+    """Momentum in tensors of its own class, and learning rates in tensors, as in torchao."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self.param_groups[-1]["lr"] = torch.tensor(param_group["lr"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        for group in self.param_groups:
+            if not isinstance(group["lr"], torch.Tensor):
+                raise RuntimeError("lr was changed to a non-Tensor object")
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p).as_subclass(OwnTensor)
+                state["momentum"].mul_(0.9).add_(p.grad)
+                p.sub_(group["lr"] * state["momentum"].as_subclass(torch.Tensor))
+        return None
+
+
 class ScheduleFree(torch.optim.Optimizer):
     """SGD at y, between an iterate z and its average x (Defazio et al. 2024); eval() sets x.
 

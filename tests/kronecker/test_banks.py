@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from contract import each_kronecker, make, take
 from hypothesis import given
 from hypothesis import strategies as st
+from models import CLASSES
+from ranks import agreed, assert_same_trajectory, vector
 from torch import Tensor, nn
 
-from second_order import KAISA
+from second_order import KAISA, SecondOrderOptimizer
 from second_order.kfac.precondition import precondition, write
 from second_order.kronecker import bank as banks
 from second_order.kronecker.bank import Bank, banks_of, of_groups
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import SOLVERS
+
+if TYPE_CHECKING:
+    from pool import World
 
 F64 = torch.float64
 
@@ -156,6 +162,57 @@ def test_a_run_in_banks_is_a_run_layer_by_layer() -> None:
         alone = run()
     for one, other in zip(together, alone, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+class SameMatrices(nn.Module):
+    """Layers of different kinds whose weights are matrices of one size.
+
+    A convolution and a Linear, and two tensors of no layer, which have gradient factors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3)
+        self.linear = nn.Linear(27, 8)
+        self.matrix = nn.Parameter(torch.randn(8, CLASSES))
+        self.stack = nn.Parameter(torch.randn(2, 4, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.convolution(x).mean((2, 3)) + self.linear(x.flatten(1)[:, :27])
+        hidden = hidden.tanh()
+        return hidden @ self.matrix + torch.einsum(
+            "neh,ehc->nc", hidden.unflatten(1, (2, 4)), self.stack
+        )
+
+
+def train_same_matrices(
+    rank: int, world_size: int, System: type[SecondOrderOptimizer], bank_bytes: int
+) -> list[Tensor]:
+    """The parameters after each step."""
+    torch.manual_seed(0)
+    model = SameMatrices().to(F64)
+    torch.manual_seed(rank)
+    trajectory = []
+    with patch.object(banks, "CPU_BANK_BYTES", bank_bytes):
+        optimizer = make(System, model, other_matrices="gradient")
+        for _ in range(3):
+            x, y = torch.randn(6, 3, 4, 4, dtype=F64), torch.randint(CLASSES, (6,))
+            take(model, optimizer, (x, y))
+            trajectory.append(vector(model))
+    assert all(layer.solved for layer in optimizer._curvature.layers.blocks)
+    return trajectory
+
+
+@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+@pytest.mark.parametrize("processes", [1, 2])
+@each_kronecker
+def test_layers_of_different_kinds_whose_matrices_have_one_size(
+    System: type[SecondOrderOptimizer], processes: int, world: World
+) -> None:
+    """They are preconditioned in one bank, as each alone is."""
+    alone = agreed(world.run(train_same_matrices, processes, System, 1))
+    together = agreed(world.run(train_same_matrices, processes, System, banks.CPU_BANK_BYTES))
+    assert_same_trajectory(together, alone)
 
 
 DAMPING = st.floats(0.1, 1)

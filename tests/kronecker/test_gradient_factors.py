@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,9 +12,10 @@ from contract import each_kronecker, factors, make, same, take
 from models import CLASSES
 from ranks import agreed, assert_same_trajectory, go, shard
 from reference import cross_entropy
+from shards import fsdp
 from torch import Tensor, nn
 
-from second_order import DPKFAC, KAISA, DistKFAC
+from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 from second_order.kronecker.gradient import folded
 
 if TYPE_CHECKING:
@@ -196,3 +198,44 @@ def test_processes_agree_and_do_what_one_does(
     assert_same_trajectory(found, on_ranks(0, 1, name, chosen))
     without = on_ranks(0, 1, name, {**chosen, "other_matrices": "base"})
     assert (found[-1] - without[-1]).norm() > 1e-4 * without[-1].norm()
+
+
+# What is said of it.
+
+
+def warned(rank: int, world_size: int, order: str) -> list[str]:
+    """The warnings of KAISA over AdamW at construction, and once FSDP2 has sharded the model."""
+    model = made(Recurrent)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        if order == "FSDP2 first":
+            fsdp(model, "layers")
+        optimizer = KAISA(model, lr=0.1, base=torch.optim.AdamW)
+        if order == "FSDP2 later":
+            fsdp(model, "layers")
+            optimizer.zero_grad()
+        ours = set(map(id, optimizer._curvature.preconditioned()))
+        assert (id(model.cell.weight_hh_l0) in ours) == (order == "none")
+    return [str(w.message) for w in caught if issubclass(w.category, SecondOrderWarning)]
+
+
+@pytest.mark.filterwarnings("default::second_order.SecondOrderWarning")
+def test_only_the_vectors_of_a_recurrent_layer_are_left_to_the_base() -> None:
+    (message,) = warned(0, 1, "none")
+    assert "trained by AdamW alone, without curvature: vectors of cell (LSTM); summary()" in message
+    optimizer = KAISA(made(Recurrent), lr=0.1, base=torch.optim.AdamW)
+    row = next(row for row in optimizer.summary().rows if row.name == "cell")
+    assert row.detail == "no factors are made of the gradients of its vectors"
+
+
+@pytest.mark.filterwarnings("default::second_order.SecondOrderWarning")
+@pytest.mark.parametrize("order", ["FSDP2 first", "FSDP2 later"])
+def test_fsdp2_names_the_matrices_that_have_factors_of_gradients_elsewhere(
+    world: World, order: str
+) -> None:
+    for messages in world.run(warned, 2, order):
+        about = [each for each in messages if "FSDP2" in each]
+        assert len(about) == 1
+        assert about[0].startswith("cell.weight_ih_l0, cell.weight_hh_l0: under FSDP2")
+        assert "unlike under DistributedDataParallel" in about[0]
+        assert not any("more are with other_matrices" in each for each in messages[-2:])

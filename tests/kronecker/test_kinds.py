@@ -59,6 +59,33 @@ class Noisy(nn.Linear):
         return super().forward(nn.functional.dropout(x, 0.5))
 
 
+class GraphLinear(nn.Module):
+    """A Linear of graphs, with the fields of `torch_geometric.nn.Linear`."""
+
+    def __init__(self, d_in: int, d_out: int, bias: bool = True) -> None:
+        super().__init__()
+        self.in_channels, self.out_channels = d_in, d_out
+        self.weight = nn.Parameter(torch.randn(d_out, d_in) / d_in)
+        self.bias = nn.Parameter(torch.zeros(d_out)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class GraphConvolution(nn.Module):
+    """As `torch_geometric.nn.GCNConv`: the mean of the neighbors' products, and then a bias."""
+
+    def __init__(self, d_in: int, d_out: int) -> None:
+        super().__init__()
+        self.lin = GraphLinear(d_in, d_out, bias=False)
+        self.bias = nn.Parameter(torch.zeros(d_out))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        neighbors = x.new_zeros(len(x), len(x))
+        neighbors[edges[1], edges[0]] = 1 / len(x)
+        return neighbors @ self.lin(x) + self.bias
+
+
 def network(first: nn.Module, second: nn.Module) -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(4, CLASSES)).double()
 
@@ -105,6 +132,7 @@ def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, 
         (TransposedLinear(5, 4), "transposed linear"),
         (TransposedLinear(4, 4), "linear"),
         (Noisy(5, 4), "linear"),
+        (GraphLinear(5, 4), "linear"),
         (nn.Bilinear(3, 3, 4), None),
         (nn.LSTMCell(3, 4), None),
         (nn.LayerNorm(4), None),
@@ -113,6 +141,52 @@ def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, 
 )
 def test_what_is_supposed_to_be_a_linear(module: nn.Module, expected: str | None) -> None:
     assert found_kind(module)[0] == expected
+
+
+class GraphNetwork(nn.Module):
+    def __init__(self, convolution: Callable[[int, int], nn.Module]) -> None:
+        super().__init__()
+        self.first, self.second = convolution(5, 4), convolution(4, CLASSES)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return self.second(self.first(x, edges).tanh(), edges)
+
+
+def with_linears(model: nn.Module, kind: type[nn.Module]) -> nn.Module:
+    """A copy whose modules of a class are Linears of torch."""
+    twin = copy.deepcopy(model)
+    for name, module in model.named_modules():
+        if isinstance(module, kind):
+            linear = nn.Linear(module.in_channels, module.out_channels, module.bias is not None)
+            linear.double().load_state_dict(module.state_dict())
+            twin.set_submodule(name, linear)
+    return twin
+
+
+@each_kronecker
+@pytest.mark.parametrize("name", ["stand-in", "GCNConv", "SAGEConv", "GATConv"])
+def test_a_linear_of_graphs_trains_as_a_linear(System: Any, name: str) -> None:
+    torch.manual_seed(0)
+    if name == "stand-in":
+        kind, convolution = GraphLinear, GraphConvolution
+    else:
+        geometric = pytest.importorskip("torch_geometric.nn")
+        kind, convolution = geometric.Linear, getattr(geometric, name)
+    model = GraphNetwork(convolution).double()
+    twin = with_linears(model, kind)
+    x, y = torch.randn(9, 5, dtype=F64), torch.randint(CLASSES, (9,))
+    edges = torch.randint(9, (2, 30))
+    for each in (model, twin):
+        optimizer = make(System, each)
+        for _ in range(3):
+            optimizer.zero_grad()
+            cross_entropy(each(x, edges), y).backward()
+            optimizer.step()
+        rows = {row.name: row.status for row in optimizer.summary().rows}
+        products = [name for name, module in each.named_modules() if hasattr(module, "weight")]
+        assert {rows[name] for name in products} == {"preconditioned"}
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        close(one.detach(), other.detach())
 
 
 # Norms of other classes.
@@ -395,6 +469,24 @@ def test_a_registered_layer_has_the_factors_of_what_it_was_told_to_compute(
     mean = torch.stack(rows).mean(0)
     expected = ref.damped_dense_solve(A[None], G[None], mean, 0.1)
     close(torch.cat([model[0].kernel.grad.T, model[0].offset.grad[:, None]], 1), expected, 1e-8)
+
+
+@pytest.mark.parametrize("when", ["after the step", "before the step"])
+def test_pruned_weights_stay_pruned_where_masks_come_after_the_step(when: str) -> None:
+    """As the page has it; masks of gradients alone do not do."""
+    page = (Path(__file__).parents[2] / "docs" / "layers.md").read_text("utf-8")
+    (example,) = re.findall(
+        r"```python\n(.*?)```", page[page.index("## Pruned") : page.index("## Your own")], re.DOTALL
+    )
+    if when == "before the step":
+        example = example.replace("optimizer.register_step_post_hook(apply_masks)\n", "")
+        masked = "    for layer, mask in masks.items():\n        layer.weight.grad.mul_(mask)\n"
+        example = example.replace("    optimizer.step()", f"{masked}    optimizer.step()")
+    names: dict[str, Any] = {}
+    exec(example, names)
+    for layer, mask in names["masks"].items():
+        assert bool((layer.weight[~mask] == 0).all()) == (when == "after the step")
+        assert bool((layer.weight[mask] != 0).all())
 
 
 def test_the_worked_example_of_the_docs_runs() -> None:

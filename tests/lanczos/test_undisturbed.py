@@ -6,12 +6,13 @@ Functions that take (rank, world_size, ...) run on the pool's ranks.
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import same, take
+from contract import make, same, take
 from models import ZOO
 from ranks import shard, vector
 from reference import cross_entropy
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module
 from torch.nn.parallel import DistributedDataParallel
 
+from second_order import DHO2
 from second_order.lanczos import eigenpairs
 
 if TYPE_CHECKING:
@@ -167,3 +169,65 @@ def test_data_parallel_training_notices_nothing(
     ):
         assert torch.equal(alone, beside)
         assert same(its, buffers)
+
+
+def settings() -> list[Any]:
+    """What an evaluation changes in torch, and is to put back."""
+    cuda = torch.backends.cuda
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return [
+        *(torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), nesting),
+        *(torch.is_autocast_cache_enabled(), torch.backends.cudnn.enabled),
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        *(cuda.cudnn_sdp_enabled(), len(module._global_forward_pre_hooks)),
+    ]
+
+
+class Interrupt:
+    """A tracer that raises KeyboardInterrupt at a line of the package or of torch's contexts."""
+
+    WHERE = ("second_order/lanczos/", "second_order/fosi/eigenpairs", "amp/autocast_mode")
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "call":
+            return self if any(part in frame.f_code.co_filename for part in self.WHERE) else None
+        # Python handles no signal between a `try` and the first call in it; a tracer can raise.
+        if event == "line" and frame.f_code.co_name != "_autocast_nesting":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize("mode", ["retained", "differences"])
+def test_ctrl_c_at_any_line_of_a_refresh_leaves_nothing_changed(mode: str) -> None:
+    case = NORMED
+    model, (x, y) = case.model(), case.batch(6)
+    params, buffers = list(model.parameters()), list(model.buffers())
+    options = {"largest": 1, "smallest": 0, "warmup_steps": 0, "hvp": mode}
+    optimizer = make(DHO2, model, **options)
+    closures = lambda: cross_entropy(model(x), y)  # noqa: E731
+    usual, at, interrupts = settings(), 1, 0
+    before = copy.deepcopy([*params, *buffers])
+    random = torch.get_rng_state()
+    while True:
+        tracer = Interrupt(at)
+        sys.settrace(tracer)
+        try:
+            optimizer._curvature.pairs.renew(closures)
+        except KeyboardInterrupt:
+            interrupts += 1
+        finally:
+            sys.settrace(None)
+        assert settings() == usual, at
+        assert torch.equal(torch.get_rng_state(), random), at
+        assert all(map(torch.equal, [*params, *buffers], before)), at
+        if tracer.left > 0:
+            break
+        at += 1 + at // 40
+    assert interrupts > 50

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from contract import SYSTEMS, each_system, hook_count, make, take
+from contract import SYSTEMS, each_of_five, each_system, hook_count, make, take
 from models import ZOO
 from ranks import vector
 from torch import Tensor
@@ -190,3 +190,43 @@ def test_only_a_group_that_this_process_is_in_is_taken(world: World) -> None:
             assert "this process is not a member of process_group=" in message, name
         else:
             assert "is not a torch.distributed.ProcessGroup; pass what" in message, name
+
+
+def train_on_default_device(
+    rank: int, world_size: int, System: Any, default: str
+) -> dict[str, list[Tensor]]:
+    """A run with a checkpoint, the model on the CPU; batches and the model are made before."""
+    options = {
+        KAISA: {"fisher": "sampled"},
+        DistKFAC: {"exact_blocks": True, "refresh": "trace"},
+        MRDHO2: {"accelerators": world_size - 1},
+    }.get(System, {})
+    torch.manual_seed(0)
+    model = MLP.model()
+    found: dict[str, list[Tensor]] = {}
+    with torch.device(default):
+        optimizer = make(System, model, **options)
+        for i, batch in enumerate(BATCHES[:5]):
+            take(model, optimizer, batch)
+            if i == 2:
+                optimizer.consolidate(to=None)
+                optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.summary()
+        optimizer.statistics()
+        role = getattr(optimizer, "role", "worker")
+        optimizer.close()
+    found[role] = [p.detach().clone() for p in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@each_of_five
+def test_a_default_device_other_than_the_models_changes_nothing(
+    System: Any, processes: int, world: World
+) -> None:
+    plain = world.run(train_on_default_device, processes, System, "cpu")
+    other = world.run(train_on_default_device, processes, System, "meta")
+    for one, two in zip(plain, other, strict=True):
+        assert one.keys() == two.keys()
+        for p, q in zip(one.get("worker", []), two.get("worker", []), strict=True):
+            assert torch.equal(p, q)

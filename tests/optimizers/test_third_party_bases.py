@@ -21,14 +21,16 @@ from models import ZOO
 from reference import cross_entropy
 from states import saved_and_loaded
 from stepped import assert_near
-from third_party import Lion, ScheduleFree
+from third_party import Lion, OwnTensor, OwnTensorSGD, ScheduleFree
 
+torch.serialization.add_safe_globals([OwnTensor])
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(6)
 THIRD: dict[str, tuple[Any, dict[str, Any]]] = {
     "Lion": (Lion, {"lr": 0.01, "weight_decay": 0.1}),
     "ScheduleFree": (ScheduleFree, {"lr": 0.05}),
+    "OwnTensorSGD": (OwnTensorSGD, {"lr": 0.05}),
 }
 each_third = pytest.mark.parametrize("base", THIRD)
 
@@ -70,6 +72,29 @@ def test_a_checkpoint_goes_on_bit_for_bit(System: Any, base: str) -> None:
         assert same(model, twin)
     if Base is Lion:
         assert resumed._base.signs == 3
+
+
+def test_torchaos_base_of_8_bits_trains_and_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    low_bit = pytest.importorskip("torchao.optim")
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it would take seconds
+
+    def made() -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 3))
+        return model, make(KAISA, model, base=low_bit.AdamW8bit, lr=1e-3, block_size=64)
+
+    batches = [(torch.randn(16, 64), torch.randint(3, (16,))) for _ in range(4)]
+    model, optimizer = made()
+    for batch in batches[:2]:
+        take(model, optimizer, batch)
+    assert type(optimizer.state[model[0].weight]["base"]["exp_avg"]).__name__ == "OptimState8bit"
+    twin, resumed = made()
+    twin.load_state_dict(model.state_dict())
+    resumed.load_state_dict(saved_and_loaded(optimizer.state_dict()))
+    for batch in batches[2:]:
+        take(model, optimizer, batch)
+        take(twin, resumed, batch)
+    assert_near(model, twin, rtol=1e-5, atol=1e-6)
 
 
 @each_kronecker

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -320,8 +319,7 @@ def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) 
     places, role = everybody.global_ranks, roles.helper_role
     workers, helpers = ([places[r] for r in ranks] for ranks in (roles.workers, roles.helpers))
     hook = partial(_look_who_runs, workers, helpers, f"{option_of(role)}={len(helpers)}")
-    training.late_ddp = training.model.register_forward_pre_hook(hook)
-    weakref.finalize(training, training.late_ddp.remove).atexit = False
+    training.add_ddp_hook(hook)
 
 
 def _look_who_runs(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from second_order.errors import CheckpointError
+from second_order.sharded import is_dtensor
 
 __all__ = ["BASE", "CURVATURE", "BaseState", "SavedPart", "check_base_part"]
 
@@ -133,7 +134,9 @@ def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> 
                 raise part.wrong(
                     key, f"has the shape {tuple(value.shape)}, where {shape} is needed"
                 )
-            if torchs or (value.shape == p.shape and value.is_floating_point()):
+            # A base's own class of tensor, as torchao's of 8 bits, may know few operations.
+            own = type(value) is not Tensor and not is_dtensor(value)
+            if torchs or (value.shape == p.shape and value.is_floating_point() and not own):
                 part.tensor(key)
         elif torchs and isinstance(value, float):
             part.number(key)

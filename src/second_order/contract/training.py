@@ -16,6 +16,7 @@ import functools
 import operator
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from second_order.distributed.world import World
 from second_order.errors import SecondOrderWarning
 from second_order.options import PEAK_LR
 from second_order.report import Summary
-from second_order.sharded import caller, is_dtensor, reshard
+from second_order.sharded import caller, ddp_under_way, is_dtensor, reshard
 from second_order.stages import Meter
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "PeakRates",
     "PendingAverage",
     "Routed",
+    "RunningDDP",
     "Training",
     "capturing",
     "check_capture",
@@ -158,6 +160,15 @@ def check_step(training: Training, matters: str, closure: Any, unwatched: bool) 
         raise RuntimeError(
             f"{training.name}.step() inside hooks_removed(): the passes in there leave no "
             f"statistics; train after the block"
+        )
+    # A rank without a batch repeats DDP's collectives, but not those of a step. Inside a pass an
+    # error would leave DDP's messages on their way.
+    if training.running_ddp.joins:
+        raise RuntimeError(
+            f"{training.name}.step() of a model in torch's Join: a rank that has no batch left "
+            f"takes no step, and the other ranks would wait for it. Give every rank the same "
+            f"number of batches (DistributedSampler does, or stop when the first rank is done), "
+            f"and leave Join out, or pass it enable=False"
         )
     if closure is not None and not callable(closure):
         raise TypeError(f"closure={closure!r} is not a function; use step() without one")
@@ -294,6 +305,31 @@ def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Conca
     return told
 
 
+class RunningDDP:
+    """A hook before the model's forward, which notes the DistributedDataParallel that runs it.
+
+    Frameworks wrap models after the optimizer is made. Copies of the hook know of no DDP.
+    """
+
+    def __init__(self) -> None:
+        self._last: Callable[[], Any] = lambda: None  # a weak reference
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        """Note the DDP of a pass with gradients."""
+        ddp = None if torch.compiler.is_compiling() else ddp_under_way()
+        if ddp is not None and torch.is_grad_enabled():
+            self._last = weakref.ref(ddp)
+
+    @property
+    def joins(self) -> bool:
+        """Whether the DDP is in torch's ``Join``: ranks may have different numbers of batches."""
+        ddp = self._last()
+        return ddp is not None and bool(ddp._join_config.enable)
+
+
 @dataclass
 class Training:
     """One training, as this process takes part in it."""
@@ -315,12 +351,19 @@ class Training:
     publish: Callable[[], None] = lambda: None  # shows counters and curvature in ``state``
     meter: Meter = field(default_factory=Meter)
     peaks: PeakRates = field(default_factory=PeakRates)
-    late_ddp: Any = None  # the hook that looks who runs the model, where there are helpers
+    running_ddp: RunningDDP = field(default_factory=RunningDDP)
+    ddp_hooks: list[Any] = field(default_factory=list)  # handles of hooks that see it
     # The modules' entries that parameters had when they were last looked for.
     places: Sequence[tuple[nn.Module, str, Tensor]] = ()
     # Parts of the state that other processes keep, once they have been collected here, and the rank
     # that has all of them; None for each.
     collected: tuple[dict[Tensor, dict[str, dict[str, Any]]], int | None] | None = None
+
+    def add_ddp_hook(self, hook: Callable[[nn.Module, Any], None]) -> None:
+        """Call a hook before the model's forward, as long as there is this training."""
+        handle = self.model.register_forward_pre_hook(hook)
+        self.ddp_hooks.append(handle)
+        weakref.finalize(self, handle.remove).atexit = False
 
     @property
     def device(self) -> torch.device:

@@ -90,7 +90,7 @@ def room_for_eigenpairs(
         return {}
     r, device = min(count, vector.size), vector.params[0].device
     vectors = torch.zeros((r, vector.size), dtype=vector.dtype, device=device)
-    none, momentum = torch.zeros(r, dtype=torch.float64), vectors.new_zeros((2, r))
+    none, momentum = torch.zeros(r, dtype=torch.float64, device="cpu"), vectors.new_zeros((2, r))
     entries = none, none.clone(), momentum[0], -1, 1.0, _packed(trust), momentum[1]
     head = dict(zip((*HEADS, *TRUST), entries, strict=True))
     return _cut(head, vectors, None, vector.params, room=True)
@@ -99,7 +99,11 @@ def room_for_eigenpairs(
 def _packed(trust: TrustRegion) -> Tensor:
     """The numbers of the trust region in float64, where they are: nobody waits for a device."""
     found = trust.numbers
-    here = found if isinstance(found, Tensor) else torch.tensor(found, dtype=torch.float64)
+    here = (
+        found
+        if isinstance(found, Tensor)
+        else torch.tensor(found, dtype=torch.float64, device="cpu")
+    )
     return here.double()
 
 

@@ -319,7 +319,7 @@ class FOSICurvature(Curvature):
 
     def found(self) -> tuple[Tensor, Tensor]:
         """û and the residuals of the last refresh."""
-        none, found = torch.empty(0, dtype=torch.float64), self.subspace
+        none, found = torch.empty(0, dtype=torch.float64, device="cpu"), self.subspace
         return (none, none) if found is None else (found.values.clone(), found.residuals.clone())
 
     def report(self) -> CurvatureReport:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -127,13 +128,14 @@ class RefreshedPairs:
         options, budget = self._options, self.budget
         with self._training.meter.stage("lanczos"):
             began = budget.now()
-            with self._vector.hessian(loss_fn, options.hvp, options.curvature) as space:
+            measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
+            with closing(measured), measured as space:
                 d = space.random(options.seed, 1.0 / math.sqrt(space.size))
                 space.apply(d)
                 start = budget.now()
                 # With what Lanczos does beside it, which on a small model takes longer: vectors are
                 # made orthogonal, and a matrix of about half the largest size is decomposed.
-                entries = torch.ones(HALFWAY, dtype=torch.float64)
+                entries = torch.ones(HALFWAY, dtype=torch.float64, device="cpu")
                 tridiagonalise(space, d, 1)
                 ritz_pairs(entries, entries)
                 product = budget.now() - start
@@ -150,7 +152,8 @@ class RefreshedPairs:
         vector = self._vector
         with training.meter.stage("lanczos"):
             began = budget.now()
-            with vector.hessian(loss_fn, options.hvp, options.curvature) as space:
+            measured = vector.hessian(loss_fn, options.hvp, options.curvature)
+            with closing(measured), measured as space:
                 if (start := budget.now()) and not budget.warmed:  # the first product is not timed
                     budget.warmed = True
                     space.apply(space.random(options.seed, 1.0 / math.sqrt(space.size)))

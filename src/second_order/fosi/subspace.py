@@ -233,7 +233,8 @@ class Subspace:
             basis.add(gradients, [taken_out], sound=sound)
         else:  # sums over the processes tell, which others' vectors are in
             momentum, step, *terms = taken_in(c, *of, *rule, bool(bounds))
-            sound = torch.as_tensor(basis.add(gradients, [-c], along=terms[0] if terms else None))
+            finite = basis.add(gradients, [-c], along=terms[0] if terms else None)
+            sound = torch.as_tensor(finite, device=c.device)
             known = (*terms, self.last, *bounds) if bounds else ()
             found = settled(1.0 / sound, health, c, self.momentum, momentum, step, *known)
             _, step, _, *after = found

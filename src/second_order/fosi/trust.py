@@ -67,7 +67,9 @@ def largest_scale(scales: Sequence[Number]) -> Number:
     tensors = [scale for scale in scales if isinstance(scale, Tensor)]
     if not tensors:
         return max(abs(float(scale)) for scale in scales)
-    return torch.stack([torch.as_tensor(s).to(tensors[0]).abs() for s in scales]).max()
+    return torch.stack(
+        [torch.as_tensor(s, device=tensors[0].device).to(tensors[0]).abs() for s in scales]
+    ).max()
 
 
 @fused
@@ -123,7 +125,7 @@ def settled(
     terms, last, numbers, undone, alpha, limit = bounds
     finite = gradient.sum().abs() < math.inf
     after, verdict = judged(numbers.unbind(), terms.unbind(), alpha, limit, sound, finite)
-    undo = torch.as_tensor(verdict.undo)
+    undo = torch.as_tensor(verdict.undo, device=step.device)
     new = torch.where(undo, verdict.back * last, step * verdict.share)
     new = torch.where(sound | undo, new, math.nan)
     momentum = torch.where(undo, 0.0, torch.where(sound, momentum, old))
@@ -234,7 +236,7 @@ class TrustRegion:
         if like.device.type == "cpu":
             self.numbers, self.undone = [float(x) for x in self.numbers], int(self.undone)
         elif not isinstance(self.numbers, Tensor):
-            self.numbers = torch.tensor(self.numbers, dtype=like.dtype).to(like.device)
+            self.numbers = torch.tensor(self.numbers, dtype=like.dtype, device=like.device)
             self.undone = like.new_full((), float(self.undone))
 
     def judge(

@@ -27,6 +27,7 @@ from second_order.kronecker.capture import Capture, GradientScale, StatisticsCol
 from second_order.kronecker.explanation import Explanation, residuals
 from second_order.kronecker.factors import (
     Reduction,
+    StagedStatistics,
     StatisticsSums,
     of_examples,
     sums_of,
@@ -37,6 +38,7 @@ from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.queued import PairQueue
+from second_order.kronecker.rows import Terms
 from second_order.kronecker.stacks import numbers_of, own_stack
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
@@ -61,8 +63,8 @@ NONE_AT_ALL = (
     "left graphs without hooks: call torch.compiler.reset() once"
 )
 REMEDY = (
-    "more are with other_matrices='gradient', exact_blocks=True, a larger max_factor_dim or a "
-    "shorter skip_layers, and where register_layer() tells what a class computes"
+    "exact_blocks=True, a larger max_factor_dim or a shorter skip_layers, and where "
+    "register_layer() tells what a class computes"
 )
 UNEXPLAINED = tuple(
     f"the inputs and output gradients of its calls do not make its weight's gradient, so that its "
@@ -100,6 +102,8 @@ class Layers:
         self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
         self.active: list[KroneckerBlock] = []  # those that train now
         self.left: list[LeftToBase] = []  # the parameters left to the base, and why
+        # Names of matrices that would have factors made of their gradients, but for FSDP2.
+        self.left_by_shards: list[str] = []
         # The first step whose passes are sure to have been captured for layers that began to train
         # in mid-run, or lost their factors.
         self.newcomers_at = -1
@@ -121,19 +125,26 @@ class Layers:
         options, rules = self._options, self._rules
         params = list(members_of(self._training.groups) if optimized is None else optimized)
         reshard(self._training.model)
-        if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
-            rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
         groups = self._training.groups
-        blocks, left = find_blocks(
-            self._training.model,
-            {id(p): p.numel() for p in params},
-            options.skip_layers,
-            {id(block.weight): block for block in self.blocks},
-            options.factor_dtype,
-            options.symmetry_aware,
-            rules,
-            excluded=excluded_params(groups),
-        )
+        known = {id(block.weight): block for block in self.blocks}
+
+        def found_by(rules: BlockRules) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
+            return find_blocks(
+                self._training.model,
+                {id(p): p.numel() for p in params},
+                options.skip_layers,
+                known,
+                options.factor_dtype,
+                options.symmetry_aware,
+                rules,
+                excluded=excluded_params(groups),
+            )
+
+        blocks, left = found_by(rules)
+        if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
+            # No rank has their whole gradients.
+            self.left_by_shards = [block.name for block in gradient_blocks(blocks)]
+            blocks, left = found_by(replace(rules, other_matrices="base"))
         check_layers(groups, {block: _parameters_of(block) for block in blocks})
         self.blocks, self.left = blocks, left
 
@@ -168,13 +179,24 @@ class Layers:
                     f"skip_layers: the pattern {pattern!r} matches no module of the model"
                 )
         left = self._left_training()
-        new = [row for row in left if training.first_time(f"left:{row.name}")]
+        new = [row for row in left if training.first_time(f"left:{row}")]
         if new:
             share = _share(self.preconditioned(), training.training_params())
+            # FSDP2 leaves no rank the whole gradients that other_matrices='gradient' needs.
+            options = "" if self.sharded else "other_matrices='gradient', "
             training.warn(
                 f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
                 f"alone, without curvature: {_listed({row: left[row] for row in new})}; summary() "
-                f"tells why" + ("" if share >= 0.5 else f"; {REMEDY}")
+                f"tells why" + ("" if share >= 0.5 else f"; more are with {options}{REMEDY}")
+            )
+        if self.left_by_shards and training.first_time("left by shards"):
+            names = self.left_by_shards[:MOST_NAMES]
+            if len(self.left_by_shards) > MOST_NAMES:
+                names.append(f"{len(self.left_by_shards) - MOST_NAMES} more")
+            training.warn(
+                f"{', '.join(names)}: under FSDP2 no rank has their whole gradients, of which "
+                f"other_matrices='auto' would make factors; {training.base_name} trains them "
+                f"alone, unlike under DistributedDataParallel"
             )
 
     def _left_training(self) -> dict[LeftToBase, list[Tensor]]:
@@ -250,10 +272,12 @@ class Layers:
             warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
             sampled=sampled,
+            drawn_rows=sampled and not callable(options.likelihood),
             queue=PairQueue(self._timed),
         )
         if self.heard is not None:
             self.collector.heard = self.heard
+            self.collector.asks = True
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
@@ -285,13 +309,11 @@ class Layers:
 
     @property
     def counting(self) -> KroneckerBlock | None:
-        """The layer by whose terms processes compare their shares of a step; None if never.
+        """The layer that shows all processes their terms, whoever takes its statistics.
 
         It is the last one that is not silent, as a rule the one whose outputs have the loss's
         terms. All processes choose the same: they agree on which are silent.
         """
-        if self._options.loss_reduction != "step_mean" and self._items is None:
-            return None
         last = (block for block in reversed(self.active) if block.watched)
         return max(last, key=lambda block: not block.state.silent, default=None)
 
@@ -312,6 +334,7 @@ class Layers:
         for block in self.blocks:
             if not block.staged.empty:
                 block.staged.clear()
+        self.collector.ledger.passes.clear()
 
     def look(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Judge whether the pairs of layers explain their gradients, where these were compared."""
@@ -330,10 +353,23 @@ class Layers:
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The statistics of some layers since the last step; those of all layers are cleared."""
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
-        found = sums_of([block.staged for block in blocks], parts)
+        found = self._sums_of(blocks, parts)
         for block in self.active:
             block.staged.clear()
+        self.collector.ledger.passes.clear()
         return dict(zip(blocks, found, strict=True))
+
+    def terms_so_far(self, staged: StagedStatistics) -> Terms:
+        """The terms of a layer's passes since the last step, while a pass may go on."""
+        self.collector.settle()
+        return self.collector.ledger.terms([staged])[0]
+
+    def _sums_of(
+        self, blocks: Sequence[KroneckerBlock], micro_batches: int
+    ) -> list[StatisticsSums]:
+        staged = [block.staged for block in blocks]
+        terms = [each.number for each in self.collector.terms(staged)]
+        return sums_of(staged, micro_batches, terms)
 
     def whole_steps(
         self,
@@ -341,9 +377,9 @@ class Layers:
         processes: int,
         more: Tensor | float = 1.0,
     ) -> dict[KroneckerBlock, StatisticsSums]:
-        """The sums over all processes, with G that of examples whatever the losses' reduction.
+        """The sums over all processes, with G that of one term whatever the losses' reduction.
 
-        Of losses divided by the N examples of the whole step a gradient d is 1 / N of an example's,
+        Of losses divided by the N terms of the whole step a gradient d is 1 / N of a term's,
         times the number of processes, over which the sums of gradients are averaged.
         """
         shapes = [block.shape for block in sums]
@@ -548,7 +584,7 @@ def gradient_blocks(blocks: Iterable[KroneckerBlock]) -> list[GradientBlock]:
 
 def gradient_statistics(
     training: Training,
-    blocks: Iterable[KroneckerBlock],
+    terms: Tensor | None,
     mine: Sequence[GradientBlock],
     *,
     counts_own: bool,
@@ -556,16 +592,14 @@ def gradient_statistics(
 ) -> dict[KroneckerBlock, StatisticsSums]:
     """The sums of the blocks whose mean gradients are here; a collective if ``counts_own``.
 
-    Statistics are taken of ``mine``. The number of examples of a step is that of the layer of
-    ``blocks`` that sees most, on average, of this rank alone if it ``counts_own``; 64 where no
-    layer counts any. ``mean_loss``: the gradient is a mean over the step's examples, not a sum.
+    Statistics are taken of ``mine``. ``terms`` is the number of the step's loss terms, of this rank
+    alone if it ``counts_own``; None, or 0, counts as 64. ``mean_loss``: the gradient is a mean over
+    the step's terms, not a sum.
     """
     size = training.world.size
-    others = [b.factors for b in blocks if b.factors and not isinstance(b, GradientBlock)]
-    counts = [factors.examples.to(training.device) for factors in others]
     examples = torch.zeros((), dtype=torch.float32, device=training.device)
-    if counts:
-        examples = torch.stack(counts).max().to(torch.float32)
+    if terms is not None:
+        examples = terms.to(torch.float32)
     if counts_own:
         training.world.all_reduce_max([examples]).wait()
     ranks = size if counts_own else 1

@@ -208,7 +208,7 @@ class Clip:
     def _bound_for_batch(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
         """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
         if self._counted == "helpers":
-            return torch.tensor(USUAL_BOUND, dtype=torch.float32)
+            return torch.tensor(USUAL_BOUND, dtype=torch.float32, device="cpu")
         counts: list[Tensor] = []
         for block in blocks:
             count = block.ensure_factors().examples
@@ -354,7 +354,8 @@ def precondition_by_owners(
         if bound is not None:
             wide = torch.promote_types(dtype, torch.float32)
             changes = [*torch.zeros(world.size, dtype=wide, device=training.device).unbind()]
-            changes[world.rank].copy_(torch.as_tensor(clip.change(found), dtype=wide))
+            change = torch.as_tensor(clip.change(found), dtype=wide, device=training.device)
+            changes[world.rank].copy_(change)
         write(found)  # not yet clipped: the whole sum comes with it
     if world.size > 1:
         with meter.stage("exchange"):
@@ -380,7 +381,7 @@ def scale(gradients: Sequence[Tensor], coefficient: Scalar) -> None:
     for gradient in gradients:
         alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), some in alike.items():
-        torch._foreach_mul_(some, torch.as_tensor(coefficient, dtype=dtype).to(device))
+        torch._foreach_mul_(some, torch.as_tensor(coefficient, dtype=dtype, device=device))
 
 
 def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:

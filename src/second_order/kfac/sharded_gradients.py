@@ -84,7 +84,7 @@ def precondition_rows(
                 bucket,
                 world,
                 whole,
-                torch.as_tensor(change, dtype=bucket.dtype).to(training.device),
+                torch.as_tensor(change, dtype=bucket.dtype, device=training.device),
             )
     if bound is None or not changes:
         return None

@@ -615,7 +615,7 @@ class Solves:
                     if rounding is not None:
                         parts = self.solver.rounded(parts, diagonal, rounding)
                     for number in (solve.scale, solve.damping)[2 - heads :]:
-                        head = torch.as_tensor(number, dtype=rounding or dtype)
+                        head = torch.as_tensor(number, dtype=rounding or dtype, device=device)
                         parts = head.to(device, dtype), *parts
                     mine[block, k] = parts
         if plan.row.size > 1 and sound:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -54,7 +54,9 @@ def as_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
         # Products of matrices whose rows lie apart take twice as long.
         columns: list[Tensor] = []
         for i, view in enumerate(views):
-            columns.append(torch.stack(gradients[i::number]).view(layers, *view))
+            # A convolution's weight and a Linear's may be matrices of one size.
+            same_shape = map(torch.reshape, gradients[i::number], repeat(view))
+            columns.append(torch.stack(list(same_shape)))
         whole = columns[0] if number == 1 else torch.cat(columns, axis + 1)
         whole = whole.flatten(0, 1) if grouped else whole
         return whole.mT if flipped else whole

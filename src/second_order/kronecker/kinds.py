@@ -38,13 +38,12 @@ from second_order.kronecker.layers import (
     embedding_fits,
     embedding_gradient,
     embedding_statistics,
+    form_rows,
     gram,
     key_of,
     linear_fits,
     linear_gradient,
     linear_statistics,
-    live_rows,
-    reduced,
     rows_of_embedding,
 )
 from second_order.kronecker.standardised import STANDARDISED, is_standardised
@@ -56,30 +55,30 @@ TRANSPOSED = "transposed linear"
 TRANSPOSED_CLASSES = ("transformers.pytorch_utils.Conv1D",)
 """Classes of Linears whose weight is (in, out), by their full names."""
 
+SIZE_NAMES = (("out_features", "in_features"), ("out_channels", "in_channels"))
+"""Names of the sizes of a product, as torch's Linear and torch_geometric's Linear have them."""
+
 
 # --------------------------------------------------------------------------------------- attention
 
 
 def _attention_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
     if d.shape[-1] > x.shape[-1]:  # one input: (batch, positions, E) and (batch, positions, 3 E)
-        if form.approximation == "reduce":
-            x, d = reduced(x, d)
-        x, d = x.flatten(0, -2), d.flatten(0, -2)
-        live = live_rows(d)
+        x, d, live = form_rows(x, d, form)
         a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
-        g = gram(live.pick(d).unflatten(1, (3, -1)).transpose(0, 1), False, form.triangular)
+        g = gram(d.unflatten(1, (3, -1)).transpose(0, 1), False, form.triangular)
         a = a.expand(3, *a.shape[1:]).clone()
-        return PairStatistics({"A": a, "G": g}, live.count, len(d))
-    each = [
-        linear_statistics(module, part, of, replace(form, known=None))
-        for part, of in zip(x, d, strict=True)
-    ]
+        return PairStatistics({"A": a, "G": g}, live.count)
+    each: list[PairStatistics] = []
+    for third, (part, of) in enumerate(zip(x, d, strict=True)):
+        own = None if form.rows is None else form.rows.third(third)
+        each.append(linear_statistics(module, part, of, replace(form, known=None, rows=own)))
     # The examples are the queries, which have loss terms; A is a mean over each third's own rows.
     counts = [at_least_one(pair.examples) for pair in each]
     more = [counts[0] / count for count in counts]
     a = torch.cat([pair.factors["A"] * by for pair, by in zip(each, more, strict=True)])
     g = torch.cat([pair.factors["G"] for pair in each])
-    return PairStatistics({"A": a, "G": g}, each[0].examples, each[0].rows)
+    return PairStatistics({"A": a, "G": g}, each[0].examples)
 
 
 def _attention_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
@@ -92,15 +91,12 @@ def _attention_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
 
 
 def _tied_output_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    if form.approximation == "reduce" and x.dim() > 2:
-        x, d = reduced(x.flatten(1, -2), d.flatten(1, -2))
-    x, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1])
-    live = live_rows(d)
-    x, squares = live.pick(x), live.pick(d).square()
+    x, d, live = form_rows(x, d, form)
+    squares = d.square()
     entries = x.square().sum(1) @ squares
     weighted = x * squares.sum(1, keepdim=True).sqrt()
     factors = {"A": entries.unsqueeze(0), "G": gram(weighted.unsqueeze(0), False, form.triangular)}
-    return PairStatistics(factors, live.count, len(d))
+    return PairStatistics(factors, live.count)
 
 
 def _sizes(module: nn.Module, bias: bool, *, weight: str, transposed: bool) -> FactorShape:
@@ -156,9 +152,9 @@ def ties_of(kinds: Mapping[nn.Module, Key | None]) -> dict[nn.Module, Key]:
 def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
     """The key of a module's kind, or why it has none.
 
-    A module of a class that is not known, whose weight is a matrix of its ``in_features`` and
-    ``out_features``, is taken for a Linear until its first statistics, which show whether it is
-    one: see :mod:`second_order.kronecker.explanation`. So is a router of experts.
+    A module of an unknown class is taken for a Linear if its weight has the sizes that the module
+    names (:data:`SIZE_NAMES`), until its first statistics show whether it is one: see
+    :mod:`second_order.kronecker.explanation`. So is a router of experts.
     """
     key, kind = key_of(module), type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
@@ -193,13 +189,16 @@ def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
         and not any(True for child in module.children() for _ in child.parameters())
     ):
         names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
-        sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
         if any(name in TRANSPOSED_CLASSES for name in names):
             return TRANSPOSED, None
         if is_router(module):
             return "linear", None
-        if list(weight.shape) in (sizes, sizes[::-1]):
-            return ("linear" if list(weight.shape) == sizes else TRANSPOSED), None
+        for out_name, in_name in SIZE_NAMES:
+            sizes = getattr(module, out_name, None), getattr(module, in_name, None)
+            if weight.shape == sizes:
+                return "linear", None
+            if weight.shape == sizes[::-1]:
+                return TRANSPOSED, None
     if isinstance(key, type):
         return None, f"{kind} overrides {key.__name__}.forward"
     return None, f"{kind} has no Kronecker factors here"
@@ -281,4 +280,5 @@ def register_layer(
         weight,
         "" if bias is None else bias,
         gradient=gradient,
+        rows=rows_of,
     )

@@ -32,6 +32,9 @@ UNTOLD = (
 )
 
 
+VECTORS_LEFT = "no factors are made of the gradients of its vectors"
+
+
 @dataclass(frozen=True)
 class LeftToBase:
     """Parameters that the base optimizer trains alone, and why."""
@@ -42,11 +45,13 @@ class LeftToBase:
     parameters: int  # number of scalars
     unexpected: bool = False  # it would have a block, but for its size or its state
     norm: bool = False  # a norm layer
+    in_part: bool = False  # the module's matrices have factors made of their gradients
 
     def __str__(self) -> str:
         kind = [] if self.kind == LONE else [self.kind]
         said = ": ".join(kind + [self.reason] * self.unexpected)
-        return f"{self.name} ({said})" if said else self.name
+        name = f"vectors of {self.name}" if self.in_part else self.name
+        return f"{name} ({said})" if said else name
 
 
 @dataclass(frozen=True)
@@ -366,8 +371,10 @@ class _Search:
             mine = [key for key in dict.fromkeys(params) if key in self.owned]
             size = sum(self.owned[key] for key in mine if key not in counted)
             counted.update(mine)
-            if size or theirs.isdisjoint(mine):
+            if theirs.isdisjoint(mine):
                 left.append(replace(row, parameters=size))
+            elif size:
+                left.append(replace(row, parameters=size, reason=VECTORS_LEFT, in_part=True))
         strays = sum(size for key, size in self.owned.items() if key not in counted)
         if strays:
             left.append(LeftToBase("(no module)", LONE, "not in a module of the model", strays))

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order.distributed.world import World
@@ -59,6 +58,19 @@ _SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], object], bool], ...]
 """What says how a setting of torch's is, what sets it, and how it is while a loss is evaluated."""
 
 
+def _autocast_nesting() -> int:
+    try:
+        return int(torch.autocast_increment_nesting()) - 1
+    finally:
+        torch.autocast_decrement_nesting()
+
+
+def _set_autocast_nesting(depth: int) -> None:
+    """Leave the autocasts that were entered beyond a depth: at 0 torch clears its casts."""
+    while _autocast_nesting() > depth:
+        torch.autocast_decrement_nesting()
+
+
 class Undisturbed:
     """Evaluate and differentiate inside, and find everything as before outside.
 
@@ -72,32 +84,58 @@ class Undisturbed:
         self._random: list[Callable[[], object]] = []  # set generators back
         self._seen: set[int] = set()
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        self._put_back = ExitStack()
+        # What puts each change back, in the order of the changes, and may be called twice.
+        self._undo: list[Callable[[], object]] = []
 
     def __enter__(self) -> Undisturbed:
         self._random = [partial(torch.set_rng_state, torch.get_rng_state())]
         for device in {p.device for p in self._params if p.is_cuda}:
             state = torch.cuda.get_rng_state(device)
             self._random.append(partial(torch.cuda.set_rng_state, state, device))
-        with ExitStack() as stack:  # left in the reverse order, after an error here, too
-            for module in () if self._model is None else self._model.modules():
-                stack.callback(setattr, module, "training", module.training)
-            for p in self._params:
-                stack.callback(setattr, p, "grad", p.grad)
-                p.grad = None
-            stack.callback(self.rewind)
-            stack.callback(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled)
-            for setting, put, inside in _SETTINGS:
-                stack.callback(put, setting())
-                put(inside)
-            self._put_back = stack.pop_all()
+        # Each change is noted before it is made: Ctrl-C may come in between.
+        undo = self._undo.append
+        for kind in {p.device.type for p in self._params}:
+            undo(partial(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)))
+            undo(partial(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind)))
+        undo(partial(_set_autocast_nesting, _autocast_nesting()))
+        for module in () if self._model is None else self._model.modules():
+            undo(partial(setattr, module, "training", module.training))
+        for p in self._params:
+            undo(partial(setattr, p, "grad", p.grad))
+            p.grad = None
+        undo(self.rewind)
+        undo(partial(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled))
+        for setting, put, inside in _SETTINGS:
+            undo(partial(put, setting()))
+            put(inside)
         if self._model is not None:  # compiled code may call it unseen
             self._about_to_call(self._model)
-        self._put_back.callback(register_module_forward_pre_hook(self._about_to_call).remove)
+        undo(self._remove_hook)
+        register_module_forward_pre_hook(self._about_to_call)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._put_back.close()
+        """Put everything back; a call after one that Ctrl-C has ended puts back the rest."""
+        while self._undo:
+            self._undo[-1]()
+            self._undo.pop()
+
+    def _remove_hook(self) -> None:
+        for key, hook in [*_global_forward_pre_hooks.items()]:
+            if hook == self._about_to_call:
+                del _global_forward_pre_hooks[key]
+
+    def restore_later(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> object:
+        """Note values of parameters that are about to change, for :meth:`restore`."""
+        undo = partial(torch._foreach_copy_, list(parameters), list(values))
+        self._undo.append(undo)
+        return undo
+
+    def restore(self, noted: object) -> None:
+        """Put parameters back."""
+        for undo in [each for each in self._undo if each is noted]:
+            undo()
+            self._undo.remove(undo)
 
     def _about_to_call(self, module: nn.Module, _: Any = None) -> None:
         """Note the state of a module and its parts, once."""
@@ -116,7 +154,7 @@ class Undisturbed:
             if isinstance(part, DistributedDataParallel):
                 for flag, value in _DDP_FLAGS.items():
                     if hasattr(part, flag):
-                        self._put_back.callback(setattr, part, flag, getattr(part, flag))
+                        self._undo.append(partial(setattr, part, flag, getattr(part, flag)))
                         setattr(part, flag, value)
 
     def rewind(self) -> None:
@@ -263,14 +301,14 @@ class Hessian:
         total: Tensor | None = None
         here = [local(p).data for p in self.params]
         before = [w.clone() for w in here]
+        noted = self._aside.restore_later(here, before)
         try:
             for sign in (1.0, -1.0) if step else ():
                 for p, w, v in zip(here, before, directions, strict=True):
                     p.copy_(w).add_(v, alpha=sign * step)
                 total = self._add_gradients(total, sign / (2 * step), dtype)
         finally:
-            for p, w in zip(here, before, strict=True):
-                p.copy_(w)
+            self._aside.restore(noted)
         return total
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:

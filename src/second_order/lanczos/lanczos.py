@@ -74,7 +74,7 @@ class Space:
 def normal(size: int, seed: int, scale: float) -> Tensor:
     """Draw ``(size,)``: scale times a standard normal vector in float32."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, generator=generator, dtype=torch.float32).mul_(scale)
+    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").mul_(scale)
 
 
 @dataclass(frozen=True)
@@ -172,10 +172,10 @@ def tridiagonalise(
             if finished is not None and (n <= ASK_ALWAYS or n % ASK_EVERY == 1)
         ]
         if finished is not None and asked:
-            B = torch.tensor([diagonal, off_diagonal], dtype=torch.float64)
+            B = torch.tensor([diagonal, off_diagonal], dtype=torch.float64, device="cpu")
             done = (n for n in asked if finished(ritz_pairs(*B[:, :n])))
             # As the first process finds: rounding must not part them.
-            found = torch.tensor([float(next(done, 0))], dtype=torch.float64)
+            found = torch.tensor([float(next(done, 0))], dtype=torch.float64, device="cpu")
             stop = int(space.first(found))
         if stop:
             finite = True
@@ -191,8 +191,8 @@ def tridiagonalise(
             D[count] = d
     return Tridiagonal(
         D[: len(diagonal)],
-        torch.tensor(diagonal, dtype=torch.float64),
-        torch.tensor(off_diagonal, dtype=torch.float64),
+        torch.tensor(diagonal, dtype=torch.float64, device="cpu"),
+        torch.tensor(off_diagonal, dtype=torch.float64, device="cpu"),
         finite,
         products,
     )

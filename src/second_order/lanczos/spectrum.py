@@ -123,7 +123,7 @@ def extreme_pairs(
             found = ritz.values[picked], ritz.residuals[picked]
             return Pairs(*found, largest, run.products, norm, run.basis, S)
         trouble = UNDECOMPOSED
-    nothing = torch.empty(0, dtype=torch.float64)
+    nothing = torch.empty(0, dtype=torch.float64, device="cpu")
     trouble = trouble or (
         f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or use a "
         f"wider dtype"

@@ -8,7 +8,6 @@ on the union of the batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from itertools import pairwise
 
 import torch
@@ -55,21 +54,26 @@ class RowSpace(Space):
         self._hessian, self._world, self._sign, self._mine = hessian, world, sign, mine
         self.rows = slice(bounds[world.rank], bounds[world.rank + 1])
         self._sizes = [b - a for a, b in pairwise(bounds)]
-        self._entered = ExitStack()
 
     def __enter__(self) -> RowSpace:
-        with ExitStack() as stack:
+        try:
             try:
-                stack.enter_context(self._hessian)
+                self._hessian.__enter__()
             except Exception as error:
                 self.error = error
             self.raise_together()
-            stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            self._entered = stack.pop_all()
+            torch.set_autocast_enabled(self.device.type, False)  # the Hessian puts it back
+        except BaseException:
+            self.close()
+            raise
         return self
 
+    def close(self) -> None:
+        """Put everything back that is not yet: in a ``finally``, as Ctrl-C may end an exit."""
+        self._hessian.__exit__()
+
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self._entered.close()
+        self.close()
         if error is not None and self.error is not None and error is not self.error:
             raise self.error from error  # what has failed here is why others do not answer
 

@@ -87,8 +87,8 @@ def to_kronfluence(
         found = {
             "activation_covariance": layer.A * rows,
             "gradient_covariance": layer.G * terms,
-            "num_activation_covariance_processed": torch.tensor([[rows]]),
-            "num_gradient_covariance_processed": torch.tensor([[rows]]),
+            "num_activation_covariance_processed": torch.tensor([[rows]], device="cpu"),
+            "num_gradient_covariance_processed": torch.tensor([[rows]], device="cpu"),
             "activation_eigenvectors": q_a,
             "activation_eigenvalues": a,
             "gradient_eigenvectors": q_g,
@@ -96,7 +96,7 @@ def to_kronfluence(
         }
         if layer.corrected is not None:
             found["lambda_matrix"] = layer.corrected * terms
-            found["num_lambda_processed"] = torch.tensor([[documents or terms]])
+            found["num_lambda_processed"] = torch.tensor([[documents or terms]], device="cpu")
         _add(files, layer.modules, found)
     if files:
         if len(files["lambda_matrix"]) < len(files["activation_covariance"]):  # of some, or none
@@ -171,7 +171,7 @@ def to_bergson(
         for name, tensors in files.items():
             save_tensors(tensors, _made(Path(folder) / name) / "shard_0.safetensors")
         with replacing(Path(folder) / "total_processed.pt") as file:
-            torch.save(torch.tensor(rows), file)
+            torch.save(torch.tensor(rows, device="cpu"), file)
     return left_out
 
 
@@ -301,7 +301,7 @@ def to_gptq(curvature: KroneckerCurvature, folder: str | Path | None = None) -> 
         for module in layer.modules:
             found[module] = h
             if folder is not None and writes:
-                tensors = {"H": h, "nsamples": torch.tensor([_counts(layer)[1]])}
+                tensors = {"H": h, "nsamples": torch.tensor([_counts(layer)[1]], device="cpu")}
                 save_tensors(tensors, _made(folder) / f"{module}.safetensors")
     return found
 
@@ -383,7 +383,12 @@ def to_quip(
             continue
         a = _of_weight(layer).A
         n = a.shape[-1]
-        content = {"flatH": _lower(a), "mu": torch.zeros(n), "n": n, "ct": _counts(layer)[1]}
+        content = {
+            "flatH": _lower(a),
+            "mu": torch.zeros(n, device="cpu"),
+            "n": n,
+            "ct": _counts(layer)[1],
+        }
         with replacing(_made(folder) / f"{name}.pt") as file:
             torch.save(content, file)
     return left_out

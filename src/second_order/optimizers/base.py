@@ -184,6 +184,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                     f"rest_layers: the pattern {pattern!r} matches no module of the model"
                 )
         super().__init__([*map(whole_group, groups)], {**self._base.defaults, PEAK_LR: 0.0})
+        for group, of_base in zip(self.param_groups, self._base.param_groups, strict=True):
+            # A base may have changed its entries: torchao's make tensors of learning rates.
+            group.update({k: v for k, v in of_base.items() if k not in ("params", NAMES)})
         made = dict(self._base.state)  # Adagrad makes its state at construction
         self._bind_base()
         self._base.state.update(made)
@@ -207,6 +210,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 raise ValueError(whole_models(training.name, helper_role))
         averages, self._constructed = training.averages, True
         self._curvature.begin()  # with equal options, so that all raise or none
+        if world.size > 1:
+            training.add_ddp_hook(training.running_ddp)
         if averages:
             tensors = training.whole_model()
             with torch.no_grad():
@@ -617,21 +622,20 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         tracing and compiling for inference do not need this: hooks step aside by themselves.
         """
         outer, self._unwatched = self._unwatched, True
-        late, hooks = self._training.late_ddp, self._training.model._forward_pre_hooks
-        looks = None if late is None else hooks.pop(late.id, None)
+        hooks = self._training.model._forward_pre_hooks
+        checks = {handle.id: hooks.pop(handle.id, None) for handle in self._training.ddp_hooks}
         try:
             with self._curvature.unwatched():
                 yield
         finally:
-            if looks is not None:
-                hooks[late.id] = looks
+            hooks.update({key: check for key, check in checks.items() if check is not None})
             self._unwatched = outer
 
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""
         self._curvature.close()
-        if self._training.late_ddp is not None:
-            self._training.late_ddp.remove()
+        for handle in self._training.ddp_hooks:
+            handle.remove()
         self._training.collected = None
         if self.state:
             self._share_state()

@@ -367,7 +367,7 @@ def measure_machine(
     random = torch.Generator().manual_seed(0)
 
     def filled(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=random, dtype=torch.float32).to(device)
+        return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu").to(device)
 
     def product(n: int) -> Callable[[], Any]:
         left, right = filled(n, n), filled(n, n)
