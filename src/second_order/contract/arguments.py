@@ -33,8 +33,8 @@ __all__ = [
     "refuse_ddp_over_helpers",
     "refuse_foreign_model",
     "refuse_meta",
+    "warn_about_unowned",
     "warn_of_single_launch",
-    "warn_of_strangers",
 ]
 
 
@@ -219,7 +219,9 @@ def refuse_foreign_model(training: Training, params: Sequence[Tensor], base: str
         )
 
 
-def warn_of_strangers(training: Training, groups: Sequence[Any], base: str, first: int = 0) -> None:
+def warn_about_unowned(
+    training: Training, groups: Sequence[Any], base: str, first: int = 0
+) -> None:
     """Warn of parameters that are not the model's.
 
     Args:
@@ -229,12 +231,12 @@ def warn_of_strangers(training: Training, groups: Sequence[Any], base: str, firs
         first: The number of the first group.
     """
     owned = {id(p) for p in training.model.parameters()}
-    strange = [
+    unowned = [
         f"{called} of shape {tuple(p.shape)}"
         for called, p in _called(groups, first)
         if id(p) not in owned
     ]
-    if not strange:
+    if not unowned:
         return
     if training.known:
         where = f"are not in the model, a {type(training.model).__name__}"
@@ -244,10 +246,10 @@ def warn_of_strangers(training: Training, groups: Sequence[Any], base: str, firs
         remedy = "keep the module that has them, or pass it as model="
     if gc.get_freeze_count():
         remedy += "; modules that gc.freeze() has hidden are only found as model="
-    more = f", and {len(strange) - 10} more" if len(strange) > 10 else ""
+    more = f", and {len(unowned) - 10} more" if len(unowned) > 10 else ""
     training.warn(
-        f"{len(strange)} of {len(members_of(groups))} parameters {where}, so {base} alone trains "
-        f"them, without curvature: {', '.join(strange[:10])}{more}; {remedy}"
+        f"{len(unowned)} of {len(members_of(groups))} parameters {where}, so {base} alone trains "
+        f"them, without curvature: {', '.join(unowned[:10])}{more}; {remedy}"
     )
 
 
@@ -329,11 +331,11 @@ def _look_who_runs(
     if ddp is None or not torch.is_grad_enabled():
         return
     ranks = dist.get_process_group_ranks(ddp.process_group)
-    strange = sorted(set(ranks).intersection(helpers))
-    if strange and set(ranks).intersection(workers):
+    mixed_in = sorted(set(ranks).intersection(helpers))
+    if mixed_in and set(ranks).intersection(workers):
         raise ValueError(
             f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of which "
-            f"{strange} help the others ({said}): their gradients would be averaged into those of "
+            f"{mixed_in} help the others ({said}): their gradients would be averaged into those of "
             f"the workers. Wrap it with DistributedDataParallel(model, "
             f"process_group=optimizer.worker_group); under a framework that wraps models itself, "
             f"leave helpers out, or take another optimizer"

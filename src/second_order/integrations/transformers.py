@@ -38,9 +38,10 @@ class MetricsCallback(TrainerCallback):
         trainer.callback_handler.callbacks.insert(0, callback)
         return callback
 
-    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add the metrics that are known, so not NaN, to the logs of a training step."""
-        optimizer, logs = _unwrapped(given.get("optimizer")), given["logs"]
+        optimizer = _unwrapped(kwargs.get("optimizer"))
+        logs = kwargs["logs"]
         if optimizer is None or "loss" not in logs or not state.is_world_process_zero:
             return
         found = optimizer.statistics().items()
@@ -48,17 +49,17 @@ class MetricsCallback(TrainerCallback):
         logs.update(metrics)
         state.log_history[-1].update(metrics)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate the optimizer's state if the Trainer saves after this step."""
-        optimizer = _unwrapped(given.get("optimizer"))
+        optimizer = _unwrapped(kwargs.get("optimizer"))
         if optimizer is not None and control.should_save:
             optimizer.consolidate(to=self.save_to)
 
     on_epoch_end = on_step_end
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Consolidate it after each evaluation if the Trainer saves the best model."""
-        optimizer = _unwrapped(given.get("optimizer"))
+        optimizer = _unwrapped(kwargs.get("optimizer"))
         if optimizer is not None and (control.should_save or args.save_strategy == "best"):
             optimizer.consolidate(to=self.save_to)
 

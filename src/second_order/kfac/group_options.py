@@ -21,7 +21,7 @@ from torch import Tensor
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import LAYER_OPTIONS
 
-__all__ = ["check_layers", "excluded_params", "group_options_said", "values_by_layer"]
+__all__ = ["check_layers", "describe_group_options", "excluded_params", "values_by_layer"]
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -53,9 +53,9 @@ def check_layers(groups: Groups, params: Mapping[KroneckerBlock, Iterable[Tensor
         return
     settings: dict[int, dict[str, Any]] = {}
     for group in groups:
-        mine = {option: group.get(option) for option in LAYER_OPTIONS}
-        mine["precondition"] = group.get("precondition", True)
-        settings |= dict.fromkeys(map(id, group["params"]), mine)
+        options = {option: group.get(option) for option in LAYER_OPTIONS}
+        options["precondition"] = group.get("precondition", True)
+        settings |= dict.fromkeys(map(id, group["params"]), options)
     for block, members in params.items():
         known = [settings[id(p)] for p in members if id(p) in settings]
         for option in LAYER_OPTIONS:
@@ -69,7 +69,7 @@ def check_layers(groups: Groups, params: Mapping[KroneckerBlock, Iterable[Tensor
                 )
 
 
-def group_options_said(groups: Groups) -> str:
+def describe_group_options(groups: Groups) -> str:
     """The options of all groups as the summary shows them; "" if there are none."""
     found = []
     for i, group in enumerate(groups):

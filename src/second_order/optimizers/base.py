@@ -30,8 +30,8 @@ from second_order.contract.arguments import (
     read_arguments,
     refuse_foreign_model,
     refuse_meta,
+    warn_about_unowned,
     warn_of_single_launch,
-    warn_of_strangers,
 )
 from second_order.contract.checkpoint import (
     add_collected,
@@ -173,7 +173,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         refuse_foreign_model(training, members, base_name)
         self._needs_model = needs_model
         if needs_model:
-            warn_of_strangers(training, groups, base_name)
+            warn_about_unowned(training, groups, base_name)
         if rest is None:
             self._base = base(nameless(groups), **base_kwargs)
         else:
@@ -481,7 +481,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training.trained |= {p for p in newcomers if p.requires_grad}
         training.look_for_places()
         if self._needs_model:
-            warn_of_strangers(training, [group], training.base_name, first=len(before))
+            warn_about_unowned(training, [group], training.base_name, first=len(before))
 
     @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:

@@ -169,7 +169,8 @@ class _Search:
             return max(sharded, key=lambda module: len(_tree(module)))
 
         inside = _tree(root)
-        best, most = root, 0
+        best = root
+        most = 0
         for module in sorted(around, key=lambda module: len(_tree(module))):
             if _is(module, CONTAINERS):
                 continue
@@ -177,7 +178,8 @@ class _Search:
             added = [p for each in others for p in _own_params(each)]
             trains = any(p.requires_grad and id(p) not in self.positions for p in added)
             if len(added) > most and not trains:
-                best, most = module, len(added)
+                best = module
+                most = len(added)
         return best
 
     def is_in_ddp(self, module: nn.Module) -> bool:
