@@ -92,8 +92,8 @@ a GradScaler that parts the ranks
     if averages and processes > 1 and  =>  if False and
 a DDP over helpers goes unnoticed
   <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
-  - if strange and set(ranks).intersection(workers):
-  + if strange and not set(ranks).intersection(workers):
+  - if mixed_in and set(ranks).intersection(workers):
+  + if mixed_in and not set(ranks).intersection(workers):
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
   -     refuse_meta(name, params, found.module)
   -
