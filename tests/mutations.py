@@ -1158,7 +1158,7 @@ weights that are used elsewhere pass for their layers'
   <-  measure_terms::a_weight_that_is_used_outside_of_its_calls_is_named
     if residual > TOLERANCE:  =>  if False:
 entries are always first  <-  measure::positions_may_come_before_entries
-    d.dim() > 2 and len(d) != self.entries == d.shape[1]  =>  False
+    d.dim() < 3 or not len(d) != self.entries == d.shape[1]  =>  True
 
 == measuring/sums.py
 sums in the host's memory are of the last batch

@@ -513,6 +513,47 @@ def test_positions_that_entries_share_have_no_gradients_of_single_ones(
         assert list(alone) == ["tokens", "positions", "head"]
 
 
+class Windows(nn.Module):
+    """Images as windows, ``(entries * windows, rows, features)``, with as many rows as entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        windows = images.unflatten(2, (4, 4)).movedim(1, -1).flatten(0, 1).flatten(1, 2)
+        output: Tensor = self.layer(windows).tanh().unflatten(0, (-1, 4)).mean((1, 2))
+        return output
+
+
+def test_windows_belong_to_their_entries() -> None:
+    model, images = Windows().to(F64), torch.randn(4, 2, 16, 1, dtype=F64)
+    found = quietly(model, [images], factors="ekfac", loss=score)
+    eigenvalues_agree(found, per_entry(model, images.split(1), score), 4)
+
+
+class Router(nn.Module):
+    """A layer for some entries, and another one for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        to_left = x[:, 0] > 0
+        output = x.new_empty(len(x), 2)
+        output[to_left] = self.left(x[to_left])
+        output[~to_left] = self.right(x[~to_left])
+        return output
+
+
+def test_a_row_that_a_router_sends_alone_is_not_shared() -> None:
+    model, x = Router().to(F64), torch.randn(9, 3, dtype=F64)
+    x[:, 0] = torch.tensor([1, -1, -1, -1, 1, 1, 1, -1, -1])
+    found = quietly(model, x.split(4), factors="ekfac", loss=score)
+    eigenvalues_agree(found, per_entry(model, x.split(1), score), 9)
+
+
 def test_a_mask_that_does_not_tell_positions_is_refused() -> None:
     model, data = model_of("Llama"), data_of("Llama")
     mask = data["attention_mask"][:, None, None, :].expand(-1, 1, 7, 7)

@@ -53,8 +53,9 @@ UNREDUCED = (
     "sum and number as (sum, number)"
 )
 MASK_OF_POSITIONS = (
-    "the batch's attention_mask{additive} of shape {shape} does not say which positions are padding; "
-    "pass mask=lambda batch: ..., of shape (entries, positions), True where a position counts"
+    "the batch's attention_mask{additive} of shape {shape} does not say which positions are "
+    "padding; pass mask=lambda batch: ..., of shape (entries, positions), True where a position "
+    "counts"
 )
 FLOAT_TARGETS = (
     "the batch's targets are {dtype}, which are not labels of classes: choose what labels are "

@@ -367,6 +367,8 @@ class Pairs(Statistics):
         self._explanations: dict[Layer, Explanation] = {}
         self._unexplained: dict[str, str] = {}
         self._shared: dict[str, str] = {}
+        self._single: dict[str, str] = {}  # layers of which a call had one row, and the same
+        self._several: set[str] = set()  # layers of which a call had another number of rows
         self._last: tuple[tuple[int, int, bool], tuple[Tensor, int]] | None = None
 
     def begin(self, rows: Rows, batch: Entries, idle: bool) -> None:
@@ -393,7 +395,9 @@ class Pairs(Statistics):
         """Layers without factors, and why."""
         never = self._without_gradients - self._paired
         without = {layer.name: WITHOUT_GRADIENTS for layer in never}
-        return {**without, **self._shared, **self._unexplained, **super().wrong()}
+        # A call of a single row may be of one entry, if others have more: those of a router.
+        shared = {name: why for name, why in self._single.items() if name not in self._several}
+        return {**without, **shared, **self._shared, **self._unexplained, **super().wrong()}
 
     def wants(self, module: nn.Module) -> bool:
         """Whether pairs of a module are wanted."""
@@ -428,8 +432,12 @@ class Pairs(Statistics):
         """Take in a pair."""
         for layer in self.of[module]:
             self._paired.add(layer)
+            single = isinstance(x, Tensor) and len(x) == 1 and layer.linear(module) and x.dim() == 2
             if self._is_shared(layer, module, x):
-                self._shared[layer.name] = SHARED.format(shape=tuple(x.shape))
+                shared = self._single if single else self._shared
+                shared[layer.name] = SHARED.format(shape=tuple(x.shape))
+            elif self.entries > 1 and not single:
+                self._several.add(layer.name)
             if self.compares:
                 self._compare(layer, module, x, d)
             self._add(layer, module, x, d, (source, pass_id))
@@ -587,8 +595,14 @@ class Eigenvalues(Pairs):
         )
 
     def _entries_second(self, d: Tensor) -> bool:
-        """Whether the entries of ``(positions, entries, ...)`` come second."""
-        return d.dim() > 2 and len(d) != self.entries == d.shape[1]
+        """Whether the entries of ``(positions, entries, ...)`` come second.
+
+        If there are so many rows in windows ``(entries * windows, rows, ...)``, they do not.
+        """
+        if d.dim() < 3 or not len(d) != self.entries == d.shape[1]:
+            return False
+        in_batch = any(len(d) in shape[:2] for shape in self.batch.shapes)
+        return self._positions_first or in_batch or len(d) % self.entries > 0
 
     def _along(self, layer: Layer, pair: Pair) -> int:
         """The dimension of the entries of a pair that is no matrix's."""
