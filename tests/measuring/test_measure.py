@@ -317,7 +317,7 @@ def test_masks_of_one_shape_are_refused_and_scattered_rows_told() -> None:
 
     curvature = measure(Scattered(), [torch.randn(2, 4, 3)], factors="ekfac", progress=False)
     (note,) = curvature.report.notes
-    assert note.startswith("rows of expert cannot be told by entries")
+    assert note.startswith("rows of expert cannot be assigned to entries")
 
 
 # -------------------------------------------------------------------- what is left as it was
@@ -611,7 +611,7 @@ def test_bad_input_is_refused() -> None:
         measure(model, iter(x), factors="ekfac", progress=False)
     with pytest.raises(SecondOrderError, match="no example"):
         measure(model, [], progress=False)
-    with pytest.raises(TypeError, match="of which nobody knows the number"):
+    with pytest.raises(TypeError, match="so its number of terms is not known"):
         measure(model, x, factors="kfac", loss=lambda out, batch: out.sum(), progress=False)
     with pytest.raises(SecondOrderError, match="no layer has factors"):
         measure(model, x, factors="kfac", loss=lambda out, batch: batch[:, 0], progress=False)

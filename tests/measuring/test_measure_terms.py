@@ -138,7 +138,7 @@ def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
     counts = {"mask": lambda batch: batch[1] != ignored}
     for given, number in ({"loss": loss}, 24), ({"loss": shifted}, 16), ({}, 24):
         options: dict[str, Any] = {"factors": "kfac", **given}
-        with pytest.raises(ValueError, match=rf"label {ignored}, which is no class.*pass mask="):
+        with pytest.raises(ValueError, match=rf"label {ignored}, which is not a class.*pass mask="):
             measure(model, [(x, y)], progress=False, **options)
         assert quietly(model, [(x, y)], **options, **counts).report.examples == number
 

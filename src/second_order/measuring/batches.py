@@ -1,7 +1,7 @@
 """What a loader gives: how a model is called with it, the rows that count, the losses' terms.
 
-Padding counts nothing. Which rows of a layer's input are padding is told by a mask of the batch's
-entries and positions: a tensor whose first dimensions are the mask's, or are those flattened, has
+Padding counts nothing. A mask of the batch's entries and positions decides which rows of a layer's
+input are padding: a tensor whose first dimensions are the mask's, or are those flattened, has
 its rows. A mask is read on the host, before the batch goes to the model's device, so that nothing
 there is waited for.
 
@@ -74,9 +74,9 @@ WHICH_CLASSES = (
     '-2) if they are the last; or give likelihood="bernoulli", "gaussian" or a function'
 )
 NO_CLASS = (
-    "the batch has a label {label}, which is no class of the model's output of shape {shape}: if "
-    "the loss ignores it, pass mask=lambda batch: ..., True where a label counts, or write -100 in "
-    "its place; if it is no label, leave it out of the batch"
+    "the batch has the label {label}, which is not a class of the model's output of shape {shape}. "
+    "If the loss ignores it, pass mask=lambda batch: ..., True where a label counts, or write -100 "
+    "in its place. If it is not a label, leave it out of the batch"
 )
 NO_BATCH_DIMENSION = (
     "the model's output has the shape {shape}, without a dimension for the entries of the batch; "
@@ -124,9 +124,9 @@ class Entries:
     """How many entries a batch has.
 
     Attributes:
-        number: Their number, as the batch's tensors tell it.
+        number: Their number, from ``mask=`` or the shapes of the batch's tensors.
         seconds: Second dimensions of these tensors: one of them is the number of entries if the
-            model reads positions first. None if ``mask=`` has told the number.
+            model reads positions first. Empty if ``mask=`` decides the number.
         shapes: Shapes of the batch's tensors.
     """
 
@@ -221,8 +221,8 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
 
     Raises:
         ValueError: If those of an encoder and of its decoder differ, and have one shape, by which
-            rows could not be told apart; or if an attention mask is not of entries and positions,
-            or is one that is added to scores.
+            rows could not be distinguished; or if an attention mask is not of entries and
+            positions, or is one that is added to scores.
     """
     labels = _labeled(labels_of(batch))
     of_labels = [] if labels is None else [labels]
@@ -243,7 +243,7 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
         if any(bool((each != (read != 0)).any()) for each in alike):
             raise ValueError(
                 f"the encoder's and the decoder's padding are both {tuple(read.shape)}, and not "
-                f"the same, so nobody knows whose a row is; pad one of them by a position more"
+                f"the same, so a row may be of either; pad one of them by one position more"
             )
     return found
 
@@ -419,16 +419,18 @@ def terms_of(value: Any, terms: Terms, output: Any) -> tuple[Tensor, int | Tenso
     be that of a position or of the next one, the terms are as few as they can be.
 
     Raises:
-        TypeError: If the loss is a single number, which tells nobody of how many terms.
+        TypeError: If the loss is a single number, so that its number of terms is not known.
         ValueError: If some labels or positions do not count, and the terms' shape is not theirs;
-            or if the terms of a label that is no class are 0.
+            or if the loss may ignore a label that it does not know (:func:`_check_classes`).
     """
     if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
         total, number = value
         return total.sum(), number
     if not (isinstance(value, Tensor) and value.dim() > 0):
         what = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise TypeError(f"the loss returned {what}, of which nobody knows the number: {UNREDUCED}")
+        raise TypeError(
+            f"the loss returned {what}, so its number of terms is not known: {UNREDUCED}"
+        )
 
     _check_classes(output, terms, value.detach())
     known = [*terms.labeled, *terms.masks]
@@ -457,7 +459,7 @@ def drawn(
     """The summed loss of labels that are drawn from the model's output, and its number of terms.
 
     A term is a row of logits with "categorical", the default, and an entry of the batch else. Rows
-    of logits that do not count have no labels.
+    of logits that do not count get no labels.
 
     Raises:
         ValueError: If the output, or the batch's targets, do not fit the likelihood.
@@ -487,10 +489,11 @@ def drawn(
 
 
 def _check_classes(output: Any, terms: Terms, values: Tensor | None = None) -> None:
-    """Raise if one label that counts is no class of the model's output, as 255 and -1 may be.
+    """Raise if the loss may ignore a label other than -100, by ``ignore_index=``.
 
-    Losses can ignore such a label by ``ignore_index=``. Numbers of which several are no classes
-    are no labels, and if the ``values`` of a label's terms are not 0, the loss does not ignore it.
+    That is the case if exactly one number among the labels that count is outside of the model's
+    classes, such as 255 or -1. If several are, the numbers are something else than labels. If the
+    ``values`` of its terms are known, and are not all 0, the loss does not ignore it.
 
     Raises:
         ValueError: If so.

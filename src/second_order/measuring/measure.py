@@ -172,9 +172,9 @@ def measure(
         :class:`Report` as ``report``.
 
     Raises:
-        ValueError: For options that are not sound, patterns of nothing, or a budget that one layer
+        ValueError: For options that are not valid, patterns of nothing, or a budget that one layer
             does not fit into.
-        TypeError: For batches that do not tell how to call the model, or a loss that is one number;
+        TypeError: For batches of an unknown kind without ``call=``, or a loss that is one number;
             for a model, loader, layers, loss or memory that is something else.
         SecondOrderError: If the loader gives no example, or another process has failed.
     """
@@ -462,12 +462,14 @@ class _Measurement:
         if idle and not self.sharded:
             return last
         batch = last if idle else given
-        told = None if options.mask is None else options.mask(batch)
-        masks = masks_of(batch, self.model) if options.mask is None else [told]
-        masks = [mask for mask in masks if mask is not None]
+        mask = None if options.mask is None else options.mask(batch)
+        if mask is not None and torch.as_tensor(mask).dim() == 0:
+            raise ValueError("mask= returned a single value; return (entries,) or more dimensions")
+        masks = masks_of(batch, self.model) if options.mask is None else [mask]
+        masks = [each for each in masks if each is not None]
         rows = Rows(masks, self.device)
         here = moved(batch, self.device)
-        statistics.begin(rows, entries_of(batch, told), idle)
+        statistics.begin(rows, entries_of(batch, mask), idle)
         if isinstance(statistics, Inputs):
             run()
             with torch.no_grad(), suppress(Stop):
@@ -495,7 +497,7 @@ class _Measurement:
         return batch
 
     def _comparing(self, statistics: Pairs) -> AbstractContextManager[list[Tensor]]:
-        """A block in which the weights whose gradients are compared with pairs ask for them."""
+        """A block in which weights get gradients, if these are to be compared with pairs."""
         if not statistics.compares:
             return nullcontext([])
         return asking([layer.weight for layer in statistics.layers])

@@ -110,7 +110,7 @@ class Options:
     shown: bool
 
     def check(self) -> None:
-        """Raise unless the options are sound, and belong together."""
+        """Raise unless the options are valid, and fit each other."""
         for name, kind in (("factors", Factors), ("keep", Keep)):
             if (value := getattr(self, name)) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
@@ -143,8 +143,8 @@ class Options:
                 f"loss={self.loss!r} is not a function; write loss=lambda output, batch: ..."
             )
         function = self.loss.func if isinstance(self.loss, functools.partial) else self.loss
-        theirs = isinstance(function, _Loss) and type(function).__module__.startswith("torch.")
-        if theirs or function in vars(nn.functional).values():
+        of_torch = isinstance(function, _Loss) and type(function).__module__.startswith("torch.")
+        if of_torch or function in vars(nn.functional).values():
             named = getattr(function, "__name__", type(function).__name__)
             raise TypeError(
                 f"loss={named} takes (output, target), and measure calls loss(output, batch); "
@@ -160,7 +160,7 @@ class Options:
         dtype: Any,
         batches: int | None,
     ) -> dict[str, Any]:
-        """What tells this measurement from another one, in this process's saves.
+        """What identifies this measurement in this process's saves.
 
         ``batches``: the loader's length; None if it is not known, which fits any other.
         """

@@ -34,7 +34,7 @@ class Found:
         terms: The number of the loss's terms, over all processes.
         batches: The number of this process's batches in a pass.
         unknown: Shapes of inputs that no mask fits.
-        scattered: Layers of whose rows nobody knows the entries.
+        scattered: Layers whose rows have unknown entries.
     """
 
     stored: dict[Key, Tensor] = field(default_factory=dict)
@@ -139,8 +139,8 @@ def report_of(
         notes.append(f"no mask fits rows of shape {first}: all of these count")
     if names := sorted(set().union(*scattered)):
         notes.append(
-            f"rows of {', '.join(names[:3])} cannot be told by entries of a batch, as those of "
-            f"experts: some corrected eigenvalues are of other gradients"
+            f"rows of {', '.join(names[:3])} cannot be assigned to entries of a batch: their "
+            f"corrected eigenvalues count some rows as entries"
         )
     unique = {id(t): t for t in (*found.stored.values(), *found.corrected.values())}
     return Report(

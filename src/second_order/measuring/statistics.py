@@ -67,14 +67,13 @@ WITHOUT_GRADIENTS = (
     "use_reentrant=True); use checkpoint(..., use_reentrant=False)"
 )
 SHARED = (
-    "all entries of a batch share its input of shape {shape}, so that the gradients of single "
-    "entries are not known: give it a row for each entry, as position_ids of shape (entries, "
-    "positions) in the batch are"
+    "all entries of a batch share its input of shape {shape}, so the gradients of single entries "
+    "are not known; give it a row for each entry, for example by position_ids of shape (entries, "
+    "positions) in the batch"
 )
 POSITIONS_OR_ENTRIES = (
     "a batch has {number} entries and {number} positions, and a layer of the model reads positions "
-    "first: its rows do not tell which is which. Give batches of another size, or leave this one "
-    "out"
+    "first, so the two cannot be distinguished. Give batches of another size, or leave this one out"
 )
 CHUNK_BYTES = 2**26
 """Of the gradients of single entries of a batch that are there at once."""
@@ -412,7 +411,7 @@ class Pairs(Statistics):
         """See a call of a module that reads ``(positions, entries, ...)``.
 
         Raises:
-            ValueError: If the two cannot be told apart, and it matters.
+            ValueError: If the two cannot be distinguished, and gradients of entries are wanted.
         """
         self._positions_first = True
         if entries != self.batch.number and entries in self.batch.seconds:
@@ -527,7 +526,7 @@ class Eigenvalues(Pairs):
         self._bases = bases
         self._calls: Counter[Layer] = Counter()  # in this batch
         self._waiting: dict[Layer, list[Pair]] = {}
-        self.scattered: set[str] = set()  # layers of whose rows nobody knows the entries
+        self.scattered: set[str] = set()  # layers whose rows have unknown entries
 
     def see_call(self, module: nn.Module) -> None:
         """See a call of a module in a forward pass."""
@@ -579,7 +578,7 @@ class Eigenvalues(Pairs):
     def _entries_in(self, layer: Layer, pair: Pair) -> int:
         """The number of entries that the rows of a pair belong to.
 
-        If the rows do not tell their entries, each of them counts as one.
+        If that is not known, each row counts as an entry.
         """
         d = pair.d
         if layer.linear(pair.module) or layer.shape.diagonal_a:
