@@ -463,8 +463,12 @@ class _Measurement:
             return last
         batch = last if idle else given
         mask = None if options.mask is None else options.mask(batch)
-        if mask is not None and torch.as_tensor(mask).dim() == 0:
-            raise ValueError("mask= returned a single value; return (entries,) or more dimensions")
+        if mask is not None:
+            mask = torch.as_tensor(mask, device="cpu")
+            if mask.dim() == 0:
+                raise ValueError(
+                    "mask= returned a single value; return a tensor of shape (entries, ...)"
+                )
         masks = masks_of(batch, self.model) if options.mask is None else [mask]
         masks = [each for each in masks if each is not None]
         rows = Rows(masks, self.device)

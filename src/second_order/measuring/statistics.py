@@ -431,7 +431,7 @@ class Pairs(Statistics):
         """Take in a pair."""
         for layer in self.of[module]:
             self._paired.add(layer)
-            single = isinstance(x, Tensor) and len(x) == 1 and layer.linear(module) and x.dim() == 2
+            single = layer.linear(module) and x.dim() == 2 and len(x) == 1
             if self._is_shared(layer, module, x):
                 shared = self._single if single else self._shared
                 shared[layer.name] = SHARED.format(shape=tuple(x.shape))
