@@ -38,6 +38,7 @@ from second_order.sharded import is_dtensor, local
 
 __all__ = [
     "CHOSEN",
+    "FACTORS_AND_STEPS",
     "MEAN_CURVATURE",
     "NEWLY_TRAINABLE_AT",
     "READ_BY_ALL",
@@ -83,6 +84,9 @@ READ_BY_ALL = (
 
 SIZES = {PASS_HISTORY: (4,), TRACE: (2,), INVERSE_DAMPING: (2,)}
 """Tensors of a few numbers, and their shapes."""
+
+FACTORS_AND_STEPS = (*LETTERS, LAST_STEP)
+"""The large tensors that are copied when a checkpoint is loaded."""
 
 TENSORS = (*LETTERS, MEANS, *INVERSE_ENTRIES, *SNAPSHOT_TENSORS, LAST_STEP, *SIZES)
 

@@ -28,6 +28,7 @@ from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
     CHOSEN,
+    FACTORS_AND_STEPS,
     MEAN_CURVATURE,
     NEWLY_TRAINABLE_AT,
     check_saved_factors,
@@ -442,7 +443,9 @@ class KFAC(OfLayers):
         before, wire = self.known, self._system.exchange_dtype
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
-        if (steps > 0 and changed) or any(old.source != new.source for old, new in pairs):
+        moved = any(old.source != new.source for old, new in pairs)
+        resumes = bool(self._loaded) and not self._trained_others(self._loaded)
+        if not resumes and ((steps > 0 and changed) or moved):
             layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
         known = {**before, **self.plan}
         self.known = {block: known[block] for block in layers.blocks if block in known}
@@ -557,10 +560,33 @@ class KFAC(OfLayers):
         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
         self.layers.newcomers_at = int(shared_number(saved, NEWLY_TRAINABLE_AT, -1))
         self._just_loaded = True
-        self._loaded = {} if self.layers.unchanged else saved
         self._take_over(saved)
+        self._loaded = self._to_take_over_again(saved)
         self.layers.updates += 1
         self.watch()
+
+    def _to_take_over_again(self, saved: Mapping[Tensor, SavedPart]) -> dict[Tensor, SavedPart]:
+        """What a checkpoint has for :meth:`_take_over`, without a second copy of the inverses.
+
+        Scripts freeze layers after loading: the plan, and with it the inverses, can change until
+        the first step.
+        """
+        found: dict[Tensor, SavedPart] = {}
+        for p, part in saved.items():
+            found[p] = part.without(FACTORS_AND_STEPS)
+        for block in self.plan:
+            if block.inverse is not None and block.weight in found:
+                found[block.weight].update(block.inverse.entries)
+        return found
+
+    def _trained_others(self, saved: Mapping[Tensor, SavedPart]) -> bool:
+        """Whether other layers trained when a checkpoint was written than train now."""
+        for block in self.layers.blocks:
+            part = saved.get(block.weight)
+            trained = part is not None and has_inverse_entries(part)
+            if part is not None and trained != (block in self.plan):
+                return True
+        return False
 
     def _take_over(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Install the inverses of a checkpoint, and begin the solves that were under way.
@@ -601,16 +627,22 @@ class KFAC(OfLayers):
             solves.drop_missing(missing)
 
     def _agree_on_loaded(self) -> None:
-        """Refresh the layers of which any rank lacks a part of the checkpoint; a collective."""
+        """Refresh the layers of which any rank lacks a part of the checkpoint; a collective.
+
+        All layers are refreshed if others train now than when the checkpoint was written, as in a
+        run where layers are frozen or unfrozen at this step.
+        """
+        world, blocks = self.training.world, list(self.plan)
+        missing = set(blocks) if self._trained_others(self._loaded) else self._missing
         self._just_loaded = False
         self._loaded = {}
-        world, blocks = self.training.world, list(self.plan)
-        if world.size == 1:
-            return
-        flags = torch.tensor([float(block in self._missing) for block in blocks], device="cpu")
-        world.on_cpu().all_reduce_max([flags]).wait()
-        lacking = [b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag]
-        self.solves.drop_missing(lacking)
+        if world.size > 1:
+            flags = torch.tensor([float(block in missing) for block in blocks], device="cpu")
+            world.on_cpu().all_reduce_max([flags]).wait()
+            missing = {b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag}
+        self.solves.drop_missing(missing)
+        if missing and self.drift is not None:
+            self.drift.follow(self.layers.blocks)  # layers without an inverse have other intervals
 
     @property
     def factors_elsewhere(self) -> bool:

@@ -326,6 +326,8 @@ class Solves:
             self.taken_at.pop(block, None)
             self.installed_at.pop(block, None)
             self.wanted.add(block)
+            if self.traces is not None:
+                self.traces.forget_layer(block)
 
     # ------------------------------------------------------------------------------------ solve
 
