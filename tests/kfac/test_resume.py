@@ -13,7 +13,11 @@ import torch.distributed as dist
 from contract import EXACT
 from ranks import shard, vector
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from second_order import DPKFAC, KAISA, CheckpointError, DistKFAC, SecondOrderWarning
 
@@ -371,6 +375,32 @@ def test_the_parts_of_a_state_have_one_order() -> None:
     take(model, optimizer, scheduler, 0, 1)
     for entry in optimizer.state_dict()["state"].values():
         assert list(entry) == ["base", "curvature"]
+
+
+def from_a_full_state(rank: int, world_size: int, run: Run) -> tuple[Tensor, Tensor]:
+    """The ends of a run, and of one that resumes it from torch's full state."""
+    how = StateDictOptions(full_state_dict=True)
+    model = network()
+    optimizer, scheduler = run.make(model)
+    take(model, optimizer, scheduler, 0, 7)
+    optimizer.consolidate(to=None)
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=how))
+    schedule = scheduler.state_dict()
+    take(model, optimizer, scheduler, 7, STEPS)
+
+    twin = network(5)
+    other, again = run.make(twin)
+    twin.load_state_dict(weights)
+    set_optimizer_state_dict(twin, other, state, options=how)
+    again.load_state_dict(schedule)
+    take(twin, other, again, 7, STEPS)
+    return vector(model), vector(twin)
+
+
+def test_a_full_state_loads_where_ranks_keep_different_layers(world: World) -> None:
+    for expected, found in world.run(from_a_full_state, 2, Run(DPKFAC, "AdamW")):
+        assert torch.equal(found, expected)
 
 
 def test_old_inverses_are_not_kept_alive_by_the_state() -> None:

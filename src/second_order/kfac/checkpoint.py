@@ -85,6 +85,9 @@ READ_BY_ALL = (
 SIZES = {PASS_HISTORY: (4,), TRACE: (2,), INVERSE_DAMPING: (2,)}
 """Tensors of a few numbers, and their shapes."""
 
+NOT_NEGATIVE = (PASS_HISTORY, INVERSE_DAMPING)
+"""Of these, those that are at least 0; a trace is -1 where it is not known."""
+
 FACTORS_AND_STEPS = (*LETTERS, LAST_STEP)
 """The large tensors that are copied when a checkpoint is loaded."""
 
@@ -165,7 +168,9 @@ def check_saved_factors(
             _check_last_step(part, p)
         for key in part.keys() - {*HEADER, LAST_STEP}:
             if key in tensors:
-                part.tensor(key, SIZES.get(key))
+                numbers = part.tensor(key, SIZES.get(key))
+                if key in NOT_NEGATIVE and float(numbers.min()) < 0:
+                    raise part.wrong(key, f"is {numbers.tolist()}, where no number may be below 0")
                 continue
             if key in WHOLE:
                 value = float(part.whole(key, *WHOLE[key]))

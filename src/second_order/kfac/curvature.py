@@ -493,7 +493,10 @@ class KFAC(OfLayers):
         if self._system.chooser is not None:
             kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
         of_layers = [each for each in (self.solves.traces, self.drift) if each is not None]
-        return saved_factors(self.layers, self._takes, kept, of_layers)
+        # Before the first step every rank has the same entries: torch.distributed.checkpoint loads
+        # numbers in 0-d tensors only where there are some.
+        fresh = self.training.steps == 0
+        return saved_factors(self.layers, lambda b: fresh or self._takes(b), kept, of_layers)
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
         """What decides the steps between two refreshes: inverses, solves under way, the last step.
