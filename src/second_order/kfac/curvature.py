@@ -153,8 +153,8 @@ class KFAC(OfLayers):
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._closed, self._coming = False, False
-        # Since the last step a checkpoint has been loaded; the layers of which this rank lacks a
-        # part; and the checkpoint itself, if a plan is to come that it must be distributed by.
+        # Between loading a checkpoint and the first step after it: that one was loaded, the layers
+        # that this rank lacks a part of, and the entries from which a new plan takes inverses.
         self._just_loaded = False
         self._missing: set[KroneckerBlock] = set()
         self._loaded: Mapping[Tensor, SavedPart] = {}
@@ -493,15 +493,15 @@ class KFAC(OfLayers):
         if self._system.chooser is not None:
             kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
         of_layers = [each for each in (self.solves.traces, self.drift) if each is not None]
-        # Before the first step every rank has the same entries: torch.distributed.checkpoint loads
-        # numbers in 0-d tensors only where there are some.
+        # Before the first step, every rank has the same entries, because
+        # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
         fresh = self.training.steps == 0
         return saved_factors(self.layers, lambda b: fresh or self._takes(b), kept, of_layers)
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """What decides the steps between two refreshes: inverses, solves under way, the last step.
+        """What decides the steps between two refreshes: inverses, running solves, the last step.
 
-        They are shared, not copied. Solves on threads are waited for.
+        The tensors are shared, not copied. This waits for solves on threads.
         """
         if not self._options.save_inverses or self._closed:
             return {}
@@ -569,10 +569,10 @@ class KFAC(OfLayers):
         self.watch()
 
     def _to_take_over_again(self, saved: Mapping[Tensor, SavedPart]) -> dict[Tensor, SavedPart]:
-        """What a checkpoint has for :meth:`_take_over`, without a second copy of the inverses.
+        """The entries that :meth:`_take_over` reads, with the installed inverses, not copied.
 
-        Scripts freeze layers after loading: the plan, and with it the inverses, can change until
-        the first step.
+        Scripts may freeze layers after loading. Then the first step makes a new plan, which needs
+        the inverses again.
         """
         found: dict[Tensor, SavedPart] = {}
         for p, part in saved.items():
@@ -592,9 +592,9 @@ class KFAC(OfLayers):
         return False
 
     def _take_over(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Install the inverses of a checkpoint, and begin the solves that were under way.
+        """Install the inverses of a checkpoint, and restart the solves that were in progress.
 
-        By then the factors are loaded, and the plan is that of the layers as they are now.
+        Requires that the factors are loaded, and that the plan matches the layers that train.
         """
         solves, rank, options = self.solves, self.training.world.rank, self._options
         inverses: dict[KroneckerBlock, LoadedInverse] = {}
@@ -630,10 +630,10 @@ class KFAC(OfLayers):
             solves.drop_missing(missing)
 
     def _agree_on_loaded(self) -> None:
-        """Refresh the layers of which any rank lacks a part of the checkpoint; a collective.
+        """Refresh layers if any rank lacks their part of the checkpoint; a collective.
 
-        All layers are refreshed if others train now than when the checkpoint was written, as in a
-        run where layers are frozen or unfrozen at this step.
+        If other layers train now than when the checkpoint was written, refresh all layers. A run
+        that freezes or unfreezes layers at this step does the same.
         """
         world, blocks = self.training.world, list(self.plan)
         missing = set(blocks) if self._trained_others(self._loaded) else self._missing
@@ -669,7 +669,7 @@ class KFAC(OfLayers):
 
     @property
     def dispensable(self) -> bool:
-        """Whether training can resume without what other ranks keep: inverses can be refreshed."""
+        """Whether other ranks keep inverses alone, which the next step can refresh."""
         return not self.factors_elsewhere
 
     def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
@@ -696,7 +696,7 @@ class KFAC(OfLayers):
 
         for block, entries in gather_inverses(world, self.plan, solves, ranks).items():
             found[block] = {**found.get(block, {}), **entries}
-        # Numbers that only the rank knows whose batches make the statistics.
+        # Numbers that only the rank has whose batches make the layer's statistics.
         numbers: dict[str, dict[str, Sequence[float]]] = {}
         for block, layer in self.plan.items():
             if layer.source == rank:

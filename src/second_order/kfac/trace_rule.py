@@ -76,7 +76,7 @@ class TraceRefresh:
         self.settled: set[KroneckerBlock] = set()  # looked at no more; the same on every rank
 
     def forget_layer(self, block: KroneckerBlock) -> None:
-        """Watch a layer from its next solve on: its inverse is gone."""
+        """Forget a layer whose inverse was dropped; its next solve starts again."""
         self._marks.pop(block, None)
         self.settled.discard(block)
 
