@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo systems progress language-model tasks sensitivity defaults batch-scaling widths curvature-uses fosi-gain bounded bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks sensitivity defaults batch-scaling widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -32,6 +32,10 @@ $(STAMP): setup.cfg constraints.txt
 demo: venv ## a transformer and an autoencoder with Adam's kin and KAISA: tables and demo.png
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/demo.py $(ARGS)
 
+demo-figure: venv ## the picture of the README and its stored run: three minutes
+	$(BIN)/torchrun --standalone --nproc-per-node=2 examples/demo.py --steps 500 \
+		--figure docs/figures/demo.png --json benchmarks/results/demo.json
+
 systems: venv ## train on digits with SGD, Adam and every optimizer, two processes: a table and systems.png
 	$(BIN)/torchrun --standalone --nproc-per-node=$(PROCESSES) examples/systems.py $(ARGS)
 
@@ -44,7 +48,7 @@ language-model: venv ## a small transformer: AdamW, Muon, SOAP, SGD and KAISA, t
 		--json benchmarks/results/language.json $(ARGS)
 	$(BENCH)/progress/plot_language.py benchmarks/results/language.json --out docs/figures/language.png
 
-tasks: venv ## seven tasks that chose no default: tuned rivals, KAISA with nothing set: half an hour
+tasks: venv ## four held-out tasks: tuned rivals, and KAISA with default settings: many minutes
 	$(BENCH)/progress/tuned_rivals.py \
 		--json benchmarks/results/tasks.json $(ARGS)
 
@@ -75,6 +79,10 @@ fosi-gain: venv ## what DHO2 gains over a tuned Adam, where it may and where not
 bounded: venv ## fifty trainings with full Newton steps, with a trust region and without: minutes
 	$(BENCH)/progress/bounded.py \
 		--json benchmarks/results/bounded.json $(ARGS)
+
+papers: venv ## each headline claim of the four papers next to our value: under ten minutes
+	$(BENCH)/papers/papers.py \
+		--json benchmarks/results/papers.json --page docs/papers.md $(ARGS)
 
 bench: venv ## step time, memory and bytes sent of every optimizer, against SGD: most of an hour
 	$(BENCH)/speed/speed.py --json benchmarks/results/speed.json $(ARGS)

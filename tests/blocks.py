@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from second_order import KAISA
 from second_order.kronecker import layers as kinds
+from second_order.kronecker import rows as pass_rows
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layers import FactorShape, Form, LiveRows, PairStatistics
 
@@ -89,7 +90,7 @@ def exact(
         return outputs.reshape(rows.shape)[term] @ vectors[label, term]
 
     optimizer = make(KAISA, model, lr=0.0, fisher="sampled", likelihood=one_term, **options)
-    with patch.object(kinds, "live_rows", lambda d: LiveRows(None, len(d))):
+    with patch.object(pass_rows, "live_rows", lambda d: LiveRows(None, len(d))):
         for _ in todo:
             model(x).sum().backward()  # the user's own, which the sampled gradients wait for
     optimizer.step()

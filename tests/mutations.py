@@ -92,8 +92,8 @@ a GradScaler that parts the ranks
     if averages and processes > 1 and  =>  if False and
 a DDP over helpers goes unnoticed
   <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
-  - if strange and set(ranks).intersection(workers):
-  + if strange and not set(ranks).intersection(workers):
+  - if mixed_in and set(ranks).intersection(workers):
+  + if mixed_in and not set(ranks).intersection(workers):
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
   -     refuse_meta(name, params, found.module)
   -
@@ -451,6 +451,9 @@ a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_leng
     self.step_length.load(saved)  =>  pass
 
 == kfac/feedback.py
+steps that maximize judged as those that minimize
+  <-  step_length::to_maximize_a_negative_loss_is_to_minimize_the_loss
+    ours = climbing if p in ascending else pairs  =>  ours = pairs
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
     changes.get(b, nothing) if b in mine else nothing  =>  changes.get(b, nothing)
 steps that are scaled by the base's side
@@ -490,7 +493,7 @@ terms that go on being counted by a silent layer
     max(last, key=lambda block: not block.state.silent, default=None)  =>  next(last, None)
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
-    [block.staged for block in blocks], parts)  =>  [block.staged for block in blocks], 1)
+    sums_of(staged, micro_batches, terms)  =>  sums_of(staged, 1, terms)
 the recipe calls all preconditioned
   <-  two_bases::the_recipe_tells_who_trains_what_and_how two_bases::one_base_has_a_recipe_too
   - if block.trainable and not block.state.silent]
@@ -864,9 +867,6 @@ a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_w
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
   - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
   + a = gram(x.unsqueeze(0), form.bias, form.triangular)
-one factor for inputs of unlike examples
-  <-  examples::layers_of_one_input_share_its_factor_where_they_have_the_same_examples
-    known.live.same(live)  =>  True
 
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
@@ -874,9 +874,7 @@ sums of narrow factors that travel as they were added up
     total.to(of.factor_dtype)  =>  total
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    heads[:, 1 + groups : 1 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))  =>  pass
-uses of a module averaged  <-  invariants_factors::9_not_as_so_many_passes
-    used / len(passes[0]), all_rows  =>  1.0, all_rows
+    [sums.factors["G"], sums.record[1 + groups : 1 + 2 * groups]]  =>  [sums.factors["G"]]
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
     total.to(examples.dtype) / number if narrow  =>  total / number.to(total.dtype) if narrow
@@ -890,15 +888,10 @@ dropped statistics are not counted
     self.dropped += 1  =>  pass
 a gradient's scale once instead of squared
   <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-  - return gradient_scale**2 if
-  + return gradient_scale if
+    is_one(gradient_scale) else gradient_scale**2  =>  is_one(gradient_scale) else gradient_scale
 a second pass through a forward as a micro-batch
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     if not again:  =>  if True:
-padded rows in G's number  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    if first._reduction == "mean":  =>  if False:
-examples of a step counted at each use  <-  loss_reduction::layers_of_every_kind
-    scale = scale / counted_again**2  =>  pass
 both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
     if shape.marginal:  =>  if False:
@@ -985,11 +978,31 @@ a pair that is kept over zero_grad
   <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
     if self._cleared != self.staged.cleared:  =>  if False:
 a slice that counts by its own size
-  <-  queued::pairs_are_kept_until_their_backward_ends
+  <-  queued::pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes
     max(4 * pair.size, held)  =>  4 * pair.size
 rows without an example in a device's A
   <-  queued::pairs_that_are_kept_make_the_sums_of_pairs_one_by_one
-    (0, 1), value=1.0).mul_(live) if  =>  (0, 1), value=1.0) if
+    x = x * mask.to(x.device).unsqueeze(-1)  =>  pass
+
+== kronecker/rows.py
+padded rows in N  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
+    found = _first_positive(seen.count, other.count)  =>  found = float(group.number)
+examples beyond a hinge leave A
+  <-  rows::examples_without_a_gradient_are_terms_and_take_part
+    if not self._positions:  =>  if False:
+labels of examples that are ignored are terms
+  <-  rows::labels_of_examples_that_a_cross_entropy_ignores_are_no_terms
+    return None if bool(certain.all()) else live.mask  =>  return None
+any loss whose gradients add up to zero ignores labels
+  <-  rows::examples_without_a_gradient_are_terms_and_take_part
+    if bool(off) or not float(c) > 0:  =>  if False:
+a row without a gradient at one layer leaves its A
+  <-  rows::padding_leaves_a_and_prompts_stay
+  - self.alive = live.mask if before is None else before | live.mask.to(before.device)
+  + self.alive = live.mask
+passes that have nothing in common count together
+  <-  rows::separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms
+    known = related  =>  pass
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
@@ -1088,9 +1101,11 @@ the Hessian of the negative loss has its sign
 == measuring/batches.py
 padding that measure counts  <-  measure::inputs_are_those_of_entries_without_padding
     return rows if index is None else rows.index_select(0, index), number  =>  return rows, number
-terms of the loss that are zero and count
+padding's terms count, which are zero
   <-  measure::pairs_and_corrected_eigenvalues_are_those_of_entries
-    (value.detach() != 0).sum()  =>  value.numel()
+    | nonzero).sum()  =>  | True).sum()
+a term that is zero counts for nothing  <-  measure_terms::a_label_that_is_ignored_is_no_term
+    (fit.to(value.device, non_blocking=True) | nonzero).sum()  =>  nonzero.sum()
 labels drawn for padding  <-  measure::no_label_is_drawn_for_padding
     if index is not None:  =>  if False:
 
@@ -1121,10 +1136,10 @@ terms of a batch that is repeated for others' sake
 == measuring/progress.py
 saves of another measurement are as good
   <-  measure::a_save_of_another_measurement_is_refused
-    if other:  =>  if False:
+    if not other:  =>  if True:
 each process goes on from its own last save
   <-  measure_ranks::who_owns_what_is_known_after_a_resumption
-    max(common or mine)  =>  max(mine)
+    sorted(common, reverse=True)  =>  sorted(mine, reverse=True)
 
 == measuring/statistics.py
 what shares an A is elsewhere than that
@@ -1136,6 +1151,12 @@ what was wrong before an interruption is forgotten
 a tensor that has been changed in place is still the same
   <-  measure::layers_that_read_one_tensor_share_a_factor_until_they_do_not
     known[0]() is x and known[1] == x._version  =>  known[0]() is x
+each call of a layer has a square of its own
+  <-  measure_terms::eigenvalues_are_of_all_calls_of_a_layer
+    if len(waiting) >= self._calls[layer]:  =>  if True:
+weights that are used elsewhere pass for their layers'
+  <-  measure_terms::a_weight_that_is_used_outside_of_its_calls_is_named
+    if residual > TOLERANCE:  =>  if False:
 entries are always first  <-  measure::positions_may_come_before_entries
     d.dim() > 2 and len(d) != self.entries == d.shape[1]  =>  False
 
@@ -1190,6 +1211,9 @@ lists of parameters taken for the model  <-  from_parameters::copies_are_not_con
     holds = type(module) is nn.Module or _is(module, HOLDERS)  =>  holds = False
 aliases taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
     owners = max(len(  =>  owners = min(len(
+one of two models that share their parameters
+  <-  from_parameters::any_of_two_models_with_the_same_parameters_may_run
+    roots += found  =>  roots += found[:1]
 a DDP that nobody has  <-  from_parameters::wrapped_parameters_train_as_the_wrapped_model
     gc.collect()  =>  pass
 whole parameters of FSDP2's root  <-  from_parameters::sharded_parameters_train_as_the_sharded_model

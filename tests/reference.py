@@ -198,23 +198,30 @@ def _second_moment(rows: Tensor) -> Tensor:
     return torch.einsum("rgi,rgj->gij", rows, rows) / len(rows)
 
 
-def linear_factors(x: Tensor, d: Tensor, bias: bool, approx: Approx = "expand") -> Factors:
-    """Of a Linear with inputs x (N, *T, in) and captured gradients d (N, *T, out)."""
+def linear_factors(
+    x: Tensor, d: Tensor, bias: bool, approx: Approx = "expand", terms: int | None = None
+) -> Factors:
+    """Of a Linear with inputs x (N, *T, in) and captured gradients d (N, *T, out).
+
+    The loss is a mean over so many terms; None: over N T of them with "expand".
+    """
     x, d = x.reshape(len(x), -1, x.shape[-1]), d.reshape(len(d), -1, d.shape[-1])
     a, (n, t) = _with_one(x, bias), x.shape[:2]
     if approx == "expand":
-        a, g = a.flatten(0, 1), d.flatten(0, 1) * n * t
+        a, g = a.flatten(0, 1), d.flatten(0, 1) * ((terms or n * t) * n * t) ** 0.5
     else:
         a, g = a.mean(1), d.sum(1) * n
     return _second_moment(a[:, None]), _second_moment(g[:, None])
 
 
-def embedding_factors(x: Tensor, d: Tensor, rows: int, approx: Approx = "expand") -> Factors:
+def embedding_factors(
+    x: Tensor, d: Tensor, rows: int, approx: Approx = "expand", terms: int | None = None
+) -> Factors:
     """Of an Embedding with `rows` entries: the Linear on one-hot rows, A dense.
 
     A is diagonal for "expand" (counts / rows of x), and not for "reduce" of several positions.
     """
-    return linear_factors(functional.one_hot(x, rows).to(d), d, False, approx)
+    return linear_factors(functional.one_hot(x, rows).to(d), d, False, approx, terms)
 
 
 def conv_factors(x: Tensor, d: Tensor, conv: _ConvNd, approx: Approx = "expand") -> Factors:
@@ -290,7 +297,10 @@ def lumped_factors(uses: Sequence[Factors]) -> Factors:
 
 
 def layer_factors(
-    module: nn.Module, uses: Sequence[tuple[Tensor, Tensor]], approx: Approx = "expand"
+    module: nn.Module,
+    uses: Sequence[tuple[Tensor, Tensor]],
+    approx: Approx = "expand",
+    terms: int | None = None,
 ) -> Factors:
     """Of any layer with factors, from the (input, captured gradient) of each of its uses."""
     factors: list[Factors] = []
@@ -298,9 +308,10 @@ def layer_factors(
         if isinstance(module, _ConvNd):
             factors.append(conv_factors(x, d, module, approx))
         elif isinstance(module, nn.Embedding):
-            factors.append(embedding_factors(x, d, module.num_embeddings, approx))
+            factors.append(embedding_factors(x, d, module.num_embeddings, approx, terms))
         else:
-            factors.append(linear_factors(x, d, parameters_of(module)[1] is not None, approx))
+            bias = parameters_of(module)[1] is not None
+            factors.append(linear_factors(x, d, bias, approx, terms))
     return lumped_factors(factors)
 
 
@@ -361,7 +372,9 @@ def empirical_factors(
 ) -> Factors:
     """With the labels of the data."""
     pairs = captured(model, x, lambda outputs: loss(outputs, y), layer)
-    return layer_factors(model.get_submodule(layer), pairs[layer], approx)
+    with torch.no_grad():
+        terms = model(x).shape[:-1].numel()
+    return layer_factors(model.get_submodule(layer), pairs[layer], approx, terms)
 
 
 def weighted_mean(values: Sequence[Tensor], counts: Sequence[int]) -> Tensor:
@@ -541,9 +554,12 @@ class ReferenceKFAC:
         for x, y in batches:
             outputs = partial(_swapped, self.loss, y)
             pairs = captured(self.model, x, outputs, *names) if names else {}
+            with torch.no_grad():
+                terms = self.model(x).shape[:-1].numel()
             for name, uses in pairs.items():
                 if uses:
-                    shards[name].append(layer_factors(self.layers[name], uses, self.approx))
+                    found = layer_factors(self.layers[name], uses, self.approx, terms)
+                    shards[name].append(found)
         counts = [len(x) for x, _ in batches]
         for name in names:
             if shards[name]:

@@ -1,5 +1,6 @@
 """The package's rooms: nothing imports upwards, no object grows past reading, names are documented.
 
+    papers                                 the keywords that reproduce a paper
     integrations                           connections to frameworks, which only users import
     optimizers                             what users make
     planning                               what it will cost: it runs optimizers, which ask it
@@ -74,6 +75,7 @@ BELOW: dict[str, set[str]] = {
         *("stages", "safetensors"),
     },
     "recipes": {"errors", "options", "contract"},
+    "papers": {"kfac", "optimizers"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
         *("files", "recipes", "planning", "measuring"),

@@ -7,7 +7,7 @@ import resource
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ __all__ = [
     "CATEGORIES",
     "RANGES",
     "Span",
+    "moved_bytes",
     "peak_bytes",
     "profiled",
     "sent_bytes",
@@ -117,8 +118,39 @@ def _handed_over(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> in
     return _nbytes(kwargs.get("tensor"))
 
 
+def _moved(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Bytes that have to leave this process in a call, by the cheapest algorithm for it."""
+    nbytes = _handed_over(name, args, kwargs)
+    group = kwargs.get("group")
+    ranks = dist.get_world_size(group)
+    if name.startswith("all_reduce"):
+        return 2 * (ranks - 1) / ranks * nbytes
+    if name.startswith(("reduce", "scatter")):
+        return (ranks - 1) / ranks * nbytes
+    if name.startswith(("all_gather", "broadcast")):
+        return (ranks - 1) * nbytes
+    if name.startswith("all_to_all_single"):
+        sizes = args[3] if len(args) > 3 else kwargs.get("input_split_sizes")
+        if sizes:
+            own_share: float = sizes[dist.get_rank(group)] / max(sum(sizes), 1)
+            return nbytes * (1 - own_share)
+        return (ranks - 1) / ranks * nbytes
+    return nbytes
+
+
+def moved_bytes() -> AbstractContextManager[Counter[str]]:
+    """Bytes that have to leave this process meanwhile, by category.
+
+    An all-reduce of n bytes over P processes counts 2 (P - 1) / P n, as in a ring. A broadcast
+    counts P - 1 copies. Other messages count once, without the part that stays on the process.
+    """
+    return sent_bytes(_moved)
+
+
 @contextmanager
-def sent_bytes() -> Iterator[Counter[str]]:
+def sent_bytes(
+    count: Callable[[str, tuple[Any, ...], dict[str, Any]], float] = _handed_over,
+) -> Iterator[Counter[str]]:
     """Bytes that this process hands to torch.distributed meanwhile, by category."""
     sent: Counter[str] = Counter()
     ranges: list[str] = []
@@ -134,7 +166,7 @@ def sent_bytes() -> Iterator[Counter[str]]:
         leave(self, *error)
 
     def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        sent[_category(sys._getframe(1), ranges)] += _handed_over(name, args, kwargs)
+        sent[_category(sys._getframe(1), ranges)] += round(count(name, args, kwargs))
         return function(*args, **kwargs)
 
     with ExitStack() as stack:

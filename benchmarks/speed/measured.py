@@ -28,7 +28,6 @@ from torch import Tensor, nn
 import reporting
 from second_order import measure
 from second_order.distributed.assignment import spread_costs
-from second_order.measuring.batches import terms_of
 from second_order.measuring.find import find_layers
 
 LENGTH, ENTRIES, BATCHES = 128, 8, 4
@@ -97,7 +96,7 @@ def times(sizes: dict[str, int], rounds: int) -> dict[str, float]:
     def both() -> None:
         for batch in data:
             model.zero_grad()
-            terms_of(losses(model(**batch), batch))[0].backward()
+            losses(model(**batch), batch).sum().backward()
 
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     rows = torch.randn(ENTRIES * LENGTH, max(max(m.weight.shape) for m in linear))

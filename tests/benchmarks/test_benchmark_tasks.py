@@ -1,4 +1,4 @@
-"""The seven tasks, their rivals, and the benchmarks on them: each at a small size."""
+"""The held-out tasks, their rivals, and the benchmarks on them: each at a small size."""
 
 from __future__ import annotations
 

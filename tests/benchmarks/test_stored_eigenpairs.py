@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 import pytest
-from stored import median, number, numbers, only, rows, steps_of, stored, text_of
+from stored import median, number, numbers, only, rows, steps_of, stored
 
 GOALS = {
     "frozen body, linear head": "linear head",
@@ -18,14 +18,6 @@ GOALS = {
     "GRU": "GRU",
     "linear head, cached features": "cached features",
 }
-
-
-def test_refreshes_by_budget() -> None:
-    records = stored("refresh_budget")["rows"]
-    shares = [100 * record["measured"] for record in records]
-    said = f"refreshes took {min(shares):.1f} to {max(shares):.1f} %"
-    assert said in text_of("docs/dho2.md")
-    assert all(record["overhead"] == 0.2 for record in records)
 
 
 def test_trainings_that_are_thrown_away() -> None:
@@ -61,43 +53,6 @@ def test_where_dho2_gains_seconds() -> None:
             assert numbers(cell) == pytest.approx(expected, abs=0.0051), label
 
 
-def test_final_updates_of_mrdho2() -> None:
-    runs = stored("final_updates")["runs"]
-    table = rows("docs/mrdho2.md", "", "base alone", "guarded", "paper", "additive")
-    tasks = dict.fromkeys(run["task"] for run in runs)
-    for (label, cells), name in zip(table.items(), tasks, strict=True):
-        base = {run["seed"]: run["loss"] for run in only(runs, task=name, update="base alone")}
-        assert float(cells[0]) == pytest.approx(statistics.median(base.values()), rel=0.006), label
-        for cell, update in zip(cells[1:], ("guarded", "paper", "additive"), strict=True):
-            ours = only(runs, task=name, update=update)
-            ratios = [run["loss"] / base[run["seed"]] for run in ours]
-            expected = [statistics.median(ratios), max(ratios)]
-            assert numbers(cell)[:2] == pytest.approx(expected, rel=0.006), label
-            if "of" in cell:
-                counts = f"{sum(r['applied'] for r in ours)} of {sum(r['epochs'] for r in ours)}"
-                assert cell.endswith(counts)
-
-
-def test_mrdho2_beside_its_base_at_equal_time() -> None:
-    runs = stored("final_updates")["timed"]["runs"]
-    for task, cells in rows("docs/mrdho2.md", "", "base alone", "within, at equal steps").items():
-        ours, base = (
-            {run["seed"]: run for run in only(runs, task=task, rule=rule)}
-            for rule in ("within", "base alone")
-        )
-        losses = {seed: run["losses"][-1] for seed, run in base.items()}
-        assert float(cells[0]) == pytest.approx(statistics.median(losses.values()), rel=0.006)
-        logs = [math.log(run["losses"][-1] / losses[seed]) for seed, run in ours.items()]
-        ratio, *told = numbers(cells[1].replace("+", ""))
-        assert ratio == pytest.approx(math.exp(statistics.median(logs)), rel=0.006)
-        error = statistics.stdev(logs) / math.sqrt(len(logs))
-        assert told == pytest.approx([statistics.fmean(logs), error], abs=0.0051)
-        own, floor = (
-            statistics.median(r["seconds"] for r in each.values()) for each in (ours, base)
-        )
-        assert float(cells[3]) == pytest.approx(own / floor, abs=0.0051)
-
-
 def test_curvature_beside_curvlinops() -> None:
     records = {record["task"]: record for record in stored("curvature_rivals")["records"]}
     table = rows("docs/spectrum.md", "estimate", "products", "ms", "error")
@@ -117,15 +72,3 @@ def told_error(error: float | None) -> str:
     if error is None:
         return ""
     return f"{error:.2g}" if error >= 1e-4 else re.sub(r"e-0?", "e-", f"{error:.0e}")
-
-
-def test_what_a_worker_waits_for() -> None:
-    """A step, beside SGD with a process that works next to it, and alone; "guarded", by task."""
-    found = only(stored("hidden")["rows"], update="guarded")
-    over = [round(100 * abs(row["to floor"] - 1)) for row in found]
-    alone = [100 * (row["to alone"] - 1) for row in found]
-    told = re.search(r"a worker's step is (.*?) than SGD's beside .*? worker, and (.*?) longer",
-                     text_of("docs/mrdho2.md"))  # fmt: skip
-    assert told is not None
-    assert [int(each) for each in re.findall(r"(\d+) %", told[1])] == over
-    assert numbers(told[2].replace("to", "")) == [round(min(alone)), round(max(alone))]

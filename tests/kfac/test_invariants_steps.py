@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 from woven import woven
 
 from second_order import KAISA
-from second_order.kronecker import layers as kinds
+from second_order.kronecker import rows
 from second_order.kronecker.layers import LiveRows
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def test_15_a_step_is_the_dense_solve(
     model, before = case.model(), case.model()
     options = {"kfac_approx": approx, "symmetry_aware": triangular}
     optimizer = make(KAISA, model, lr=0.01, damping=damping, solver=solver, **options)
-    with patch.object(kinds, "live_rows", lambda d: LiveRows(None, len(d))):  # as the reference has
+    with patch.object(rows, "live_rows", lambda d: LiveRows(None, len(d))):  # as the reference has
         take(model, optimizer, batch, case.loss)
     assert matrices(model).keys() == expected.keys()
     close(matrices(model).values(), expected.values())

@@ -6,17 +6,21 @@ import json
 import sys
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from apart import found_by
+from contract import factors, make
 from pretended import NAME, pretend_device
+from terms import WIDTH, Attention, B, Causal, Experts, T, labels, mlp, normal, seeded
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from second_order import KAISA
+from second_order.kronecker import queued
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -102,13 +106,65 @@ def main() -> None:
                 seen.clear()
         *_, here = trained("cpu", **given)
         found[name] = asked, there, here
+    found |= {ROWS: {name: rows_apart(*given) for name, given in SEEN_ROWS.items()}}
     sys.stdout.write(json.dumps(found))
+
+
+ROWS = "rows"
+IGNORED = torch.tensor([0, 1, 2, 0, -100, -100])
+SEEN_ROWS: dict[str, Any] = {
+    "padding": (Causal, labels(2), {}),
+    "prompts": (Causal, labels(2, 2), {}),
+    "flat": (partial(Causal, True), labels(2, 2), {}),
+    "reduced": (Causal, labels(2, 2), {"kfac_approx": "reduce"}),
+    "norms": (Causal, labels(2, 2), {"exact_blocks": True}),
+    "experts": (Experts, labels(2), {}),
+    "attention": (Attention, labels(2, 1), {}),
+    "hinge": (mlp, None, {}),
+    "ignored": (mlp, IGNORED, {}),
+}
+
+
+def row_factors(device: str, net: Any, y: Tensor | None, options: dict[str, Any]) -> list[Tensor]:
+    """All factors after two passes."""
+    model = seeded(net).to(device)
+    x = normal(*((B, WIDTH) if y is None or y.dim() == 1 else (B, T, WIDTH))).to(device)
+    optimizer = make(KAISA, model, lr=0.0, foreach=True, **options)
+    for scale in (1.0, 2.0):
+        logits = model(scale * x)
+        if y is None:
+            margin = torch.arange(len(x)).sub(2).clamp_min(0).double().mul(10.0).to(device)
+            loss = (1 - logits.sum(1) - margin).clamp_min(0.0).mean()
+        else:
+            loss = cross_entropy(logits.flatten(0, -2), y.to(device).flatten())
+        loss.backward()
+    optimizer.step()
+    return [t.cpu().clone() for pair in factors(optimizer).values() for t in pair]
+
+
+def rows_apart(net: Any, y: Tensor | None, options: dict[str, Any]) -> float:
+    """How far factors of a device are from the CPU's; also where queues are brought early."""
+    found = []
+    for device, most in ((NAME, 2**26), (NAME, 2000), ("cpu", 0)):
+        there = pretend_device() if device == NAME else nullcontext()
+        with patch.object(queued, "QUEUED_BYTES", most), there:
+            found.append(row_factors(device, net, y, options))
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+        for other in found[:2]
+        for a, b in zip(other, found[2], strict=True)
+    )
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     cases: dict[str, Any] = found_by(__file__)
     return cases
+
+
+def test_rows_that_take_part_are_the_same_on_a_device(found: dict[str, Any]) -> None:
+    """Until a pass ends no device is read, and a queue that is full is brought before."""
+    assert max(found[ROWS].values()) < 1e-12, found[ROWS]
 
 
 @pytest.mark.parametrize("name", CASES)

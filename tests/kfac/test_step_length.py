@@ -12,7 +12,9 @@ import torch
 from contract import KRONECKER, each_kronecker, make, take
 from models import ZOO
 from ranks import replaced, shard
+from reference import cross_entropy
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
 from second_order import KAISA
 from second_order.contract.saved import SavedPart
@@ -261,3 +263,20 @@ def test_below_a_rate_of_a_tenth_steps_are_shorter_by_its_root() -> None:
         torch.testing.assert_close(first_step(lr, "auto"), usual * (lr / 0.1) ** 0.5)
         torch.testing.assert_close(first_step(lr, 1e-5), first_step(0.1, 1e-5))
     torch.testing.assert_close(first_step(0.4, "auto"), usual)
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("refresh", ["interval", "drift"])
+def test_to_maximize_a_negative_loss_is_to_minimize_the_loss(base: Any, refresh: str) -> None:
+    found = []
+    for sign in (1.0, -1.0):
+        model = MLP.model()
+        keywords: dict[str, Any] = {"base": base, "maximize": sign < 0, "weight_decay": 0.01}
+        optimizer = KAISA(model, lr=0.05, refresh=refresh, **keywords)
+        for x, y in MLP.batches(12):
+            optimizer.zero_grad()
+            (sign * cross_entropy(model(x), y)).backward()
+            optimizer.step()
+        found.append((parameters_to_vector(model.parameters()), optimizer.statistics()))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-12, atol=0.0)
+    assert found[1][1]["step_length"] == pytest.approx(found[0][1]["step_length"], rel=1e-12)

@@ -35,11 +35,11 @@ def positive(*size: int) -> Tensor:
 
 
 def layer_of(
-    kind: str, name: str, out: int, width: int, *, alone: bool, packed: bool, corrected: bool
+    kind: str, name: str, out: int, width: int, *, packed: bool, corrected: bool
 ) -> LayerCurvature:
     """A layer of a kind, its factors drawn from torch's generator."""
     groups = 3 if kind == "grouped" else 1
-    bias = int(kind == "with bias" and not alone)
+    bias = int(kind == "with bias")
     shape, size = FactorShape(groups, width + bias, out), (groups * out, width)
     if kind == "embedding":
         shape, size = FactorShape(1, width, out, diagonal_a=True, transposed=True), (width, out)
@@ -54,8 +54,6 @@ def layer_of(
         whole["A"] = torch.ones(1, 1, 1, dtype=torch.float64)
     packing = [letter for letter, x in whole.items() if packed and x.dim() == 3]
     stored = whole | {letter: pack_upper_triangular(whole[letter]) for letter in packing}
-    if alone:
-        del stored["G"]
     shapes = {f"{name}.weight": torch.Size(size)}
     if bias:
         shapes[f"{name}.bias"] = torch.Size((out,))
@@ -67,7 +65,7 @@ def dense(layer: LayerCurvature) -> Tensor:
     """F in the order of the parameters flattened, by Kronecker products of factors or vectors."""
     groups, out, width = layer.shape.gradient_size
     a = torch.diag_embed(layer.A) if layer.shape.diagonal_a else layer.A
-    g = layer.G if "G" in layer.stored else torch.eye(out, dtype=a.dtype).repeat(groups, 1, 1)
+    g = layer.G
     if layer.corrected is None:
         if "L" in layer.stored:
             a = torch.kron(a[0], layer.factor("L")[0])[None]
@@ -78,7 +76,7 @@ def dense(layer: LayerCurvature) -> Tensor:
             q = torch.eye(width, dtype=a.dtype)[None]
         if "L" in layer.stored:
             q = torch.kron(q[0], torch.linalg.eigh(layer.factor("L")[0]).eigenvectors)[None]
-        p = torch.linalg.eigh(g).eigenvectors if "G" in layer.stored else g
+        p = torch.linalg.eigh(g).eigenvectors
         basis = [torch.kron(pi, qi) for pi, qi in zip(p.contiguous(), q.contiguous(), strict=True)]
         pairs = zip(basis, layer.corrected.flatten(1), strict=True)
         blocks = [b @ v.diag() @ b.mT for b, v in pairs]
@@ -110,14 +108,12 @@ def near(found: Tensor, expected: Tensor, to: float = 1e-7) -> None:
     st.integers(2, 4),
     st.booleans(),
     st.booleans(),
-    st.booleans(),
     st.floats(0.01, 2.0),
 )
 def test_all_functions_of_a_layer_are_those_of_the_dense_matrix(
-    kind: str, out: int, width: int, alone: bool, packed: bool, corrected: bool, gamma: float
+    kind: str, out: int, width: int, packed: bool, corrected: bool, gamma: float
 ) -> None:
-    alone = alone and kind != "exact"
-    layer = layer_of(kind, "x", out, width, alone=alone, packed=packed, corrected=corrected)
+    layer = layer_of(kind, "x", out, width, packed=packed, corrected=corrected)
     curvature, F = KroneckerCurvature({"x": layer}, list(layer.shapes), {}), dense(layer)
     near(layer.to_dense(), F)
     v = {n: torch.randn(s, dtype=torch.float64) for n, s in layer.shapes.items()}
@@ -147,15 +143,39 @@ def test_all_functions_of_a_layer_are_those_of_the_dense_matrix(
         assert not torch.allclose(F, dense(replace(layer, corrected=None)), rtol=1e-3)
 
 
+FUNCTIONS: dict[str, Any] = {
+    "apply": lambda curvature, v: curvature.apply(v),
+    "solve": lambda curvature, v: curvature.solve(v, 0.1),
+    "solve, relative": lambda curvature, v: curvature.solve(v, 0.1, relative=True),
+    "sqrt": lambda curvature, v: curvature.sqrt(v),
+    "sample": lambda curvature, v: curvature.sample(0.1),
+    "trace": lambda curvature, v: curvature.trace(),
+    "logdet": lambda curvature, v: curvature.logdet(0.1),
+    "diagonal": lambda curvature, v: curvature.diagonal(),
+    "eigenvalues": lambda curvature, v: curvature.eigenvalues(),
+    "to_dense": lambda curvature, v: curvature["x"].to_dense(),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_inputs_alone_are_no_curvature(name: str) -> None:
+    layer = layer_of("linear", "x", 2, 3, packed=True, corrected=False)
+    layer = replace(layer, stored={"A": layer.stored["A"]})
+    curvature = KroneckerCurvature({"x": layer}, list(layer.shapes), {})
+    with pytest.raises(ValueError, match='measure it with factors="kfac"'):
+        FUNCTIONS[name](curvature, {"x.weight": torch.ones(2, 3)})
+    assert curvature["x"].eigen["A"][0].shape == (1, 3)
+
+
 # -------------------------------------------------------------------------------------- processes
 
 
 def drawn(seed: int = 0) -> KroneckerCurvature:
-    """A layer of each kind, and some with A alone, as triangles, or corrected."""
+    """A layer of each kind, some as triangles, some corrected."""
     torch.manual_seed(seed)
     layers = {}
     for i, kind in enumerate(KINDS):
-        said: dict[str, Any] = {"packed": i % 2 == 0, "corrected": i % 3 == 1, "alone": i in (0, 3)}
+        said: dict[str, Any] = {"packed": i % 2 == 0, "corrected": i % 3 == 1}
         name = ("a/b", "..", "ä b", "%", "", "x.1")[i]
         layers[name] = layer_of(kind, name, 2 + i % 3, 3, **said)
     names = [name for layer in layers.values() for name in layer.shapes]
@@ -233,7 +253,9 @@ def by_owner(rank: int, size: int, folder: str) -> Any:
     broken = next(iter(curvature))  # on rank 0
     layer = curvature._layers[broken]
     if layer.stored:
-        curvature._layers[broken] = replace(layer, stored={"A": layer.stored["A"] * math.nan})
+        curvature._layers[broken] = replace(
+            layer, stored=layer.stored | {"A": layer.stored["A"] * math.nan}
+        )
     with pytest.raises(SecondOrderError, match=r"factor A of layer 'a/b' cannot be decomposed: \d"):
         curvature.sqrt({f"{broken}.weight": torch.ones(next(iter(layer.shapes.values())))})
     return list(curvature.here), found, sample
@@ -313,7 +335,7 @@ def test_what_is_saved_is_loaded_and_read_by_others(tmp_path: Path) -> None:
 def test_layers_of_long_names_have_files_of_their_own(tmp_path: Path) -> None:
     layers = {}
     for name in ("block." * 100 + "a", "block." * 100 + "b", "ä" * 250):
-        said = {"alone": False, "packed": False, "corrected": False}
+        said = {"packed": False, "corrected": False}
         layers[name] = layer_of("linear", name, 2, 3, **said)
     KroneckerCurvature(layers, [], {}).save(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
@@ -325,7 +347,7 @@ def test_corrected_eigenvalues_stay_with_their_vectors(tmp_path: Path) -> None:
     """Any vectors of equal eigenvalues are A's: those of another computer are not to be taken."""
     turned = torch.linalg.qr(torch.randn(1, 4, 4, dtype=torch.float64)).Q
     eye = torch.eye(4, dtype=torch.float64)[None]
-    layer = layer_of("linear", "x", 4, 4, alone=False, packed=False, corrected=True)
+    layer = layer_of("linear", "x", 4, 4, packed=False, corrected=True)
     basis = {letter: (torch.ones(1, 4, dtype=torch.float64), turned) for letter in "AG"}
     layer = replace(layer, stored={"A": eye, "G": eye}, basis=basis)
     KroneckerCurvature({"x": layer}, [], {}).save(tmp_path)
@@ -375,9 +397,12 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
     [
         (lambda c: c.solve({}, 0.0, relative=True), "damping=0.0 of layer 'a/b' must be positive"),
         (lambda c: c.logdet(relative=True), "relative=True needs damping=, in mean eigenvalues"),
-        (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* give damping="),
+        (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* write damping="),
         (lambda c: c.logdet({"a": 1.0}), r"damping= is of 'a', no layer; give names of \['a/b'"),
-        (lambda c: c["a/b"].G, "layer 'a/b' has no factor G here: it has A"),
+        (
+            lambda c: replace(c["a/b"], stored={"A": c["a/b"].A}).G,
+            "layer 'a/b' has no factor G here: it has A",
+        ),
         (lambda c: replace(c["a/b"], stored={}).A, "no factor A here: it is kept elsewhere"),
         (lambda c: KroneckerCurvature(c, [], {}, owners={"": 0}), "give world=, the World"),
     ],
@@ -390,7 +415,7 @@ def test_what_cannot_be_asked_is_refused(call: Any, message: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("corrected", [False, True])
 def test_factors_in_half_precision_compute_in_float32(dtype: Any, corrected: bool) -> None:
-    layer = layer_of("with bias", "x", 3, 4, alone=False, packed=False, corrected=corrected)
+    layer = layer_of("with bias", "x", 3, 4, packed=False, corrected=corrected)
     half = replace(layer, stored={k: x.to(dtype) for k, x in layer.stored.items()}, basis=None)
     wide = replace(half, stored={k: x.float() for k, x in half.stored.items()})
     v = {n: torch.randn(s, dtype=dtype) for n, s in layer.shapes.items()}
@@ -404,7 +429,7 @@ def test_factors_in_half_precision_compute_in_float32(dtype: Any, corrected: boo
 
 
 def test_relative_damping_of_nothing_is_absolute() -> None:
-    layer = layer_of("linear", "x", 2, 3, alone=False, packed=False, corrected=False)
+    layer = layer_of("linear", "x", 2, 3, packed=False, corrected=False)
     nothing = replace(layer, stored={k: torch.zeros_like(x) for k, x in layer.stored.items()})
     v = torch.randn(1, 2, 3, dtype=torch.float64)
     near(nothing.solve(v, 0.5, relative=True), v / 0.5)

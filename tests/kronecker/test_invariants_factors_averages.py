@@ -217,7 +217,7 @@ def running(kronecker: KroneckerFactors, values: Sequence[Factors], decays: Sequ
 def summed(kronecker: KroneckerFactors, A: Tensor, G: Tensor, examples: int) -> StatisticsSums:
     """The sums over so many examples whose means are A and G."""
     one = torch.ones(1, dtype=F64)
-    head = torch.cat([one, mean_eigenvalue(A), mean_eigenvalue(G)]) * examples
+    head = torch.cat([one, one, mean_eigenvalue(A), mean_eigenvalue(G)]) * examples
     stored = {"A": kronecker.store(A) * examples, "G": kronecker.store(G) * examples}
     return StatisticsSums(stored, head)
 
@@ -255,7 +255,7 @@ def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
     weight, means = kronecker.weight.clone(), kronecker.means.clone()
     assert kronecker.stored["A"] is not None
     assert kronecker.stored["G"] is not None
-    absent = torch.tensor([0.0, 7.0, 7.0], dtype=F64)
+    absent = torch.tensor([8.0, 0.0, 7.0, 7.0], dtype=F64)
     kronecker.update(
         StatisticsSums({"A": kronecker.stored["A"] * 7, "G": kronecker.stored["G"] * 7}, absent),
         0.9,

@@ -18,11 +18,13 @@ from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
     StatisticsSums,
+    end_pass,
     sums_of,
     update_averages,
 )
 from second_order.kronecker.layers import FactorShape
-from second_order.kronecker.queued import PairQueue, QueuedPair, Rows
+from second_order.kronecker.queued import PairQueue, QueuedPair, Rows, SeenRows, WaitingPair
+from second_order.kronecker.rows import BackwardPass, PairRows
 from second_order.kronecker.stacks import as_stack, in_groups, own_stack
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ def pair(layer: int, kind: str) -> tuple[Tensor, Tensor]:
     bias=st.booleans(),
     triangular=st.booleans(),
     approximation=st.sampled_from(["expand", "reduce"]),
-    reduction=st.sampled_from(["mean", "sum", "step_mean"]),
+    terms=st.sampled_from([None, 5.0, "tensor"]),
     scale=st.sampled_from([1.0, 2.0, "tensor"]),
     formed=st.booleans(),
     seed=SEEDS,
@@ -66,26 +68,43 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
     bias: bool,
     triangular: bool,
     approximation: Any,
-    reduction: Any,
+    terms: Any,
     scale: Any,
     formed: bool,
     seed: int,
 ) -> None:
-    """Layers called again, passes of a step, rows and whole pairs without examples, NaN."""
+    """Layers called again, passes of a step, rows and whole pairs without a gradient, NaN."""
     torch.manual_seed(seed)
     scale = torch.tensor(0.5, dtype=F64) if scale == "tensor" else scale
+    terms = torch.tensor(7, dtype=torch.int64) if terms == "tensor" else terms
     expected, found = (staged_layers(bias, triangular) for _ in range(2))
     queue = PairQueue()
+    passes = {0: BackwardPass(0), 1: BackwardPass(1)}
+    # A pass has ended before its pairs are formed one by one: so does the mask that they share.
+    seen: list[tuple[int, int, Tensor, Tensor, SeenRows]] = []
     for layer, pass_id, kind in calls:
         x, d = pair(layer, kind)
+        rows = PairRows("", tuple(d.shape[:-1]), d.flatten(0, 1))
+        groups = passes[pass_id].groups_of(rows)
+        passes[pass_id].begin(rows, groups[0], nn.Linear(*SIZES[layer]), x, False)
+        of = SeenRows(passes[pass_id], groups, rows.gradient)
+        seen.append((layer, pass_id, x, d, of))
+        found[layer].expect(pass_id)
         form = partial(pair_statistics, nn.Linear(*SIZES[layer], bias=bias), x, d, dtype=F64)
         form = partial(form, bias=bias, approximation=approximation)
-        expected[layer].add(form(triangular=triangular), scale, pass_id, reduction=reduction)
-        found[layer].expect(pass_id, reduction=reduction)
-        what = form() if formed else Rows(x, d, bias, approximation)
-        of = found[layer], pass_id, reduction, lambda _: scale, layer
-        queue._pairs.append(QueuedPair(what, *of))
+        waiting = WaitingPair((x, d), d, lambda live, form=form: form(rows=live))
+        what = waiting if formed else Rows(x, d, bias, approximation)
+        queue._pairs.append(QueuedPair(what, found[layer], pass_id, lambda _: scale, layer, of))
     queue.flush()
+    for layer, pass_id, x, d, of in seen:
+        module = nn.Linear(*SIZES[layer], bias=bias)
+        live = of.of.rows_in(of.groups)
+        options = {"bias": bias, "approximation": approximation, "triangular": triangular}
+        each = pair_statistics(module, x, d, dtype=F64, rows=live, **options)
+        expected[layer].add(each, scale, pass_id)
+    for pass_id in passes:
+        for layers in (found, expected):
+            end_pass(layers, pass_id, terms)
     for a, b in zip(sums_of(found, 2), sums_of(expected, 2), strict=True):
         close([a.head, *a.factors.values()], [b.head, *b.factors.values()])
     dropped = [[int(each.dropped) for each in layers] for layers in (found, expected)]
@@ -99,51 +118,32 @@ def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
     pairs = [pair(i, "plain") for i in range(3)]
     for i, (staged, (x, d)) in enumerate(zip(layers, pairs, strict=True)):
         staged.expect(0)
-        queue._pairs.append(
-            QueuedPair(Rows(x, d, True, "expand"), staged, 0, "sum", lambda _: 1.0, i)
-        )
+        queue._pairs.append(QueuedPair(Rows(x, d, True, "expand"), staged, 0, lambda _: 1.0, i))
         staged.settle = queue.flush
     layers[0].clear()
     pairs[1][0].zero_()
-    heads = [each.head[0] for each in sums_of(layers)]  # flushes
-    assert list(map(float, heads)) == [0.0, 0.0, 5.0]
+    heads = [each.head[1] for each in sums_of(layers)]  # flushes
+    assert list(map(float, heads)) == [0.0, 0.0, 6.0]
     assert [int(each.dropped) for each in layers] == [0, 1, 0]
     assert [each.keeps for each in layers] == [True, False, True]
-    assert not any(each.settle for each in layers)
 
 
-def test_pairs_are_kept_until_their_backward_ends() -> None:
-    """Or to a number of bytes; the hooks of an aborted one leave theirs to the step."""
+def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
     staged, queue = staged_layers(False, True)[0], PairQueue()
-    waiting: list[int] = []
-    inputs = [torch.ones(1, 3)]
 
-    class Node(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
+    def add(x: Tensor) -> int:
+        staged.expect(0)
+        what = Rows(x, torch.ones(1, 2), False, "expand")
+        queue.add(QueuedPair(what, staged, 0, lambda _: 1.0, 0))
+        return len(queue._pairs)
 
-        @staticmethod
-        def backward(ctx: Any, d: Tensor) -> Any:
-            staged.expect(0)
-            what = Rows(inputs[0], torch.ones(1, 2), False, "expand")
-            queue.add(QueuedPair(what, staged, 0, "sum", lambda _: 1.0, 0))
-            waiting.append(len(queue._pairs))
-            return d
-
-    x = torch.ones((), requires_grad=True)
-    Node.apply(Node.apply(x)).backward()
-    assert waiting == [1, 2]
-    assert len(queue._pairs) == 0
-    assert float(staged.sums().head[0]) == 2
-    inputs[0] = torch.ones(2**22, 2, 3)[:1, 0]  # whose memory is not its own
-    Node.apply(x).backward()
-    assert waiting.pop() == 0
-    inputs[0] = torch.ones(1, 3)
+    assert [add(torch.ones(1, 3)) for _ in range(2)] == [1, 2]
+    assert add(torch.ones(2**22, 2, 3)[:1, 0]) == 0  # whose memory is not its own
+    assert add(torch.ones(1, 3)) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("second_order.kronecker.queued.QUEUED_BYTES", 0)
-        Node.apply(x).backward()
-    assert waiting[-1] == 0
+        assert add(torch.ones(1, 3)) == 0
+    assert float(staged.sums().head[0]) == 5
 
 
 def averages(shapes: Sequence[FactorShape], dtype: torch.dtype) -> list[KroneckerFactors]:
@@ -152,11 +152,11 @@ def averages(shapes: Sequence[FactorShape], dtype: torch.dtype) -> list[Kronecke
 
 def drawn_sums(shape: FactorShape, dtype: torch.dtype, examples: int) -> StatisticsSums:
     factors = {k: torch.rand(shape.stored_shape(k, True)).to(dtype) for k in shape.letters}
-    size = 1 + len(factors) * shape.groups
+    size = 2 + len(factors) * shape.groups
     head = torch.rand(size, dtype=torch.promote_types(dtype, torch.float32))
-    head[0] = examples
+    head[:2] = examples
     if examples == 3:  # an overflow
-        head[1], factors["A"][..., 0] = torch.inf, torch.inf
+        head[2], factors["A"][..., 0] = torch.inf, torch.inf
     return StatisticsSums(factors, head)
 
 

@@ -16,24 +16,31 @@ from accelerated import CURVED, EPOCH, loss_at, write
 from accelerated import reference as equation_17
 from accelerated import train as train_by_role
 from contract import EXACT, take
-from models import ZOO
+from models import ZOO, Case
 from ranks import agreed, assert_same_trajectory, shard, vector
 from reference import ReferenceKFAC, cross_entropy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from paper_settings import paper_settings
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
+from second_order.papers import paper_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from models import Case
     from pool import World
     from reference import Batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP, CONV = ZOO["mlp"], ZOO["conv_strided"]
+
+
+def narrow() -> nn.Module:
+    """Three units, of which ReLU switches all off for some examples."""
+    return nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+
+
+each_network = pytest.mark.parametrize("case", [MLP, Case("narrow", narrow, (5,))], ids=str)
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 ALL_PAIRS = {"lanczos_iterations": 111}  # exact ones: there are as many parameters
 
@@ -67,9 +74,9 @@ def likelihood(outputs: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs, unlikely(outputs), reduction="sum")
 
 
-def by_kaisa(batches: Sequence[Batch], kl_clip: float | None = 1e-3) -> list[Tensor]:
+def by_kaisa(case: Case, batches: Sequence[Batch], kl_clip: float | None = 1e-3) -> list[Tensor]:
     return ReferenceKFAC(
-        MLP.model(),
+        case.model(),
         lr=rate,
         momentum=0.9,
         damping=0.003,
@@ -80,10 +87,10 @@ def by_kaisa(batches: Sequence[Batch], kl_clip: float | None = 1e-3) -> list[Ten
     ).trajectory(batches)
 
 
-def by_dpkfac(batches: Sequence[Batch], processes: int) -> list[Tensor]:
+def by_dpkfac(case: Case, batches: Sequence[Batch], processes: int) -> list[Tensor]:
     """Layer i's factors are of the batch of process i mod P; the gradient is of all batches."""
     kfac = ReferenceKFAC(
-        MLP.model(), lr=rate, momentum=0.9, damping=0.03, factor_decay=0.95, kl_clip=None
+        case.model(), lr=rate, momentum=0.9, damping=0.03, factor_decay=0.95, kl_clip=None
     )
     found = []
     for batch in batches:
@@ -149,22 +156,24 @@ def by_fosi(batches: Sequence[Batch]) -> list[Tensor]:
     return found
 
 
-def test_kaisa() -> None:
-    batches = MLP.batches(25, n=12)
-    found = trajectory(KAISA, MLP, batches, **SGD, **EXACT, **paper_settings(KAISA))
-    assert_same_trajectory(found, by_kaisa(batches), rtol=1e-10)
-    assert not torch.allclose(by_kaisa(batches, kl_clip=None)[-1], found[-1], rtol=1e-3)
+@each_network
+def test_kaisa(case: Case) -> None:
+    batches = case.batches(25, n=12)
+    found = trajectory(KAISA, case, batches, **SGD, **EXACT, **paper_settings(KAISA))
+    assert_same_trajectory(found, by_kaisa(case, batches), rtol=1e-10)
+    assert not torch.allclose(by_kaisa(case, batches, kl_clip=None)[-1], found[-1], rtol=1e-3)
 
 
-def on_shards(rank: int, world_size: int, batches: Sequence[Batch]) -> list[Tensor]:
+def on_shards(rank: int, world_size: int, case: Case, batches: Sequence[Batch]) -> list[Tensor]:
     mine = [shard(batch, rank, world_size) for batch in batches]
-    return trajectory(DPKFAC, MLP, mine, **SGD, **EXACT, **paper_settings(DPKFAC))
+    return trajectory(DPKFAC, case, mine, **SGD, **EXACT, **paper_settings(DPKFAC))
 
 
-def test_dpkfac(world: World) -> None:
-    batches = MLP.batches(12, n=12)
-    found = agreed(world.run(on_shards, 2, batches))
-    assert_same_trajectory(found, by_dpkfac(batches, 2), rtol=1e-10)
+@each_network
+def test_dpkfac(world: World, case: Case) -> None:
+    batches = case.batches(12, n=12)
+    found = agreed(world.run(on_shards, 2, case, batches))
+    assert_same_trajectory(found, by_dpkfac(case, batches, 2), rtol=1e-10)
 
 
 DISTKFAC: dict[str, Any] = {
@@ -210,3 +219,10 @@ def test_mrdho2(world: World) -> None:
     ours = agreed([each["trajectory"] for each in found if each["role"] == "worker"])
     expected, _ = equation_17("paper", largest=10, smallest=0, alpha=0.01, first=EPOCH, **SGD)
     assert_same_trajectory(ours, expected, rtol=1e-10)
+
+
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(TypeError, match="pass one of the classes KAISA, DPKFAC, DistKFAC"):
+        paper_settings(torch.optim.SGD)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"paper_settings\(DHO2, epoch_steps=len\(loader\)\)"):
+        paper_settings(DHO2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,12 +16,32 @@ import torch.distributed as dist
 
 from second_order.errors import SecondOrderError
 
-__all__ = ["explained", "group_like", "shared_group_like", "timeout_of"]
+__all__ = [
+    "explained",
+    "group_like",
+    "shared_group_like",
+    "timeout_of",
+    "wait_for_gloo_at_exit",
+]
 
 # One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
 _shared: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup | None]
 ] = weakref.WeakKeyDictionary()
+
+
+EXIT_SECONDS = 0.1
+
+
+@cache
+def wait_for_gloo_at_exit() -> None:
+    """Give gloo's threads a moment to release tensors when the script has ended.
+
+    A gloo thread releases the tensors of a collective after the collective has returned, and needs
+    the GIL to do so. If the interpreter is already finalizing, torch aborts the process:
+    "terminate called without an active exception". FSDP2's collectives use such threads as well.
+    """
+    atexit.register(time.sleep, EXIT_SECONDS)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:

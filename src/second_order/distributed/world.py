@@ -34,7 +34,12 @@ from second_order.distributed.buckets import (
     sum_in_order,
     wide,
 )
-from second_order.distributed.groups import explained, group_like, shared_group_like
+from second_order.distributed.groups import (
+    explained,
+    group_like,
+    shared_group_like,
+    wait_for_gloo_at_exit,
+)
 from second_order.sharded import chunk
 from second_order.stages import sent
 
@@ -98,6 +103,8 @@ class World:
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
             raise ValueError("this process is not a member of process_group=; pass one it is in")
+        if self.group is not None and self.backend == "gloo":
+            wait_for_gloo_at_exit()
 
     @classmethod
     def alone(cls, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> World:
@@ -166,6 +173,7 @@ class World:
             return World.alone()
         key = ("aside",)
         if key not in self._subgroups:
+            wait_for_gloo_at_exit()
             group = shared_group_like(self.group, tuple(self.global_ranks), "gloo")
             self._subgroups[key] = World.alone(self.rank, self.size, group)
         return self._subgroups[key]

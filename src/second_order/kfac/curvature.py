@@ -43,10 +43,11 @@ from second_order.kfac.feedback import (
     ADAPTIVE,
     PLAIN,
     StepLength,
+    ascending_params,
     before_refresh,
     follow_refresh,
 )
-from second_order.kfac.group_options import group_options_said
+from second_order.kfac.group_options import describe_group_options
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
 from second_order.kfac.options import AUTO, BUDGETED, SCHEDULES, KFACOptions
@@ -83,6 +84,7 @@ from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition
 from second_order.kfac.solve import LoadedInverse, Snapshot, Solves
 from second_order.kfac.trace_rule import TRACE, TraceRefresh
 from second_order.kronecker.block import PASS_HISTORY, KroneckerBlock
+from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.options import Scalar, scheduled
 from second_order.report import Summary
@@ -148,7 +150,7 @@ class KFAC(OfLayers):
         self.hook: OwnerHook | None = None  # DPKFAC's of DistributedDataParallel
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
-            self._pipeline = Pipeline(training, options.factor_dtype)
+            self._pipeline = Pipeline(training, self.layers, options.factor_dtype)
             self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
@@ -239,16 +241,16 @@ class KFAC(OfLayers):
         if takes or helpers is not None or self._pipeline is not None:
             with meter.stage("statistics"):
                 age = self.training.steps - cadence.updated_at
-                self._take_statistics(takes)
+                terms = self._take_statistics(takes)
                 if takes and step.of_gradients:
-                    self._take_gradients(pending, age)
+                    self._take_gradients(pending, age, terms)
         due = cadence.due()
         if due and self.training.steps < JUDGED and torch.cuda.is_initialized():
             settle(self.training.device)  # what the passes have queued is not the refresh's
         solves.asked = None
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
         if alone and (due or solves.wanted):
-            length.measure(step, True, self.sharded)
+            length.measure(step, True, self.sharded, ascending_params(self.training))
             solves.asked = before_refresh(self.training, self._options, length, step)
         if due or solves.wanted or solves.under_way or helpers is not None:
             with meter.stage("solve"):
@@ -260,7 +262,8 @@ class KFAC(OfLayers):
             with meter.stage("average_gradients"):
                 pending.wait()
         if solves.asked is None and (solves.refreshed or length.kept):
-            length.measure(step, solves.refreshed, self.sharded)
+            climbing = ascending_params(self.training)
+            length.measure(step, solves.refreshed, self.sharded, climbing)
         with meter.stage("precondition"):
             what = step, self.training, self.clip, self._options.inv_dtype
             if self.sharded:
@@ -317,8 +320,12 @@ class KFAC(OfLayers):
             return self.training.steps
         return self._cadence.quiet_until
 
-    def _take_statistics(self, due: bool) -> None:
-        """Update the averages by statistics of the step's passes, if ``due``, and of helpers."""
+    def _take_statistics(self, due: bool) -> Tensor | None:
+        """Update the averages by statistics of the step's passes, if ``due``, and of helpers.
+
+        Returns the loss terms of the step, if any layer has counted them.
+        """
+        terms: Tensor | None = None
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
         world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
         if helpers is not None:
@@ -342,6 +349,8 @@ class KFAC(OfLayers):
                         exchange(sums, self._wire)
             if reduction == "step_mean":
                 sums = layers.whole_steps(sums, world.size, more)
+            if step.of_gradients and helpers is None:  # helpers have batches of their own
+                terms = _most_terms(sums.values(), self.training.device)
             self._take_in(sums, decay)
             cadence.updated_at = steps
         elif pipeline is not None:
@@ -354,6 +363,7 @@ class KFAC(OfLayers):
                 for block in found:
                     block.ensure_factors(asked=True)
                 self._take_in(found, decay)
+        return terms
 
     def _take_in(self, sums: Sums, decay: float) -> None:
         """Update the running averages; solves under way keep the factors that they started from."""
@@ -369,7 +379,10 @@ class KFAC(OfLayers):
         counted = self._counted
         if counted is None:
             return 1.0
-        here, ranks = counted.staged.terms, self.training.world.size
+        ranks, like = self.training.world.size, counted.staged
+        (terms,) = self.layers.collector.terms([like])
+        number = torch.as_tensor(terms.number, dtype=like.dtype, device=like.device)
+        here = torch.stack([number, torch.full_like(number, float(not like.empty))])
         everywhere = here.clone()
         with self.training.meter.stage("exchange"):
             self.training.world.all_reduce([everywhere]).wait()
@@ -386,14 +399,14 @@ class KFAC(OfLayers):
         exact = self.training.steps < EXACT
         return None if exact else self._system.exchange_dtype
 
-    def _take_gradients(self, pending: PendingAverage, age: int) -> None:
+    def _take_gradients(self, pending: PendingAverage, age: int, terms: Tensor | None) -> None:
         """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
         blocks = self._step.of_gradients
         with self.training.meter.stage("average_gradients"):
             pending.wait()
         sums = gradient_statistics(
             self.training,
-            self.layers.blocks if self.helpers is None else [],  # whose batches are others
+            terms,
             [block for block in blocks if self._takes(block)],
             counts_own=self._system.owners is not None,
             mean_loss=self._options.loss_reduction != "sum",
@@ -758,7 +771,7 @@ class KFAC(OfLayers):
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
         of_layers = (each.said for each in (self.solves.traces, self.drift) if each is not None)
-        settings = [self._options.said, group_options_said(self.training.groups), *of_layers]
+        settings = [self._options.said, describe_group_options(self.training.groups), *of_layers]
         if self._options.save_inverses:
             solver, dtype = self.solves.solver, self._options.inv_dtype
             added = inverse_bytes(list(self.plan), solver, dtype) / 2**20
@@ -778,6 +791,12 @@ class KFAC(OfLayers):
                 )
         table = self.layers.summary(said)
         return replace(table, intervals=intervals, settings=settled, age=age)
+
+
+def _most_terms(sums: Iterable[StatisticsSums], device: torch.device) -> Tensor | None:
+    """The largest number of loss terms of a step's layers."""
+    numbers = [each.head[0].to(device) for each in sums]
+    return torch.stack(numbers).max() if numbers else None
 
 
 @contextmanager

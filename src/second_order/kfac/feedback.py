@@ -23,7 +23,7 @@ be taught to. Nothing is done while τ is 1, but at the step before a look.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +49,7 @@ __all__ = [
     "STEP_SIGN",
     "Lengths",
     "StepLength",
+    "ascending_params",
     "before_refresh",
     "follow_refresh",
     "rates_of",
@@ -119,17 +120,27 @@ class StepLength:
         self._before: dict[Tensor, Tensor] = {}
         self._step: dict[Tensor, Tensor] = {}  # -Δ
 
-    def measure(self, step: StepPlan, refreshed: bool, rows: bool) -> None:
-        """Look at the last step, at a refresh, before gradients are preconditioned."""
+    def measure(
+        self, step: StepPlan, refreshed: bool, rows: bool, ascending: Collection[Tensor] = ()
+    ) -> None:
+        """Look at the last step, at a refresh, before gradients are preconditioned.
+
+        ``ascending``: parameters that climb along their gradients, as the base maximizes.
+        """
         last, self._step, self.kept, self.measured = self._step, {}, False, None
         told, pairs = {*step.told}, list[tuple[Tensor, Tensor]]()
+        climbing: list[tuple[Tensor, Tensor]] = []
         for block in step.layers if last and refreshed else ():
             sound = block.solved and not block.lost and not block.state.unexplained
             if sound and (block in told or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
-                        pairs.append((local(p.grad), last[p].to(p.device)))
+                        ours = climbing if p in ascending else pairs
+                        ours.append((local(p.grad), last[p].to(p.device)))
         self.measured = _product(pairs)
+        climbed = _product(climbing)
+        if climbed is not None:
+            self.measured = -climbed if self.measured is None else self.measured - climbed
 
     def keep(self, solved: Iterable[KroneckerBlock], asked: bool) -> None:
         """Keep what the base's step is scaled from, and looked at by if it is ``asked`` about."""
@@ -219,6 +230,12 @@ class StepLength:
                 step = local(like(p, part[LAST_STEP]))
                 self._step[p] = step.to(p.device, p.dtype, copy=True)
         self.kept = bool(self._step)
+
+
+def ascending_params(training: Training) -> set[Tensor]:
+    """The parameters of groups whose base maximizes."""
+    groups = [group for group in training.groups if group.get("maximize")]
+    return {p for group in groups for p in group["params"]}
 
 
 def before_refresh(

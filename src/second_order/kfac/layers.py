@@ -27,6 +27,7 @@ from second_order.kronecker.capture import Capture, GradientScale, StatisticsCol
 from second_order.kronecker.explanation import Explanation, residuals
 from second_order.kronecker.factors import (
     Reduction,
+    StagedStatistics,
     StatisticsSums,
     of_examples,
     sums_of,
@@ -37,6 +38,7 @@ from second_order.kronecker.gradient import GradientBlock, gradient_sums
 from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.queued import PairQueue
+from second_order.kronecker.rows import Terms
 from second_order.kronecker.stacks import numbers_of, own_stack
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
@@ -95,13 +97,6 @@ class Layers:
         conv_approximation: Approximation | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        if options.fisher == "sampled" and training.inside:
-            raise ValueError(
-                f"fisher='sampled' draws labels from the model's outputs, and the parameters "
-                f"belong to a {plain_type(training.model).__name__} inside a {training.inside}, "
-                f"which may have other outputs; give the module that makes the predictions, as in "
-                f"{training.name}(params, model=model, lr=...)"
-            )
         self._training, self._options, self._rules = training, options, rules
         self._conv_approximation, self._timed = conv_approximation, timed
         self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
@@ -171,7 +166,9 @@ class Layers:
         kinds = [(block, plain_type(block.modules[0]).__name__) for block in self.blocks]
         layers = [f"layer {block.name}: {kind} {block.shape}" for block, kind in kinds]
         left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self.left]
-        return [options, *layers, *left]
+        outer = f"module around the model: {self._training.inside or None}"
+        outputs = [outer] if self._options.fisher == "sampled" else []
+        return [options, *layers, *left, *outputs]
 
     def name_those_left(self) -> None:
         """Warn, once each, of the modules that are trained without curvature."""
@@ -248,8 +245,19 @@ class Layers:
     # -------------------------------------------------------------------------------- statistics
 
     def connect(self) -> None:
-        """Make the capture that turns the model's passes into statistics."""
-        options = self._options
+        """Make the capture that turns the model's passes into statistics.
+
+        Raises:
+            ValueError: If labels are to be sampled from a model that may not be the whole one.
+        """
+        options, training = self._options, self._training
+        if options.fisher == "sampled" and training.inside:
+            raise ValueError(
+                f"fisher='sampled' draws labels from the model's outputs, and the parameters "
+                f"belong to a {plain_type(training.model).__name__} inside a {training.inside}, "
+                f"which may have other outputs; give the module that makes the predictions, as in "
+                f"{training.name}(params, model=model, lr=...)"
+            )
         sampled, told = options.fisher == "sampled", options.accumulation_steps
         scaler = None if sampled else self._training.scaler
         fsdp = FSDPParams(self._training.model)
@@ -264,10 +272,12 @@ class Layers:
             warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
             sampled=sampled,
+            drawn_rows=sampled and not callable(options.likelihood),
             queue=PairQueue(self._timed),
         )
         if self.heard is not None:
             self.collector.heard = self.heard
+            self.collector.asks = True
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
@@ -299,13 +309,11 @@ class Layers:
 
     @property
     def counting(self) -> KroneckerBlock | None:
-        """The layer by whose terms processes compare their shares of a step; None if never.
+        """The layer that shows all processes their terms, whoever takes its statistics.
 
         It is the last one that is not silent, as a rule the one whose outputs have the loss's
         terms. All processes choose the same: they agree on which are silent.
         """
-        if self._options.loss_reduction != "step_mean" and self._items is None:
-            return None
         last = (block for block in reversed(self.active) if block.watched)
         return max(last, key=lambda block: not block.state.silent, default=None)
 
@@ -326,6 +334,7 @@ class Layers:
         for block in self.blocks:
             if not block.staged.empty:
                 block.staged.clear()
+        self.collector.ledger.passes.clear()
 
     def look(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Judge whether the pairs of layers explain their gradients, where these were compared."""
@@ -344,10 +353,23 @@ class Layers:
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The statistics of some layers since the last step; those of all layers are cleared."""
         parts = self.micro_batches(blocks) if micro_batches is None else micro_batches
-        found = sums_of([block.staged for block in blocks], parts)
+        found = self._sums_of(blocks, parts)
         for block in self.active:
             block.staged.clear()
+        self.collector.ledger.passes.clear()
         return dict(zip(blocks, found, strict=True))
+
+    def terms_so_far(self, staged: StagedStatistics) -> Terms:
+        """The terms of a layer's passes since the last step, while a pass may go on."""
+        self.collector.settle()
+        return self.collector.ledger.terms([staged])[0]
+
+    def _sums_of(
+        self, blocks: Sequence[KroneckerBlock], micro_batches: int
+    ) -> list[StatisticsSums]:
+        staged = [block.staged for block in blocks]
+        terms = [each.number for each in self.collector.terms(staged)]
+        return sums_of(staged, micro_batches, terms)
 
     def whole_steps(
         self,
@@ -355,9 +377,9 @@ class Layers:
         processes: int,
         more: Tensor | float = 1.0,
     ) -> dict[KroneckerBlock, StatisticsSums]:
-        """The sums over all processes, with G that of examples whatever the losses' reduction.
+        """The sums over all processes, with G that of one term whatever the losses' reduction.
 
-        Of losses divided by the N examples of the whole step a gradient d is 1 / N of an example's,
+        Of losses divided by the N terms of the whole step a gradient d is 1 / N of a term's,
         times the number of processes, over which the sums of gradients are averaged.
         """
         shapes = [block.shape for block in sums]
@@ -562,7 +584,7 @@ def gradient_blocks(blocks: Iterable[KroneckerBlock]) -> list[GradientBlock]:
 
 def gradient_statistics(
     training: Training,
-    blocks: Iterable[KroneckerBlock],
+    terms: Tensor | None,
     mine: Sequence[GradientBlock],
     *,
     counts_own: bool,
@@ -570,16 +592,14 @@ def gradient_statistics(
 ) -> dict[KroneckerBlock, StatisticsSums]:
     """The sums of the blocks whose mean gradients are here; a collective if ``counts_own``.
 
-    Statistics are taken of ``mine``. The number of examples of a step is that of the layer of
-    ``blocks`` that sees most, on average, of this rank alone if it ``counts_own``; 64 where no
-    layer counts any. ``mean_loss``: the gradient is a mean over the step's examples, not a sum.
+    Statistics are taken of ``mine``. ``terms`` is the number of the step's loss terms, of this rank
+    alone if it ``counts_own``; None, or 0, counts as 64. ``mean_loss``: the gradient is a mean over
+    the step's terms, not a sum.
     """
     size = training.world.size
-    others = [b.factors for b in blocks if b.factors and not isinstance(b, GradientBlock)]
-    counts = [factors.examples.to(training.device) for factors in others]
     examples = torch.zeros((), dtype=torch.float32, device=training.device)
-    if counts:
-        examples = torch.stack(counts).max().to(torch.float32)
+    if terms is not None:
+        examples = terms.to(torch.float32)
     if counts_own:
         training.world.all_reduce_max([examples]).wait()
     ranks = size if counts_own else 1

@@ -30,7 +30,7 @@ from second_order.distributed.buckets import in_buckets
 from second_order.distributed.world import Loan, PendingReduction, borrow_group
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.factors import StagedStatistics, StatisticsSums
+from second_order.kronecker.factors import StagedStatistics, StatisticsSums, sums_of
 from second_order.kronecker.layers import FactorShape
 
 __all__ = ["FUSED_BYTES", "Pipeline", "Sums"]
@@ -54,14 +54,15 @@ class SentState(NamedTuple):
 
     staged: StagedStatistics
     revision: int
+    passes: tuple[int, ...]  # those whose terms had been counted
     micro_batches: int
 
 
 class Pipeline:
     """The exchange of a training's statistics, begun in its passes."""
 
-    def __init__(self, training: Training, dtype: torch.dtype) -> None:
-        self._training, self._dtype = training, dtype
+    def __init__(self, training: Training, layers: Layers, dtype: torch.dtype) -> None:
+        self._training, self._layers, self._dtype = training, layers, dtype
         self._begin()
 
     def _begin(self) -> None:
@@ -129,8 +130,10 @@ class Pipeline:
             if (staged.shape, staged.device) != slot[1:]:  # of another size by now: none
                 triangular = staged.triangular
                 staged = StagedStatistics(slot.shape, slot.device, staged.factor_dtype, triangular)
-            self._marks[slot.block] = SentState(staged, staged.revision, micro_batches)
-            found.append(staged.sums(micro_batches))
+            terms = self._layers.terms_so_far(staged)
+            passes = terms.passes
+            self._marks[slot.block] = SentState(staged, staged.revision, passes, micro_batches)
+            found += sums_of([staged], micro_batches, [terms.number])
         heads = [each.head.clone() for each in found]
         factors = [factor.clone() for each in found for factor in each.factors.values()]
         if self._wire is None:
@@ -195,8 +198,10 @@ class Pipeline:
 
     def _has_changed(self, block: KroneckerBlock, micro_batches: int) -> bool:
         """Whether a layer has other statistics than were sent, now that the number is known."""
-        staged, revision, guessed = self._marks[block]
+        staged, revision, passes, guessed = self._marks[block]
         if staged is not block.staged or revision != staged.revision:
+            return True
+        if passes != self._layers.terms_so_far(staged).passes:
             return True
         return not (staged.empty or guessed == micro_batches)
 

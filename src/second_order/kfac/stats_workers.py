@@ -96,11 +96,11 @@ def unpack_statistics(
     found: dict[str, StatisticsSums | None] = {}
     for name in note["layers"]:
         block, parts = mine[name], {}
-        head, heads = heads.tensor_split([1 + block.shape.numbers * block.shape.groups])
+        head, heads = heads.tensor_split([2 + block.shape.numbers * block.shape.groups])
         for letter, shape in block.stored_shapes.items():
             part, factors = factors.tensor_split([math.prod(shape)])
             parts[letter] = part.view(shape).clone()
-        sound = bool(head[0] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts.values()))
+        sound = bool(head[1] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts.values()))
         device = block.weight.device
         moved = {k: part.to(device, non_blocking=True) for k, part in parts.items()}
         sums = StatisticsSums(moved, head.to(device, non_blocking=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -119,6 +120,7 @@ class KroneckerBlock:
         self.inverse: Inverse | None = None
         self.state = LayerState()
         self._expected_version = 0  # version of the weight's gradient at the next pass
+        self._arrived: weakref.ref[Tensor] | None = None  # the weight's first gradient
         self.last_backward = -1  # the number of the pass that brought the last pair
         self._reset()
 
@@ -163,18 +165,26 @@ class KroneckerBlock:
     def starts_anew(self, unreduced: bool = False) -> bool:
         """Whether gradients of staged statistics have been set to None or to zero; ask each pass.
 
-        An accumulation adds 1 to a gradient's version: a device is not waited for in a loop that
-        merely accumulates. ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
+        An accumulation adds 1 to a gradient's version, and the first one makes a gradient, which
+        :meth:`end_pass` has seen: a device is not waited for in a loop that merely accumulates.
+        ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
         """
-        gradient, expected = self.weight.grad, self._expected_version
-        gradient = None if gradient is None else local(gradient)
+        whole, expected = self.weight.grad, self._expected_version
+        arrived, self._arrived = self._arrived, None
+        gradient = None if whole is None else local(whole)
         self._expected_version = 0 if gradient is None else gradient._version + 1
         if self.staged.empty:
             return False
-        if gradient is None or gradient._version == expected:
+        same = expected > 0 or arrived is None or arrived() is whole
+        if gradient is None or (gradient._version == expected and same):
             return self.without_gradient and not unreduced
         rows = [local(p.grad) for p in self.params if p.grad is not None]
         return any(map(Tensor.numel, rows)) and not any(bool(each.any()) for each in rows)
+
+    def end_pass(self) -> None:
+        """See the gradient that a pass has made, if there was none before."""
+        if self._expected_version == 0 and self.weight.grad is not None:
+            self._arrived = weakref.ref(self.weight.grad)
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Put other parameters of the same shapes in the place of some of the block's."""

@@ -25,7 +25,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, cast
@@ -39,17 +39,27 @@ from second_order.kronecker.autograd import Assembly, input_of, is_attention, pr
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.experts import Routed, is_experts
-from second_order.kronecker.factors import Reduction
+from second_order.kronecker.factors import Reduction, StagedStatistics, end_pass
 from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
     Approximation,
     Form,
+    LiveRows,
     PairStatistics,
+    all_rows,
     linear_statistics,
-    live_rows,
 )
-from second_order.kronecker.queued import PairQueue, QueuedPair, Rows
+from second_order.kronecker.queued import PairQueue, QueuedPair, Rows, SeenRows, WaitingPair
+from second_order.kronecker.rows import (
+    BackwardPass,
+    LateCount,
+    LatePair,
+    LateRows,
+    Ledger,
+    Terms,
+    rows_of,
+)
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
@@ -74,6 +84,11 @@ CHECKPOINTED = (
 NOT_DRAWN = (
     "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
     "checkpoint(..., use_reentrant=False), or fisher='empirical'"
+)
+LOSSES_APART = (
+    "several backward passes of a step come through one forward pass: curvature is that of each "
+    "loss alone, without what the losses have in common; add the losses up, and call backward() "
+    "on their sum"
 )
 RUNS_EAGERLY = (
     "fisher='sampled' draws labels, for which the model runs without torch.compile at steps with "
@@ -468,14 +483,20 @@ class StatisticsCollector:
     conv_approximation: Approximation | None = None  # for convolutions; None for the same
     warn: Callable[[str], None] = warnings.warn
     blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)  # of each module
-    counted: KroneckerBlock | None = None  # whose terms are counted, whether it gets pairs or not
+    counted: KroneckerBlock | None = None  # whose rows are seen, whether it gets pairs or not
     fsdp: FSDPParams | None = None
     heard: Callable[[KroneckerBlock], None] = lambda block: None  # of statistics that have grown
     sampled: bool = False  # the pairs are of drawn labels, and say nothing of the gradient
+    drawn_rows: bool = False  # a label is drawn for each row of the layer called last
+    # Statistics leave while passes go on, so that the host asks a device which rows count.
+    asks: bool = False
     # Of one input and pass; to be let go when the step's statistics are taken.
     last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
     queue: PairQueue = field(default_factory=PairQueue)  # of pairs on devices
+    ledger: Ledger = field(default_factory=Ledger)  # of the passes since the last step
     _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
+    _told: bool = False  # of losses that go back apart
+    _unheard: list[KroneckerBlock] = field(default_factory=list)  # whose passes go on
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
@@ -490,7 +511,7 @@ class StatisticsCollector:
         return [block for block in self.blocks.get(module, ()) if block.trainable]
 
     def _counted(self, module: nn.Module) -> list[KroneckerBlock]:
-        """The block whose terms are counted, if it is a module's and trains."""
+        """The block whose rows are looked at, if it is a module's and trains."""
         block = self.counted
         if block is None or not block.trainable or module not in block.watched:
             return []
@@ -522,8 +543,7 @@ class StatisticsCollector:
         in a row on one tensor, -1 if that is not known; ``again``: a backward pass has come through
         this call of the layer before.
         """
-        training, reduction = self._training(module), self.reduction()
-        counted = self._counted(module) if reduction == "step_mean" else []
+        training, counted = self._training(module), self._counted(module)
         # With drawn labels one backward pass brings pairs of several calls of the model.
         backward = autograd.current_pass() if self.sampled else pass_id
         for block in {*training, *counted}:
@@ -534,42 +554,214 @@ class StatisticsCollector:
                 unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
                 if block.starts_anew(unreduced):
                     block.staged.clear()
-        for block in counted:
-            block.staged.count(live_rows(d.reshape(-1, d.shape[-1])).count, pass_id)
         if not self.sampled:
             self.look(module, x, d)
+        fitting = [block for block in training if block.fits_pair(module, x, d)]
         for block in training:
-            if not block.fits_pair(module, x, d):
+            if block not in fitting:
                 block.judge(1.0)
-            elif not block.state.unexplained:
-                staged, scale = block.staged, self.gradient_scale
-                if d.device.type == "cpu":
-                    with span("capture"):
-                        pair = self._statistics(block, module, x, d, (source, pass_id))
-                        staged.add(pair, scale(d), pass_id, again=again, reduction=reduction)
-                else:
-                    staged.expect(pass_id, again=again, reduction=reduction)
-                    what, place = self._queued(block, module, x, d), self._places[block]
-                    queued = QueuedPair(what, staged, pass_id, reduction, scale, place)
-                    # The memory of a graph's pairs, which have no source, is the graph's.
-                    self.queue.add(queued, keep=source >= 0 and staged.keeps)
-                inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-                block.staged.work += 6 * d.numel() * inputs
-                block.state.work = block.staged.work
-                block.state.heard = True
-                self.heard(block)
+        if not (fitting or counted):
+            return
+
+        # The rows of the pair, among those of the whole pass.
+        current = self._pass_of(pass_id, module)
+        if again and any(block.staged.knows_others(pass_id) for block in fitting):
+            current.again = True
+            if not self._told:
+                self._told = True
+                self.warn(LOSSES_APART)
+        kind = (fitting or counted)[0].kinds.get(module)
+        rows = rows_of(module, kind, x, d)
+        groups = current.groups_of(rows)
+        on_host = d.device.type == "cpu"
+        live: LiveRows | None = None
+        if on_host or self.asks:
+            live = current.see(rows, groups, module, x, self.drawn_rows)
+        else:
+            current.begin(rows, groups[0], module, x, self.drawn_rows)
+            if source == ALONE:  # the memory of a graph's pairs is the graph's
+                current.read_labels()
+        seen = SeenRows(current, groups, rows.gradient)
+        for block in counted:
+            block.staged.note(pass_id)
+            current.layers[id(block.staged)] = block.staged
+
+        pair = _Pair(module, x, d, source, seen)
+        for block in fitting:
+            if block.state.unexplained:
+                continue
+            current.layers[id(block.staged)] = block.staged
+            block.staged.settle = self.settle
+            block.staged.expect(current.number, again=again)
+            if on_host:
+                assert live is not None
+                self._add(block, pair, live)
+            else:
+                self._keep(block, pair, live)
+            inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
+            block.staged.work += 6 * d.numel() * inputs
+            block.state.work = block.staged.work
+            block.state.heard = True
+            self._unheard.append(block)
+        if self.asks and current.decided:
+            self._tell()
+
+    # ------------------------------------------------------------------- passes begin and end
+
+    def _pass_of(self, pass_id: int, module: nn.Module) -> BackwardPass:
+        """The pass of a number, which is settled as it ends."""
+        passes, now = self.ledger.passes, autograd.current_pass()
+        found = passes.get(pass_id)
+        if found is not None and pass_id == autograd.NO_PASS and found.first is module:
+            # Without numbers, the layer called last begins another pass.
+            self._end(found)
+            found.number = -found.serial - 1
+            passes[found.number] = passes.pop(pass_id)
+            found = None
+        if found is None:
+            self.ledger.prune(block.staged for block in self._places)
+            reduce = self.approximation == "reduce"
+            found = passes[pass_id] = BackwardPass(pass_id, reduce)
+        # Within a reentrant checkpoint another pass runs.
+        runs = now == pass_id or (self.sampled and now != autograd.NO_PASS)
+        if runs and not found.ending:
+            found.ending = True
+            autograd.after_pass(partial(self._end_timed, found))
+        return found
+
+    def _end_timed(self, ended: BackwardPass) -> None:
+        with self.queue.timed():
+            self._end(ended)
+
+    def _end(self, ended: BackwardPass) -> None:
+        """Settle a pass: all its layers have been seen."""
+        ended.ending = False
+        devices = {staged.device for staged in ended.layers.values()}
+        with torch.no_grad(), ExitStack() as plainly:
+            for kind in {device.type for device in devices}:
+                plainly.enter_context(torch.autocast(kind, enabled=False))
+            for device in devices:
+                plainly.enter_context(ieee_matmul(device))
+            ended.read_labels()
+            self.queue.flush()
+            for late in ended.late:
+                late.settle(ended)
+            terms = ended.count_terms()
+            mean = self.reduction() == "mean"
+            end_pass(ended.layers.values(), ended.number, terms if mean else None)
+        ended.forget()
+        for block in self._places:
+            if id(block.staged) in ended.layers:
+                block.end_pass()
+        self._tell()
+
+    def settle(self) -> None:
+        """Bring what passes have yet to bring: those that nothing has ended, or that go on."""
+        for each in [*self.ledger.passes.values()]:
+            if each.unsettled:
+                self._end(each)
+
+    def terms(self, layers: Iterable[StagedStatistics]) -> list[Terms]:
+        """N of the passes since the last step, by layer."""
+        self.settle()
+        return self.ledger.terms(layers)
+
+    def _tell(self) -> None:
+        """Tell of layers whose statistics have grown, and are sums that only grow."""
+        blocks, self._unheard = self._unheard, []
+        for block in blocks:
+            self.heard(block)
+
+    # --------------------------------------------------------------------- from pairs to sums
+
+    def _add(self, block: KroneckerBlock, pair: _Pair, live: LiveRows) -> None:
+        """Add a pair while its pass goes on; rows without a gradient so far are left to the end."""
+        d, current, number = pair.d, pair.seen.of, pair.seen.of.number
+        scale = self.gradient_scale(d)
+        undecided = live.mask is not None and not self._final(block, pair.seen)
+        positions = len(pair.seen.groups[0].shape) > 1
+        counted = block.shape.exact and not (self.approximation == "reduce" and positions)
+        whole = undecided and not counted and not _is_rows(block, pair, self.approximation)
+
+        def add(rows: LiveRows) -> None:
+            with span("capture"), ieee_matmul(d.device):
+                key = (pair.source, number)
+                found = self._statistics(block, pair.module, pair.x, d, key, rows)
+                block.staged.bring(found, scale, number)
+
+        if whole:
+            current.late.append(LatePair(pair.seen.groups, block.staged, add))
+            return
+        add(live)
+        if undecided:
+            assert live.mask is not None
+            index = (~live.mask).nonzero().squeeze(1)
+            add_inputs = partial(block.staged.bring_inputs, pass_id=number)
+            if counted:
+                ones = d.new_ones(block.shape.groups, 1)
+                current.late.append(LateCount(pair.seen.groups[0], index, ones, add_inputs))
+                return
+            wide = torch.promote_types(self.factor_dtype, torch.float32)
+            x = pair.linear_rows(block)[index].to(wide)
+            shape, packed = block.shape, block.staged.triangular and d.device.type == "cpu"
+            current.late.append(
+                LateRows(
+                    pair.seen.groups[0],
+                    index,
+                    x,
+                    block.trains_bias,
+                    packed,
+                    shape.groups,
+                    add_inputs,
+                )
+            )
+
+    @staticmethod
+    def _final(block: KroneckerBlock, seen: SeenRows) -> bool:
+        """Whether it does not matter which rows turn out to take part."""
+        if all(g.examples or g.everything for g in seen.groups):
+            return True
+        return all(group.selected for group in seen.groups)
+
+    def _keep(self, block: KroneckerBlock, pair: _Pair, live: LiveRows | None) -> None:
+        """Keep a pair on a device until its pass ends, or many have come."""
+        staged, number = block.staged, pair.seen.of.number
+        what = self._queued(block, pair, live)
+        certain = isinstance(what, PairStatistics) or all(g.examples for g in pair.seen.groups)
+        rows = None if certain else pair.seen
+        partly = partial(self._add, block, pair)
+        queued = QueuedPair(
+            what, staged, number, self.gradient_scale, self._places[block], rows, partly
+        )
+        # The memory of a graph's pairs, which have no source, is the graph's.
+        self.queue.add(queued, keep=pair.source >= 0 and staged.keeps)
 
     def _queued(
-        self, block: KroneckerBlock, module: nn.Module, x: Tensor, d: Tensor
-    ) -> Rows | PairStatistics:
+        self, block: KroneckerBlock, pair: _Pair, live: LiveRows | None
+    ) -> Rows | PairStatistics | WaitingPair:
         """What is kept of a pair on a device."""
+        module, x, d = pair.module, pair.x, pair.d
         if type(block) is KroneckerBlock and block.kinds[module].statistics is linear_statistics:
             return Rows(x, d, block.trains_bias, self.approximation)
-        with span("capture"), ieee_matmul(d.device):
-            return self._statistics(block, module, x, d, (ALONE, ALONE))
+
+        def form(rows: LiveRows) -> PairStatistics:
+            with span("capture"), ieee_matmul(d.device):
+                return self._statistics(block, module, x, d, (ALONE, ALONE), rows)
+
+        groups = pair.seen.groups
+        if all(g.examples or g.everything for g in groups):
+            return form(all_rows(sum(group.number for group in groups)))
+        held = (x, d) if isinstance(x, Tensor) else (x.hidden, x.index, x.weights, d)
+        return WaitingPair(held, d, form)
 
     def _statistics(
-        self, block: KroneckerBlock, module: nn.Module, x: Any, d: Tensor, key: tuple[int, int]
+        self,
+        block: KroneckerBlock,
+        module: nn.Module,
+        x: Any,
+        d: Tensor,
+        key: tuple[int, int],
+        rows: LiveRows,
     ) -> PairStatistics:
         approximation = self.approximation
         if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
@@ -582,7 +774,7 @@ class StatisticsCollector:
             known = last[2]
         wide = torch.promote_types(self.factor_dtype, torch.float32)
         packed = block.staged.triangular and d.device.type == "cpu"  # else all layers' at once
-        form = Form(block.trains_bias, approximation, packed, known)
+        form = Form(block.trains_bias, approximation, packed, known, rows)
         x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         pair = block.statistics(module, x, d.to(wide), form)
         if known is not None and pair.factors["A"] is known.factors["A"]:
@@ -590,3 +782,33 @@ class StatisticsCollector:
         if plain:
             self.last_a = (mine, block, pair)
         return pair
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A captured pair, and its rows."""
+
+    module: nn.Module
+    x: Any
+    d: Tensor
+    source: int
+    seen: SeenRows
+
+    def linear_rows(self, block: KroneckerBlock) -> Tensor:
+        """The rows of the input, ``(rows, in)``."""
+        rows = block.kinds[self.module].rows
+        x = self.x if rows is None else rows(self.module, self.x, self.d)[0]
+        return cast(Tensor, x).reshape(-1, x.shape[-1])
+
+
+def _is_rows(block: KroneckerBlock, pair: _Pair, approximation: Approximation) -> bool:
+    """Whether A is a sum over rows of the input, one by one."""
+    kind, shape = block.kinds.get(pair.module), block.shape
+    if kind is None or type(block) is not KroneckerBlock or not isinstance(pair.x, Tensor):
+        return False
+    if approximation == "reduce" and len(pair.seen.groups[0].shape) > 1:
+        return False
+    if shape.marginal or shape.diagonal_a or len(pair.seen.groups) > 1:
+        return False
+    linear = kind.statistics is linear_statistics or kind.rows is not None
+    return linear or is_attention(pair.module)

@@ -38,10 +38,8 @@ from second_order.kronecker.layers import (
     FactorShape,
     Form,
     LayerKind,
-    LiveRows,
     PairStatistics,
     gram,
-    live_rows,
     symmetric,
 )
 
@@ -330,29 +328,31 @@ def _autocorrelation_gram(
     return symmetric(bands, x, dim, column, examples * (height * width), triangular)
 
 
-def _live_images(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor, LiveRows, int]:
-    """Inputs and output gradients of images, those without a gradient left out as far as that pays.
+def _live_images(
+    x: Tensor, d: Tensor, dims: int, form: Form
+) -> tuple[Tensor, Tensor, int | Tensor]:
+    """Inputs and output gradients of images, those that do not count left out as far as that pays.
 
     Both ``(N, C, ...)``, or of one image without the first dimension. Returns them, of one image of
-    zeros at least; who has a gradient; N.
+    zeros at least, and how many count.
     """
     if x.dim() == dims + 1:  # a single example without a batch dimension
         x, d = x.unsqueeze(0), d.unsqueeze(0)
-    live, rows = live_rows(d), len(d)
+    live, rows = form.live(d), len(d)
     if live.mask is not None:
         x = live.pick(x)
         d = live.pick(d) if len(x) < rows else d  # d is zero where x is not left out
     if len(d) == 0:
         x, d = x.new_zeros(1, *x.shape[1:]), d.new_zeros(1, *d.shape[1:])
-    return x, d, live, rows
+    return x, d, live.count
 
 
 def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
     """Statistics of a convolution, whose rows are patches of x, or a transposed one, those of d."""
     conv = cast(Convolution, module)
     dims, groups, packed = len(conv.kernel_size), conv.groups, form.triangular
-    x, d, live, rows = _live_images(x, d, dims)
-    count, examples = len(d), live.count
+    x, d, examples = _live_images(x, d, dims, form)
+    count = len(d)
     if conv.transposed:
         d = extract_patches(d, conv)  # (N, groups, out / groups, *kernel, *locations)
         for i, size in enumerate(x.shape[2:]):  # output padding can make room for more
@@ -366,13 +366,13 @@ def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> Pai
         means = maps.mean(-1) if conv.transposed else sum_patches(x, conv).div_(locations)
         g = gram(d.sum(-1).transpose(0, 1), False, packed)
         a = gram(means.transpose(0, 1), form.bias, packed, examples)
-        return PairStatistics({"A": a, "G": g}, examples, rows)
+        return PairStatistics({"A": a, "G": g}, examples)
     # Copied along the locations, which lie next to each other in most inputs.
     rows_d = d.permute(1, 2, 0, 3).reshape(groups, -1, count * locations).mT
     g = gram(rows_d, False, packed).div_(locations)
     if _spares_patches(conv, x):
         a = _autocorrelation_gram(pad_input(x, conv), conv, form.bias, packed, examples)
-        return PairStatistics({"A": a, "G": g}, examples, rows)
+        return PairStatistics({"A": a, "G": g}, examples)
     if conv.transposed:
         columns = maps.permute(1, 2, 0, 3)
     else:  # from (N, groups, C / groups, *kernel, *output)
@@ -380,7 +380,7 @@ def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> Pai
         columns = extract_patches(x, conv).permute(order)
     columns = columns.reshape(groups, -1, count * locations)
     a = gram(columns.mT, form.bias, packed, examples * locations)
-    return PairStatistics({"A": a, "G": g}, examples, rows)
+    return PairStatistics({"A": a, "G": g}, examples)
 
 
 def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:

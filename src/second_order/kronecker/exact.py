@@ -108,7 +108,9 @@ NORM, SUPPOSED = Gain(normalised), Gain(_normalised_as_supposed)
 
 def gain_gradients(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     """Per-example gradients ``(N, C)`` of a batch norm's gain: the sums of d x̂ over locations."""
-    x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))
+    # flatten also takes an empty batch, of which reshape cannot tell the number of locations.
+    x = x.unsqueeze(-1).flatten(2)
+    d = d.unsqueeze(-1).flatten(2)
     norm = cast(nn.BatchNorm2d, module)
     # From sums, in one pass over the feature maps: 6 times as fast as x̂ itself on large ones.
     if x.device.type == "cpu":
@@ -212,14 +214,18 @@ class ExactBlock(KroneckerBlock):
         a feature map always are parts of one.
         """
         rows = self._example_gradients(module, x, d, form.approximation)
-        # As many parts of d make an example as there are rows; without a gradient they are none.
-        examples = live_rows(d.reshape(len(rows), -1)).count if d.numel() else 0
+        # As many parts of d make an example as there are rows.
+        live = form.rows or live_rows(d.reshape(len(rows), -1))
+        examples = live.parts(len(rows)).count if d.numel() else 0
         if self.shape.groups > 1:
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
             g = gram(rows.unsqueeze(0), False, form.triangular)
-        ones = torch.ones(self.shape.groups, 1, dtype=d.dtype, device=d.device) * examples
-        return PairStatistics({"A": ones, "G": g}, examples, len(rows))
+        if isinstance(examples, Tensor):
+            a = examples.to(d.dtype).expand(self.shape.groups, 1)
+        else:
+            a = d.new_full((self.shape.groups, 1), float(examples))
+        return PairStatistics({"A": a, "G": g}, examples)
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
@@ -300,12 +306,12 @@ class DoublyFactoredBlock(KroneckerBlock):
     def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
         """Sums of ψψᵀ, ddᵀ and κκᵀ over the rows of a pair."""
         rows = d.reshape(-1, d.shape[-1])
-        live = live_rows(rows)
+        live = form.live(rows)
         maps = live.pick(x.reshape(-1, self.shape.dims["A"], self.locations))
         # Inputs that are not finite fail in eigh; the statistics drop them.
         finite = torch.isfinite(maps).flatten(1).all(1)
         psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
         psi = torch.where(finite[:, None], psi, torch.nan)
-        parts = {"A": psi, "G": live.pick(rows), "L": kappa}
+        parts = {"A": psi, "G": rows, "L": kappa}
         factors = {k: gram(part[None], False, form.triangular) for k, part in parts.items()}
-        return PairStatistics(factors, live.count, len(rows))
+        return PairStatistics(factors, live.count)

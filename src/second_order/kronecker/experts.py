@@ -19,7 +19,7 @@ so that it does not matter which implementation the model runs, nor what a check
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -32,6 +32,7 @@ from second_order.kronecker.layers import (
     FactorShape,
     Form,
     LayerKind,
+    LiveRows,
     PairStatistics,
     gram,
     live_rows,
@@ -119,13 +120,16 @@ class Routed:
         of = {first: x, second: _gated(module, u)}
         return Rows(of, token, counts), u, self.weights[token, slot].unsqueeze(1)
 
-    def pairs(self, module: nn.Module, d: Tensor) -> tuple[Rows, Rows]:
+    def pairs(
+        self, module: nn.Module, d: Tensor, live: LiveRows | None = None
+    ) -> tuple[Rows, Rows]:
         """Rows of inputs and of gradients, given that of the module's output, ``(tokens, in)``.
 
-        Tokens whose gradient is zero are left out. Computed once: both parameters have need of it.
+        Only tokens that count are there; None: those with a gradient. Computed once: both
+        parameters have need of it.
         """
         if self._pairs is None:
-            mask = live_rows(d).mask
+            mask = live_rows(d).mask if live is None else live.mask
             xs, u, weights = self.rows(module, mask)
             first, second = xs.of
             dy = (d[xs.tokens] * weights).to(xs.of[first].dtype)
@@ -168,8 +172,8 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> 
 
 
 def _statistics(module: nn.Module, x: Any, d: Tensor, form: Form, name: str) -> PairStatistics:
-    xs, ds = x.pairs(module, d)
-    live = live_rows(d)
+    live = form.live(d)
+    xs, ds = x.pairs(module, d, live)
 
     def grams(rows: Tensor, bias: bool) -> Tensor:
         each = (part.to(d.dtype).unsqueeze(0) for part in rows.split(xs.counts))
@@ -177,11 +181,11 @@ def _statistics(module: nn.Module, x: Any, d: Tensor, form: Form, name: str) -> 
 
     factors = {"A": grams(xs.of[name], form.bias), "G": grams(ds.of[name], False)}
     counts = torch.tensor(xs.counts, dtype=d.dtype, device=d.device)
-    return PairStatistics(factors, live.count, len(d), routed=counts)
+    return PairStatistics(factors, live.count, routed=counts)
 
 
 def _gradient(module: Any, x: Any, d: Tensor, name: str) -> Tensor:
-    xs, ds = x.pairs(module, d)
+    xs, ds = replace(x, _pairs=None).pairs(module, d)
     parts = (rows.of[name].to(d.dtype).split(xs.counts) for rows in (xs, ds))
     found = torch.stack([of.mT @ rows for rows, of in zip(*parts, strict=True)])
     return found.mT if module.is_transposed else found

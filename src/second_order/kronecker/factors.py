@@ -8,18 +8,18 @@ Everything is decided on the device, so that no update waits for the host.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from second_order.kronecker.explanation import Explanation
 from second_order.kronecker.layers import FactorShape, PairStatistics
+from second_order.kronecker.rows import next_serial
 from second_order.kronecker.stacks import as_stack, in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
@@ -32,16 +32,16 @@ __all__ = [
     "Reduction",
     "StagedStatistics",
     "StatisticsSums",
+    "end_pass",
     "mean_eigenvalue",
     "of_examples",
     "put",
-    "scale_squared",
     "sums_of",
     "update_averages",
 ]
 
 Reduction: TypeAlias = Literal["mean", "sum", "step_mean"]
-"""What a loss is: a mean over its pass's examples, a sum over them, or that over the step's."""
+"""What a loss is: a mean over its pass's terms, a sum over them, or that over the step's."""
 
 
 @dataclass
@@ -50,13 +50,15 @@ class StatisticsSums:
 
     # By letter, the sum over examples of a factor, stored as the running average is.
     factors: dict[str, Tensor]
-    # The number of examples, then the sums of the mean eigenvalues of A's groups, G's, and L's;
-    # then the examples of each group, if these have their own.
+    # N, the number of loss terms, and the number of rows of A; then the sums of the mean
+    # eigenvalues of A's groups, G's, and L's; then the rows of each group, if these have their own.
     head: Tensor
 
 
 class StagedStatistics:
     """Sums over the pairs of one step, waiting for the step to be taken.
+
+    Those of a pass are kept apart until it is over, when the number of its loss's terms is known.
 
     They are kept as the running averages are, so that no more than one layer's full matrices exist
     at a time. A pair with a non-finite statistic counts nothing and is counted in :attr:`dropped`.
@@ -69,7 +71,8 @@ class StagedStatistics:
         revision: A number that changes whenever the sums may have.
         cleared: The revision of the last :meth:`clear`.
         explanation: The gradient in these passes beside the pairs, where they are compared.
-        settle: Brings pairs that are expected and have not been put in, if there may be any.
+        settle: Brings what passes have yet to bring, if there may be any.
+        since: A number that is larger than those of all passes before the last :meth:`clear`.
         keeps: Whether pairs may be kept until their pass ends.
     """
 
@@ -93,38 +96,37 @@ class StagedStatistics:
         self.pairs = self.micro_batches = self.work = 0
         self.revision += 1
         self.cleared = self.revision
+        self.since = next_serial()
+        # Of passes that are over: sums by letter, and the record: the number of A's rows, and the
+        # mean eigenvalues of the sums.
         self._sums: dict[str, Tensor] = {}
-        # By pass, each call's record: its rows, its examples, and the mean eigenvalues of its sums.
-        self._calls: dict[int, list[Tensor]] = {}
-        self._reduction: Reduction = "sum"
+        self._record: Tensor | None = None
+        self._open: dict[int, PassSums] = {}  # of passes that are not over
         self._first_passes: set[int] = set()
-        self._terms: dict[int, int | Tensor] = {}  # by pass
+        self._passes: set[int] = set()
 
     def knows(self, pass_id: int) -> bool:
         """Whether a backward pass has brought a pair."""
-        return pass_id in self._calls or pass_id in self._terms
+        return pass_id in self._passes
+
+    def knows_others(self, pass_id: int) -> bool:
+        """Whether another backward pass has brought a pair."""
+        return bool(self._passes - {pass_id})
 
     @property
     def empty(self) -> bool:
-        """Whether no pair has arrived, be it one to be counted alone."""
-        return not (self.pairs or self._terms)
+        """Whether no pair has arrived, be it one whose rows alone were looked at."""
+        return not self._passes
 
-    def count(self, terms: int | Tensor, pass_id: int) -> None:
-        """Count the terms of a pair, apart from its statistics."""
-        self._terms[pass_id] = self._terms.get(pass_id, 0) + terms
+    def note(self, pass_id: int) -> None:
+        """Note a backward pass that brings a pair."""
+        self._passes.add(pass_id)
 
-    @property
-    def terms(self) -> Tensor:
-        """The terms that were counted, and 1 if any pair's were, ``(2,)``."""
-        found = torch.as_tensor(sum(self._terms.values()), dtype=self.dtype, device=self.device)
-        return torch.stack([found, torch.full_like(found, bool(self._terms))])
-
-    def expect(self, pass_id: int, *, again: bool = False, reduction: Reduction = "sum") -> None:
+    def expect(self, pass_id: int, *, again: bool = False) -> None:
         """Count a pair of a backward pass, which :func:`put` brings; arguments as :meth:`add`'s."""
+        self.note(pass_id)
         self.pairs += 1
         self.revision += 1
-        self._reduction = reduction
-        self._calls.setdefault(pass_id, [])
         if not again:
             self._first_passes.add(pass_id)
             self.micro_batches = len(self._first_passes)
@@ -136,28 +138,26 @@ class StagedStatistics:
         pass_id: int,
         *,
         again: bool = False,
-        reduction: Reduction = "sum",
     ) -> None:
-        """Add a pair of a backward pass on the CPU: sums over its examples.
+        """Add a pair of a backward pass on the CPU.
 
         ``gradient_scale`` turns the captured gradient into that of the pass's loss; ``again``: an
         earlier pass has come through the same forward.
         """
-        self.expect(pass_id, again=again, reduction=reduction)
-        square = scale_squared(gradient_scale, pair.rows, reduction)
+        self.expect(pass_id, again=again)
+        self.bring(pair, gradient_scale, pass_id)
+
+    def bring(self, pair: PairStatistics, gradient_scale: Tensor | float, pass_id: int) -> None:
+        """Add a pair that is expected."""
+        square = None if _is_one(gradient_scale) else gradient_scale**2
         found = {k: _stored(factor, self.triangular) for k, factor in pair.factors.items()}
         if square is not None:
             found["G"].mul_(square)
             if self.shape.marginal:  # both are of gradients
                 found["A"].mul_(square)
         means = [mean_eigenvalue(factor, self.shape.dims[k]) for k, factor in found.items()]
-        like = means[0]
-        counts = [
-            n.view(1) if isinstance(n, Tensor) else like.new_full((1,), float(n))
-            for n in (pair.rows, pair.examples)
-        ]
         routed = [] if pair.routed is None else [pair.routed]
-        record = torch.cat([*counts, *means, *routed]).to(self.dtype)
+        record = torch.cat([_number(pair.examples, means[0]), *means, *routed]).to(self.dtype)
         if not math.isfinite(record.sum()):  # nobody waits for an answer
             record.zero_()
             # Not in place: another layer may have been given the same A.
@@ -165,26 +165,45 @@ class StagedStatistics:
             self.dropped += 1
         put([(self, pass_id, found, record)])
 
+    def bring_inputs(self, a: Tensor, examples: int | Tensor, pass_id: int) -> None:
+        """Add more rows to the A of a pair that was brought before."""
+        a = _stored(a, self.triangular).to(self.dtype)
+        mean = mean_eigenvalue(a, self.shape.dims["A"])
+        opened = self._open.get(pass_id)
+        if opened is None:  # the layer's statistics have been dropped meanwhile
+            return
+        opened.factors["A"].add_(a)
+        opened.record[: 1 + self.shape.groups] += torch.cat([_number(examples, mean), mean])
+
     def sums(self, micro_batches: int = 1) -> StatisticsSums:
         """The sums of the step, as :func:`sums_of` gives them."""
         return sums_of([self], micro_batches)[0]
 
-    def _blank(self) -> StatisticsSums:
+    def _blank(self, terms: float | Tensor) -> StatisticsSums:
         blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
         shapes = {k: self.shape.stored_shape(k, self.triangular) for k in self.shape.letters}
-        head = blank(1 + self.shape.numbers * self.shape.groups, dtype=self.dtype)
+        head = blank(2 + self.shape.numbers * self.shape.groups, dtype=self.dtype)
+        head[0] = terms
         return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, head)
 
 
-def scale_squared(
-    gradient_scale: Tensor | float, rows: int, reduction: Reduction
-) -> Tensor | float | None:
-    """The factor of a pair's G by that of its gradients; None if it is 1."""
-    if reduction == "mean":
-        # Over the rows, at first: the whole step tells what share of them counts, so that
-        # it does not matter how a batch was cut.
-        gradient_scale = gradient_scale * rows
-    return gradient_scale**2 if isinstance(gradient_scale, Tensor) or gradient_scale != 1 else None
+@dataclass
+class PassSums:
+    """A layer's sums of a pass that is not over, and their record."""
+
+    factors: dict[str, Tensor]
+    record: Tensor
+
+
+def _is_one(scale: Tensor | float) -> bool:
+    return not isinstance(scale, Tensor) and scale == 1
+
+
+def _number(number: int | Tensor, like: Tensor) -> Tensor:
+    """A number as a tensor ``(1,)`` like others."""
+    if isinstance(number, Tensor):
+        return number.view(1).to(like.dtype)
+    return like.new_full((1,), float(number))
 
 
 def put(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]) -> None:
@@ -192,42 +211,91 @@ def put(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]
     totals: list[Tensor] = []
     more: list[Tensor] = []
     for staged, pass_id, factors, record in pairs:
-        staged._calls[pass_id].append(record)
-        if not staged._sums:
-            staged._sums = factors
+        opened = staged._open.get(pass_id)
+        if opened is None:
+            staged._open[pass_id] = PassSums(factors, record)
             continue
-        totals += staged._sums.values()
-        more += factors.values()
+        totals += [*opened.factors.values(), opened.record]
+        more += [*factors.values(), record]
     if totals:
         torch._foreach_add_(totals, more)
 
 
-def sums_of(staged: Sequence[StagedStatistics], micro_batches: int = 1) -> list[StatisticsSums]:
-    """The sums of a step by layer, to be added over ranks and divided by the number of examples.
+def end_pass(
+    layers: Iterable[StagedStatistics], pass_id: int, terms: Tensor | float | None
+) -> None:
+    """Add what a pass has brought to the sums of the step.
 
-    A module used U times in a pass gives A averaged over its uses and G summed over them
-    (the lumped statistics of Ba et al. 2017, appendix C). A use without an example is none,
-    unless the whole pass has none. Each pass's loss was divided by ``micro_batches``. Of losses
-    divided by the examples of the whole step nobody knows the number here: G is to be
-    multiplied by its square.
+    ``terms``: N, if the pass's loss is a mean over so many, so that G is N² times that of the
+    captured gradients, as it would be for one term's.
+    """
+    opened: dict[torch.device, list[tuple[StagedStatistics, PassSums]]] = {}
+    for staged in layers:
+        sums = staged._open.pop(pass_id, None)
+        if sums is not None:
+            opened.setdefault(staged.device, []).append((staged, sums))
+    for device, ended in opened.items():
+        if terms is not None:
+            _scale_gradients(ended, terms, device)
+        totals: list[Tensor] = []
+        more: list[Tensor] = []
+        for staged, sums in ended:
+            if staged._record is None:
+                staged._sums, staged._record = sums.factors, sums.record
+                continue
+            totals += [*staged._sums.values(), staged._record]
+            more += [*sums.factors.values(), sums.record]
+        if totals:
+            torch._foreach_add_(totals, more)
+
+
+def _scale_gradients(
+    ended: Sequence[tuple[StagedStatistics, PassSums]],
+    terms: Tensor | float,
+    device: torch.device,
+) -> None:
+    """Multiply sums of products of gradients by N²."""
+    if not isinstance(terms, Tensor) and terms == 1:
+        return
+    scaled: dict[torch.dtype, list[Tensor]] = {}
+    for staged, sums in ended:
+        groups = staged.shape.groups
+        parts = [sums.factors["G"], sums.record[1 + groups : 1 + 2 * groups]]
+        if staged.shape.marginal:  # both are of gradients
+            parts += [sums.factors["A"], sums.record[1 : 1 + groups]]
+        for part in parts:
+            scaled.setdefault(part.dtype, []).append(part)
+    for dtype, parts in scaled.items():
+        square = terms.to(device, dtype) ** 2 if isinstance(terms, Tensor) else terms**2
+        torch._foreach_mul_(parts, square)
+
+
+def sums_of(
+    staged: Sequence[StagedStatistics],
+    micro_batches: int = 1,
+    terms: Sequence[Tensor | float] | None = None,
+) -> list[StatisticsSums]:
+    """The sums of a step by layer, to be added over ranks and divided by the numbers in the head.
+
+    ``terms`` are N of the step by layer; None: the rows that A is a sum over. Each pass's loss was
+    divided by ``micro_batches``. A module used several times in a pass has as many more rows: A is
+    the mean over its uses, and G their sum (the lumped statistics of Ba et al. 2017, appendix C).
     """
     for each in staged:
         if each.settle is not None:
             each.settle()
-    passes = [[calls for calls in each._calls.values() if calls] for each in staged]
-    # Layers whose pairs came in the same way.
-    keys = [
-        (each.device, each.factor_dtype, each._reduction, each.micro_batches, *map(len, calls))
-        for each, calls in zip(staged, passes, strict=True)
-    ]
+        for pass_id in [*each._open]:  # that nobody has ended, as of sums of losses
+            end_pass([each], pass_id, None)
+    keys = [(each.device, each.factor_dtype, each._record is None) for each in staged]
     found: dict[int, StatisticsSums] = {}
     for order, slices in _alike(keys, [each.shape for each in staged]):
-        if passes[order[0]]:
-            records = _records([passes[i] for i in order])
-            ours = [staged[i] for i in order]
-            found |= zip(order, _sums_of_alike(ours, slices, records, micro_batches), strict=True)
+        ours = [staged[i] for i in order]
+        numbers = None if terms is None else [terms[i] for i in order]
+        if ours[0]._record is None:
+            found |= {i: staged[i]._blank(0.0 if terms is None else terms[i]) for i in order}
         else:
-            found |= {i: staged[i]._blank() for i in order}
+            sums = _sums_of_alike(ours, slices, numbers, micro_batches)
+            found |= zip(order, sums, strict=True)
     return [found[i] for i in range(len(staged))]
 
 
@@ -249,70 +317,39 @@ def _alike(
         yield [group[i] for part in parts for i in part], slices
 
 
-class _Records(NamedTuple):
-    """The records of layers whose pairs came in the same way, one row each."""
-
-    total: Tensor
-    uses: Tensor | float  # in a pass; 1.0 where none is counted
-    rows: Tensor  # of the uses that count
-    passes: int
-
-
-def _records(passes: Sequence[Sequence[Sequence[Tensor]]]) -> _Records:
-    """Add up the records of layers, by layer, pass and call.
-
-    A call without an example (one beyond the end of every sequence, or one whose output's gradient
-    a derivative of ReLU has zeroed) counts only where all calls are like it.
-    """
-    like = passes[0][0][0]
-    wide = torch.float64 if like.device.type == "cpu" else like.dtype
-    totals, uses, rows = list[Tensor](), list[Any](), list[Tensor]()
-    for i, first in enumerate(passes[0]):
-        calls = [as_stack([layer[i][call] for layer in passes]) for call in range(len(first))]
-        totals += calls
-        if len(calls) == 1:
-            uses.append(1.0)
-            rows.append(calls[0][:, 0])
-        else:
-            whole = torch.stack(calls)
-            present = whole[..., 1] > 0
-            counts = (present | ~present.any(0)).to(wide)
-            uses.append(counts.sum(0))
-            rows.append((whole[..., 0] * counts).sum(0))
-    total, used, all_rows = (reduce(operator.add, each) for each in (totals, uses, rows))
-    return _Records(total, used / len(passes[0]), all_rows, len(passes[0]))
-
-
 def _sums_of_alike(
     staged: Sequence[StagedStatistics],
     slices: Sequence[slice],
-    records: _Records,
+    terms: Sequence[Tensor | float] | None,
     micro_batches: int,
 ) -> list[StatisticsSums]:
-    """The sums of layers whose pairs came in the same way, equal ones next to each other."""
-    first = staged[0]
-    scale: Tensor | float = records.uses * micro_batches**2
-    if first._reduction == "mean":
-        examples, rows = records.total[:, 1], records.rows
-        if rows.device.type == "cpu":
-            examples, rows = examples.double(), rows.double()
-        share = (examples / rows.clamp_min(1.0)) ** 2
-        scale = share if isinstance(scale, float) and scale == 1.0 else share * scale
-    elif first._reduction == "step_mean":
-        # An example is counted at each use, and in each pass that comes through its forward.
-        counted_again = records.uses * records.passes / max(first.micro_batches, 1)
-        scale = scale / counted_again**2
-    heads, factors = records.total[:, 1:], [each._sums for each in staged]
-    scale = scale if isinstance(scale, Tensor) else heads.new_full((len(staged),), scale)
-    if scale.device.type == "cpu" and bool((scale == 1.0).all()):  # nobody waits for an answer
+    """The sums of layers that have any, equal ones next to each other."""
+    records = as_stack([cast(Tensor, each._record) for each in staged])
+    numbers = records[:, :1] if terms is None else _column(terms, records)
+    heads, factors = torch.cat([numbers, records], 1), [each._sums for each in staged]
+    if micro_batches == 1:
         pairs = zip(factors, heads.unbind(), strict=True)
         sums = [StatisticsSums(dict(parts), head) for parts, head in pairs]
     else:
-        sums = _times(heads, factors, slices, scale, first.shape.groups)
+        scale = heads.new_full((len(staged),), micro_batches**2)
+        sums = _times(heads, factors, slices, scale, staged[0].shape.groups)
     for each, of in zip(sums, staged, strict=True):
         if of.factor_dtype != of.dtype:
             each.factors = {k: total.to(of.factor_dtype) for k, total in each.factors.items()}
     return sums
+
+
+def _column(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
+    """One number for each row, ``(n, 1)``; a device gets no more numbers than are different."""
+    first = numbers[0]
+    if all(number is first for number in numbers) or not any(
+        isinstance(number, Tensor) or number != first for number in numbers
+    ):
+        if isinstance(first, Tensor):
+            return first.to(like).expand(len(numbers), 1)
+        return like.new_full((len(numbers), 1), first)
+    each = [n.to(like) if isinstance(n, Tensor) else like.new_full((), n) for n in numbers]
+    return torch.stack(each).unsqueeze(1)
 
 
 def _times(
@@ -324,7 +361,7 @@ def _times(
 ) -> list[StatisticsSums]:
     """Sums, with those of each layer's G times a number of ``scale``."""
     heads = heads.clone()
-    heads[:, 1 + groups : 1 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))
+    heads[:, 2 + groups : 2 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))
     found: list[Tensor] = []
     for alike in slices:
         whole = as_stack([each["G"] for each in factors[alike]])
@@ -338,9 +375,9 @@ def _times(
 def of_examples(
     sums: Sequence[StatisticsSums], shapes: Sequence[FactorShape], share: Tensor | float
 ) -> list[StatisticsSums]:
-    """The sums over all processes with G that of examples, of losses divided by their number N.
+    """The sums over all processes with G that of one term, of losses divided by their number N.
 
-    ``share`` of N are the examples in the sums.
+    ``share`` of N are the terms in the sums.
     """
     keys = [(each.head.device, each.head.dtype, each.factors["G"].shape) for each in sums]
     found: dict[int, StatisticsSums] = {}
@@ -366,7 +403,7 @@ class KroneckerFactors:
         weight: W of the top of this file, a scalar; 0 before the first statistic.
         means: ``(2, groups)``: the mean eigenvalues of A and of G, averaged as they are; ``(3, 1)``
             with that of L; ``(3, groups)`` with each group's share of the examples, of experts.
-        examples: Number of examples in an update, averaged as the factors are; 0 before the first.
+        examples: Number of rows of A in an update, averaged as the factors are; 0 before the first.
         stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
 
@@ -466,12 +503,13 @@ def _take_in(
     # all ranks knows: so that all come to the same verdict, whoever keeps the factors.
     most = torch.finfo(sums[0].factors["A"].dtype).max
     bounds = tuple(most / max(each.shape.dims.values()) for each in averages)
-    over = ~(heads[:, 1:].amax(1) <= _constants(bounds, heads.dtype, heads.device))  # or NaN
+    over = ~(heads[:, 2:].amax(1) <= _constants(bounds, heads.dtype, heads.device))  # or NaN
     # On the CPU nobody waits for an answer.
     dropping = over.device.type != "cpu" or bool(over.any())
     if dropping:
         heads.masked_fill_(over.unsqueeze(1), 0.0)
-    examples, means = heads[:, 0], heads[:, 1:].unflatten(1, (shape.numbers, -1))
+    terms, examples = heads[:, 0], heads[:, 1]
+    means = heads[:, 2:].unflatten(1, (shape.numbers, -1))
     unit_trace = None
     if shape.marginal:
         # Both factors of gradients have the trace of the curvature, which their product is to have
@@ -481,14 +519,20 @@ def _take_in(
         unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
         means[:, 0, 0] *= unit_trace
     owned = [vars(each) for each in averages]
-    weight, present = own_stack(owned, "weight"), examples > 0
+    # A layer of which no row has ever had a gradient has no curvature to average yet.
+    weight = own_stack(owned, "weight")
+    present = (examples > 0) & ((means[:, 1] != 0).any(1) | (weight > 0))
     torch.where(present, weight * decay + 1.0, weight, out=weight)
     # X + step (x - X), where a step of 0 leaves X bit for bit.
     step = weight.clamp_min(1.0).reciprocal_() * present
     own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
-    examples = examples.clamp_min(1.0)
+    # A, and L, are means over rows, G is one over terms.
+    numbers = torch.stack([terms if k == "G" else examples for k in shape.letters], 1)
+    if shape.routed:
+        numbers = torch.cat([numbers, examples.unsqueeze(1)], 1)
+    numbers = numbers.clamp_min(1.0)
     average = own_stack(owned, "means")
-    news, steps = (means / _rows(examples, means)).to(average.dtype), _rows(step, average)
+    news, steps = (means / _rows(numbers, means)).to(average.dtype), _rows(step, average)
     if shape.routed:
         own, step_a = _own_means(average[:, -1], news[:, -1], step.unsqueeze(1))
         news[:, 0].mul_(own)
@@ -505,8 +549,9 @@ def _take_in(
                 total.masked_fill_(_rows(over[alike], total), 0.0)
             if unit_trace is not None and letter == "A":
                 total = total * _rows(unit_trace[alike], total)
-            # The number of examples is not rounded to the factors' dtype.
-            number, narrow = _rows(examples[alike], total), total.dtype != examples.dtype
+            # Numbers are not rounded to the factors' dtype.
+            number = _rows(numbers[alike, shape.letters.index(letter)], total)
+            narrow = total.dtype != numbers.dtype
             mean = total.to(examples.dtype) / number if narrow else total.div_(number)
             steps = step
             if shape.routed and letter == "A":

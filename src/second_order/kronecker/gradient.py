@@ -122,7 +122,7 @@ def _sums_of_alike(
         whole = pack_upper_triangular(whole) if triangular and not diagonal else whole
         factors[letter] = whole.to(first.factor_dtype).unsqueeze(1).unbind()
     traces = [size / shape.in_dim, size * scale * examples / shape.out_dim]
-    heads = torch.stack([examples, *traces], 1).to(dtype).unbind()
+    heads = torch.stack([examples, examples, *traces], 1).to(dtype).unbind()
     sums: dict[KroneckerBlock, StatisticsSums] = {}
     for block, head, *parts in zip(blocks, heads, *factors.values(), strict=True):
         block.state.heard = True

@@ -38,13 +38,12 @@ from second_order.kronecker.layers import (
     embedding_fits,
     embedding_gradient,
     embedding_statistics,
+    form_rows,
     gram,
     key_of,
     linear_fits,
     linear_gradient,
     linear_statistics,
-    live_rows,
-    reduced,
     rows_of_embedding,
 )
 from second_order.kronecker.standardised import STANDARDISED, is_standardised
@@ -65,24 +64,21 @@ SIZE_NAMES = (("out_features", "in_features"), ("out_channels", "in_channels"))
 
 def _attention_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
     if d.shape[-1] > x.shape[-1]:  # one input: (batch, positions, E) and (batch, positions, 3 E)
-        if form.approximation == "reduce":
-            x, d = reduced(x, d)
-        x, d = x.flatten(0, -2), d.flatten(0, -2)
-        live = live_rows(d)
+        x, d, live = form_rows(x, d, form)
         a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
-        g = gram(live.pick(d).unflatten(1, (3, -1)).transpose(0, 1), False, form.triangular)
+        g = gram(d.unflatten(1, (3, -1)).transpose(0, 1), False, form.triangular)
         a = a.expand(3, *a.shape[1:]).clone()
-        return PairStatistics({"A": a, "G": g}, live.count, len(d))
-    each = [
-        linear_statistics(module, part, of, replace(form, known=None))
-        for part, of in zip(x, d, strict=True)
-    ]
+        return PairStatistics({"A": a, "G": g}, live.count)
+    each: list[PairStatistics] = []
+    for third, (part, of) in enumerate(zip(x, d, strict=True)):
+        own = None if form.rows is None else form.rows.third(third)
+        each.append(linear_statistics(module, part, of, replace(form, known=None, rows=own)))
     # The examples are the queries, which have loss terms; A is a mean over each third's own rows.
     counts = [at_least_one(pair.examples) for pair in each]
     more = [counts[0] / count for count in counts]
     a = torch.cat([pair.factors["A"] * by for pair, by in zip(each, more, strict=True)])
     g = torch.cat([pair.factors["G"] for pair in each])
-    return PairStatistics({"A": a, "G": g}, each[0].examples, each[0].rows)
+    return PairStatistics({"A": a, "G": g}, each[0].examples)
 
 
 def _attention_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
@@ -95,15 +91,12 @@ def _attention_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
 
 
 def _tied_output_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    if form.approximation == "reduce" and x.dim() > 2:
-        x, d = reduced(x.flatten(1, -2), d.flatten(1, -2))
-    x, d = x.reshape(-1, x.shape[-1]), d.reshape(-1, d.shape[-1])
-    live = live_rows(d)
-    x, squares = live.pick(x), live.pick(d).square()
+    x, d, live = form_rows(x, d, form)
+    squares = d.square()
     entries = x.square().sum(1) @ squares
     weighted = x * squares.sum(1, keepdim=True).sqrt()
     factors = {"A": entries.unsqueeze(0), "G": gram(weighted.unsqueeze(0), False, form.triangular)}
-    return PairStatistics(factors, live.count, len(d))
+    return PairStatistics(factors, live.count)
 
 
 def _sizes(module: nn.Module, bias: bool, *, weight: str, transposed: bool) -> FactorShape:
@@ -287,4 +280,5 @@ def register_layer(
         weight,
         "" if bias is None else bias,
         gradient=gradient,
+        rows=rows_of,
     )

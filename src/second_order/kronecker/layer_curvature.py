@@ -32,6 +32,11 @@ Eigen: TypeAlias = Mapping[str, tuple[Tensor, Tensor | None]]
 
 CORRECTED, VALUES, VECTORS = "corrected", "_eigenvalues", "_eigenvectors"
 
+INPUTS_ALONE = (
+    'layer {name!r} has A of its inputs alone, and no F: measure it with factors="kfac" or '
+    '"ekfac". A itself is curvature[{name!r}].A'
+)
+
 
 @dataclass(frozen=True, eq=False)
 class LayerCurvature:
@@ -47,7 +52,8 @@ class LayerCurvature:
             their packed triangles ``(groups, n (n + 1) / 2)``, or the diagonal ``(groups, n)`` of a
             diagonal A. Empty if another process keeps them. "A" is of inputs, "G" of the outputs'
             gradients, "L" of a doubly factored layer's locations. The layer of a bias or of a
-            normalisation has A = 1 and is all in G. Without "G" it counts as the identity.
+            normalisation has A = 1 and is all in G. Without "G" they are of inputs alone, and there
+            is no F.
         examples: Number of examples that the factors are the mean of; of running averages, the mean
             number in an update.
         updates: Number of updates that running averages are of, as far as they remember: W, the sum
@@ -138,9 +144,19 @@ class LayerCurvature:
             found[letter] = (parts[-1], parts[0] if len(parts) > 1 else None)
         return found
 
+    def _check_is_whole(self) -> None:
+        """Raise ValueError if there is no G."""
+        if self.stored and "G" not in self.stored:
+            raise ValueError(INPUTS_ALONE.format(name=self.name))
+
     @property
     def values(self) -> Tensor:
-        """The eigenvalues of F, ``(groups, out, in)``, at their places in the eigenbasis."""
+        """The eigenvalues of F, ``(groups, out, in)``, at their places in the eigenbasis.
+
+        Raises:
+            ValueError: If the layer has A alone; so do all functions of F.
+        """
+        self._check_is_whole()
         if self.corrected is not None:
             return self.corrected
         return self._outer({letter: values for letter, (values, _) in self.eigen.items()})
@@ -178,12 +194,14 @@ class LayerCurvature:
 
     def apply(self, matrix: Tensor) -> Tensor:
         """F V for ``(..., groups, out, in)``."""
+        self._check_is_whole()
         if self.corrected is not None:
             return self.function(matrix, lambda values: values)
         return _product(matrix, self.factors)
 
     def function(self, matrix: Tensor, f: Callable[[Tensor], Tensor]) -> Tensor:
         """f(F) V for ``(..., groups, out, in)``, f of the eigenvalues, element by element."""
+        self._check_is_whole()
         rotated = _product(matrix, {letter: q.mT for letter, q in self._vectors.items()})
         return _product(rotated * f(self.values), self._vectors)
 
@@ -200,6 +218,7 @@ class LayerCurvature:
 
     def trace(self) -> float:
         """Tr F, of the factors' traces."""
+        self._check_is_whole()
         if self.corrected is not None:
             return float(self.corrected.sum())
         traces = {letter: each.sum(-1, keepdim=True) for letter, each in self._diagonals.items()}
@@ -211,6 +230,7 @@ class LayerCurvature:
 
     def diagonal(self) -> Tensor:
         """The diagonal of F as a matrix ``(groups, out, in)``."""
+        self._check_is_whole()
         if self.corrected is None:
             return self._outer(self._diagonals)
         return _product(self.corrected, {k: q.square() for k, q in self._vectors.items()})
@@ -318,9 +338,7 @@ class LayerCurvature:
         a = of["A"]
         if "L" in of:
             a = (a.unsqueeze(-1) * of["L"].unsqueeze(-2)).flatten(-2)
-        if "G" in of:
-            return of["G"].unsqueeze(-1) * a.unsqueeze(-2)
-        return a.unsqueeze(-2).expand(-1, self.shape.out_dim, -1)
+        return of["G"].unsqueeze(-1) * a.unsqueeze(-2)
 
 
 def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:

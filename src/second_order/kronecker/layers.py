@@ -6,10 +6,9 @@ layer is the same to the solvers: A is ``(groups, in, in)``, G is ``(groups, out
 gradient is ``(groups, out, in)``. An embedding is the Linear on one-hot rows: its A is diagonal,
 kept as ``(groups, in)``.
 
-Rows whose output gradient is exactly zero are no examples: a padded token, a label that the loss
-ignores, an example beyond a hinge. Counted as an example it would thin A by inputs that teach
-nothing, and a mean over N terms would be taken for one over more: G would be too large by their
-number over N.
+A is a mean over the rows that take part in a pass. Padded tokens do not: they would thin A by
+inputs that teach nothing. Which rows take part is decided for all layers of a pass together, in
+:mod:`second_order.kronecker.rows`.
 
 Sources: Martens & Grosse 2015 (Linear), Eschenhagen et al. 2023 (expand and reduce). Convolutions
 are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.kronecker.kinds`.
@@ -92,15 +91,15 @@ class FactorShape:
 
 @dataclass(frozen=True)
 class LiveRows:
-    """The rows of a captured pair that are examples: their output gradient is not zero."""
+    """The rows of a captured pair that count."""
 
-    mask: Tensor | None  # (rows,), True where a row is an example; None if all are known to be
-    count: int | Tensor  # of examples; on a device a scalar tensor, which the host does not read
+    mask: Tensor | None  # (rows,), True where a row counts; None if all are known to count
+    count: int | Tensor  # of these; on a device a scalar tensor, which the host does not read
 
     def pick(self, rows: Tensor) -> Tensor:
-        """The examples among ``(rows, ...)``; on a device all rows, the others being zero.
+        """Those among ``(rows, ...)`` that count; on a device all rows, the others being zero.
 
-        A row that is no example and not finite becomes NaN, as it does in the weight's gradient.
+        One that does not count and is not finite becomes NaN, as it does in the weight's gradient.
         """
         if self.mask is None:
             return rows
@@ -113,6 +112,20 @@ class LiveRows:
         if self.mask is None or other.mask is None:
             return self.mask is other.mask and bool(self.count == other.count)
         return _answers_at_once(self.mask.device) and torch.equal(self.mask, other.mask)
+
+    def third(self, which: int) -> LiveRows:
+        """Those of queries, keys or values, where the rows are of all three in turn."""
+        if self.mask is None:
+            assert isinstance(self.count, int)
+            return LiveRows(None, self.count // 3)
+        return rows_in(self.mask.view(3, -1)[which])
+
+    def parts(self, number: int) -> LiveRows:
+        """The examples that have a row that counts, where each of so many has equally many rows."""
+        if self.mask is None:
+            return LiveRows(None, number)
+        mask = self.mask.view(number, -1).any(1)
+        return LiveRows(mask, _count(mask))
 
 
 def live_rows(d: Tensor) -> LiveRows:
@@ -135,6 +148,22 @@ def live_rows(d: Tensor) -> LiveRows:
     return LiveRows(mask, len(d) - len(dead))
 
 
+def all_rows(number: int) -> LiveRows:
+    """So many rows, all of which count."""
+    return LiveRows(None, number)
+
+
+def rows_in(mask: Tensor) -> LiveRows:
+    """The rows of a mask, ``(rows,)``; on the CPU None takes the place of one that has them all."""
+    count = _count(mask)
+    everything = not isinstance(count, Tensor) and count == len(mask)
+    return LiveRows(None if everything else mask, count)
+
+
+def _count(mask: Tensor) -> int | Tensor:
+    return int(mask.sum()) if _answers_at_once(mask.device) else mask.sum()
+
+
 def _answers_at_once(device: torch.device) -> bool:
     """Whether values on a device can be read without waiting, as on the CPU."""
     return device.type == "cpu"
@@ -144,13 +173,12 @@ def _answers_at_once(device: torch.device) -> bool:
 class PairStatistics:
     """Sums over one captured pair.
 
-    A, divided by ``examples``, is this pair's estimate of A, and so with L. G, times ``examples``,
-    is the estimate of G when the loss is a mean over the examples; divided by them, when a sum.
+    A, divided by ``examples``, is this pair's estimate of A, and so with L. G is divided by the
+    terms of the loss, which only the whole pass shows.
     """
 
     factors: dict[str, Tensor]  # the sums by letter, (groups, n, n), triangles, or diagonals
     examples: int | Tensor  # on a device a scalar tensor, which the host does not read
-    rows: int  # those without a gradient included
     live: LiveRows | None = None  # the rows that A is a sum over, if another layer may use it
     routed: Tensor | None = None  # examples of each group, if these have their own, (groups,)
 
@@ -163,6 +191,11 @@ class Form:
     approximation: Approximation  # of dimensions that share the weight (Eschenhagen et al. 2023)
     triangular: bool = False  # symmetric sums are upper triangles
     known: PairStatistics | None = None  # of another Linear with the same input: its A may serve
+    rows: LiveRows | None = None  # that A is a sum over; None for those with a gradient
+
+    def live(self, d: Tensor) -> LiveRows:
+        """The rows of gradients ``(rows, ...)`` that A is a sum over."""
+        return live_rows(d) if self.rows is None else self.rows
 
 
 CONVOLUTIONS = (
@@ -239,24 +272,32 @@ def symmetric(
 
 def linear_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
     """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``."""
-    if form.approximation == "reduce" and x.dim() > 2:
-        x, d = reduced(x.flatten(1, -2), d.flatten(1, -2))
-    x, d = x.reshape(d.numel() // d.shape[-1], x.shape[-1]), d.reshape(-1, d.shape[-1])
-    live = live_rows(d)
-    g = gram(live.pick(d).unsqueeze(0), False, form.triangular)
+    x, d, live = form_rows(x, d, form)
+    g = gram(d.unsqueeze(0), False, form.triangular)
     known = form.known
     if known is not None and known.live is not None and known.live.same(live):
-        return PairStatistics({"A": known.factors["A"], "G": g}, live.count, len(d), known.live)
+        return PairStatistics({"A": known.factors["A"], "G": g}, live.count, known.live)
     a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
-    return PairStatistics({"A": a, "G": g}, live.count, len(d), live)
+    return PairStatistics({"A": a, "G": g}, live.count, live)
 
 
-def reduced(x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """Means of inputs ``(N, T, in)`` and sums of gradients ``(N, T, out)`` over live positions."""
-    live, length = live_rows(d.flatten(0, 1)), d.shape[1]
+def form_rows(x: Tensor, d: Tensor, form: Form) -> tuple[Tensor, Tensor, LiveRows]:
+    """The rows of a Linear's pair, ``(rows, in)`` and ``(rows, out)``, and those that count.
+
+    With "reduce" a row is an example's mean input and the sum of its gradients.
+    """
+    if form.approximation == "reduce" and x.dim() > 2:
+        live = form.live(d.reshape(-1, d.shape[-1]))
+        return *reduced(x.flatten(1, -2), d.flatten(1, -2), live), live.parts(len(d))
+    x, d = x.reshape(d.numel() // d.shape[-1], x.shape[-1]), d.reshape(-1, d.shape[-1])
+    return x, d, form.live(d)
+
+
+def reduced(x: Tensor, d: Tensor, live: LiveRows) -> tuple[Tensor, Tensor]:
+    """Means of inputs ``(N, T, in)`` over positions that count, and sums of ``(N, T, out)``."""
     if live.mask is None:
         return x.mean(1), d.sum(1)
-    mask = live.mask.view(-1, length, 1)
+    mask = live.mask.view(-1, d.shape[1], 1)
     return (x * mask).sum(1) / mask.sum(1).clamp_min(1), d.sum(1)
 
 
@@ -297,6 +338,8 @@ class LayerKind:
     # A pair's part of the weight's gradient, and whether its sizes can be the layer's.
     gradient: Callable[[nn.Module, Tensor, Tensor], Tensor] = linear_gradient
     fits: Callable[[nn.Module, Tensor, Tensor], bool] = lambda module, x, d: True
+    # The rows of a pair where they are not its tensors' first dimensions.
+    rows: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 KINDS: dict[Key, LayerKind] = {}
@@ -328,7 +371,7 @@ def embedding_statistics(
     # has a term per example, the tokens are treated as the locations of a convolution are.
     embedding, d = cast(nn.Embedding, module), _scaled(module, d)
     tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
-    live, padding = live_rows(rows), embedding.padding_idx
+    live, padding = form.live(rows), embedding.padding_idx
     if tied:
         rows = rows if padding is None else rows * (tokens != padding).unsqueeze(1)
         ones = rows.square().sum(1)
@@ -340,14 +383,14 @@ def embedding_statistics(
             ones.masked_fill_(tokens == padding, 0.0)
     entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
     entries.scatter_add_(0, tokens.long(), ones)
-    g = gram((rows if tied else live.pick(rows)).unsqueeze(0), False, form.triangular)
+    g = gram(rows.unsqueeze(0), False, form.triangular)
     factors = {"A": entries.unsqueeze(0), "G": g}
     if form.approximation == "expand" or x.dim() < 2:
-        return PairStatistics(factors, live.count, len(rows))
-    examples = live_rows(d.flatten(1)).count
+        return PairStatistics(factors, live.count)
+    examples = live.parts(len(d)).count
     if not tied:
         g.mul_(examples / at_least_one(live.count))
-    return PairStatistics(factors, examples, len(d))
+    return PairStatistics(factors, examples)
 
 
 def at_least_one(count: int | Tensor) -> int | Tensor:

@@ -4,11 +4,16 @@ Padding counts nothing. Which rows of a layer's input are padding is told by a m
 entries and positions: a tensor whose first dimensions are the mask's, or are those flattened, has
 its rows. A mask is read on the host, before the batch goes to the model's device, so that nothing
 there is waited for.
+
+Which terms of the loss count is decided by the labels, or by the same masks, and not by the values
+of the terms: the cross-entropy of a confident example is exactly 0 in float32.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -19,9 +24,11 @@ from second_order.kronecker.fisher import LIKELIHOODS, Likelihood, logits_of, sa
 __all__ = [
     "END",
     "Call",
+    "Entries",
     "Loss",
     "Mask",
     "Rows",
+    "Terms",
     "call_model",
     "drawn",
     "each_of",
@@ -30,6 +37,7 @@ __all__ = [
     "length_of",
     "masks_of",
     "moved",
+    "terms_in",
     "terms_of",
 ]
 
@@ -43,6 +51,32 @@ IGNORED = -100
 UNREDUCED = (
     'return the losses of all terms, as cross_entropy(..., reduction="none") gives them, or their '
     "sum and number as (sum, number)"
+)
+MASK_OF_POSITIONS = (
+    "the batch's attention_mask has the shape {shape}, which does not say which positions are "
+    "padding; pass mask=lambda batch: ..., of shape (entries, positions), True where a position "
+    "counts"
+)
+FLOAT_TARGETS = (
+    "the batch's targets are {dtype}, which are not labels of classes: choose what labels are "
+    'drawn from the outputs. likelihood="gaussian" is for regression, "bernoulli" for targets of '
+    '0 and 1, "categorical" for probabilities of classes'
+)
+ONE_CLASS = (
+    "the model's output has the shape {shape}, one class for each row: its labels are certain, and "
+    'F is zero. For regression write likelihood="gaussian", for one binary logit '
+    'likelihood="bernoulli"'
+)
+WHICH_CLASSES = (
+    "the model's output has the shape {shape}, and the batch's labels do not say which dimension "
+    "the classes are: return rows of logits from call=lambda model, batch: ..., which are "
+    "output.movedim(1, -1).flatten(0, -2) if the classes are dimension 1, and output.flatten(0, "
+    '-2) if they are the last; or give likelihood="bernoulli", "gaussian" or a function'
+)
+NO_BATCH_DIMENSION = (
+    "the model's output has the shape {shape}, without a dimension for the entries of the batch; "
+    "let the loader give batches, as x.unsqueeze(0) is one of a single entry (for one output of "
+    'each entry, keep its dimension: (entries, 1), with likelihood="gaussian" or "bernoulli")'
 )
 
 
@@ -68,14 +102,69 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def entries_of(batch: Any) -> int:
-    """The number of a batch's entries: the first dimension of its first tensor."""
+def _tensors_of(batch: Any) -> list[Tensor]:
+    """A batch's tensors that have a dimension, in their order."""
+    values: Any = ()
     if isinstance(batch, Tensor):
-        return len(batch) if batch.dim() else 0
-    values = batch.values() if isinstance(batch, Mapping) else batch
-    if isinstance(batch, (Mapping, tuple, list)):
-        return next((entries_of(value) for value in values if isinstance(value, Tensor)), 0)
-    return 0
+        values = [batch]
+    elif isinstance(batch, Mapping):
+        values = batch.values()
+    elif isinstance(batch, (tuple, list)):
+        values = batch
+    return [value for value in values if isinstance(value, Tensor) and value.dim() > 0]
+
+
+@dataclass(frozen=True)
+class Entries:
+    """How many entries a batch has.
+
+    Attributes:
+        number: Their number, as the batch's tensors tell it.
+        seconds: Second dimensions of these tensors: one of them is the number of entries if the
+            model reads positions first. None if ``mask=`` has told the number.
+        shapes: Shapes of the batch's tensors.
+    """
+
+    number: int
+    seconds: frozenset[int]
+    shapes: frozenset[torch.Size]
+
+
+def entries_of(batch: Any, mask: Tensor | None = None) -> Entries:
+    """The number of a batch's entries.
+
+    It is the first dimension of a mask of entries and positions, or else that of most tensors.
+    Tensors that all entries share do not count: a single number, or ``(1, positions)`` next to
+    ``(entries, positions)``. If there are as many labels as the input's second dimension has
+    entries, the input's positions come first.
+    """
+    tensors = _tensors_of(batch)
+    shapes = frozenset(t.shape for t in tensors)
+    if mask is not None:
+        return Entries(len(mask), frozenset(), shapes)
+
+    voting = [t for t in tensors if t.numel() != 1] or tensors
+    tails = {t.shape[1:] for t in voting if len(t) > 1}
+    voting = [t for t in voting if len(t) != 1 or t.dim() == 1 or t.shape[1:] not in tails]
+    seconds = frozenset(t.shape[1] for t in voting if t.dim() > 1)
+    if not voting:
+        return Entries(0, seconds, shapes)
+    ((number, _),) = Counter(map(len, voting)).most_common(1)
+    first = next(t for t in voting if len(t) == number)
+    labels = labels_of(batch)
+    if labels is not None and first.dim() > 1 and first.shape[1] == len(labels) != number:
+        number = len(labels)
+    return Entries(number, seconds, shapes)
+
+
+def labels_of(batch: Any) -> Tensor | None:
+    """The targets in a batch: a mapping's "labels", the second entry of a tuple or list."""
+    found = None
+    if isinstance(batch, Mapping):
+        found = batch.get("labels")
+    elif isinstance(batch, (tuple, list)) and len(batch) > 1:
+        found = batch[1]
+    return found if isinstance(found, Tensor) and found.dim() > 0 else None
 
 
 def moved(batch: Any, device: torch.device) -> Any:
@@ -116,22 +205,32 @@ def _has_decoder(model: nn.Module) -> bool:
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
+def _predicts_next(model: nn.Module) -> bool:
+    """Whether a model of Hugging Face's predicts at each position the label of the next one."""
+    can_generate = getattr(model, "can_generate", None)
+    return callable(can_generate) and bool(can_generate()) and not _has_decoder(model)
+
+
 def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
     """The masks of a batch, ``(entries, ...)``, by its attention masks and its labels.
 
     Raises:
         ValueError: If those of an encoder and of its decoder differ, and have one shape, by which
-            rows could not be told apart.
+            rows could not be told apart; or if an attention mask is not of entries and positions.
     """
+    labels = _labeled(labels_of(batch))
+    of_labels = [] if labels is None else [labels]
     if not isinstance(batch, Mapping):
-        labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-        return _of_labels(labels)
+        return of_labels
     named = (batch.get(key) for key in ("decoder_attention_mask", "attention_mask"))
-    found = [mask != 0 for mask in named if isinstance(mask, Tensor) and mask.dim() == 2]
-    found += _of_labels(batch.get("labels"))
+    given = [mask for mask in named if isinstance(mask, Tensor)]
+    for mask in given:
+        if mask.dim() > 2:
+            raise ValueError(MASK_OF_POSITIONS.format(shape=tuple(mask.shape)))
+    found = [mask != 0 for mask in given if mask.dim() == 2] + of_labels
     if _has_decoder(model):
-        tokens, mask = batch.get("input_ids"), batch.get("attention_mask")
-        read: Any = torch.ones_like(tokens) if mask is None and tokens is not None else mask
+        tokens, padding = batch.get("input_ids"), batch.get("attention_mask")
+        read: Any = torch.ones_like(tokens) if padding is None and tokens is not None else padding
         alike = [each for each in found if read is not None and each.shape == read.shape]
         if any(bool((each != (read != 0)).any()) for each in alike):
             raise ValueError(
@@ -141,22 +240,22 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
     return found
 
 
-def _of_labels(labels: Any) -> list[Tensor]:
-    whole = isinstance(labels, Tensor) and labels.dim() > 0
-    if not whole or labels.is_floating_point() or labels.dtype is torch.bool:
-        return []
-    return [labels != IGNORED]
+def _labeled(labels: Tensor | None) -> Tensor | None:
+    """Where there are labels of classes; None without any."""
+    if labels is None or labels.is_floating_point() or labels.dtype is torch.bool:
+        return None
+    return labels != IGNORED
 
 
 class Rows:
     """The rows that count in a batch's tensors, by the shape of these without their last dimension.
 
-    The first mask that fits a shape decides. A shape that no mask fits has no rows left out.
+    A shape that no mask fits has no rows left out.
     """
 
     def __init__(self, masks: Sequence[Any], device: torch.device) -> None:
-        self._masks = [torch.as_tensor(mask, device="cpu").detach().bool() for mask in masks]
-        self._device = device
+        self.masks = [torch.as_tensor(mask, device="cpu").detach().bool() for mask in masks]
+        self.device = device
         self._found: dict[torch.Size, tuple[Tensor | None, int]] = {}
         self._homogeneous: dict[Any, Tensor] = {}
         self.unknown: set[torch.Size] = set()  # shapes that masks say nothing of
@@ -170,32 +269,19 @@ class Rows:
 
     def entries(self, shape: torch.Size) -> int:
         """The number of a shape's entries, its first dimension, of which any row counts."""
-        whole = self._whole(shape)
+        whole = _fitted(self.masks, shape)
         return shape[0] if whole is None else int(whole.flatten(1).any(1).sum())
 
     def _look(self, shape: torch.Size) -> tuple[Tensor | None, int]:
-        whole = self._whole(shape)
+        whole = _fitted(self.masks, shape)
         if whole is None:
-            if self._masks:
+            if self.masks:
                 self.unknown.add(shape)
             return None, shape.numel()
         (index,) = whole.flatten().nonzero(as_tuple=True)
         if len(index) == whole.numel():
             return None, len(index)
-        return index.to(self._device, non_blocking=True), len(index)
-
-    def _whole(self, shape: torch.Size) -> Tensor | None:
-        """The first mask that fits a shape, in that shape; None if there is none."""
-        for mask in self._masks:
-            if shape == (mask.numel(),):
-                return mask.flatten()
-            for fits in (mask, mask.mT) if mask.dim() == 2 else (mask,):  # positions may be first
-                if shape[: fits.dim()] == fits.shape:
-                    rest = (1,) * (len(shape) - fits.dim())
-                    return fits.reshape(*fits.shape, *rest).expand(shape)
-            if shape == mask.shape[:1]:  # entries have been pooled
-                return mask.flatten(1).any(1)
-        return None
+        return index.to(self.device, non_blocking=True), len(index)
 
     def pick(self, x: Tensor) -> tuple[Tensor, int]:
         """The counted rows of ``(..., n)`` as ``(rows, n)``, and their number."""
@@ -226,37 +312,171 @@ class Rows:
         return flat.index_fill_(0, index, 1.0).view(shape)
 
 
-def terms_of(value: Any) -> tuple[Tensor, int | Tensor]:
-    """The sum of a loss's terms, and their number; those that are exactly zero are none.
+def _fitted(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
+    """The mask that fits a shape best, in that shape; None if none does.
+
+    That is one of the same shape, or of its rows flattened; or of its first dimensions; or of
+    positions that have been pooled.
+    """
+    for mask in masks:
+        if (same := _exactly(mask, shape)) is not None:
+            return same
+    for mask in sorted(masks, key=Tensor.dim, reverse=True):
+        for turned in _both_ways(mask):
+            if shape[: turned.dim()] == turned.shape:
+                rest = (1,) * (len(shape) - turned.dim())
+                return turned.reshape(*turned.shape, *rest).expand(shape)
+    for mask in masks:
+        if shape == mask.shape[:1]:
+            return mask.flatten(1).any(1)
+    return None
+
+
+def _exactly(mask: Tensor, shape: torch.Size) -> Tensor | None:
+    """A mask in a shape that has its elements, in any of their layouts; None if it has not."""
+    if shape == (mask.numel(),):
+        return mask.flatten()
+    return next((turned for turned in _both_ways(mask) if turned.shape == shape), None)
+
+
+def _both_ways(mask: Tensor) -> Sequence[Tensor]:
+    """A mask, and the same with positions before entries."""
+    return (mask, mask.mT) if mask.dim() == 2 else (mask,)
+
+
+# ------------------------------------------------------------------------------------------ terms
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of the loss of a batch.
+
+    Attributes:
+        targets: The batch's targets; None if it has none.
+        drawn: Which rows of the model's logits get a drawn label.
+        labeled: Where there are labels, one mask for each place that a loss may look for them.
+        masks: Masks of entries and positions that count.
+    """
+
+    targets: Tensor | None
+    drawn: Rows
+    labeled: Sequence[Tensor]
+    masks: Sequence[Tensor]
+
+
+def terms_in(batch: Any, model: nn.Module, rows: Rows) -> Terms:
+    """The terms of a batch: its rows, or those of them that have a label, where there are labels.
+
+    A language model that predicts the next token has at each position the label of the next one.
+    """
+    targets = labels_of(batch)
+    masks = rows.masks
+    labels = _labeled(targets)
+    if labels is None:
+        shifted = [mask[:, 1:] for mask in masks if mask.dim() == 2]
+        return Terms(targets, rows, [], [*masks, *shifted])
+
+    drawn = labels = labels.detach().cpu()
+    labeled = [labels]
+    if labels.dim() == 2:
+        labeled.append(labels[:, 1:])
+        if isinstance(batch, Mapping) and _predicts_next(model):
+            drawn = nn.functional.pad(labels[:, 1:], (0, 1))
+            labeled.append(drawn)
+    for mask in masks:
+        if mask.shape == drawn.shape and not torch.equal(mask, labels):
+            drawn = drawn & mask
+    return Terms(targets, Rows([drawn, *masks], rows.device), labeled, masks)
+
+
+def terms_of(value: Any, terms: Terms) -> tuple[Tensor, int | Tensor]:
+    """The sum of a loss's terms, and their number.
+
+    A term counts if it is not zero, or if a label or a mask says that it is one. Where a label may
+    be that of a position or of the next one, the terms are as few as they can be.
 
     Raises:
         TypeError: If the loss is a single number, which tells nobody of how many terms.
+        ValueError: If some labels or positions do not count, and the terms' shape is not theirs.
     """
     if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
         total, number = value
         return total.sum(), number
-    if isinstance(value, Tensor) and value.dim() > 0:
-        return value.sum(), (value.detach() != 0).sum()
-    what = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise TypeError(f"the loss returned {what}, of which nobody knows the number: {UNREDUCED}")
+    if not (isinstance(value, Tensor) and value.dim() > 0):
+        what = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise TypeError(f"the loss returned {what}, of which nobody knows the number: {UNREDUCED}")
+
+    known = [*terms.labeled, *terms.masks]
+    partial = [mask for mask in known if not bool(mask.all())]
+    if not partial:
+        return value.sum(), value.numel()
+    fitting = [fit for mask in terms.labeled if (fit := _exactly(mask, value.shape)) is not None]
+    if not fitting and (fit := _fitted(terms.masks, value.shape)) is not None:
+        fitting = [fit]
+    if not fitting and value.numel() in {int(mask.sum()) for mask in known}:
+        return value.sum(), value.numel()  # the loss has picked those that count
+    if not fitting:
+        raise ValueError(
+            f"the loss returned terms of shape {tuple(value.shape)}, and the batch's labels or "
+            f"mask, of shape {tuple(partial[0].shape)}, do not say which of them count: return "
+            f"(sum, number)"
+        )
+    nonzero = value.detach() != 0
+    numbers = [(fit.to(value.device, non_blocking=True) | nonzero).sum() for fit in fitting]
+    return value.sum(), torch.stack(numbers).min()
 
 
 def drawn(
-    output: Any, likelihood: Likelihood, rows: Rows, seed: int
+    output: Any, likelihood: Likelihood | None, terms: Terms, entries: int, seed: int
 ) -> tuple[Tensor, int | Tensor]:
     """The summed loss of labels that are drawn from the model's output, and its number of terms.
 
-    A term is a row of logits with "categorical", an entry of the batch else. Rows of logits that
-    do not count have no labels.
+    A term is a row of logits with "categorical", the default, and an entry of the batch else. Rows
+    of logits that do not count have no labels.
+
+    Raises:
+        ValueError: If the output, or the batch's targets, do not fit the likelihood.
     """
     if callable(likelihood):
-        return terms_of(likelihood(output))
-    logits = logits_of(output)
+        return terms_of(likelihood(output), terms)
+    logits, targets = logits_of(output), terms.targets
+    if likelihood is None and targets is not None and _labeled(targets) is None:
+        raise ValueError(FLOAT_TARGETS.format(dtype=targets.dtype))
+    likelihood = likelihood or "categorical"
+    assert likelihood in LIKELIHOODS
+    if likelihood == "categorical":
+        logits = _classes_last(logits, targets)
+    elif logits.dim() < 2 and logits.numel() != entries:
+        raise ValueError(NO_BATCH_DIMENSION.format(shape=tuple(logits.shape)))
+
     shape = logits.shape[:-1] if logits.dim() > 1 else logits.shape
-    index, number = rows.of(shape)
+    index, number = terms.drawn.of(shape)
     if likelihood != "categorical":
-        number = rows.entries(shape)
+        number = terms.drawn.entries(shape)
+        if len(shape) > 1 and shape[0] != entries == shape[1]:
+            number = terms.drawn.entries(torch.Size((shape[1], shape[0], *shape[2:])))
     if index is not None:
         logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(0, index)
-    assert likelihood in LIKELIHOODS
     return sampled_loss(cast(Any, logits), likelihood, seed), number
+
+
+def _classes_last(logits: Tensor, targets: Tensor | None) -> Tensor:
+    """Logits with the classes on the last dimension.
+
+    Labels of classes decide which dimension that is, as torch's cross_entropy has it second. If
+    they do not, it is the last one of up to three dimensions.
+    """
+    shape = logits.shape
+    if logits.dim() < 2:
+        raise ValueError(NO_BATCH_DIMENSION.format(shape=tuple(shape)))
+    if logits.dim() > 2:
+        labels = None if _labeled(targets) is None else targets
+        last = labels is not None and labels.shape == shape[:-1]
+        second = labels is not None and labels.shape == (shape[0], *shape[2:])
+        if (last and second) or (logits.dim() > 3 and not (last or second)):
+            raise ValueError(WHICH_CLASSES.format(shape=tuple(shape)))
+        if second:
+            logits = logits.movedim(1, -1)
+    if logits.shape[-1] == 1:
+        raise ValueError(ONE_CLASS.format(shape=tuple(shape)))
+    return logits

@@ -18,7 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -49,6 +49,7 @@ from second_order.measuring.batches import (
     length_of,
     masks_of,
     moved,
+    terms_in,
     terms_of,
 )
 from second_order.measuring.find import find_layers, shared_out
@@ -70,6 +71,7 @@ from second_order.measuring.sums import Keep, Key, Sums
 from second_order.measuring.watch import (
     Stop,
     Stopping,
+    asking,
     compared,
     undisturbed,
     unwrapped,
@@ -81,6 +83,9 @@ from second_order.sharded import sharded_params
 __all__ = ["measure"]
 
 TOLERANCE = 1e-2  # of a decomposition's relative error
+
+NOT_COMPARED = "(pairs are not compared with gradients)"
+"""Among the names of layers that share nothing: a pass is to begin anew without comparing."""
 
 NO_BATCH = "the loader of this process gave no batch, and the model is shared"
 ONCE = (
@@ -95,7 +100,7 @@ def measure(
     *,
     factors: Factors = "inputs",
     loss: Loss | None = None,
-    likelihood: Likelihood = "categorical",
+    likelihood: Likelihood | None = None,
     layers: Sequence[str] | str | None = None,
     mask: Mask | None = None,
     call: Call | None = None,
@@ -130,15 +135,19 @@ def measure(
             to the inputs of layers with a bias. "ekfac": A and G, and by a second pass the
             eigenvalues of F in their eigenbasis (George et al. 2018), of the gradients of whole
             entries of a batch.
-        loss: ``loss(output, batch)`` of the data's own labels: the terms, unreduced, of which those
-            that are exactly 0 do not count, or ``(sum, number)``. None: labels are drawn from the
-            model's predictions, one a row of logits.
+        loss: ``loss(output, batch)`` of the data's own labels: the terms, unreduced, or ``(sum,
+            number)``. A term that is exactly 0 counts unless its label is -100 or the mask leaves
+            it out. None: labels are drawn from the model's predictions, one for each row of logits
+            that has a label in the batch, or for each row that counts.
         likelihood: Of what labels are drawn: "categorical", "bernoulli", "gaussian", or a function
-            of the output that returns terms as ``loss`` does.
+            of the output that returns terms as ``loss`` does. None for "categorical" if the batch
+            has labels of classes, or no targets. Targets in floating point need a choice.
         layers: A pattern or several, shell style, of names or classes of modules to measure, with
             all that is inside of them; None for all.
         mask: ``mask(batch)`` tells the entries and positions that count, ``(entries, ...)``; None:
-            the batch's ``attention_mask``, or else labels other than -100.
+            the batch's ``attention_mask``, or else labels other than -100. Its first dimension also
+            decides how many entries the batch has; without it, that is the first dimension of most
+            of the batch's tensors.
         call: ``call(model, batch)`` returns the model's output, if the batch alone does not tell
             how to call it.
         keep: Where sums live: "device": on the model's device, whole; "cpu": as triangles in the
@@ -308,14 +317,21 @@ class _Measurement:
         while True:
             sums = self._sums(sizes)
             try:
-                statistics = Inputs(group, sums, self.apart) if inputs else Pairs(group, sums)
+                statistics: Inputs | Pairs
+                if inputs:
+                    statistics = Inputs(group, sums, self.apart)
+                else:
+                    by_entry = self.options.factors == "ekfac"
+                    # FSDP2 would send the gradients of the weights.
+                    comparable = not self.sharded and NOT_COMPARED not in self.apart
+                    statistics = Pairs(group, sums, by_entry, comparable)
                 with compared(guessed(group)) as statistics.differences:
                     self._over_data(number, statistics)
                 self._note(statistics.wrong())
                 break
             except _Again:
                 if goes_once(self.loader):
-                    raise SecondOrderError(ONCE.format(why="layers that shared an input")) from None
+                    raise SecondOrderError(ONCE.format(why="what its first batch shows")) from None
                 for layer in group:
                     layer.rows, layer.leader = layer.no_rows(self.device), None
                 self.found.batches = 0 if number == 0 else self.found.batches
@@ -437,26 +453,43 @@ class _Measurement:
         if idle and not self.sharded:
             return last
         batch = last if idle else given
-        masks = masks_of(batch, self.model) if options.mask is None else [options.mask(batch)]
+        told = None if options.mask is None else options.mask(batch)
+        masks = masks_of(batch, self.model) if options.mask is None else [told]
         masks = [mask for mask in masks if mask is not None]
         rows = Rows(masks, self.device)
         here = moved(batch, self.device)
-        statistics.begin(rows, entries_of(batch), idle)
+        statistics.begin(rows, entries_of(batch, told), idle)
         if isinstance(statistics, Inputs):
             run()
             with torch.no_grad(), suppress(Stop):
                 options.call(self.model, here)
         else:
-            output = options.call(self.model, here)
-            if options.loss is not None:
-                total, number = terms_of(options.loss(output, here))
-            else:
-                drawing = hash((options.seed, index, self.world.rank)) % 2**63
-                total, number = drawn(output, options.likelihood, rows, drawing)
-            run(total)
+            terms = terms_in(batch, self.model, rows)
+            with self._comparing(statistics) as weights:
+                output = options.call(self.model, here)
+                if options.loss is not None:
+                    total, number = terms_of(options.loss(output, here), terms)
+                else:
+                    seed = hash((options.seed, index, self.world.rank)) % 2**63
+                    entries = statistics.entries
+                    total, number = drawn(output, options.likelihood, terms, entries, seed)
+                try:
+                    run(total, weights)
+                except RuntimeError as error:
+                    if not (weights and "inplace operation" in str(error)):
+                        raise
+                    # Without the weights' gradients autograd has no use for what was changed.
+                    statistics.apart = {*self.apart, NOT_COMPARED}
             self.terms = self.terms + (0 if idle else number)
+            self.found.unknown |= terms.drawn.unknown
         self.found.unknown |= rows.unknown
         return batch
+
+    def _comparing(self, statistics: Pairs) -> AbstractContextManager[list[Tensor]]:
+        """A block in which the weights whose gradients are compared with pairs ask for them."""
+        if not statistics.compares:
+            return nullcontext([])
+        return asking([layer.weight for layer in statistics.layers])
 
     # --------------------------------------------------------------------------------- averages
 
@@ -486,10 +519,10 @@ class _Measurement:
                 if not bool(total.isfinite().all()):
                     wrong[layer.name] = f"its {letter} is not finite"
                 self.found.stored[layer.name, letter] = total.to(self.place)
-        self._note(wrong)
         for layer in group:
             if layer.leader is None and not layer.rows and layer.name not in self.found.failed:
-                self.found.failed[layer.name] = "it was not called with a row that counts"
+                wrong[layer.name] = "it was not called with a row that counts"
+        self._note(wrong)
         for layer in group:
             if layer.leader is not None:
                 leader = layer.leader.name
@@ -501,10 +534,12 @@ class _Measurement:
 
     def _note(self, wrong: Mapping[str, str]) -> None:
         """Note layers that have failed on some process, on all of them."""
+        every: dict[str, str] = {}
         for each in self.aside.all_gather_object(dict(wrong)):
-            for name, why in each.items():
-                self.found.failed[name] = why
-                warnings.warn(f"measure: layer {name!r}: {why}", SecondOrderWarning, stacklevel=6)
+            every |= each
+        for name, why in every.items():
+            self.found.failed[name] = why
+            warnings.warn(f"measure: layer {name!r}: {why}", SecondOrderWarning, stacklevel=6)
 
     # ------------------------------------------------------------------------------ eigenvalues
 

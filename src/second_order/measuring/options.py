@@ -82,7 +82,7 @@ class Options:
 
     factors: Factors
     loss: Loss | None
-    likelihood: Likelihood
+    likelihood: Likelihood | None
     mask: Mask | None
     call: Call
     keep: Keep
@@ -96,7 +96,8 @@ class Options:
             if (value := getattr(self, name)) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
                 raise ValueError(f"{name}={value!r} is not one of {known}")
-        if not callable(self.likelihood) and self.likelihood not in LIKELIHOODS:
+        named = self.likelihood is not None and not callable(self.likelihood)
+        if named and self.likelihood not in LIKELIHOODS:
             known = ", ".join(map(repr, LIKELIHOODS))
             raise ValueError(f"likelihood={self.likelihood!r} is not one of {known}, or a function")
         self._check_loss()

@@ -2,10 +2,14 @@
 
 inputs    A += Σ x xᵀ over the rows that count
 pairs     A, and G += Σ d dᵀ over all rows
-ekfac     Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise, ∇_b = Σ_t d_t x_tᵀ of an entry b of the batch
-          (George et al. 2018, equation 9)
+ekfac     Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise, ∇_b = Σ_t d_t x_tᵀ of an entry b of the batch,
+          over all rows t of all calls of the layer (George et al. 2018, equation 9)
 
 A and G of convolutions are those of Grosse and Martens 2016: A is a sum over an image's locations.
+
+In the first batch the pairs are compared with the gradients of the weights, as
+:mod:`second_order.kronecker.explanation` does it: a weight that is used outside of calls of its
+module has a gradient that the pairs do not explain.
 """
 
 from __future__ import annotations
@@ -26,17 +30,19 @@ from second_order.kronecker.bank import as_matrices
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.experts import Routed
+from second_order.kronecker.explanation import TOLERANCE, Explanation, residuals
 from second_order.kronecker.layers import (
     CONVOLUTIONS,
     KINDS,
     FactorShape,
     Form,
     LayerKind,
+    Layout,
     gram,
     layout_of,
     linear_statistics,
 )
-from second_order.measuring.batches import Rows
+from second_order.measuring.batches import Entries, Rows
 from second_order.measuring.sums import Sums
 
 __all__ = [
@@ -52,6 +58,24 @@ __all__ = [
 ]
 
 OTHERWISE = 0.05  # relative difference of a Linear's output from W x + b
+UNEXPLAINED = (
+    "its calls do not explain {residual:.0%} of its weight's gradient: if the weight is used "
+    "outside of the module's calls, as F.linear(x, module.weight) does, call the module there"
+)
+WITHOUT_GRADIENTS = (
+    "it was called where gradients are off, as in torch.no_grad() and in checkpoint(..., "
+    "use_reentrant=True); use checkpoint(..., use_reentrant=False)"
+)
+SHARED = (
+    "all entries of a batch share its input of shape {shape}, so that the gradients of single "
+    "entries are not known: give it a row for each entry, as position_ids of shape (entries, "
+    "positions) in the batch are"
+)
+POSITIONS_OR_ENTRIES = (
+    "a batch has {number} entries and {number} positions, and a layer of the model reads positions "
+    "first: its rows do not tell which is which. Give batches of another size, or leave this one "
+    "out"
+)
 CHUNK_BYTES = 2**26
 """Of the gradients of single entries of a batch that are there at once."""
 
@@ -84,6 +108,11 @@ class Layer:
     def name(self) -> str:
         """Its name."""
         return self.block.name
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """Its weight."""
+        return self.block.weight
 
     @property
     def bias(self) -> bool:
@@ -134,6 +163,10 @@ def guessed(layers: Iterable[Layer]) -> dict[nn.Module, bool]:
     }
 
 
+NOTHING = Entries(0, frozenset(), frozenset())
+"""Before any batch."""
+
+
 class Statistics:
     """What takes in the calls of layers, batch by batch."""
 
@@ -144,7 +177,7 @@ class Statistics:
             for module in layer.block.modules:
                 self.of.setdefault(module, []).append(layer)
         self.rows = Rows((), torch.device("cpu"))  # of this batch
-        self.entries = 0  # of this batch
+        self.batch = NOTHING
         self.idle = False  # calls count for nothing
 
     leaders: Mapping[str, str] | None = None
@@ -172,9 +205,11 @@ class Statistics:
             wrong |= {layer.name: why for layer in self.of[module]}
         return {**self.known_wrong, **wrong}
 
-    def begin(self, rows: Rows, entries: int, idle: bool) -> None:
+    def begin(self, rows: Rows, batch: Entries, idle: bool) -> None:
         """Begin a batch; an ``idle`` one counts for nothing."""
-        self.rows, self.entries, self.idle = rows, entries, idle
+        self.rows = rows
+        self.batch = batch
+        self.idle = idle
 
     def end(self) -> None:
         """End a batch."""
@@ -194,9 +229,9 @@ class Inputs(Statistics):
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Layer]] = {}
         self._calls: Counter[Layer] = Counter()
 
-    def begin(self, rows: Rows, entries: int, idle: bool) -> None:
+    def begin(self, rows: Rows, batch: Entries, idle: bool) -> None:
         """Begin a batch."""
-        super().begin(rows, entries, idle)
+        super().begin(rows, batch, idle)
         self._begun |= not idle
 
     def take(self, module: nn.Module, x: Any, output: Any) -> None:
@@ -303,18 +338,81 @@ def _plainly(device: torch.device) -> Iterator[None]:
 
 
 class Pairs(Statistics):
-    """A and G of layers; a consumer of :class:`~second_order.kronecker.capture.Capture`."""
+    """A and G of layers; a consumer of :class:`~second_order.kronecker.capture.Capture`.
 
-    _last: tuple[tuple[int, int, bool], tuple[Tensor, int]] | None = None  # rows of one tensor
+    Args:
+        layers: The layers.
+        sums: Their sums.
+        by_entry: The gradients of single entries are wanted, now or in a later pass.
+        comparable: Pairs are to be compared with gradients in the first batch.
 
-    def begin(self, rows: Rows, entries: int, idle: bool) -> None:
+    Attributes:
+        entries: The number of entries of this batch.
+        compares: Whether pairs are compared with the gradients of the weights in this batch.
+    """
+
+    def __init__(
+        self, layers: Sequence[Layer], sums: Sums, by_entry: bool, comparable: bool
+    ) -> None:
+        super().__init__(layers, sums)
+        self.entries = 0
+        self.compares = False
+        self._comparable = comparable
+        self._by_entry = by_entry
+        self._positions_first = False  # a module of the model reads positions before entries
+        self._paired: set[Layer] = set()
+        self._without_gradients: set[Layer] = set()
+        self._explanations: dict[Layer, Explanation] = {}
+        self._unexplained: dict[str, str] = {}
+        self._shared: dict[str, str] = {}
+        self._last: tuple[tuple[int, int, bool], tuple[Tensor, int]] | None = None
+
+    def begin(self, rows: Rows, batch: Entries, idle: bool) -> None:
         """Begin a batch."""
-        super().begin(rows, entries, idle)
-        self._last = None
+        super().begin(rows, batch, idle)
+        self.entries = batch.number
+        self.compares = self._comparable and batch.number > 0 and not idle
+        self._last = None  # rows of one tensor
+
+    def end(self) -> None:
+        """End a batch; compare its pairs with gradients, if that is due."""
+        if self.compares:
+            self._comparable = False
+        self.compares = False
+        known = {layer: each for layer, each in self._explanations.items() if each.known}
+        self._explanations = {}
+        found = residuals(list(known.values())) if known else []
+        for layer, residual in zip(known, found, strict=True):
+            if residual > TOLERANCE:
+                self._unexplained[layer.name] = UNEXPLAINED.format(residual=residual)
+        super().end()
+
+    def wrong(self) -> dict[str, str]:
+        """Layers without factors, and why."""
+        never = self._without_gradients - self._paired
+        without = {layer.name: WITHOUT_GRADIENTS for layer in never}
+        return {**without, **self._shared, **self._unexplained, **super().wrong()}
 
     def wants(self, module: nn.Module) -> bool:
         """Whether pairs of a module are wanted."""
         return module in self.of and not self.idle
+
+    def see_call(self, module: nn.Module) -> None:
+        """See a call of a module in a forward pass."""
+        if not torch.is_grad_enabled():
+            self._without_gradients.update(self.of.get(module, ()))
+
+    def see_positions_first(self, positions: int, entries: int) -> None:
+        """See a call of a module that reads ``(positions, entries, ...)``.
+
+        Raises:
+            ValueError: If the two cannot be told apart, and it matters.
+        """
+        self._positions_first = True
+        if entries != self.batch.number and entries in self.batch.seconds:
+            self.entries = entries
+        if self._by_entry and positions == entries == self.entries > 1:
+            raise ValueError(POSITIONS_OR_ENTRIES.format(number=entries))
 
     def consume(
         self,
@@ -327,7 +425,39 @@ class Pairs(Statistics):
     ) -> None:
         """Take in a pair."""
         for layer in self.of[module]:
+            self._paired.add(layer)
+            if self._is_shared(layer, module, x):
+                self._shared[layer.name] = SHARED.format(shape=tuple(x.shape))
+            if self.compares:
+                self._compare(layer, module, x, d)
             self._add(layer, module, x, d, (source, pass_id))
+
+    def _is_shared(self, layer: Layer, module: nn.Module, x: Any) -> bool:
+        """Whether the entries of a batch share an input, as the indices of positions."""
+        number, indices = self.entries, layer.shape.diagonal_a
+        if number < 2 or not (indices or layer.linear(module)):
+            return False
+        rows = x.shape if indices else x.shape[:-1]
+        tensors = [of for of in self.batch.shapes if of[0] == self.batch.number]
+        flattened = {size for of in tensors for size in (of.numel(), of[:-1].numel())}
+        if len(rows) == 0:
+            return True
+        if rows[0] == 1:
+            packed = rows.numel() > number and rows.numel() in flattened
+            one_position = self._positions_first or x.shape in self.batch.shapes
+            return not (packed or (number in rows[1:2] and one_position))
+        if not indices or number in rows[:2] or rows.numel() in flattened:
+            return False
+        return len(rows) > 1 or bool((x.diff() == 1).all())
+
+    def _compare(self, layer: Layer, module: nn.Module, x: Any, d: Tensor) -> None:
+        """Compare a pair with the weight's gradient, which is about to arrive."""
+        if layer.weight.requires_grad and layer.block.fits_pair(module, x, d):
+            rows = x if isinstance(x, Tensor) else x.hidden
+            with ieee_matmul(d.device):
+                product = layer.block.product(module, x, d)
+                explanation = self._explanations.setdefault(layer, Explanation())
+                explanation.add(product, rows, d, layer.weight)
 
     def _add(self, layer: Layer, module: nn.Module, x: Any, d: Tensor, of: tuple[int, int]) -> None:
         sums = self.sums
@@ -358,13 +488,32 @@ class Basis:
     g: Tensor
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A pair of a module, in float32 at least."""
+
+    module: nn.Module
+    x: Any
+    d: Tensor
+
+
 class Eigenvalues(Pairs):
-    """The second moment of entries' gradients in the eigenbasis of A and G."""
+    """The second moment of entries' gradients in the eigenbasis of A and G.
+
+    An entry's gradient is that of all calls of a layer, so the pairs of one that is called more
+    than once are kept until the last of them has come.
+    """
 
     def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Basis]) -> None:
-        super().__init__(layers, sums)
+        super().__init__(layers, sums, by_entry=True, comparable=False)
         self._bases = bases
+        self._calls: Counter[Layer] = Counter()  # in this batch
+        self._waiting: dict[Layer, list[Pair]] = {}
         self.scattered: set[str] = set()  # layers of whose rows nobody knows the entries
+
+    def see_call(self, module: nn.Module) -> None:
+        """See a call of a module in a forward pass."""
+        self._calls.update(self.of.get(module, ()))
 
     def consume(
         self,
@@ -377,29 +526,86 @@ class Eigenvalues(Pairs):
     ) -> None:
         """Take in a pair."""
         wide = torch.promote_types(d.dtype, torch.float32)
-        x, d = _widened(x, wide), d.to(wide)
+        pair = Pair(module, _widened(x, wide), d.to(wide))
         for layer in self.of[module]:
-            basis = self._bases[layer.name]
-            with ieee_matmul(d.device):
-                if layer.linear(module):
-                    found = self._of_rows(layer, basis, x, d)
-                else:
-                    found = self._by_entry(layer, module, basis, x, d)
-                self.sums.add((layer.name, "F"), found)
+            waiting = self._waiting.setdefault(layer, [])
+            waiting.append(pair)
+            if len(waiting) >= self._calls[layer]:
+                self._take_in(layer, self._waiting.pop(layer))
 
-    def _of_rows(self, layer: Layer, basis: Basis, x: Tensor, d: Tensor) -> Tensor:
+    def end(self) -> None:
+        """End a batch, with the pairs of layers of which some calls have no gradient."""
+        for layer in list(self._waiting):
+            self._take_in(layer, self._waiting.pop(layer))
+        self._calls.clear()
+        super().end()
+
+    def _take_in(self, layer: Layer, pairs: Sequence[Pair]) -> None:
+        """Add the squares of the gradients of all entries of a batch."""
+        basis = self._bases[layer.name]
+        by_rows = all(layer.linear(pair.module) for pair in pairs)
+        square = self._of_rows if by_rows else self._of_gradients
+        device = pairs[0].d.device
+        with torch.no_grad(), ieee_matmul(device), torch.autocast(device.type, enabled=False):
+            whole = [pair for pair in pairs if self._entries_in(layer, pair) == self.entries]
+            total = square(layer, basis, whole, self.entries) if whole else None
+            for pair in pairs:
+                entries = self._entries_in(layer, pair)
+                if entries != self.entries:
+                    self.scattered.add(layer.name)
+                    found = square(layer, basis, [pair], entries)
+                    total = found if total is None else total.add_(found)
+        assert total is not None
+        self.sums.add((layer.name, "F"), total)
+
+    def _entries_in(self, layer: Layer, pair: Pair) -> int:
+        """The number of entries that the rows of a pair belong to.
+
+        If the rows do not tell their entries, each of them counts as one.
+        """
+        d = pair.d
+        if layer.linear(pair.module) or layer.shape.diagonal_a:
+            count = d.numel() // d.shape[-1]
+            flat = d.dim() == 2 or len(d) == 1
+            mixed = flat and count > self.entries > 1 and self._positions_first
+            leading = count if flat else len(d)
+            known = self._entries_second(d) or (self.entries and not leading % self.entries)
+            return self.entries if known and not mixed else count
+        along = self._along(layer, pair)
+        return (
+            self.entries if self.entries and not d.shape[along] % self.entries else d.shape[along]
+        )
+
+    def _entries_second(self, d: Tensor) -> bool:
+        """Whether the entries of ``(positions, entries, ...)`` come second."""
+        return d.dim() > 2 and len(d) != self.entries == d.shape[1]
+
+    def _along(self, layer: Layer, pair: Pair) -> int:
+        """The dimension of the entries of a pair that is no matrix's."""
+        attention = layer.kind(pair.module) is KINDS[nn.MultiheadAttention]
+        return int(pair.d.dim() > 3 and attention)  # after the thirds
+
+    def _of_rows(self, layer: Layer, basis: Basis, pairs: Sequence[Pair], entries: int) -> Tensor:
         """Λ of a matrix's rows, ``(..., in)`` and ``(..., out)``."""
         assert basis.a is not None
-        count, a = d.numel() // d.shape[-1], basis.a[0].to(x.dtype)
-        if not count:
-            return x.new_zeros(1, d.shape[-1], a.shape[-1])
-        if self._entries_second(d):
-            x, d = x.transpose(0, 1), d.transpose(0, 1)
-        entries = count // self._each(layer, count)
-        x = x.reshape(entries, -1, x.shape[-1])
+        a, g = basis.a[0], basis.g[0]
+        inputs, gradients = [], []
+        for pair in pairs:
+            x, d = pair.x, pair.d
+            if self._entries_second(d):
+                x, d = x.transpose(0, 1), d.transpose(0, 1)
+            if d.numel():
+                inputs.append(x.reshape(entries, -1, x.shape[-1]))
+                gradients.append(d.reshape(entries, -1, d.shape[-1]))
+        if not inputs:
+            return pairs[0].d.new_zeros(1, *g.shape[1:], a.shape[-1])
+        x = torch.cat(inputs, 1) if len(inputs) > 1 else inputs[0]
+        d = torch.cat(gradients, 1) if len(gradients) > 1 else gradients[0]
+
+        a = a.to(x.dtype)
         x = x @ a[:-1] + a[-1] if layer.bias else x @ a
-        d = d.reshape(entries, -1, d.shape[-1]) @ basis.g[0].to(d.dtype)
-        if count == entries:
+        d = d @ g.to(d.dtype)
+        if d.shape[1] == 1:
             return (d[:, 0].square().mT @ x[:, 0].square()).unsqueeze(0)
         total = x.new_zeros(1, d.shape[-1], x.shape[-1])
         each = max(1, CHUNK_BYTES // (total.nbytes or 1))
@@ -407,35 +613,41 @@ class Eigenvalues(Pairs):
             total[0].add_((ds.mT @ xs).square_().sum(0))
         return total
 
-    def _each(self, layer: Layer, count: int) -> int:
-        """How many of so many rows are an entry's; they are next to each other."""
-        if not self.entries or count % self.entries:
-            self.scattered.add(layer.name)
-            return 1
-        return max(1, count // self.entries)
-
-    def _entries_second(self, d: Tensor) -> bool:
-        """Whether the entries of ``(positions, entries, ...)`` come second."""
-        return d.dim() > 2 and len(d) != self.entries == d.shape[1]
-
-    def _by_entry(self, layer: Layer, module: nn.Module, basis: Basis, x: Any, d: Tensor) -> Tensor:
+    def _of_gradients(
+        self, layer: Layer, basis: Basis, pairs: Sequence[Pair], entries: int
+    ) -> Tensor:
         """Λ of any kind of layer, one entry of the batch after the other."""
-        kind, layout = layer.kind(module), layout_of(layer.shape, _sizes(layer))
-        along = int(d.dim() > 3 and kind is KINDS[nn.MultiheadAttention])  # after the thirds
-        if layer.shape.diagonal_a and self._entries_second(d):
-            x, d = x.transpose(0, 1), d.transpose(0, 1)
-        each = self._each(layer, d.shape[along])
+        layout = layout_of(layer.shape, _sizes(layer))
+        split = [self._by_entry_of(layer, pair, entries) for pair in pairs]
         total: Tensor | None = None
-        for xs, ds in zip(_split(x, each, along), d.split(each, along), strict=True):
-            parts = [kind.gradient(module, xs, ds)]
-            if layer.bias:
-                parts.append(_gradient_of_bias(layer, module, xs, ds, along))
-            matrix = as_matrices(parts, layout)
-            rotated = basis.g.to(d.dtype).mT @ matrix
-            rotated = rotated if basis.a is None else rotated @ basis.a.to(d.dtype)
+        for of_entry in zip(*split, strict=True):
+            matrix = torch.stack([_gradient(layer, part, layout) for part in of_entry]).sum(0)
+            rotated = basis.g.to(matrix.dtype).mT @ matrix
+            rotated = rotated if basis.a is None else rotated @ basis.a.to(matrix.dtype)
             total = rotated.square() if total is None else total.add_(rotated.square())
-        assert total is not None
+        if total is None:
+            return basis.g.new_zeros(layer.shape.gradient_size)
         return total
+
+    def _by_entry_of(self, layer: Layer, pair: Pair, entries: int) -> list[Pair]:
+        """The parts of a pair that are those of single entries."""
+        module, x, d = pair.module, pair.x, pair.d
+        along = self._along(layer, pair)
+        if (layer.shape.diagonal_a or layer.linear(module)) and self._entries_second(d):
+            x, d = x.transpose(0, 1), d.transpose(0, 1)
+        each = max(1, d.shape[along] // max(entries, 1))
+        parts = zip(_split(x, each, along), d.split(each, along), strict=True)
+        return [Pair(module, xs, ds) for xs, ds in parts]
+
+
+def _gradient(layer: Layer, pair: Pair, layout: Layout) -> Tensor:
+    """The gradient of a layer's parameters as a matrix ``(groups, out, in)``."""
+    parts = [layer.kind(pair.module).gradient(pair.module, pair.x, pair.d)]
+    if layer.bias:
+        attention = layer.kind(pair.module) is KINDS[nn.MultiheadAttention]
+        thirds = int(pair.d.dim() > 3 and attention)
+        parts.append(_gradient_of_bias(layer, pair.module, pair.x, pair.d, thirds))
+    return as_matrices(parts, layout)
 
 
 def _sizes(layer: Layer) -> list[int]:

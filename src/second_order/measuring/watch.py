@@ -16,7 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.autograd import input_of, is_attention, projections
+from second_order.errors import SecondOrderError
+from second_order.kronecker.autograd import (
+    NO_PASS,
+    current_pass,
+    input_of,
+    is_attention,
+    projections,
+)
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.experts import Routed, is_experts
 from second_order.kronecker.hooks import input_in
@@ -25,6 +32,7 @@ from second_order.sharded import FSDPParams, reshard
 __all__ = [
     "Stop",
     "Stopping",
+    "asking",
     "compared",
     "trainable",
     "undisturbed",
@@ -35,6 +43,12 @@ __all__ = [
 
 
 ROWS = 8  # that are compared
+
+REENTRANT = (
+    "measure: the model runs layers in checkpoint(..., use_reentrant=True), which can only be "
+    "differentiated with gradients of all weights; use checkpoint(..., use_reentrant=False), or no "
+    "checkpoint"
+)
 
 
 class Stop(BaseException):
@@ -220,12 +234,46 @@ class _Rooted(torch.autograd.Function):
 
 
 @contextmanager
+def asking(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """A block in which weights get gradients, which hooks may see, and which are not kept.
+
+    Weights that have hooks of the user's get none, as such a hook may take a step.
+    """
+    wanted = [
+        weight
+        for weight in dict.fromkeys(weights)
+        if weight.is_floating_point()
+        and not weight._backward_hooks
+        and not weight._post_accumulate_grad_hooks
+    ]
+    before = [(weight, weight.requires_grad, weight.grad) for weight in wanted]
+    handles = []
+    try:
+        for weight in wanted:
+            weight.requires_grad_(True)
+            weight.grad = None
+            handles.append(weight.register_post_accumulate_grad_hook(_forget))
+        yield wanted
+    finally:
+        for handle in handles:
+            handle.remove()
+        for weight, asked, gradient in before:
+            weight.requires_grad_(asked)
+            weight.grad = gradient
+
+
+def _forget(weight: Tensor) -> None:
+    weight.grad = None
+
+
+@contextmanager
 def watching_pairs(
     model: nn.Module, modules: Sequence[nn.Module], consumer: Any
-) -> Iterator[Callable[[Tensor], None]]:
+) -> Iterator[Callable[[Tensor, Sequence[Tensor]], None]]:
     """A block in which a consumer gets the pairs of modules; what it gives runs a backward pass.
 
-    The consumer's ``missed`` has, by module, why a pair was lost.
+    The backward pass also goes to the weights that it is called with. The consumer's ``missed``
+    has, by module, why a pair was lost; its ``see_call`` is called at each call of a module.
     """
     anchor = torch.zeros((), requires_grad=True, device="cpu")
     capture = Capture(consumer, fsdp=FSDPParams(model), accumulated=False)
@@ -236,15 +284,33 @@ def watching_pairs(
         return _Rooted.apply(x, anchor) if asks else x  # type: ignore[no-untyped-call]
 
     def rooted(module: nn.Module, args: Any, output: Any) -> Any:
+        see_call(module)
         return root(output) if torch.is_grad_enabled() else None
 
     def rooted_inputs(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        see_call(module)
+        see_call(cast(nn.Module, module.out_proj))
         found = {id(x): root(x) for x in (*args, *kwargs.values())}  # one stays one
         return tuple(found[id(x)] for x in args), {k: found[id(x)] for k, x in kwargs.items()}
 
-    def backward(loss: Tensor) -> None:
-        if loss.requires_grad:
-            torch.autograd.backward(loss, inputs=[anchor])
+    def see_call(module: nn.Module) -> None:
+        if current_pass() == NO_PASS:  # a checkpoint repeats calls in a backward pass
+            consumer.see_call(module)
+
+    def see_positions_first(module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+        first = args[0] if args else kwargs.get("query", kwargs.get("input"))
+        if isinstance(first, Tensor) and first.dim() == 3:
+            consumer.see_positions_first(first.shape[0], first.shape[1])
+
+    def backward(loss: Tensor, weights: Sequence[Tensor]) -> None:
+        if not loss.requires_grad:
+            return
+        try:
+            torch.autograd.backward(loss, inputs=[anchor, *weights])
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise SecondOrderError(REENTRANT) from error
 
     attentions = {cast(nn.Module, m.out_proj): m for m in model.modules() if is_attention(m)}
     with ExitStack() as stack:
@@ -258,8 +324,16 @@ def watching_pairs(
             else:
                 hook = module.register_forward_hook(rooted, prepend=True)
             stack.callback(hook.remove)
+        for module in filter(_reads_positions_first, model.modules()):
+            hook = module.register_forward_pre_hook(see_positions_first, with_kwargs=True)
+            stack.callback(hook.remove)
         with torch.enable_grad():
             yield backward
+
+
+def _reads_positions_first(module: nn.Module) -> bool:
+    """Whether a module takes ``(positions, entries, ...)``."""
+    return isinstance(module, (nn.MultiheadAttention, nn.RNNBase)) and not module.batch_first
 
 
 # ------------------------------------------------------------------------- what is taken for one

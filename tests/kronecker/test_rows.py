@@ -1,0 +1,383 @@
+"""One number of loss terms for all layers of a pass, and A over the rows that take part."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import assert_same_factors, each_kronecker, factors, make
+from terms import CLASSES, WIDTH, B, Causal, Experts, T, labels, mlp, normal, seeded
+from torch import Tensor, nn
+from torch.nn import functional
+
+from second_order import DPKFAC, KAISA
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pool import World
+
+F64 = torch.float64
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+
+
+def captured(
+    model: nn.Module, loss_of: Callable[[nn.Module], Tensor]
+) -> dict[str, list[tuple[Tensor, Tensor]]]:
+    """By layer, inputs with a 1 appended and gradients of the loss, of each call."""
+    outputs: list[tuple[str, Tensor, Tensor]] = []
+    handles = []
+
+    def listen(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Tensor) -> None:
+            ones = torch.ones_like(args[0][..., :1])
+            outputs.append((name, torch.cat([args[0], ones], -1).detach(), output))
+
+        return hook
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            handles.append(module.register_forward_hook(listen(name)))
+    gradients = torch.autograd.grad(loss_of(model), [o for _, _, o in outputs])
+    for handle in handles:
+        handle.remove()
+    found: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for (name, x, _), d in zip(outputs, gradients, strict=True):
+        found.setdefault(name, []).append((x.flatten(0, -2), d.flatten(0, -2)))
+    return found
+
+
+def expected(
+    model: nn.Module,
+    loss_of: Callable[[nn.Module], Tensor],
+    terms: int,
+    taking_part: Tensor | None = None,
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """A over the rows that take part, and G = N Σ d dᵀ, by layer."""
+    wanted = {}
+    for name, calls in captured(model, loss_of).items():
+        x, d = (torch.cat(each) for each in zip(*calls, strict=True))
+        if taking_part is not None and len(taking_part) == len(x):
+            x = x[taking_part]
+        wanted[name] = (x.T @ x / len(x)).unsqueeze(0), (terms * d.T @ d).unsqueeze(0)
+    return wanted
+
+
+def found(model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **options: Any) -> Any:
+    """A and G of KAISA after one step, by layer."""
+    optimizer = make(options.pop("System", KAISA), model, lr=0.0, **options)
+    optimizer.zero_grad()
+    loss_of(model).backward()
+    optimizer.step()
+    return factors(optimizer)
+
+
+# --------------------------------------------------------------------------- examples of a batch
+
+
+def gated(model: nn.Module) -> Tensor:
+    """Half of the rows are dead at the first layers."""
+    x = normal(B, WIDTH)
+    gate = (torch.arange(B) % 2).to(F64).unsqueeze(1)
+    hidden = model[2](model[1](model[0](x))) * gate
+    return functional.cross_entropy(model[4](hidden), torch.arange(B) % 3)
+
+
+def hinge(model: nn.Module) -> Tensor:
+    """The hinge of some examples is satisfied: no layer has a gradient of theirs."""
+    y = (torch.arange(B) % 2 * 2 - 1).to(F64)
+    score = model(normal(B, WIDTH)).sum(1)
+    margin = torch.where(torch.arange(B) < 3, 10.0, 0.0)
+    return (1 - y * score - margin).clamp_min(0.0).mean()
+
+
+def hinge_of_classes(model: nn.Module) -> Tensor:
+    """Rows of gradients add up to zero, as those of a cross-entropy do."""
+    score = model(normal(B, WIDTH)) * torch.tensor([20.0, 20, 20, 0.1, 0.1, 0.1])[:, None]
+    return functional.multi_margin_loss(score, score.argmax(1).detach())
+
+
+def clipped(model: nn.Module) -> Tensor:
+    """PPO's loss: ratios beyond the clip are constant."""
+    x, action = normal(B, WIDTH), torch.arange(B) % 3
+    logp = model(x).log_softmax(1).gather(1, action[:, None]).squeeze(1)
+    ratio = (logp - logp.detach() + torch.linspace(-0.5, 0.5, B, dtype=F64)).exp()
+    advantage = torch.ones(B, dtype=F64)
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
+
+
+@each_kronecker
+@pytest.mark.parametrize("loss_of", [gated, hinge, hinge_of_classes, clipped])
+def test_examples_without_a_gradient_are_terms_and_take_part(System: Any, loss_of: Any) -> None:
+    model = seeded(mlp)
+    dead = [(d == 0).all(1).sum() for ((_, d),) in captured(model, loss_of).values()]
+    assert any(0 < int(n) < B for n in dead)
+    assert_same_factors(found(model, loss_of, System=System), expected(model, loss_of, B))
+
+
+def ignoring(count: Callable[[Tensor], Tensor]) -> Callable[[nn.Module], Tensor]:
+    return lambda model: functional.cross_entropy(
+        model(normal(B, WIDTH)), count(torch.arange(B) % 3), ignore_index=-100
+    )
+
+
+@each_kronecker
+def test_labels_of_examples_that_a_cross_entropy_ignores_are_no_terms(System: Any) -> None:
+    ignored = torch.arange(B) >= 4
+    loss_of = ignoring(lambda y: y.masked_fill(ignored, -100))
+    model = seeded(mlp)
+    wanted = expected(model, loss_of, 4, ~ignored)
+    assert_same_factors(found(model, loss_of, System=System), wanted)
+
+
+def test_a_confident_example_whose_gradient_rounds_to_zero_is_a_term() -> None:
+    x = torch.eye(B, WIDTH).float()
+    model = nn.Sequential(nn.Linear(WIDTH, 3, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[200.0, 0, 1, 0], [0, 0.5, 0, 0], [0, 0, 0, 1]]))
+    y = torch.tensor([0, 1, 2, 2, 0, 0])
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(x), y)
+
+    got = found(model, loss_of, factor_dtype=torch.float32)["0"]
+    assert not torch.autograd.grad(functional.cross_entropy(model(x[:1]), y[:1]), model[0].weight)[
+        0
+    ].any()
+    torch.testing.assert_close(got[0][0], (x.T @ x / B).double())
+
+
+@each_kronecker
+def test_an_experts_block_is_that_of_all_terms(System: Any) -> None:
+    """Of its own rows: A ⊗ G = (1 / N) Σ over all terms of g gᵀ where A and G are independent."""
+    model = seeded(Experts)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(normal(B, WIDTH)), torch.arange(B) % 3)
+
+    got, wanted = found(model, loss_of, System=System), expected(model, loss_of, B)
+    assert_same_factors(got, wanted)
+    # One row: the block is exact.
+    x, d = captured(model, loss_of)["experts.0"][0]
+    assert len(x) == 2
+    trace = sum(float((B * e).square().sum() * a.square().sum()) for a, e in zip(x, d, strict=True))
+    a, g = (t[0].diagonal().sum() for t in got["experts.0"])
+    means = [float(t.square().sum(1).mean()) for t in (x, B * d)]
+    assert float(a * g) == pytest.approx(means[0] * means[1] * len(x) / B)
+    assert trace / B > 0
+
+
+# --------------------------------------------------------------------------------- positions
+
+
+def tokens_loss(y: Tensor, eager: bool = False) -> Callable[[nn.Module], Tensor]:
+    def loss_of(model: nn.Module) -> Tensor:
+        logits = model(normal(B, T, WIDTH), eager)
+        return functional.cross_entropy(logits.flatten(0, -2), y.flatten())
+
+    return loss_of
+
+
+@each_kronecker
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("prompt", [0, 2])
+@pytest.mark.parametrize("padded", [0, 2])
+def test_padding_leaves_a_and_prompts_stay(
+    System: Any, padded: int, prompt: int, flat: bool
+) -> None:
+    model, y = seeded(lambda: Causal(flat)), labels(padded, prompt)
+    taking_part = labels(padded) != -100
+    terms = int((y != -100).sum())
+    loss_of = tokens_loss(y)
+    wanted = expected(model, loss_of, terms, taking_part.flatten())
+    assert_same_factors(found(model, loss_of, System=System), wanted)
+
+
+def test_rounding_decides_nothing() -> None:
+    """The first token's query has no gradient in one implementation, and rounding in another."""
+    model = seeded(Causal)
+    got = [found(copy.deepcopy(model), tokens_loss(labels(), eager)) for eager in (False, True)]
+    assert_same_factors(*got, rtol=1e-9)
+    d = captured(model, tokens_loss(labels()))["q"][0][1].view(B, T, -1)
+    assert not d[:, 0].any()
+
+
+class Adapted(nn.Module):
+    """A Linear with an adapter of low rank next to it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down = base, nn.Linear(WIDTH, 2, bias=False, dtype=F64)
+        self.up = nn.Linear(2, WIDTH, bias=False, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+    def merged(self) -> nn.Module:
+        merged = copy.deepcopy(self.base)
+        with torch.no_grad():
+            merged.weight.add_(self.up.weight @ self.down.weight)
+        return merged
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_merging_an_adapter_changes_nothing(eager: bool) -> None:
+    model: Any = seeded(Causal)
+    model.q = Adapted(model.q)
+    merged = copy.deepcopy(model)
+    merged.q = model.q.merged()
+    loss_of = tokens_loss(labels(2), eager)
+    apart, together = found(model, loss_of), found(merged, loss_of)
+    apart["q"] = apart.pop("q.base")
+    assert_same_factors({name: apart[name] for name in together}, together, rtol=1e-9)
+
+
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_dropped_paths_are_examples_of_their_layers(per_sample: bool) -> None:
+    """Stochastic depth; the loss is one of examples, positions are pooled: N = B."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.body = nn.Linear(WIDTH, 4), nn.Linear(4, 4)
+            self.head = nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            keep = (torch.arange(len(x), device=x.device) % 3 == 0).to(x).view(-1, 1, 1)
+            x = x + torch.tanh(self.body(x)) * (keep if per_sample else 1.0)
+            return self.head(x.mean(1))
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(normal(B, T, WIDTH)), torch.arange(B) % 3)
+
+    model = seeded(Block)
+    assert_same_factors(found(model, loss_of), expected(model, loss_of, B))
+
+
+def test_all_positions_of_an_example_with_a_satisfied_hinge_take_part() -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(WIDTH, 4), nn.Linear(4, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.tanh(self.body(x)).mean(1)).squeeze(1)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        margin = torch.where(torch.arange(B) < 3, 10.0, 0.0)
+        return (1 - model(normal(B, T, WIDTH)) - margin).clamp_min(0.0).mean()
+
+    model = seeded(Pooled)
+    assert_same_factors(found(model, loss_of), expected(model, loss_of, B))
+
+
+def test_padding_that_is_sent_to_experts_leaves_their_a() -> None:
+    model, y = seeded(Experts), labels(2)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(normal(B, T, WIDTH)).flatten(0, 1), y.flatten())
+
+    got = found(model, loss_of)
+    wanted = expected(model, loss_of, int((y != -100).sum()), (y != -100).flatten())
+    for name, ((x, d),) in captured(model, loss_of).items():
+        if name.startswith("experts"):
+            alive = d.any(1)
+            assert not alive.all()
+            wanted[name] = (x[alive].T @ x[alive] / alive.sum()).unsqueeze(0), wanted[name][1]
+    assert_same_factors(got, wanted)
+
+
+def test_one_number_of_terms_in_a_convolutional_network() -> None:
+    """Layers of positions behind a convolution have the examples' number, as the loss has."""
+
+    class Images(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.body = nn.Conv2d(2, 4, 2), nn.Linear(4, 4)
+            self.head = nn.Linear(4, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            maps = torch.relu(self.conv(x)).flatten(2).mT
+            return self.head(torch.relu(self.body(maps)).mean(1))
+
+    def loss_of(model: nn.Module) -> Tensor:
+        return functional.cross_entropy(model(normal(B, 2, 3, 4)), torch.arange(B) % 3)
+
+    model = seeded(Images)
+    got, wanted = found(model, loss_of), expected(model, loss_of, B)
+    assert_same_factors({n: got[n] for n in wanted}, wanted)
+
+
+# ----------------------------------------------------------------------- passes and micro-batches
+
+
+@pytest.mark.parametrize("options", [{}, {"kfac_approx": "reduce"}, {"System": DPKFAC}])
+def test_micro_batches_with_unequal_padding_are_one_batch(options: dict[str, Any]) -> None:
+    """Where the loss of each is divided by the terms of all."""
+    y = labels(3, 1)
+    terms = int((y != -100).sum())
+
+    def part(model: nn.Module, some: slice) -> Tensor:
+        logits = model(normal(B, T, WIDTH)[some])
+        return functional.cross_entropy(logits.flatten(0, 1), y[some].flatten(), reduction="sum")
+
+    got = []
+    for parts in ([slice(0, B)], [slice(0, 1), slice(1, 5), slice(5, B)]):
+        model = seeded(Causal)
+        kept = {k: v for k, v in options.items() if k != "System"}
+        System: Any = options.get("System", KAISA)
+        optimizer = make(System, model, lr=0.0, loss_reduction="step_mean", **kept)
+        for each in parts:
+            (part(model, each) / terms).backward()
+        optimizer.step()
+        got.append(factors(optimizer))
+    assert_same_factors(*got, rtol=1e-12)
+
+
+def test_separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms() -> None:
+    """An actor and a critic, each with a backward pass of its own."""
+    pair = seeded(lambda: nn.ModuleList([mlp(), mlp()]))
+    x, y = normal(B, WIDTH), torch.arange(B) % 3
+    optimizer = make(KAISA, pair, lr=0.0)
+    for net in pair:
+        functional.cross_entropy(net(x), y).backward()
+    optimizer.step()
+    got = factors(optimizer)
+    for i, net in enumerate(pair):
+        wanted = expected(net, lambda net: functional.cross_entropy(net(x), y), B)
+        assert_same_factors({n: got[f"{i}.{n}"] for n in wanted}, wanted)
+
+
+def by_owners(rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank has of padded text, of which it sees some sequences."""
+    model, y, some = seeded(Causal), labels(2, 1), slice(2 * rank, 2 * rank + 4)
+    optimizer = make(DPKFAC, model, lr=0.0)
+    logits = model(normal(B, T, WIDTH)[some])
+    functional.cross_entropy(logits.flatten(0, 1), y[some].flatten()).backward()
+    optimizer.step()
+    blocks = optimizer._curvature.layers.blocks
+    whole = (b for b in blocks if b.factors and b.factors.stored["A"] is not None)
+    return {b.name: b.factors.matrices(F64) for b in whole}
+
+
+def test_ranks_that_do_not_own_the_last_layer_know_its_terms(world: World) -> None:
+    found = world.run(by_owners, 2)
+    model, y = seeded(Causal), labels(2, 1)
+    owned = [set(each) for each in found]
+    assert all(owned)
+    assert owned[0].isdisjoint(owned[1])
+    for rank, each in enumerate(found):
+        some = slice(2 * rank, 2 * rank + 4)
+
+        def loss_of(model: nn.Module, some: slice = some) -> Tensor:
+            logits = model(normal(B, T, WIDTH)[some])
+            return functional.cross_entropy(logits.flatten(0, 1), y[some].flatten())
+
+        wanted = expected(model, loss_of, int((y[some] != -100).sum()))
+        for name, (_, g) in each.items():
+            torch.testing.assert_close(g, wanted[name][1], rtol=1e-10, atol=1e-14)

@@ -1,0 +1,481 @@
+"""`measure`: what a term of the loss is, what an entry of a batch is, and which calls are seen.
+
+The reference is dense: the gradients of all parameters, one entry of the data after the other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, embedding, linear
+from torch.utils.checkpoint import checkpoint
+
+from measured import F64, close, data_of, model_of
+from second_order import SecondOrderError, SecondOrderWarning, measure
+from second_order.measuring.batches import entries_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def quietly(model: nn.Module, loader: Any, **options: Any) -> Any:
+    """The curvature of a measurement that does not warn."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return measure(model, loader, progress=False, **options)
+
+
+def per_entry(
+    model: nn.Module, entries: Sequence[Any], loss: Callable[[Any, Any], Tensor], call: Any = None
+) -> dict[str, list[Tensor]]:
+    """The gradient of each parameter, for each entry."""
+    call = call or (lambda model, batch: model(batch))
+    found: dict[str, list[Tensor]] = {}
+    for entry in entries:
+        model.zero_grad()
+        loss(call(model, entry), entry).sum().backward()
+        for name, p in model.named_parameters():
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            found.setdefault(name, []).append(gradient.clone())
+    model.zero_grad()
+    return found
+
+
+def matrices(curvature: Any, layer: str, gradients: dict[str, list[Tensor]]) -> list[Tensor]:
+    """The gradients of a layer as matrices ``(groups, out, in)``."""
+    found = curvature[layer]
+    by_entry = zip(*(gradients[name] for name in found.shapes), strict=True)
+    return [found.to_matrix(dict(zip(found.shapes, each, strict=True))) for each in by_entry]
+
+
+def eigenvalues_agree(
+    curvature: Any, gradients: dict[str, list[Tensor]], terms: float, within: float = 1e-8
+) -> None:
+    """Each layer's eigenvalues are E[(Q_Gᵀ g Q_A)²], of whole gradients of entries."""
+    assert curvature.report.examples == terms
+    for layer, found in curvature.items():
+        a, g = found.eigen["A"][1], found.eigen["G"][1]
+        expected = torch.zeros_like(found.corrected)
+        for each in matrices(curvature, layer, gradients):
+            rotated = g.mT @ each
+            expected += (rotated if a is None else rotated @ a).square()
+        close(found.corrected, expected / terms, within)
+
+
+def score(output: Any, batch: Any) -> Tensor:
+    """A term for each row of an output."""
+    found: Tensor = output.logsumexp(-1).square() + output[..., 0].sin()
+    return found
+
+
+# ------------------------------------------------------------------------- terms that are zero
+
+
+class Sure(nn.Module):
+    """Its logits are large, so that the cross-entropy of nearly all examples is exactly 0."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.size * self.layer(x)
+        return output
+
+
+def unreduced(output: Tensor, batch: Any) -> Tensor:
+    """The cross-entropy of all rows that have a label."""
+    labels = batch[1].to(output.device)
+    return cross_entropy(output.flatten(0, -2), labels.flatten(), reduction="none").view_as(labels)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_term_that_is_zero_counts(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Sure(100.0).to(dtype)
+    x = torch.randn(64, 4).to(dtype)
+    y = model(x).argmax(-1)
+    batches = list(zip(x.split(10), y.split(10), strict=True))
+    zeros = int((unreduced(model(x), (x, y)) == 0).sum())
+    assert zeros > 20, "the test has no such terms"
+    assert quietly(model, batches, factors="kfac", loss=unreduced).report.examples == 64
+
+
+def test_a_label_that_is_ignored_is_no_term() -> None:
+    model = Sure(16.0)
+    x = torch.randn(8, 6, 4)
+    y = model(x).argmax(-1)
+    y[:, 3:] = -100
+    y[0, 0] = -100
+    assert quietly(model, [(x, y)], factors="kfac", loss=unreduced).report.examples == 23
+
+
+def test_of_labels_of_the_next_token_the_first_is_none() -> None:
+    """Sliced as (N, T - 1), flattened, or padded at the end: N is the number of labels used."""
+    model, data = model_of("Llama"), data_of("Llama")
+    data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
+    number = int((data["labels"][:, 1:] != -100).sum())
+
+    def sliced(output: Any, batch: Any) -> Tensor:
+        labels = batch["labels"][:, 1:]
+        return cross_entropy(output.logits[:, :-1].mT, labels, reduction="none")
+
+    def padded(output: Any, batch: Any) -> Tensor:
+        labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        return cross_entropy(output.logits.mT, labels, reduction="none")
+
+    def picked(output: Any, batch: Any) -> Tensor:
+        found = sliced(output, batch)
+        return found[batch["labels"][:, 1:] != -100]
+
+    def flattened(output: Any, batch: Any) -> Tensor:
+        return sliced(output, batch).flatten()
+
+    for loss in (sliced, padded, flattened, picked):
+        assert quietly(model, [data], factors="kfac", loss=loss).report.examples == number
+    with pytest.raises(ValueError, match=r"terms of shape \(3,\).*return .*number"):
+        measure(model, [data], factors="kfac", loss=lambda out, b: out.logits[:3, 0, 0])
+
+
+# --------------------------------------------------------------------------------- drawn labels
+
+
+def test_tokens_of_a_prompt_get_no_drawn_label() -> None:
+    """A row of logits is a term if the next token has a label; the prompt's rows are in A."""
+    model, data = model_of("Llama"), data_of("Llama")
+    mask = data["attention_mask"]
+    labels = data["input_ids"].masked_fill(mask == 0, -100)
+    labels[:, :2] = -100
+    number = int((labels != -100).sum())
+    assert 0 < number < int(mask.sum())
+    gradients: list[Tensor] = []
+
+    def call(model: nn.Module, batch: Any) -> Any:
+        output = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        output.logits.register_hook(gradients.append)
+        return output
+
+    options: dict[str, Any] = {"factors": "kfac", "call": call}
+    found = quietly(model, [{**data, "labels": labels}], **options)
+    assert found.report.examples == number
+    assert found["lm_head"].rows == int(mask.sum())
+    (gradient,) = gradients
+    following = nn.functional.pad(labels[:, 1:] != -100, (0, 1))
+    assert torch.equal(gradient.any(-1), following)
+    close(found["lm_head"].G[0], gradient.flatten(0, 1).mT @ gradient.flatten(0, 1) / number)
+
+
+class Pixels(nn.Module):
+    """Logits ``(entries, classes, height, width)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Conv2d(2, 4, 3, padding=1)
+        self.head = nn.Conv2d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.features(x).tanh())
+        return output
+
+
+def test_labels_tell_which_dimension_the_classes_are() -> None:
+    model, x = Pixels().to(F64), torch.randn(4, 2, 5, 6, dtype=F64)
+    labels = torch.randint(3, (4, 5, 6))
+    labels[0, :2] = -100
+    batches = list(zip(x.split(3), labels.split(3), strict=True))
+    number = int((labels != -100).sum())
+    found = quietly(model, batches, factors="ekfac")
+    assert found.report.examples == number
+
+    def last(model: nn.Module, batch: Any) -> Tensor:
+        output: Tensor = model(batch[0]).movedim(1, -1).flatten(0, -2)
+        return output
+
+    flat = [(images, each.flatten()) for images, each in batches]
+    mask = {"mask": lambda batch: torch.ones(len(batch[0]), dtype=torch.bool)}
+    expected = measure(model, flat, factors="ekfac", call=last, progress=False, **mask)
+    for layer in expected:
+        close(found[layer].G * number, expected[layer].G * expected.report.examples)
+    with pytest.raises(ValueError, match=r"do not say which dimension.*movedim\(1, -1\)"):
+        measure(model, [x], factors="kfac", progress=False)
+
+
+def test_whose_distribution_is_meant_is_asked() -> None:
+    one, several = nn.Linear(3, 1), nn.Linear(3, 2)
+    x = torch.randn(5, 3)
+    likely = 'likelihood="gaussian"'
+    for model, batch, text in (
+        (one, x, f"one class for each row.*{likely}"),
+        (one, (x, torch.randint(2, (5,))), f"one class for each row.*{likely}"),
+        (one, (x, torch.randn(5, 1)), f"targets are torch.float32.*{likely}"),
+        (several, (x, torch.randn(5, 2)), f"targets are torch.float32.*{likely}"),
+        (several, {"input": x, "labels": torch.ones(5, 2)}, f"targets are torch.float32.*{likely}"),
+        (several, x[0], "without a dimension for the entries"),
+        (nn.Sequential(one, nn.Flatten(0)), x, "without a dimension for the entries"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            measure(model, [batch], factors="kfac", progress=False)
+    for likelihood in ("categorical", "bernoulli", "gaussian"):
+        given: Any = {"factors": "kfac", "likelihood": likelihood}
+        assert quietly(several, [(x, torch.randn(5, 2))], **given).report.examples == 5
+
+
+# ------------------------------------------------------------------------------ calls of layers
+
+
+class Repeated(nn.Module):
+    """Layers that are called several times for each entry, each with other inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.shared = nn.Linear(4, 4)
+        self.convolution = nn.Conv1d(4, 4, 3, padding=1)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens) + self.embedding(tokens.flip(-1)).sin()
+        for _ in range(3):
+            h = h + self.shared(h).tanh()
+            h = h + self.convolution(h.mT).mT.tanh()
+            h = h + self.attention(h, h, h)[0]
+        left, right = self.shared(h[:, 0]), self.shared(h[:, -1].sin())
+        output: Tensor = self.head(left * right)
+        return output
+
+
+@pytest.mark.parametrize("repeats", ["plain", "checkpointed", "some without a gradient"])
+def test_eigenvalues_are_of_all_calls_of_a_layer(repeats: str) -> None:
+    torch.manual_seed(0)
+    model = Repeated().to(F64)
+    if repeats == "checkpointed":
+        inner = model.shared.forward
+        model.shared.forward = lambda x: checkpoint(inner, x, use_reentrant=False)
+    if repeats == "some without a gradient":
+        model.register_forward_pre_hook(
+            lambda m, args: (m.shared(torch.ones(2, 4, dtype=F64)), None)[1]
+        )
+    tokens = torch.randint(7, (6, 5))
+    found = quietly(model, tokens.split(4), factors="ekfac", loss=score)
+    assert set(found) >= {"embedding", "shared", "convolution", "attention", "head"}
+    eigenvalues_agree(found, per_entry(model, tokens.split(1), score), 6)
+
+
+class Tied(nn.Module):
+    """Weights that are used with and without a call of their modules."""
+
+    def __init__(self, outside: str) -> None:
+        super().__init__()
+        self.embedding, self.a, self.b = nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)
+        self.outside = outside
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        h = self.a(h).tanh()
+        if self.outside == "a":
+            h = linear(h, self.a.weight)
+        if self.outside == "lookup":
+            h = h + embedding(tokens.flip(-1), self.embedding.weight)
+        output: Tensor = h @ self.embedding.weight.T if self.outside == "embedding" else self.b(h)
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:measure. layer 'b'")
+@pytest.mark.parametrize("factors", ["kfac", "ekfac"])
+@pytest.mark.parametrize("outside", ["", "a", "embedding", "lookup"])
+def test_a_weight_that_is_used_outside_of_its_calls_is_named(outside: str, factors: Any) -> None:
+    torch.manual_seed(0)
+    model, tokens = Tied(outside).to(F64), torch.randint(5, (6, 3))
+    options: dict[str, Any] = {"factors": factors, "loss": score, "progress": False}
+    wrong = {"a": "a", "": ""}.get(outside, "embedding")
+    if not wrong:
+        assert list(quietly(model, [tokens], factors=factors)) == ["embedding", "a", "b"]
+        return
+    with pytest.warns(SecondOrderWarning, match=f"'{wrong}': its calls do not explain") as caught:
+        found = measure(model, tokens.split(2), **options)
+    assert wrong not in found
+    assert "outside of the module's calls" in found.uncovered[f"{wrong}.weight"]
+    texts = [str(each.message) for each in caught]
+    assert len(texts) == 1 + (outside == "embedding"), texts  # b is not called then
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+def test_hooks_of_gradients_are_not_run() -> None:
+    """They may take a step: such a weight is not compared with its gradient."""
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), torch.randn(4, 3)
+    stepped: list[Tensor] = []
+    model[0].weight.register_post_accumulate_grad_hook(stepped.append)
+    model[1].weight.register_hook(stepped.append)
+    assert list(quietly(model, [x], factors="ekfac")) == ["0", "1"]
+    assert not stepped
+
+
+def test_a_layer_that_is_never_called_is_named_in_a_warning() -> None:
+    model, x = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2)}), torch.randn(4, 3)
+    for factors in ("inputs", "kfac"):
+        with pytest.warns(SecondOrderWarning, match="layer 'b': it was not called"):
+            found = measure(
+                model,
+                [x],
+                factors=factors,
+                call=lambda m, x: m["a"](x),
+                progress=False,  # type: ignore[arg-type]
+            )
+        assert list(found) == ["a"]
+
+
+class Checkpointed(nn.Module):
+    """A block in a checkpoint that runs a backward pass of its own."""
+
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first, self.block, self.head = first, nn.Linear(3, 3), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(checkpoint(self.block, self.first(x), use_reentrant=True))
+        return output
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs")
+def test_of_a_reentrant_checkpoint_the_remedy_is_told() -> None:
+    x, remedy = torch.randn(4, 3), r"use checkpoint\(..., use_reentrant=False\)"
+    with pytest.warns(SecondOrderWarning, match=f"'block'.* gradients are off.*{remedy}"):
+        found = measure(Checkpointed(nn.Identity()), [x], factors="kfac", progress=False)
+    assert list(found) == ["head"]
+    with pytest.raises(SecondOrderError, match=remedy):
+        measure(Checkpointed(nn.Linear(3, 3)), [x], factors="kfac", progress=False)
+
+
+# --------------------------------------------------------------------------- entries of a batch
+
+
+def test_how_many_entries_a_batch_has() -> None:
+    def zeros(*sizes: tuple[int, ...]) -> list[Tensor]:
+        return [torch.zeros(size, dtype=torch.long) for size in sizes]
+
+    for shapes, number in (
+        ([(1,), (8, 3), (8,)], 8),
+        ([(8, 3), (8,), (1,)], 8),
+        ([(1, 5), (8, 5)], 8),
+        ([(5, 8, 4), (8,)], 8),
+        ([(1, 5), (1,)], 1),
+        ([(1,), (1, 5), (1,)], 1),
+        ([(4,)], 4),
+        ([()], 0),
+    ):
+        assert entries_of(zeros(*shapes)).number == number, shapes
+        named = dict(zip("abc", zeros(*shapes), strict=False))
+        if shapes[0] != (5, 8, 4):
+            assert entries_of(named).number == number, shapes
+    assert entries_of(zeros((5, 8)), torch.ones(8, 5)).number == 8
+
+
+class Scaled(nn.Module):
+    """Reads a number that all entries share before their features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 4), nn.Linear(4, 2)
+
+    def forward(self, scale: Tensor, x: Tensor) -> Tensor:
+        output: Tensor = self.b((scale * self.a(x)).tanh())
+        return output
+
+
+def test_a_number_that_comes_first_is_no_entry() -> None:
+    torch.manual_seed(0)
+    model, x = Scaled().to(F64), torch.randn(6, 5, 3, dtype=F64)
+    scale = torch.full((1,), 0.7, dtype=F64)
+    given: dict[str, Any] = {"factors": "ekfac", "loss": score}
+    found = quietly(model, [{"scale": scale, "x": part} for part in x.split(3)], **given)
+    entries = [{"scale": scale, "x": part} for part in x.split(1)]
+    expected = per_entry(model, entries, score, lambda model, batch: model(**batch))
+    eigenvalues_agree(found, expected, 30)
+
+
+class PositionsFirst(nn.Module):
+    """`nn.TransformerEncoderLayer` as torch makes it, over ``(positions, entries, width)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.inner(x).mean(0))
+        return output
+
+
+def test_entries_may_be_the_second_dimension() -> None:
+    torch.manual_seed(0)
+    model, x = PositionsFirst().to(F64), torch.randn(5, 6, 4, dtype=F64)
+    expected = per_entry(model, x.split(1, 1), score)
+    for size in (2, 3):
+        found = quietly(model, x.split(size, 1), factors="ekfac", loss=score)
+        assert len(found) == 5
+        eigenvalues_agree(found, expected, 6)
+    assert quietly(model, x.split(4, 1), factors="kfac", likelihood="gaussian").report.examples == 6
+    with pytest.raises(ValueError, match=r"5 entries and 5 positions.*another size"):
+        measure(model, [x[:, :5]], factors="ekfac", loss=score, progress=False)
+
+
+class Placed(nn.Module):
+    """Embeddings of positions that all entries share, in three ways, or that each entry has."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(6, 4), nn.Embedding(9, 4)
+        self.head = nn.Linear(4, 3)
+        self.way = way
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1])
+        if self.way == "one row":
+            places = places.unsqueeze(0)
+        if self.way == "each":
+            places = places.expand_as(tokens)
+        added = self.positions(places)
+        if self.way == "bias":
+            added = self.positions((places[:, None] - places).abs()).mean(0)
+        output: Tensor = self.head((self.tokens(tokens) + added).tanh())
+        return output
+
+
+@pytest.mark.parametrize("way", ["one row", "flat", "bias", "each"])
+@pytest.mark.parametrize("factors", ["kfac", "ekfac"])
+def test_positions_that_entries_share_have_no_gradients_of_single_ones(
+    way: str, factors: Any
+) -> None:
+    torch.manual_seed(0)
+    model, tokens = Placed(way).to(F64), torch.randint(6, (6, 8))
+    options: dict[str, Any] = {"factors": factors, "loss": score}
+    if way == "each":
+        found = quietly(model, tokens.split(4), **options)
+        assert list(found) == ["tokens", "positions", "head"]
+        if factors == "ekfac":
+            eigenvalues_agree(found, per_entry(model, tokens.split(1), score), 48)
+        return
+    with pytest.warns(SecondOrderWarning, match="'positions': all entries of a batch share"):
+        found = measure(model, tokens.split(4), progress=False, **options)
+    assert list(found) == ["tokens", "head"]
+    assert "position_ids" in found.uncovered["positions.weight"]
+    alone = quietly(model, tokens.split(1), **options)  # a batch of one entry shares nothing
+    if way != "bias":
+        assert list(alone) == ["tokens", "positions", "head"]
+
+
+def test_a_mask_that_does_not_tell_positions_is_refused() -> None:
+    model, data = model_of("Llama"), data_of("Llama")
+    mask = data["attention_mask"][:, None, None, :].expand(-1, 1, 7, 7)
+    additive = torch.where(mask.bool(), 0.0, torch.finfo(torch.float32).min).to(F64)
+    batch = {"input_ids": data["input_ids"], "attention_mask": additive}
+    with pytest.raises(ValueError, match=r"shape \(10, 1, 7, 7\).*pass mask=lambda batch"):
+        measure(model, [batch], progress=False)
+    found = measure(model, [batch], mask=lambda b: data["attention_mask"], progress=False)
+    assert found["model.layers.0.mlp.up_proj"].rows == int(data["attention_mask"].sum())
