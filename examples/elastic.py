@@ -37,7 +37,7 @@ from second_order import (
 
 OPTIMIZERS = ("kaisa", "dpkfac", "distkfac", "dho2", "mrdho2")
 BATCH = 60  # of all processes together, in equal shares for 1 to 6
-EVERY = 10  # steps from one refresh to the next: where a run resumes at one, it goes on as it would
+EVERY = 10  # steps from one refresh to the next, and from one checkpoint to the next
 KEPT = 3  # checkpoints: should the newest be spoilt, there is an older one
 
 

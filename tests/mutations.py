@@ -1204,7 +1204,7 @@ two bases: one's defaults for both
     {**self.defaults, **base_of(self._base, group).defaults}.items()  =>  self.defaults.items()
 a state that loses its curvature by close()
   <-  found::closing_leaves_a_state_that_was_asked_for_as_it_is
-    {index: dict(entry) for index  =>  {index: entry for index
+    {part: entry[part] for part in parts}  =>  entry
 
 == optimizers/find_model.py
 lists of parameters taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model

@@ -13,6 +13,11 @@ import torch.distributed as dist
 from contract import EXACT
 from ranks import shard, vector
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from second_order import DPKFAC, KAISA, CheckpointError, DistKFAC, SecondOrderWarning
 
@@ -311,26 +316,91 @@ def test_a_bad_inverse_is_refused(solver: str) -> None:
         assert differences(optimizer.state_dict(), before) == []
 
 
-def test_a_layer_frozen_after_construction_keeps_the_other_inverses() -> None:
-    """The plan is made anew at the first step; the inverses are those of the checkpoint."""
-    run = Run(KAISA, "SGD", BY_INTERVAL)
+def frozen_at(run: Run, frozen: range, save: int, before: bool) -> tuple[Tensor, Tensor]:
+    """The ends of a run that freezes a layer for some steps, and of one that resumes it.
 
-    def frozen(seed: int) -> tuple[nn.Module, Any, Any]:
-        model = network(seed)
-        optimizer, scheduler = run.make(model)
-        model[3].requires_grad_(False)
-        return model, optimizer, scheduler
+    That one freezes it ``before`` its optimizer loads the checkpoint, or when its loop goes on.
+    """
 
-    model, optimizer, scheduler = frozen(0)
-    take(model, optimizer, scheduler, 0, 7)
+    def follow(model: Any, optimizer: Any, scheduler: Any, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            model[3].requires_grad_(step not in frozen)
+            take(model, optimizer, scheduler, step, step + 1)
+
+    model = network()
+    optimizer, scheduler = run.make(model)
+    follow(model, optimizer, scheduler, 0, save)
     state = torch.load(io.BytesIO(saved(model, optimizer, scheduler)))
-    take(model, optimizer, scheduler, 7, STEPS)
-    twin, other, schedule = frozen(0)
+    follow(model, optimizer, scheduler, save, STEPS)
+    optimizer.close()
+
+    twin = network(5)
+    other, schedule = run.make(twin)
     twin.load_state_dict(state["model"])
+    if before:
+        twin[3].requires_grad_(save not in frozen)
     other.load_state_dict(state["optimizer"])
     schedule.load_state_dict(state["scheduler"])
-    take(twin, other, schedule, 7, STEPS)
-    assert torch.equal(vector(twin), vector(model))
+    follow(twin, other, schedule, save, STEPS)
+    other.close()
+    return vector(model), vector(twin)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before loading", "after loading"])
+@pytest.mark.parametrize("frozen", [range(10), range(3, 8)], ids=["always", "for a while"])
+@pytest.mark.parametrize(
+    "run",
+    [
+        Run(KAISA, "SGD", BY_INTERVAL),
+        Run(KAISA, "SGD"),
+        Run(DistKFAC, "AdamW"),
+        Run(KAISA, "AdamW", {"refresh": "trace", "inv_update_steps": 2}),
+    ],
+    ids=str,
+)
+def test_layers_can_be_frozen_before_and_after_loading(
+    run: Run, frozen: range, before: bool
+) -> None:
+    """Inverses are refreshed where the run itself refreshes them, and nowhere else."""
+    for save in (5, 8):
+        expected, found = frozen_at(run, frozen, save, before)
+        assert torch.equal(found, expected), save
+
+
+def test_the_parts_of_a_state_have_one_order() -> None:
+    """Ranks gather DTensors one after the other: two orders would mix them up."""
+    model = network()
+    optimizer, scheduler = Run(KAISA, "AdamW").make(model)
+    get_optimizer_state_dict(model, optimizer)  # makes the state before the first step
+    take(model, optimizer, scheduler, 0, 1)
+    for entry in optimizer.state_dict()["state"].values():
+        assert list(entry) == ["base", "curvature"]
+
+
+def from_a_full_state(rank: int, world_size: int, run: Run) -> tuple[Tensor, Tensor]:
+    """The ends of a run, and of one that resumes it from torch's full state."""
+    how = StateDictOptions(full_state_dict=True)
+    model = network()
+    optimizer, scheduler = run.make(model)
+    take(model, optimizer, scheduler, 0, 7)
+    optimizer.consolidate(to=None)
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=how))
+    schedule = scheduler.state_dict()
+    take(model, optimizer, scheduler, 7, STEPS)
+
+    twin = network(5)
+    other, again = run.make(twin)
+    twin.load_state_dict(weights)
+    set_optimizer_state_dict(twin, other, state, options=how)
+    again.load_state_dict(schedule)
+    take(twin, other, again, 7, STEPS)
+    return vector(model), vector(twin)
+
+
+def test_a_full_state_loads_where_ranks_keep_different_layers(world: World) -> None:
+    for expected, found in world.run(from_a_full_state, 2, Run(DPKFAC, "AdamW")):
+        assert torch.equal(found, expected)
 
 
 def test_old_inverses_are_not_kept_alive_by_the_state() -> None:

@@ -339,8 +339,8 @@ def require_whole(training: Training, curvature: Curvature) -> None:
         if not is_checkpointing(part=True) and training.first_time("inverses elsewhere"):
             training.warn(
                 f"state_dict() on rank {rank} lacks {lacking}: they are refreshed at the first "
-                f"step after loading; call optimizer.consolidate(to=0) on every process first for "
-                f"a run that resumes exactly"
+                f"step after loading; for a run that resumes exactly, first call "
+                f"optimizer.consolidate(to=0) on every process"
             )
         return
     if collected is None and not (curvature.parts_suffice and is_checkpointing(part=True)):
@@ -362,7 +362,7 @@ def require_whole(training: Training, curvature: Curvature) -> None:
 
 
 def add_to_save(training: Training, curvature: Curvature, state: dict[Any, dict[str, Any]]) -> None:
-    """Add what only checkpoints have to a state by the parameters' numbers."""
+    """Add entries that only checkpoints have to a state, by parameter number."""
     more = curvature.state_to_save() if state else {}
     for index, p in enumerate(members_of(training.groups)):
         if p in more and index in state:

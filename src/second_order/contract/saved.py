@@ -60,6 +60,13 @@ class SavedPart(dict[str, Any]):
         part[key] = value
         return part
 
+    def without(self, keys: Iterable[str]) -> SavedPart:
+        """A copy without some entries."""
+        part = copy.copy(self)
+        for key in part.keys() & set(keys):
+            del part[key]
+        return part
+
     def wrong(self, key: str, what: str) -> CheckpointError:
         """The error for an entry, with what is wrong."""
         return CheckpointError(

@@ -1,7 +1,7 @@
-"""Factors on their way: into checkpoints and out of them, and from one process to another.
+"""Factors in checkpoints, and the transfer of factors between ranks.
 
-Moving and gathering are collectives: every rank calls them with the same layers, and what is sent
-depends on nothing that a rank alone knows.
+Moving and gathering are collectives. Every rank calls them with the same layers, and their messages
+depend only on what all ranks know.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from second_order.sharded import is_dtensor, local
 
 __all__ = [
     "CHOSEN",
+    "FACTORS_AND_STEPS",
     "MEAN_CURVATURE",
     "NEWLY_TRAINABLE_AT",
     "READ_BY_ALL",
@@ -79,10 +80,16 @@ READ_BY_ALL = (
     *(WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, DRIFT_LEAST, *ALIKE, *CHOSEN, *AGREED_STATE),
     *(*INVERSE_NUMBERS, LAST_STEP_KNOWN, *MEASURED, MEASURED_STEPS, MEASURED_UNTIL),
 )
-"""What each process reads of a checkpoint, whoever keeps the factors."""
+"""The entries that every rank reads, including ranks that do not keep the layer's factors."""
 
 SIZES = {PASS_HISTORY: (4,), TRACE: (2,), INVERSE_DAMPING: (2,)}
 """Tensors of a few numbers, and their shapes."""
+
+NOT_NEGATIVE = (PASS_HISTORY, INVERSE_DAMPING)
+"""Those of them without negative numbers; an unknown trace is -1."""
+
+FACTORS_AND_STEPS = (*LETTERS, LAST_STEP)
+"""Large tensors that loading copies, so that the checkpoint's own can be freed."""
 
 TENSORS = (*LETTERS, MEANS, *INVERSE_ENTRIES, *SNAPSHOT_TENSORS, LAST_STEP, *SIZES)
 
@@ -161,7 +168,9 @@ def check_saved_factors(
             _check_last_step(part, p)
         for key in part.keys() - {*HEADER, LAST_STEP}:
             if key in tensors:
-                part.tensor(key, SIZES.get(key))
+                numbers = part.tensor(key, SIZES.get(key))
+                if key in NOT_NEGATIVE and float(numbers.min()) < 0:
+                    raise part.wrong(key, f"is {numbers.tolist()}, where no number may be below 0")
                 continue
             if key in WHOLE:
                 value = float(part.whole(key, *WHOLE[key]))

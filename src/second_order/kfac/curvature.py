@@ -28,6 +28,7 @@ from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
     CHOSEN,
+    FACTORS_AND_STEPS,
     MEAN_CURVATURE,
     NEWLY_TRAINABLE_AT,
     check_saved_factors,
@@ -154,8 +155,8 @@ class KFAC(OfLayers):
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._closed, self._coming = False, False
-        # Since the last step a checkpoint has been loaded; the layers of which this rank lacks a
-        # part; and the checkpoint itself, if a plan is to come that it must be distributed by.
+        # Between loading a checkpoint and the first step after it: that one was loaded, the layers
+        # that this rank lacks a part of, and the entries from which a new plan takes inverses.
         self._just_loaded = False
         self._missing: set[KroneckerBlock] = set()
         self._loaded: Mapping[Tensor, SavedPart] = {}
@@ -455,7 +456,9 @@ class KFAC(OfLayers):
         before, wire = self.known, self._system.exchange_dtype
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
-        if (steps > 0 and changed) or any(old.source != new.source for old, new in pairs):
+        moved = any(old.source != new.source for old, new in pairs)
+        resumes = bool(self._loaded) and not self._trained_others(self._loaded)
+        if not resumes and ((steps > 0 and changed) or moved):
             layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
         known = {**before, **self.plan}
         self.known = {block: known[block] for block in layers.blocks if block in known}
@@ -503,12 +506,15 @@ class KFAC(OfLayers):
         if self._system.chooser is not None:
             kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
         of_layers = [each for each in (self.solves.traces, self.drift) if each is not None]
-        return saved_factors(self.layers, self._takes, kept, of_layers)
+        # Before the first step, every rank has the same entries, because
+        # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
+        fresh = self.training.steps == 0
+        return saved_factors(self.layers, lambda b: fresh or self._takes(b), kept, of_layers)
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """What decides the steps between two refreshes: inverses, solves under way, the last step.
+        """What decides the steps between two refreshes: inverses, running solves, the last step.
 
-        They are shared, not copied. Solves on threads are waited for.
+        The tensors are shared, not copied. This waits for solves on threads.
         """
         if not self._options.save_inverses or self._closed:
             return {}
@@ -570,15 +576,38 @@ class KFAC(OfLayers):
         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
         self.layers.newcomers_at = int(shared_number(saved, NEWLY_TRAINABLE_AT, -1))
         self._just_loaded = True
-        self._loaded = {} if self.layers.unchanged else saved
         self._take_over(saved)
+        self._loaded = self._to_take_over_again(saved)
         self.layers.updates += 1
         self.watch()
 
-    def _take_over(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Install the inverses of a checkpoint, and begin the solves that were under way.
+    def _to_take_over_again(self, saved: Mapping[Tensor, SavedPart]) -> dict[Tensor, SavedPart]:
+        """The entries that :meth:`_take_over` reads, with the installed inverses, not copied.
 
-        By then the factors are loaded, and the plan is that of the layers as they are now.
+        Scripts may freeze layers after loading. Then the first step makes a new plan, which needs
+        the inverses again.
+        """
+        found: dict[Tensor, SavedPart] = {}
+        for p, part in saved.items():
+            found[p] = part.without(FACTORS_AND_STEPS)
+        for block in self.plan:
+            if block.inverse is not None and block.weight in found:
+                found[block.weight].update(block.inverse.entries)
+        return found
+
+    def _trained_others(self, saved: Mapping[Tensor, SavedPart]) -> bool:
+        """Whether other layers trained when a checkpoint was written than train now."""
+        for block in self.layers.blocks:
+            part = saved.get(block.weight)
+            trained = part is not None and has_inverse_entries(part)
+            if part is not None and trained != (block in self.plan):
+                return True
+        return False
+
+    def _take_over(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Install the inverses of a checkpoint, and restart the solves that were in progress.
+
+        Requires that the factors are loaded, and that the plan matches the layers that train.
         """
         solves, rank, options = self.solves, self.training.world.rank, self._options
         inverses: dict[KroneckerBlock, LoadedInverse] = {}
@@ -614,16 +643,22 @@ class KFAC(OfLayers):
             solves.drop_missing(missing)
 
     def _agree_on_loaded(self) -> None:
-        """Refresh the layers of which any rank lacks a part of the checkpoint; a collective."""
+        """Refresh layers if any rank lacks their part of the checkpoint; a collective.
+
+        If other layers train now than when the checkpoint was written, refresh all layers. A run
+        that freezes or unfreezes layers at this step does the same.
+        """
+        world, blocks = self.training.world, list(self.plan)
+        missing = set(blocks) if self._trained_others(self._loaded) else self._missing
         self._just_loaded = False
         self._loaded = {}
-        world, blocks = self.training.world, list(self.plan)
-        if world.size == 1:
-            return
-        flags = torch.tensor([float(block in self._missing) for block in blocks], device="cpu")
-        world.on_cpu().all_reduce_max([flags]).wait()
-        lacking = [b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag]
-        self.solves.drop_missing(lacking)
+        if world.size > 1:
+            flags = torch.tensor([float(block in missing) for block in blocks], device="cpu")
+            world.on_cpu().all_reduce_max([flags]).wait()
+            missing = {b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag}
+        self.solves.drop_missing(missing)
+        if missing and self.drift is not None:
+            self.drift.follow(self.layers.blocks)  # layers without an inverse have other intervals
 
     @property
     def factors_elsewhere(self) -> bool:
@@ -647,7 +682,7 @@ class KFAC(OfLayers):
 
     @property
     def dispensable(self) -> bool:
-        """Whether training can resume without what other ranks keep: inverses can be refreshed."""
+        """Whether other ranks keep inverses alone, which the next step can refresh."""
         return not self.factors_elsewhere
 
     def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
@@ -674,7 +709,7 @@ class KFAC(OfLayers):
 
         for block, entries in gather_inverses(world, self.plan, solves, ranks).items():
             found[block] = {**found.get(block, {}), **entries}
-        # Numbers that only the rank knows whose batches make the statistics.
+        # Numbers that only the rank has whose batches make the layer's statistics.
         numbers: dict[str, dict[str, Sequence[float]]] = {}
         for block, layer in self.plan.items():
             if layer.source == rank:

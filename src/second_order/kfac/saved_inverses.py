@@ -1,16 +1,18 @@
-"""Inverses in checkpoints, and what else decides the steps between two refreshes.
+"""Inverses in checkpoints, and everything else that decides the steps between two refreshes.
 
-By layer, in its weight's part:
+Each layer has these entries, in the part of its weight:
 
-inverse_step, inverse_delay      the step of the factors that the inverse in use was computed from,
-                                 -1 if there is none, and the steps until it was installed
-inverse_wanted                   1 if the layer is refreshed at the next step, whatever is due
-inverse_A, inverse_G, ...        the inverse's tensors, on gradient workers, by their solver's names
-inverse_damping                  next to these: γ, and what the inverse is multiplied by, or 0
-snapshot_step, snapshot_A, ...   the factors of a solve under way on a thread; -1 if there is none
+inverse_step, inverse_delay      the step of the factors that the inverse was computed from, or -1
+                                 if the layer has no inverse; the steps until it was installed
+inverse_wanted                   1 if the layer is refreshed at the next step even if it is not due
+inverse_A, inverse_G, ...        the inverse's tensors under the solver's names; gradient workers
+                                 have them
+inverse_damping                  with these tensors: γ, and the scale of the inverse, 0 without one
+snapshot_step, snapshot_A, ...   the step and the factors of a solve on a thread; -1 if none runs
 
-An inverse is loaded by whoever is a gradient worker then. It is never computed again from the
-factors, which have moved on. A layer whose inverse is missing anywhere is refreshed at once.
+The layer's gradient workers load the inverse. They cannot compute it from the saved factors, which
+have been updated since. If any gradient worker lacks a layer's inverse, all ranks refresh the layer
+at the first step.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ Solver = EigenSolver | InverseSolver
 def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool) -> dict[str, Any]:
     """The entries of a layer's inverse; its tensors are shared, not copied.
 
-    Gradient workers have all of them (``works``), other ranks know when it was computed. ``room``
-    asks for zeros in the place of an inverse that is not there: torch.distributed.checkpoint reads
+    Gradient workers (``works``) have all entries. Other ranks have the step of the factors. With
+    ``room``, zeros take the place of a missing inverse, because torch.distributed.checkpoint reads
     into tensors that exist.
     """
     step = solves.taken_at.get(block, -1) if block.solved else -1
@@ -96,12 +98,12 @@ def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool
 
 
 def _dampings(block: KroneckerBlock, solves: Solves) -> list[float]:
-    """γ of a layer's inverse, and what the inverse is multiplied by."""
+    """γ of a layer's inverse, and the inverse's scale."""
     return [float(each.get(block, 0.0)) for each in (solves.dampings, solves.scales)]
 
 
 def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[str, Any]:
-    """The entries of a layer's solve under way; ``room`` as for :func:`saved_inverse`."""
+    """The entries of a layer's solve in progress; for ``room`` see :func:`saved_inverse`."""
     solve = solves.under_way.get(block)
     if solve is None:
         found: dict[str, Any] = {SNAPSHOT_STEP: -1}
@@ -133,7 +135,7 @@ def _snapshot_tensors(stored: Mapping[str, Tensor | None], means: Tensor) -> dic
 
 
 def inverse_bytes(blocks: Sequence[KroneckerBlock], solver: Solver, dtype: torch.dtype) -> int:
-    """Bytes that the inverses of all layers have in a whole checkpoint."""
+    """Bytes that the inverses of all layers add to a complete checkpoint."""
     total = 0
     for block in blocks:
         for shape in solver.saved_shapes(block.shape, block.triangular).values():
@@ -144,7 +146,7 @@ def inverse_bytes(blocks: Sequence[KroneckerBlock], solver: Solver, dtype: torch
 def gather_inverses(
     world: World, plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, to: Sequence[int]
 ) -> dict[KroneckerBlock, dict[str, Any]]:
-    """Collect the inverses that only other ranks have, on the ranks ``to``; a collective."""
+    """Send the inverses to those of the ranks ``to`` that lack them; a collective."""
     routes: dict[KroneckerBlock, tuple[int, Sequence[int]]] = {}
     for block, layer in plan.items():
         if block.solved and not {*to} <= {*layer.workers}:
@@ -178,16 +180,17 @@ def gather_inverses(
 
 
 def has_inverse_entries(part: Mapping[str, Any]) -> bool:
-    """Whether a layer was saved with its inverse, or with the fact that it has none."""
+    """Whether the layer trained, and inverses were saved, when the checkpoint was written."""
     return STEP in part and WANTED in part
 
 
 def loaded_inverse(
     part: Mapping[str, Any], block: KroneckerBlock, solver: Solver, dtype: torch.dtype, works: bool
 ) -> LoadedInverse | None:
-    """A layer's inverse in a checkpoint; None if it has none of this solver's and this size.
+    """A layer's inverse in a checkpoint; None if the layer had no inverse.
 
-    On a gradient worker (``works``) whose checkpoint lacks the tensors, ``inverse`` is None.
+    On a gradient worker (``works``), ``inverse`` is None if the checkpoint lacks tensors of this
+    solver and size.
     """
     step = int(part.get(STEP, -1))
     if step < 0:
@@ -199,7 +202,7 @@ def loaded_inverse(
     for name, shape in solver.saved_shapes(block.shape, block.triangular).items():
         saved = part.get(name)
         fitting = None if saved is None else fitting_entry(saved, shape, _side(name, block))
-        if fitting is None or not bool(fitting.any()):  # zeros: room that nothing was read into
+        if fitting is None or not bool(fitting.any()):  # zeros: nothing was read into the room
             return here
         entries[name] = fitting.to(block.weight.device, dtype)
     damping, scale = part[INVERSE_DAMPING].tolist() if INVERSE_DAMPING in part else (0.0, 0.0)
@@ -208,7 +211,7 @@ def loaded_inverse(
 
 
 def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot | None:
-    """The solve that was under way for a layer; None if there was none."""
+    """The solve that was in progress for a layer; None if there was none."""
     step = int(part.get(SNAPSHOT_STEP, -1))
     if step < 0:
         return None
@@ -225,7 +228,7 @@ def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot 
 
 
 def check_saved_inverse(part: SavedPart, block: KroneckerBlock) -> None:
-    """Raise CheckpointError unless a layer's inverse, and its snapshot, can be what they are."""
+    """Raise CheckpointError unless a layer's inverse and snapshot are valid and fit the layer."""
     for solver in SOLVERS.values():
         for name, shape in solver.saved_shapes(block.shape, block.triangular).items():
             if name not in part:

@@ -94,7 +94,7 @@ class FactorCopies:
 
 @dataclass(frozen=True)
 class LoadedInverse:
-    """An inverse of a checkpoint; ``inverse`` is None on ranks that do not precondition by it."""
+    """A checkpoint's inverse; ``inverse`` is None on ranks that do not precondition with it."""
 
     step: int  # of the factors that it was computed from
     delay: int  # steps until it was installed
@@ -105,7 +105,7 @@ class LoadedInverse:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The factors of a solve that was under way when a checkpoint was written."""
+    """The factors of a solve that was in progress when a checkpoint was written."""
 
     step: int
     damping: float  # γ as the option had it then
@@ -274,13 +274,13 @@ class Solves:
     # -------------------------------------------------------------------------------- checkpoints
 
     def finish(self) -> None:
-        """Wait for this rank's solves under way, which are installed at their turn."""
+        """Wait for this rank's running solves; they are installed when they are due."""
 
     def keep_snapshots(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Keep what the solves under way of some layers started from: their factors will change."""
+        """Keep the factors that running solves started from; the running averages will change."""
 
     def take_over(self, found: Mapping[KroneckerBlock, LoadedInverse]) -> None:
-        """Install the inverses of a checkpoint; the layers are not refreshed out of turn."""
+        """Install the inverses of a checkpoint; their layers are refreshed when they are due."""
         for block, loaded in found.items():
             block.installed()
             self.taken_at[block] = loaded.step
@@ -301,7 +301,7 @@ class Solves:
                 bank.install(list(here), first.of([torch.cat(c) for c in columns]), keeps=False)
 
     def resubmit(self, found: Mapping[KroneckerBlock, Snapshot]) -> None:
-        """Begin the solves anew that were under way when a checkpoint was written."""
+        """Restart the solves that were in progress when a checkpoint was written."""
         damping, mean_curvature = self.damping, self.mean_curvature
         own_dampings, self.own_dampings = self.own_dampings, {}  # the snapshots have theirs
         for block, snapshot in found.items():
@@ -319,13 +319,15 @@ class Solves:
         self.finish()
 
     def drop_missing(self, missing: Iterable[KroneckerBlock]) -> None:
-        """Refresh layers at the next refresh, as some rank lacks what it needs of a checkpoint."""
+        """Refresh layers at the next step, because some rank lacks part of a checkpoint."""
         for block in missing:
             block.drop_inverse()
             self.under_way.pop(block, None)
             self.taken_at.pop(block, None)
             self.installed_at.pop(block, None)
             self.wanted.add(block)
+            if self.traces is not None:
+                self.traces.forget_layer(block)
 
     # ------------------------------------------------------------------------------------ solve
 

@@ -149,7 +149,7 @@ def _tensors_of(problems: Mapping[str, Problem]) -> list[Tensor]:
 
 
 def _by_letter(letters: Sequence[str], fetch: Callable[[], list[Tensor]]) -> dict[str, Tensor]:
-    """The copies of factors that a thread has got, by letter."""
+    """The copies of factors that a thread received, by letter."""
     return dict(zip(letters, fetch(), strict=False))
 
 
@@ -256,13 +256,13 @@ class SolvesOnThreads(Solves):
             )
 
     def finish(self) -> None:
-        """Wait for this rank's solves under way, which are installed at their turn."""
+        """Wait for this rank's running solves; they are installed when they are due."""
         wait([solve.ticket for solve in self.under_way.values() if solve.ticket is not None])
 
     def keep_snapshots(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Keep what the solves under way of some layers started from: their factors will change.
+        """Keep the factors that running solves started from; the running averages will change.
 
-        Checkpoints have it, and every rank can write one.
+        They go into checkpoints, which any rank can write.
         """
         for block in blocks if self.options.save_inverses else ():
             solve, factors = self.under_way.get(block), block.factors

@@ -75,6 +75,11 @@ class TraceRefresh:
         self._coming: dict[KroneckerBlock, Mark] = {}  # of those that are being solved
         self.settled: set[KroneckerBlock] = set()  # looked at no more; the same on every rank
 
+    def forget_layer(self, block: KroneckerBlock) -> None:
+        """Forget a layer whose inverse was dropped; its next solve starts again."""
+        self._marks.pop(block, None)
+        self.settled.discard(block)
+
     def keeping(
         self,
         traces: Mapping[KroneckerBlock, Tensor],
@@ -120,8 +125,7 @@ class TraceRefresh:
             if mark is not None:
                 self._marks[block] = mark
         elif verdict is not Verdict.FAILED:  # the inverse is gone
-            self._marks.pop(block, None)
-            self.settled.discard(block)
+            self.forget_layer(block)
 
     @property
     def said(self) -> str:

@@ -524,8 +524,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self.state:
             self._share_state()
         found = super().state_dict()
-        # Entries of their own: close() takes the curvature out of those of `state`.
-        found["state"] = {index: dict(entry) for index, entry in found["state"].items()}
+        # Copies, because close() takes the curvature out of the entries of `state`. The parts have
+        # one order on every rank: torch.distributed.checkpoint gathers DTensors in that order.
+        for index, entry in found["state"].items():
+            parts = [part for part in (BASE, CURVATURE) if part in entry]
+            found["state"][index] = {part: entry[part] for part in parts}
         add_to_save(self._training, self._curvature, found["state"])
         add_collected(self._training, found["state"])
         return found
