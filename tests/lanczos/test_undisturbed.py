@@ -215,6 +215,7 @@ def test_ctrl_c_at_any_line_of_a_refresh_leaves_nothing_changed(mode: str) -> No
     usual, at, interrupts = settings(), 1, 0
     before = copy.deepcopy([*params, *buffers])
     random = torch.get_rng_state()
+    coverage_tracer = sys.gettrace()
     while True:
         tracer = Interrupt(at)
         sys.settrace(tracer)
@@ -223,7 +224,7 @@ def test_ctrl_c_at_any_line_of_a_refresh_leaves_nothing_changed(mode: str) -> No
         except KeyboardInterrupt:
             interrupts += 1
         finally:
-            sys.settrace(None)
+            sys.settrace(coverage_tracer)
         assert settings() == usual, at
         assert torch.equal(torch.get_rng_state(), random), at
         assert all(map(torch.equal, [*params, *buffers], before)), at
