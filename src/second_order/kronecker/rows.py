@@ -17,11 +17,14 @@ them flattened. What rows are is decided by these dimensions, once a pass is ove
                 were picked, as for an expert; those with a gradient at this very layer take part
 
 The layer called last, whose gradient arrives first, shows the terms: its examples, or those of its
-positions that have a gradient. Tokens without a label, as of a prompt, are no terms but take part.
-Where the terms are examples, all positions of one without any gradient take part.
+positions that have a gradient. If its calls in one pass have different numbers of rows, or together
+as many as another layer, the terms are those of all its calls. Tokens without a label, such as a
+prompt's, are not terms, but they take part. If the terms are examples, all positions of an example
+without any gradient take part.
 
-A cross-entropy is known by its gradients, a multiple of p - y with p the softmax of the layer's
-outputs: where a row of these has none, and p is not rounded to 0 and 1, its label is ignored.
+A cross-entropy is recognized by its gradients, c (p - y), where p is the softmax of the layer's
+outputs. If a row has no gradient, and p is not rounded to 0 and 1, its label is ignored. If c is
+one over the number of all rows, the loss is a mean over all of them, and all are terms.
 """
 
 from __future__ import annotations
