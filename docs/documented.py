@@ -13,7 +13,7 @@ from typing import Any
 
 import griffe
 
-ANNOTATED = {"params_or_model": "ParamsT | nn.Module"}  # where the signature has nothing
+ANNOTATED = {"params": "ParamsT | nn.Module"}  # where the signature has nothing
 
 
 class Documented(griffe.Extension):

@@ -92,8 +92,8 @@ a GradScaler that parts the ranks
     if averages and processes > 1 and  =>  if False and
 a DDP over helpers goes unnoticed
   <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
-  - if strange and set(ranks).intersection(workers):
-  + if strange and not set(ranks).intersection(workers):
+  - if mixed_in and set(ranks).intersection(workers):
+  + if mixed_in and not set(ranks).intersection(workers):
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
   -     refuse_meta(name, params, found.module)
   -
@@ -1136,10 +1136,10 @@ terms of a batch that is repeated for others' sake
 == measuring/progress.py
 saves of another measurement are as good
   <-  measure::a_save_of_another_measurement_is_refused
-    if other:  =>  if False:
+    if not other:  =>  if True:
 each process goes on from its own last save
   <-  measure_ranks::who_owns_what_is_known_after_a_resumption
-    max(common or mine)  =>  max(mine)
+    sorted(common, reverse=True)  =>  sorted(mine, reverse=True)
 
 == measuring/statistics.py
 what shares an A is elsewhere than that
@@ -1158,7 +1158,7 @@ weights that are used elsewhere pass for their layers'
   <-  measure_terms::a_weight_that_is_used_outside_of_its_calls_is_named
     if residual > TOLERANCE:  =>  if False:
 entries are always first  <-  measure::positions_may_come_before_entries
-    d.dim() > 2 and len(d) != self.entries == d.shape[1]  =>  False
+    d.dim() < 3 or not len(d) != self.entries == d.shape[1]  =>  True
 
 == measuring/sums.py
 sums in the host's memory are of the last batch
@@ -1211,6 +1211,9 @@ lists of parameters taken for the model  <-  from_parameters::copies_are_not_con
     holds = type(module) is nn.Module or _is(module, HOLDERS)  =>  holds = False
 aliases taken for the model  <-  from_parameters::copies_are_not_confused_with_the_model
     owners = max(len(  =>  owners = min(len(
+one of two models that share their parameters
+  <-  from_parameters::any_of_two_models_with_the_same_parameters_may_run
+    roots += found  =>  roots += found[:1]
 a DDP that nobody has  <-  from_parameters::wrapped_parameters_train_as_the_wrapped_model
     gc.collect()  =>  pass
 whole parameters of FSDP2's root  <-  from_parameters::sharded_parameters_train_as_the_sharded_model

@@ -17,7 +17,7 @@ class SecondOrderError(RuntimeError):
 
 
 class CheckpointError(SecondOrderError, ValueError):
-    """A checkpoint's file is cut short, spoilt, or of something else; the error names it.
+    """A checkpoint's file is cut short, damaged, or of something else; the error names it.
 
     Or an entry of its state does not fit, or is wrong; nothing has been loaded then.
     """

@@ -296,10 +296,12 @@ def check_params(name: str, value: Any) -> None:
 
 
 def brief(value: Any) -> str:
-    """A value as messages show it: its class alone where it would take more than a line."""
+    """A value as messages show it; only its class if the value takes more than a line."""
     text = repr(value)
     fits = len(text) <= 80 and "\n" not in text
-    return text if fits else f"a {type(value).__name__}"
+    kind = type(value).__name__
+    article = "an" if kind[0] in "AEIOUaeiou" else "a"
+    return text if fits else f"{article} {kind}"
 
 
 def check_rank(method: str, to: int | None, world_size: int) -> None:
@@ -342,30 +344,33 @@ def check_flag(name: str, value: Any) -> bool:
 
 LAYER_OPTIONS: dict[str, Callable[[str, Any], object]] = {
     "damping": partial(
-        check_number, low=0.0, open_high=True, remedy="leave it out for the optimizer's own"
+        check_number,
+        low=0.0,
+        open_high=True,
+        remedy="give a number, or leave it out to use the optimizer's",
     ),
     "factor_decay": partial(
         check_number,
         low=0.0,
         high=1.0,
         open_high=True,
-        remedy="leave it out for the optimizer's own",
+        remedy="give a number, or leave it out to use the optimizer's",
     ),
     "precondition": check_flag,
 }
-"""The options that a parameter group may have for its own layers, with their checks."""
+"""The options that a parameter group may set for its own layers, with their checks."""
 
 
 def check_group_options(
     name: str, groups: Iterable[Any], ours: Collection[str], by_layer: bool, first: int = 0
 ) -> None:
-    """Raise ValueError if a group has an option of the optimizer ``name`` that cannot differ.
+    """Raise ValueError if a group sets an option of the optimizer ``name`` that cannot differ.
 
     Args:
         name: The optimizer's class.
         groups: Groups, or parameters.
         ours: The optimizer's own keywords, which no group may have.
-        by_layer: Whether groups may have ``LAYER_OPTIONS``.
+        by_layer: Whether groups may set ``LAYER_OPTIONS``.
         first: The number of the first group.
     """
     for i, group in enumerate(groups, start=first):
@@ -383,7 +388,7 @@ def check_group_options(
 
 
 def rate_of_groups(name: str, groups: Sequence[Any]) -> Scalar:
-    """The learning rate of the first group, where all have their own; else raise TypeError."""
+    """The learning rate of the first group; raise TypeError unless every group has its own."""
     for i, group in enumerate(groups):
         if not isinstance(group, dict) or "lr" not in group:
             absent = f"; group {i} has none" if isinstance(group, dict) else ""

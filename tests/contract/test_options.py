@@ -51,7 +51,7 @@ def test_unknown_keyword_names_the_closest_known_one(
 def test_every_option_of_ours_is_keyword_only_and_none_is_the_bases(System: Any) -> None:
     """A name of both would be taken from the base without a word."""
     _, first, second, *others = inspect.signature(System.__init__).parameters.values()
-    assert (first.name, second.name) == ("params_or_model", "lr")
+    assert (first.name, second.name) == ("params", "lr")
     ours = {p.name for p in others if p.kind is not p.VAR_KEYWORD}
     assert {p.kind for p in others} == {first.KEYWORD_ONLY, first.VAR_KEYWORD}
     for base in (SGD, Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):

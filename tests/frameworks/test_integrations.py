@@ -160,6 +160,7 @@ def test_axolotl_trains_with_the_plugins_optimizer(tmp_path: Path) -> None:
         other.optimizer = direct
         other.train()
         assert torch.equal(trainable(model), trainable(twin))
+        assert trainer_of(twin, {"lr": 0.5}).optimizer_cls_and_kwargs[1]["lr"] == 0.5
         with pytest.raises(ValueError, match="optimizer='KAISER' is not one of KAISA, DPKFAC"):
             trainer_of(twin, {"optimizer": "KAISER"})
 

@@ -29,7 +29,7 @@ SYSTEMS: dict[str, Any] = {s.__name__: s for s in (KAISA, DPKFAC, DistKFAC, DHO2
 
 # What a script gives, and not chance; `grad_scaler` and `gradient_averaging` go with the script.
 GIVEN = {
-    *("params_or_model", "model", "process_group", "grad_scaler", "curvature_closure"),
+    *("params", "model", "process_group", "grad_scaler", "curvature_closure"),
     *("inverse_device", "stats_workers", "accelerators", "helper_timeout", "lr", "base"),
     *("rest_kwargs", "self", "base_kwargs"),
 }

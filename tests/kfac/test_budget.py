@@ -182,7 +182,8 @@ def on_ranks(rank: int, world_size: int, name: str) -> Any:
 @pytest.mark.parametrize("name", ["KAISA", "DPKFAC", "DistKFAC"])
 def test_ranks_with_different_clocks_choose_the_same(world: World, name: str) -> None:
     (first, measured, a), (second, other, b) = world.run(on_ranks, 2, name)
-    S = 3 * (1 + 3) / 2 + 2 / 3 * (1 * 1 + 2 * 3) / 2 if name == "DPKFAC" else 10.0  # 1, 2 layers
+    # Each rank watches two layers: the first one its own and the last, which shows the loss terms.
+    S = 3 * (1 + 3) / 2 + 2 / 3 * (2 * 1 + 2 * 3) / 2 if name == "DPKFAC" else 10.0
     assert measured == other == pytest.approx((S, 80, 80))  # the means
     assert first == second == {"factor_update_steps": 4, "inv_update_steps": 15}
     agreed([a, b])

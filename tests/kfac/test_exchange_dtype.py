@@ -73,7 +73,7 @@ def test_factors_and_decompositions_take_half_the_bytes(world: World, way: str) 
     kept = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
     options = {**WAYS[way], **kept, "solver": "inverse", "grad_worker_fraction": 0.5}
     options["kl_clip"] = None
-    heads = 4 * 3 * 3
+    heads = 4 * 3 * 4  # loss terms, rows of A, and two mean eigenvalues, of three layers
     whole, half = (
         world.run(train, 4, {**options, "exchange_dtype": dtype}) for dtype in (None, BF16)
     )

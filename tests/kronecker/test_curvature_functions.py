@@ -397,7 +397,7 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
     [
         (lambda c: c.solve({}, 0.0, relative=True), "damping=0.0 of layer 'a/b' must be positive"),
         (lambda c: c.logdet(relative=True), "relative=True needs damping=, in mean eigenvalues"),
-        (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* give damping="),
+        (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* write damping="),
         (lambda c: c.logdet({"a": 1.0}), r"damping= is of 'a', no layer; give names of \['a/b'"),
         (
             lambda c: replace(c["a/b"], stored={"A": c["a/b"].A}).G,

@@ -101,6 +101,26 @@ def test_pairs_and_corrected_eigenvalues_are_those_of_entries(name: str) -> None
         close(found.G[i], by_hand.g(layer))
         values = corrected(found, i, by_hand.weights[layer]) / by_hand.terms
         close(found.corrected[i], values, 1e-7)
+    if name == "GPT-2":
+        assert "an output layer's" in curvature.uncovered["transformer.wte.weight"]
+
+
+@pytest.mark.parametrize("factors", ["inputs", "kfac"])
+def test_rows_of_experts_are_counted_exactly(factors: Any) -> None:
+    """Also if the default dtype has few digits: 1 + 256 is 256 in bfloat16."""
+    data = [data_of("Mixtral")] * 12
+    model = model_of("Mixtral")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = measure(model, data, factors=factors, layers=["*experts*"], progress=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    number = 2 * 12 * int(data[0]["attention_mask"].sum())  # each token goes to two experts
+    assert number > 512
+    if factors == "inputs":
+        assert all(found[name].rows == number for name in found)
+    else:
+        assert all(found[name].rows >= number for name in found)
 
 
 def test_labels_are_drawn_from_the_model() -> None:
@@ -297,7 +317,7 @@ def test_masks_of_one_shape_are_refused_and_scattered_rows_told() -> None:
 
     curvature = measure(Scattered(), [torch.randn(2, 4, 3)], factors="ekfac", progress=False)
     (note,) = curvature.report.notes
-    assert note.startswith("rows of expert cannot be told by entries")
+    assert note.startswith("rows of expert cannot be assigned to entries")
 
 
 # -------------------------------------------------------------------- what is left as it was
@@ -591,7 +611,7 @@ def test_bad_input_is_refused() -> None:
         measure(model, iter(x), factors="ekfac", progress=False)
     with pytest.raises(SecondOrderError, match="no example"):
         measure(model, [], progress=False)
-    with pytest.raises(TypeError, match="of which nobody knows the number"):
+    with pytest.raises(TypeError, match="so its number of terms is not known"):
         measure(model, x, factors="kfac", loss=lambda out, batch: out.sum(), progress=False)
     with pytest.raises(SecondOrderError, match="no layer has factors"):
         measure(model, x, factors="kfac", loss=lambda out, batch: batch[:, 0], progress=False)
@@ -613,11 +633,16 @@ CRITERION = nn.CrossEntropyLoss(reduction="none")
         ),
         ({"loss": nn.functional.cross_entropy}, r"loss=cross_entropy takes .* write loss=lambda"),
         ({"loss": partial(nn.functional.mse_loss, reduction="none")}, "loss=mse_loss takes"),
-        ({"layers": [MODEL[2]]}, r"layers=Linear.* is not a name.*write layers=\[\"2\"\]"),
+        ({"layers": [MODEL[2]]}, r"layers= takes names .*not Linear.*write layers=\[\"2\"\]"),
         ({"layers": MODEL[0]}, r"write layers=\[\"0\"\]"),
         ({"layers": [nn.Linear]}, r"write layers=\[\"Linear\"\]"),
-        ({"layers": [nn.Linear(2, 2)]}, "give names of the model's modules"),
+        ({"layers": [nn.Linear(2, 2)]}, "pass names of the model's modules"),
         ({"model": [(X, Y)], "loader": MODEL}, r"model=list.* not a torch.*measure\(model, loader"),
+        ({"model": nn.Linear}, r"model=Linear is not .*, but a class"),
+        ({"loader": {"input": X, "labels": Y}}, r"looks like a single batch; write \[batch\]"),
+        ({"loader": None}, "loader=NoneType.* cannot be iterated over; pass a DataLoader"),
+        ({"mask": "attention_mask"}, "mask=str.* is not a function; write mask=lambda batch"),
+        ({"call": X}, "call=Tensor.* is not a function; write call=lambda model, batch"),
         ({"loader": (X, Y)}, r"\(4, 2\) and \(4,\).*write \[\(x, y\)\], or DataLoader"),
         ({"loader": [X, X[:, :1]]}, r"\(4, 2\) and \(4, 1\) looks like inputs and targets"),
         ({"memory": "2GB"}, r"memory='2GB' is not a number of bytes; write memory=2 \* 2\*\*30"),
@@ -629,6 +654,11 @@ def test_an_argument_that_is_something_else_is_named_with_what_to_write(
     given: dict[str, Any] = {"model": MODEL, "loader": [(X, Y)], "factors": "kfac"}
     with pytest.raises(TypeError, match=text):
         measure(**{**given, "progress": False, **changed})
+
+
+def test_names_of_layers_are_any_iterable_of_them() -> None:
+    for names in ("0", ["0"], ("0",), frozenset(["0"]), {"0": 1}.keys(), iter(["0"])):
+        assert list(measure(MODEL, [X], layers=names, progress=False)) == ["0"]
 
 
 def test_what_is_asked_of_a_curvature_is_answered_with_what_to_write() -> None:

@@ -107,12 +107,52 @@ def test_a_term_that_is_zero_counts(dtype: torch.dtype) -> None:
 
 
 def test_a_label_that_is_ignored_is_no_term() -> None:
-    model = Sure(16.0)
+    torch.manual_seed(0)
+    model = Sure(100.0)
     x = torch.randn(8, 6, 4)
     y = model(x).argmax(-1)
     y[:, 3:] = -100
     y[0, 0] = -100
+    zeros = (unreduced(model(x), (x, y)) == 0) & (y != -100)
+    assert zeros.any(), "the test has no such terms"
     assert quietly(model, [(x, y)], factors="kfac", loss=unreduced).report.examples == 23
+
+
+@pytest.mark.parametrize("ignored", [255, -1])
+def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
+    model, x = Sure(1.0).to(F64), torch.randn(8, 6, 4, dtype=F64)
+    y = model(x).argmin(-1)
+    y[:, 3:] = ignored
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(output.mT, batch[1], reduction="none", ignore_index=ignored)
+
+    def shifted(output: Tensor, batch: Any) -> Tensor:
+        return cross_entropy(
+            output[:, :-1].mT, batch[1][:, 1:], reduction="none", ignore_index=ignored
+        )
+
+    # This loss does not ignore the label.
+    known = {"factors": "kfac", "loss": lambda output, batch: loss(output, batch) + 1}
+    assert quietly(model, [(x, y)], **known).report.examples == 48
+
+    numbers = x, torch.arange(48).view(8, 6)  # these are no labels
+    assert quietly(model, [numbers], factors="kfac").report.examples == 48
+    counts = {"mask": lambda batch: batch[1] != ignored}
+    for given, number in ({"loss": loss}, 24), ({"loss": shifted}, 16), ({}, 24):
+        options: dict[str, Any] = {"factors": "kfac", **given}
+        with pytest.raises(ValueError, match=rf"label {ignored}, which is not a class.*pass mask="):
+            measure(model, [(x, y)], progress=False, **options)
+        assert quietly(model, [(x, y)], **options, **counts).report.examples == number
+
+
+def test_a_mask_of_entries_leaves_out_their_labels() -> None:
+    model, x = Sure(1.0).to(F64), torch.randn(8, 6, 4, dtype=F64)
+    y = model(x).argmin(-1)
+    first = torch.arange(8) < 5
+    for given in ({}, {"loss": lambda output, batch: unreduced(output, batch) * first[:, None]}):
+        options: dict[str, Any] = {"factors": "kfac", "mask": lambda batch: first, **given}
+        assert quietly(model, [(x, y)], **options).report.examples == 30
 
 
 def test_of_labels_of_the_next_token_the_first_is_none() -> None:
@@ -223,6 +263,9 @@ def test_whose_distribution_is_meant_is_asked() -> None:
     for likelihood in ("categorical", "bernoulli", "gaussian"):
         given: Any = {"factors": "kfac", "likelihood": likelihood}
         assert quietly(several, [(x, torch.randn(5, 2))], **given).report.examples == 5
+    for model, labels in (one, torch.ones(5).long()), (several, torch.ones(5, 2).long()):
+        given = {"factors": "kfac", "likelihood": "bernoulli"}
+        assert quietly(model, [(x, labels)], **given).report.examples == 5
 
 
 # ------------------------------------------------------------------------------ calls of layers
@@ -465,9 +508,53 @@ def test_positions_that_entries_share_have_no_gradients_of_single_ones(
         found = measure(model, tokens.split(4), progress=False, **options)
     assert list(found) == ["tokens", "head"]
     assert "position_ids" in found.uncovered["positions.weight"]
+    if way == "flat":  # as many positions as entries
+        with pytest.warns(SecondOrderWarning, match="'positions': all entries of a batch share"):
+            measure(model, [tokens[:4, :4]], progress=False, **options)
     alone = quietly(model, tokens.split(1), **options)  # a batch of one entry shares nothing
     if way != "bias":
         assert list(alone) == ["tokens", "positions", "head"]
+
+
+class Windows(nn.Module):
+    """Images as windows, ``(entries * windows, rows, features)``, with as many rows as entries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        windows = images.unflatten(2, (4, 4)).movedim(1, -1).flatten(0, 1).flatten(1, 2)
+        output: Tensor = self.layer(windows).tanh().unflatten(0, (-1, 4)).mean((1, 2))
+        return output
+
+
+def test_windows_belong_to_their_entries() -> None:
+    model, images = Windows().to(F64), torch.randn(4, 2, 16, 1, dtype=F64)
+    found = quietly(model, [images], factors="ekfac", loss=score)
+    eigenvalues_agree(found, per_entry(model, images.split(1), score), 4)
+
+
+class Router(nn.Module):
+    """A layer for some entries, and another one for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        to_left = x[:, 0] > 0
+        output = x.new_empty(len(x), 2)
+        output[to_left] = self.left(x[to_left])
+        output[~to_left] = self.right(x[~to_left])
+        return output
+
+
+def test_a_row_that_a_router_sends_alone_is_not_shared() -> None:
+    model, x = Router().to(F64), torch.randn(9, 3, dtype=F64)
+    x[:, 0] = torch.tensor([1, -1, -1, -1, 1, 1, 1, -1, -1])
+    found = quietly(model, x.split(4), factors="ekfac", loss=score)
+    eigenvalues_agree(found, per_entry(model, x.split(1), score), 9)
 
 
 def test_a_mask_that_does_not_tell_positions_is_refused() -> None:
@@ -477,5 +564,8 @@ def test_a_mask_that_does_not_tell_positions_is_refused() -> None:
     batch = {"input_ids": data["input_ids"], "attention_mask": additive}
     with pytest.raises(ValueError, match=r"shape \(10, 1, 7, 7\).*pass mask=lambda batch"):
         measure(model, [batch], progress=False)
+    flat = {**batch, "attention_mask": additive[:, 0, 0]}
+    with pytest.raises(ValueError, match=r"added to scores.*shape \(10, 7\).*pass mask="):
+        measure(model, [flat], progress=False)
     found = measure(model, [batch], mask=lambda b: data["attention_mask"], progress=False)
     assert found["model.layers.0.mlp.up_proj"].rows == int(data["attention_mask"].sum())

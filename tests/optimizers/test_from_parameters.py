@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
 
-from second_order import DHO2, KAISA, MRDHO2, SecondOrderWarning
+from second_order import DHO2, KAISA, MRDHO2, RankMismatchError, SecondOrderWarning
 from second_order.optimizers import base
 from second_order.optimizers.find_model import find_model
 
@@ -144,6 +144,8 @@ def test_the_learning_rate_may_be_the_second_argument(System: Any) -> None:
     model = MLP.model()
     for given in (model, model.parameters()):
         assert System(given, 0.25).param_groups[0]["lr"] == 0.25
+    named = System(params=model.parameters(), lr=0.25)  # as configuration files have it
+    assert named.training.model is model
 
 
 @each_of_five
@@ -163,9 +165,11 @@ def test_groups_that_have_learning_rates_need_no_other(System: Any) -> None:
 def test_a_frozen_model_is_refused_by_requires_grad(System: Any) -> None:
     model = MLP.model().requires_grad_(False)
     trains = [p for p in model.parameters() if p.requires_grad]
-    for given in (model, trains):
+    for given in (model, trains, model.parameters(), [{"params": model.parameters()}]):
         with pytest.raises(ValueError, match="requires_grad is False for all of them"):
             System(given, lr=0.1)
+    with pytest.raises(ValueError, match=r"a parameter group has no 'params', only \['lr'\]"):
+        System([{"lr": 0.1}])
 
 
 @each_of_five
@@ -227,6 +231,20 @@ def test_copies_are_not_confused_with_the_model() -> None:
     rows = make(KAISA, model.parameters()).summary().rows
     assert [row.parameters for row in rows] == [row.parameters for row in optimizer.summary().rows]
     del ema
+
+
+def test_any_of_two_models_with_the_same_parameters_may_run() -> None:
+    batches = MLP.batches(3)
+    for runs in (0, 1):
+        models = [MLP.model(), MLP.model()]
+        models[1].load_state_dict(models[0].state_dict(keep_vars=True), assign=True)
+        assert models[1][0].weight is models[0][0].weight
+        optimizer, twin = make(KAISA, models[0].parameters()), MLP.model()
+        expected = make(KAISA, twin)
+        for batch in batches:
+            take(models[runs], optimizer, batch)
+            take(twin, expected, batch)
+        assert same(models[0], twin)
 
 
 def test_a_single_layer_is_found_next_to_lists_of_its_parameters() -> None:
@@ -318,10 +336,14 @@ def test_parameters_in_no_module_are_trained_by_the_base_and_named(System: Any) 
     scale.grad = torch.ones_like(scale)
     optimizer.step()
     torch.testing.assert_close(scale, torch.full_like(scale, 1 - 0.05))
-    with pytest.warns(SecondOrderWarning, match=r"1 of 1 parameters are .* give it as model="):
+    with pytest.warns(SecondOrderWarning, match=r"1 of 1 parameters belong to no module .*model="):
         alone = make(System, [scale], base=torch.optim.Adam)
     assert not alone.training.known
     alone.step()
+    head = make(System, model[4].parameters())
+    message = r"2 of 2 parameters are not in the model, a Linear, .*number 0 in group 1.*model="
+    with pytest.warns(SecondOrderWarning, match=message):
+        head.add_param_group({"params": model[2].parameters()})
 
 
 def test_pairs_of_eigenvectors_need_no_module() -> None:
@@ -340,6 +362,7 @@ def test_a_model_that_is_given_is_not_looked_for() -> None:
 
 
 def test_what_is_around_the_model_is_not_kept_alive() -> None:
+    """Nor are modules that are garbage already taken for parts of the network."""
     model = MLP.model()
     wrapped = Holder(net=model, other=nn.Linear(2, 2))
     optimizer = make(KAISA, model.parameters())
@@ -347,11 +370,17 @@ def test_what_is_around_the_model_is_not_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     assert optimizer.training.model is model
+    garbage: Any = Holder(net=model, judge=nn.Linear(2, 2).requires_grad_(False))
+    garbage.cycle = [garbage]
+    del garbage
+    assert found(model.parameters()) is model
 
 
 def test_labels_are_not_drawn_from_the_outputs_of_a_part() -> None:
     model = MLP.model()
+    agents = nn.ModuleList([model, MLP.model()])  # this one has no outputs
     assert make(KAISA, model.parameters(), fisher="sampled").training.model is model
+    del agents
     wrapped = Holder(net=model)
     with pytest.raises(ValueError, match=r"Sequential inside a Holder, .*model=model"):
         make(KAISA, model.parameters(), fisher="sampled")
@@ -433,6 +462,23 @@ def sharded(rank: int, world_size: int) -> list[list[Tensor]]:
     return results
 
 
+def uneven(rank: int, world_size: int) -> list[str]:
+    """The errors of optimizers whose model is in another module on the first rank alone."""
+    model = MLP.model()
+    around: list[tuple[Any, dict[str, Any]]] = [
+        (lambda: Holder(net=model, judge=nn.Linear(2, 2).requires_grad_(False)), {}),
+        (lambda: nn.Sequential(model, nn.Tanh()), {"fisher": "sampled"}),
+    ]
+    messages = []
+    for build, options in around:
+        wrapped = build() if rank == 0 else None
+        with pytest.raises(RankMismatchError) as error:
+            make(KAISA, model.parameters(), **options)
+        messages.append(str(error.value))
+        del wrapped
+    return messages
+
+
 def test_wrapped_parameters_train_as_the_wrapped_model(world: World) -> None:
     ranks = world.run(averaged, 2)
     plain, by_parameters, wrapped, wrapped_by_parameters = (
@@ -444,6 +490,12 @@ def test_wrapped_parameters_train_as_the_wrapped_model(world: World) -> None:
 
 def test_processes_begin_with_the_same_model_and_strays(world: World) -> None:
     agreed(world.run(frozen_and_stray, 2))
+
+
+def test_a_module_around_the_model_on_some_ranks_is_an_error_on_all(world: World) -> None:
+    for first, second in world.run(uneven, 2):
+        assert first.endswith("if another module contains it on some ranks alone, pass model=")
+        assert "[module around the model: Sequential]" in second
 
 
 def test_sharded_parameters_train_as_the_sharded_model(world: World) -> None:

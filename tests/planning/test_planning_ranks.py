@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import second_order.planning.record as recording
 from second_order import DPKFAC, KAISA, DistKFAC, Interconnect, Machine
 from second_order.distributed import buckets
 from second_order.kfac.plan import gradient_owners
@@ -115,6 +116,34 @@ def test_large_products_and_decompositions_are_not_computed() -> None:
     skipped, computed = found
     assert skipped.sent == computed.sent
     assert skipped.seconds == pytest.approx(computed.seconds, rel=0.1)
+
+
+def test_gram_matrices_of_one_shape_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seconds and bytes are the same as if each of them was simulated."""
+    model = nn.Sequential(*(nn.Linear(200, 200) for _ in range(3)))
+    x = torch.randn(20, 200)
+    make = partial(KAISA, **EVERY)
+    gram = recording.GRAM
+    computed: list[torch.Size] = []
+
+    def counted(rows: torch.Tensor, *rest: Any) -> torch.Tensor:
+        computed.append(rows.shape)
+        return gram(rows, *rest)
+
+    def recorded_with(function: Any) -> Record:
+        with monkeypatch.context() as patch:
+            patch.setattr(recording, "GRAM", counted)
+            patch.setattr(Simulation, "gram", function)
+            return record(make, model, lambda m: m(x), MACHINE, LINKS, 0, 2)
+
+    recorded_with(Simulation.gram)  # makes the indices of triangles, which the process keeps
+    computed.clear()
+    once = recorded_with(Simulation.gram)
+    assert len(computed) == 2, "one with a row of ones, one without"
+    each = recorded_with(lambda _, *rest: counted(*rest))
+    assert len(computed) == 2 + 12, "two factors of three layers at two steps"
+    assert (once.sent, once.kept, once.peak) == (each.sent, each.kept, each.peak)
+    assert once.seconds == pytest.approx(each.seconds)
 
 
 def test_copies_by_shares_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,13 +31,15 @@ __all__ = [
     "look_through",
     "read_arguments",
     "refuse_ddp_over_helpers",
+    "refuse_foreign_model",
     "refuse_meta",
-    "tell_of_strangers",
+    "warn_about_unowned",
+    "warn_of_single_launch",
 ]
 
 
 class Gathered(nn.ModuleList):
-    """Modules, or parameters, that are in no module of the user's together."""
+    """Modules, or parameters, that no module of the user's contains together."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Arguments:
     """What an optimizer is to train.
 
     Attributes:
-        model: The user's module without wrappers, or an empty one that has the parameters.
+        model: The user's module without wrappers; if none was found, an empty one, or one that has
+            the parameters.
         known: Whether it is the user's.
         under_ddp: Whether it is in DistributedDataParallel.
         inside: As in :class:`FoundModel`; "" for a model that the user has given.
@@ -115,12 +118,12 @@ def read_arguments(
 ) -> Arguments:
     """Read the first argument of the optimizer ``name``, and ``model``.
 
-    If there is no model among them, ``find_model`` looks for the one of the parameters.
+    If neither is a model, ``find_model`` finds the model of the parameters.
 
     Raises:
         TypeError: For two models, an argument of another type, or parameters that are sharded
             otherwise than by FSDP2.
-        ValueError: If there is no parameter, or one that trains is on the meta device.
+        ValueError: If no parameter trains, or one that does is on the meta device.
     """
     if model is not None and not _is_model(model):
         raise TypeError(
@@ -139,13 +142,14 @@ def read_arguments(
         check_params(name, params_or_model)
         groups = [whole_group(g) for g in params_or_model]
         found = find_model(members_of(groups)) if model is None else unwrapped(model)
-    if not groups:
+    params = members_of(groups)
+    if not groups or (params and not any(p.requires_grad for p in params)):
         raise ValueError(
-            f"{name} got no parameters: either there are none, or requires_grad is False for all "
-            f"of them; call model.requires_grad_(True) for what is to train"
+            f"{name} got no parameters that train: either there are none, or requires_grad is "
+            f"False for all of them; call requires_grad_(True) on the parts that you want to "
+            f"train before you make the optimizer"
         )
 
-    params = members_of(groups)
     known = found is not None
     if found is None:
         found = FoundModel(Gathered())
@@ -193,41 +197,65 @@ def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
         )
 
 
-def tell_of_strangers(
-    training: Training, groups: Sequence[Any], base: str, needs_model: bool
-) -> None:
-    """Warn of parameters that are not the model's, and of a launch without a process group."""
+def warn_of_single_launch(training: Training) -> None:
+    """Warn if a launcher has started several processes, and there is no process group."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1 and training.world.group is None:
         training.warn(
-            f"WORLD_SIZE is {launched}, but no process group is initialised: each process "
+            f"WORLD_SIZE is {launched}, but no process group is initialized: each process "
             f"trains alone; call torch.distributed.init_process_group() before making the "
             f"optimizer"
         )
-    params = members_of(groups)
+
+
+def refuse_foreign_model(training: Training, params: Sequence[Tensor], base: str) -> None:
+    """Raise ValueError if the user's model has none of the parameters."""
     owned = {id(p) for p in training.model.parameters()}
-    strange = [
-        f"{called} of shape {tuple(p.shape)}" for called, p in _called(groups) if id(p) not in owned
-    ]
-    if training.known and params and len(strange) == len(params):
+    if training.known and params and owned.isdisjoint(map(id, params)):
         raise ValueError(
             f"none of the {len(params)} parameters belongs to "
             f"model={type(training.model).__name__}, so {training.name} would be no more than "
             f"{base}; pass the model itself, not a copy of it or another one"
         )
-    if strange and needs_model:
-        more = f", and {len(strange) - 10} more" if len(strange) > 10 else ""
-        hidden = " that gc.freeze() has hidden" if gc.get_freeze_count() else ""
-        training.warn(
-            f"{len(strange)} of {len(params)} parameters are in no module, or not in the model, "
-            f"and are trained by {base} alone, without curvature: {', '.join(strange[:10])}{more}; "
-            f"if they are in a module{hidden}, give it as model="
-        )
 
 
-def _called(groups: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+def warn_about_unowned(
+    training: Training, groups: Sequence[Any], base: str, first: int = 0
+) -> None:
+    """Warn of parameters that are not the model's.
+
+    Args:
+        training: The optimizer's model and name.
+        groups: Parameter groups, or parameters.
+        base: The class of the optimizer that trains them.
+        first: The number of the first group.
+    """
+    owned = {id(p) for p in training.model.parameters()}
+    unowned = [
+        f"{called} of shape {tuple(p.shape)}"
+        for called, p in _called(groups, first)
+        if id(p) not in owned
+    ]
+    if not unowned:
+        return
+    if training.known:
+        where = f"are not in the model, a {type(training.model).__name__}"
+        remedy = "if a module has them, make the optimizer with model= one that contains all"
+    else:
+        where = "belong to no module that is alive"
+        remedy = "keep the module that has them, or pass it as model="
+    if gc.get_freeze_count():
+        remedy += "; modules that gc.freeze() has hidden are only found as model="
+    more = f", and {len(unowned) - 10} more" if len(unowned) > 10 else ""
+    training.warn(
+        f"{len(unowned)} of {len(members_of(groups))} parameters {where}, so {base} alone trains "
+        f"them, without curvature: {', '.join(unowned[:10])}{more}; {remedy}"
+    )
+
+
+def _called(groups: Sequence[Any], first: int) -> Iterator[tuple[str, Tensor]]:
     """Parameters by the names that they were given with, or else by their places."""
-    for i, group in enumerate(groups):
+    for i, group in enumerate(groups, start=first):
         in_group = isinstance(group, dict)
         for j, p in enumerate(group["params"] if in_group else [group]):
             place = f"number {j} in group {i}" if in_group else f"number {i}"
@@ -303,11 +331,11 @@ def _look_who_runs(
     if ddp is None or not torch.is_grad_enabled():
         return
     ranks = dist.get_process_group_ranks(ddp.process_group)
-    strange = sorted(set(ranks).intersection(helpers))
-    if strange and set(ranks).intersection(workers):
+    mixed_in = sorted(set(ranks).intersection(helpers))
+    if mixed_in and set(ranks).intersection(workers):
         raise ValueError(
             f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of which "
-            f"{strange} help the others ({said}): their gradients would be averaged into those of "
+            f"{mixed_in} help the others ({said}): their gradients would be averaged into those of "
             f"the workers. Wrap it with DistributedDataParallel(model, "
             f"process_group=optimizer.worker_group); under a framework that wraps models itself, "
             f"leave helpers out, or take another optimizer"

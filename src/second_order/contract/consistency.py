@@ -70,7 +70,8 @@ class Consistency:
             f"make {training.name}",
             lines,
             lambda: [line.partition(": ")[::2] for line in lines],
-            remedy="build the same model with the same options on every rank",
+            remedy="build the same model with the same options on every rank; if another module "
+            "contains it on some ranks alone, pass model=",
         )
 
     def check(

@@ -75,10 +75,12 @@ def whole_group(group: Any) -> Any:
     """A copy of a group that can be walked through twice, with names beside its parameters.
 
     Raises:
-        ValueError: If there are not as many names as parameters.
+        ValueError: If it has no parameters, or not as many names as parameters.
     """
-    if not isinstance(group, dict) or "params" not in group:
+    if not isinstance(group, dict):
         return group
+    if "params" not in group:
+        raise ValueError(f"a parameter group has no 'params', only {[*group]}")
     whole, params = dict(group), group["params"]
     whole["params"] = params = [params] if isinstance(params, Tensor) else list(params)
     names = whole.get(NAMES)

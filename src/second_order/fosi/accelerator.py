@@ -18,7 +18,7 @@ of them has failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -206,7 +206,7 @@ class Accelerating(Team):
 
         self._loss_fn = self._together(prepare)
         measured = vector.hessian(self._loss_fn, options.hvp, options.curvature)
-        with self.training.meter.stage("lanczos"), measured as space:
+        with self.training.meter.stage("lanczos"), closing(measured), measured as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             loss = space.loss()
 

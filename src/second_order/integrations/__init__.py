@@ -1,7 +1,7 @@
-"""Connections to training frameworks, in a module for each, which imports that framework.
+"""Connections to training frameworks: one module per framework, which imports it.
 
     transformers    MetricsCallback for its Trainer
-    timm            register, after which create_optimizer_v2 knows KAISA and others by name
+    timm            register, so that create_optimizer_v2 makes KAISA and others by name
     axolotl         SecondOrderPlugin
     torchtitan      SecondOrderOptimizersContainer
 

@@ -6,8 +6,8 @@
     learning_rate: 0.001
     weight_decay: 0.1
 
-axolotl's own `optimizer:` is then not used. Its release 0.19 never calls a plugin's
-`create_optimizer`, so this plugin hands the trainer a class and keywords instead.
+These settings replace axolotl's own `optimizer:`. axolotl 0.19 never calls a plugin's
+`create_optimizer`, so this plugin gives the trainer a class and keywords.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class SecondOrderArgs(BaseModel):
     """What the plugin adds to axolotl's configuration.
 
     Attributes:
-        second_order: The optimizer's keywords; "optimizer" is its name, KAISA by default, and
-            "base" and "rest" are names of classes in ``torch.optim``. None: axolotl's optimizer.
+        second_order: The optimizer's keywords. "optimizer" is its name, KAISA by default; "base"
+            and "rest" are names of classes in ``torch.optim``; "lr" is ``learning_rate`` by
+            default. None: axolotl's optimizer.
     """
 
     second_order: dict[str, Any] | None = None
@@ -51,7 +52,7 @@ class SecondOrderPlugin(BasePlugin):
         return f"{__name__}.SecondOrderArgs"
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Choose the trainer's optimizer, of which it makes one with its own parameter groups."""
+        """Set the optimizer that the trainer will make with its own parameter groups."""
         if cfg.second_order is None:
             return
         options = dict(cfg.second_order)
@@ -62,6 +63,6 @@ class SecondOrderPlugin(BasePlugin):
             options[key] = getattr(torch.optim, options[key])
         # The trainer wraps the model in DistributedDataParallel later.
         options.setdefault("gradient_averaging", False)
-        options["lr"] = trainer.args.learning_rate
+        options.setdefault("lr", trainer.args.learning_rate)
         trainer.optimizer_cls_and_kwargs = SYSTEMS[name], options
         MetricsCallback.add_to(trainer)

@@ -19,8 +19,8 @@ def register() -> list[str]:
         optimizer = timm.optim.create_optimizer_v2(model, opt="kaisa", lr=0.1, damping=0.1)
 
     "kaisa" has SGD as its base, with timm's momentum (0.9 by default), and "kaisaadamw" has AdamW.
-    The others' names are formed likewise. Further options are keywords, ``--opt-kwargs`` in timm's
-    scripts. DHO2 and MRDHO2 are not registered, because they need a curvature closure.
+    DPKFAC and DistKFAC follow the same pattern. All options are keywords, or ``--opt-kwargs`` in
+    timm's scripts. DHO2 and MRDHO2 are not registered, because they need a curvature closure.
 
     Returns:
         The names.

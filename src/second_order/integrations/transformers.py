@@ -13,18 +13,17 @@ __all__ = ["MetricsCallback"]
 
 
 class MetricsCallback(TrainerCallback):
-    """Logs the optimizer's metrics with the Trainer's, and collects its state before a save.
+    """Logs the optimizer's metrics with the Trainer's, and consolidates its state before a save.
 
         trainer = Trainer(model, arguments, train_dataset=data, optimizers=(optimizer, None))
         MetricsCallback.add_to(trainer)
 
-    The Trainer logs through its callbacks in their order, and those that it makes for TensorBoard
-    and others come before ``callbacks=``. :meth:`add_to` puts this one first, so that all of them
-    get the metrics; with ``callbacks=[MetricsCallback()]`` only ``state.log_history`` and the
-    printed lines have them.
+    The Trainer calls its callbacks in order, and its own for TensorBoard and other reporters come
+    before ``callbacks=``. :meth:`add_to` puts this one first, so all reporters get the metrics.
+    With ``callbacks=[MetricsCallback()]``, only the history and the printed lines have them.
 
     Args:
-        prefix: Of the metrics' names.
+        prefix: The start of the metrics' names.
         save_to: The rank that saves the optimizer's state; None if all ranks do.
     """
 
@@ -34,14 +33,15 @@ class MetricsCallback(TrainerCallback):
 
     @classmethod
     def add_to(cls, trainer: Trainer, **options: Any) -> MetricsCallback:
-        """Make a callback, and put it before the Trainer's others."""
+        """Make a callback and put it before the Trainer's other callbacks."""
         callback = cls(**options)
         trainer.callback_handler.callbacks.insert(0, callback)
         return callback
 
-    def on_log(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Add the metrics to the logs of a training step; those that are NaN are not known."""
-        optimizer, logs = _unwrapped(given.get("optimizer")), given["logs"]
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Add the metrics that are known, so not NaN, to the logs of a training step."""
+        optimizer = _unwrapped(kwargs.get("optimizer"))
+        logs = kwargs["logs"]
         if optimizer is None or "loss" not in logs or not state.is_world_process_zero:
             return
         found = optimizer.statistics().items()
@@ -49,22 +49,22 @@ class MetricsCallback(TrainerCallback):
         logs.update(metrics)
         state.log_history[-1].update(metrics)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Collect the state that processes keep apart, if the Trainer saves after this step."""
-        optimizer = _unwrapped(given.get("optimizer"))
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Consolidate the optimizer's state if the Trainer saves after this step."""
+        optimizer = _unwrapped(kwargs.get("optimizer"))
         if optimizer is not None and control.should_save:
             optimizer.consolidate(to=self.save_to)
 
     on_epoch_end = on_step_end
 
-    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Collect it after each evaluation, if the Trainer saves the best model."""
-        optimizer = _unwrapped(given.get("optimizer"))
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Consolidate it after each evaluation if the Trainer saves the best model."""
+        optimizer = _unwrapped(kwargs.get("optimizer"))
         if optimizer is not None and (control.should_save or args.save_strategy == "best"):
             optimizer.consolidate(to=self.save_to)
 
 
 def _unwrapped(optimizer: Any) -> SecondOrderOptimizer | None:
-    """The optimizer inside of Accelerate's; None if it is another one."""
+    """The optimizer, without Accelerate's wrapper; None if it is not one of this package."""
     inner = getattr(optimizer, "optimizer", optimizer)
     return inner if isinstance(inner, SecondOrderOptimizer) else None

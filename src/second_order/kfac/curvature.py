@@ -46,7 +46,7 @@ from second_order.kfac.feedback import (
     before_refresh,
     follow_refresh,
 )
-from second_order.kfac.group_options import group_options_said
+from second_order.kfac.group_options import describe_group_options
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
 from second_order.kfac.options import AUTO, BUDGETED, SCHEDULES, KFACOptions
@@ -736,7 +736,7 @@ class KFAC(OfLayers):
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
         of_layers = (each.said for each in (self.solves.traces, self.drift) if each is not None)
-        settings = [self._options.said, group_options_said(self.training.groups), *of_layers]
+        settings = [self._options.said, describe_group_options(self.training.groups), *of_layers]
         if self._options.save_inverses:
             solver, dtype = self.solves.solver, self._options.inv_dtype
             added = inverse_bytes(list(self.plan), solver, dtype) / 2**20

@@ -1,14 +1,14 @@
-"""The options that a parameter group has for its own layers.
+"""Options that a parameter group sets for its own layers.
 
     groups = [{"params": body, "damping": 0.3}, {"params": head, "precondition": False}]
 
-damping        in the place of the optimizer's number, in the γ of the group's layers
-factor_decay   in the place of the optimizer's, at each update of the layers' running averages
-precondition   False: the base optimizer trains the group alone
+damping        replaces the optimizer's number in the γ of the group's layers
+factor_decay   replaces the optimizer's number in the updates of the layers' running averages
+precondition   False: the base optimizer alone trains the group
 
-The first two are read from ``param_groups`` where they are used. So a checkpoint has them with the
-learning rate, ranks compare them at each step, and a new number in a group acts at once. A change
-of ``precondition`` acts when layers are looked for: at construction, and when a group is added.
+The first two are read from ``param_groups`` when they are used. So checkpoints contain them, ranks
+compare them at each step, and a new damping acts at the next refresh, a new decay at the next
+update. ``precondition`` is read when layers are found: at construction, and when a group is added.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import LAYER_OPTIONS
 
-__all__ = ["check_layers", "excluded_params", "group_options_said", "values_by_layer"]
+__all__ = ["check_layers", "describe_group_options", "excluded_params", "values_by_layer"]
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -29,7 +29,7 @@ Groups = Sequence[Mapping[str, Any]]
 def values_by_layer(
     groups: Groups, blocks: Iterable[KroneckerBlock], option: str
 ) -> dict[KroneckerBlock, float]:
-    """The number that each layer's group has for an option; layers without one are left out."""
+    """The number that each layer's group sets for an option; layers without one are left out."""
     numbers: dict[int, float] = {}
     for i, group in enumerate(groups):
         if option in group:
@@ -42,7 +42,7 @@ def values_by_layer(
 
 
 def excluded_params(groups: Groups) -> set[int]:
-    """The ids of the parameters that are to be left to the base."""
+    """The ids of the parameters that only the base optimizer trains."""
     excluded = [group["params"] for group in groups if group.get("precondition") is False]
     return {id(p) for params in excluded for p in params}
 
@@ -53,14 +53,14 @@ def check_layers(groups: Groups, params: Mapping[KroneckerBlock, Iterable[Tensor
         return
     settings: dict[int, dict[str, Any]] = {}
     for group in groups:
-        mine = {option: group.get(option) for option in LAYER_OPTIONS}
-        mine["precondition"] = group.get("precondition", True)
-        settings |= dict.fromkeys(map(id, group["params"]), mine)
+        options = {option: group.get(option) for option in LAYER_OPTIONS}
+        options["precondition"] = group.get("precondition", True)
+        settings |= dict.fromkeys(map(id, group["params"]), options)
     for block, members in params.items():
         known = [settings[id(p)] for p in members if id(p) in settings]
         for option in LAYER_OPTIONS:
             values = [each[option] for each in known]
-            # A module that is left to the base as a whole has become no block.
+            # A module with precondition=False for all of its parameters has no block.
             divided = option == "precondition" and False in values
             if divided or any(value != values[0] for value in values):
                 raise ValueError(
@@ -69,8 +69,8 @@ def check_layers(groups: Groups, params: Mapping[KroneckerBlock, Iterable[Tensor
                 )
 
 
-def group_options_said(groups: Groups) -> str:
-    """What groups have for their layers, for the summary; "" if nothing."""
+def describe_group_options(groups: Groups) -> str:
+    """The options of all groups as the summary shows them; "" if there are none."""
     found = []
     for i, group in enumerate(groups):
         own = [f"{option} {group[option]}" for option in LAYER_OPTIONS if option in group]

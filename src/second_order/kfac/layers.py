@@ -97,13 +97,6 @@ class Layers:
         conv_approximation: Approximation | None = None,
         timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        if options.fisher == "sampled" and training.inside:
-            raise ValueError(
-                f"fisher='sampled' draws labels from the model's outputs, and the parameters "
-                f"belong to a {plain_type(training.model).__name__} inside a {training.inside}, "
-                f"which may have other outputs; give the module that makes the predictions, as in "
-                f"{training.name}(params, model=model, lr=...)"
-            )
         self._training, self._options, self._rules = training, options, rules
         self._conv_approximation, self._timed = conv_approximation, timed
         self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
@@ -173,7 +166,9 @@ class Layers:
         kinds = [(block, plain_type(block.modules[0]).__name__) for block in self.blocks]
         layers = [f"layer {block.name}: {kind} {block.shape}" for block, kind in kinds]
         left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self.left]
-        return [options, *layers, *left]
+        outer = f"module around the model: {self._training.inside or None}"
+        outputs = [outer] if self._options.fisher == "sampled" else []
+        return [options, *layers, *left, *outputs]
 
     def name_those_left(self) -> None:
         """Warn, once each, of the modules that are trained without curvature."""
@@ -250,8 +245,19 @@ class Layers:
     # -------------------------------------------------------------------------------- statistics
 
     def connect(self) -> None:
-        """Make the capture that turns the model's passes into statistics."""
-        options = self._options
+        """Make the capture that turns the model's passes into statistics.
+
+        Raises:
+            ValueError: If labels are to be sampled from a model that may not be the whole one.
+        """
+        options, training = self._options, self._training
+        if options.fisher == "sampled" and training.inside:
+            raise ValueError(
+                f"fisher='sampled' draws labels from the model's outputs, and the parameters "
+                f"belong to a {plain_type(training.model).__name__} inside a {training.inside}, "
+                f"which may have other outputs; give the module that makes the predictions, as in "
+                f"{training.name}(params, model=model, lr=...)"
+            )
         sampled, told = options.fisher == "sampled", options.accumulation_steps
         scaler = None if sampled else self._training.scaler
         fsdp = FSDPParams(self._training.model)

@@ -108,7 +108,9 @@ NORM, SUPPOSED = Gain(normalised), Gain(_normalised_as_supposed)
 
 def gain_gradients(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
     """Per-example gradients ``(N, C)`` of a batch norm's gain: the sums of d x̂ over locations."""
-    x, d = (t.reshape(*t.shape[:2], -1) for t in (x, d))
+    # flatten also takes an empty batch, of which reshape cannot tell the number of locations.
+    x = x.unsqueeze(-1).flatten(2)
+    d = d.unsqueeze(-1).flatten(2)
     norm = cast(nn.BatchNorm2d, module)
     # From sums, in one pass over the feature maps: 6 times as fast as x̂ itself on large ones.
     if x.device.type == "cpu":

@@ -115,8 +115,9 @@ def rows_of(module: nn.Module, kind: LayerKind | None, x: Any, d: Tensor) -> Pai
     while len(leading) > 1 and leading[-1] == 1:
         leading = leading[:-1]
     number = parts * math.prod(leading)
-    entries = d.numel() // number if number else d.shape[-1]
-    return PairRows(family, tuple(leading) or (1,), d.reshape(number, entries), parts=parts)
+    # -1 is ambiguous if a rank has an empty batch.
+    flat = d.reshape(number, -1) if number > 0 else d.reshape(0, d.shape[-1])
+    return PairRows(family, tuple(leading) or (1,), flat, parts=parts)
 
 
 @dataclass
@@ -562,7 +563,7 @@ def counted_labels(
     if x.shape[-1] != weight.shape[-1] or weight.dim() != 2 or x.numel() != len(d) * x.shape[-1]:
         return None
     wide = torch.promote_types(d.dtype, torch.float32)
-    x = x.reshape(len(d), -1)
+    x = x.reshape(len(d), x.shape[-1])
 
     def probabilities(rows: Tensor) -> Tensor:
         shift = None if bias is None else bias.detach().to(wide)

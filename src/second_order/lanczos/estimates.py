@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ def trace(
     products, directions = _checked(products, directions)
     seed = seed_of(seed)
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    with measured as space:
+    with closing(measured), measured as space:
         steep = _Steep(space, min(directions, space.size), seed)
         captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
         rest = []
@@ -183,7 +184,7 @@ def diagonal(
     products, directions = _checked(products, directions)
     seed = seed_of(seed)
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    with measured as space:
+    with closing(measured), measured as space:
         steep = _Steep(space, min(directions, space.size), seed)
         known = steep.diagonal()
         mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0
@@ -340,7 +341,7 @@ def spectral_density(
     seed = seed_of(seed)
     nodes, weights, products = [], [], 0
     measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    with measured as space:
+    with closing(measured), measured as space:
         length = min(iterations, space.size)
         for probe in range(probes):
             run = tridiagonalise(space, space.random(seed + probe, 1.0), length)

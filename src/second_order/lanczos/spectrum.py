@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -232,7 +232,7 @@ def eigenpairs(
     if start is not None and start.shape != (measured.size,):
         n = measured.size
         raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {n} unknowns")
-    with measured as space:
+    with closing(measured), measured as space:
         rows = space.random(seed, 1.0)
         if start is not None:
             rows = start.to(rows.device, rows.dtype)[space.rows].clone()

@@ -1,7 +1,7 @@
 """What a loader gives: how a model is called with it, the rows that count, the losses' terms.
 
-Padding counts nothing. Which rows of a layer's input are padding is told by a mask of the batch's
-entries and positions: a tensor whose first dimensions are the mask's, or are those flattened, has
+Padding counts nothing. A mask of the batch's entries and positions decides which rows of a layer's
+input are padding: a tensor whose first dimensions are the mask's, or are those flattened, has
 its rows. A mask is read on the host, before the batch goes to the model's device, so that nothing
 there is waited for.
 
@@ -53,14 +53,14 @@ UNREDUCED = (
     "sum and number as (sum, number)"
 )
 MASK_OF_POSITIONS = (
-    "the batch's attention_mask has the shape {shape}, which does not say which positions are "
+    "the batch's attention_mask{additive} of shape {shape} does not say which positions are "
     "padding; pass mask=lambda batch: ..., of shape (entries, positions), True where a position "
     "counts"
 )
 FLOAT_TARGETS = (
     "the batch's targets are {dtype}, which are not labels of classes: choose what labels are "
     'drawn from the outputs. likelihood="gaussian" is for regression, "bernoulli" for targets of '
-    '0 and 1, "categorical" for probabilities of classes'
+    '0 and 1, "categorical" if the outputs are logits of classes'
 )
 ONE_CLASS = (
     "the model's output has the shape {shape}, one class for each row: its labels are certain, and "
@@ -72,6 +72,11 @@ WHICH_CLASSES = (
     "the classes are: return rows of logits from call=lambda model, batch: ..., which are "
     "output.movedim(1, -1).flatten(0, -2) if the classes are dimension 1, and output.flatten(0, "
     '-2) if they are the last; or give likelihood="bernoulli", "gaussian" or a function'
+)
+NO_CLASS = (
+    "the batch has the label {label}, which is not a class of the model's output of shape {shape}. "
+    "If the loss ignores it, pass mask=lambda batch: ..., True where a label counts, or write -100 "
+    "in its place. If it is not a label, leave it out of the batch"
 )
 NO_BATCH_DIMENSION = (
     "the model's output has the shape {shape}, without a dimension for the entries of the batch; "
@@ -119,9 +124,9 @@ class Entries:
     """How many entries a batch has.
 
     Attributes:
-        number: Their number, as the batch's tensors tell it.
+        number: Their number, from ``mask=`` or the shapes of the batch's tensors.
         seconds: Second dimensions of these tensors: one of them is the number of entries if the
-            model reads positions first. None if ``mask=`` has told the number.
+            model reads positions first. Empty if ``mask=`` decides the number.
         shapes: Shapes of the batch's tensors.
     """
 
@@ -216,7 +221,8 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
 
     Raises:
         ValueError: If those of an encoder and of its decoder differ, and have one shape, by which
-            rows could not be told apart; or if an attention mask is not of entries and positions.
+            rows could not be distinguished; or if an attention mask is not of entries and
+            positions, or is one that is added to scores.
     """
     labels = _labeled(labels_of(batch))
     of_labels = [] if labels is None else [labels]
@@ -225,8 +231,10 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
     named = (batch.get(key) for key in ("decoder_attention_mask", "attention_mask"))
     given = [mask for mask in named if isinstance(mask, Tensor)]
     for mask in given:
-        if mask.dim() > 2:
-            raise ValueError(MASK_OF_POSITIONS.format(shape=tuple(mask.shape)))
+        added = mask.is_floating_point() and not bool((mask > 0).any())
+        if mask.dim() > 2 or added:
+            additive = ", which is added to scores and is" if added else ""
+            raise ValueError(MASK_OF_POSITIONS.format(additive=additive, shape=tuple(mask.shape)))
     found = [mask != 0 for mask in given if mask.dim() == 2] + of_labels
     if _has_decoder(model):
         tokens, padding = batch.get("input_ids"), batch.get("attention_mask")
@@ -235,7 +243,7 @@ def masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
         if any(bool((each != (read != 0)).any()) for each in alike):
             raise ValueError(
                 f"the encoder's and the decoder's padding are both {tuple(read.shape)}, and not "
-                f"the same, so nobody knows whose a row is; pad one of them by a position more"
+                f"the same, so a row may be of either; pad one of them by one position more"
             )
     return found
 
@@ -270,7 +278,9 @@ class Rows:
     def entries(self, shape: torch.Size) -> int:
         """The number of a shape's entries, its first dimension, of which any row counts."""
         whole = _fitted(self.masks, shape)
-        return shape[0] if whole is None else int(whole.flatten(1).any(1).sum())
+        if whole is None:
+            return shape[0]
+        return int((whole.flatten(1).any(1) if whole.dim() > 1 else whole).sum())
 
     def _look(self, shape: torch.Size) -> tuple[Tensor | None, int]:
         whole = _fitted(self.masks, shape)
@@ -354,12 +364,14 @@ class Terms:
     Attributes:
         targets: The batch's targets; None if it has none.
         drawn: Which rows of the model's logits get a drawn label.
-        labeled: Where there are labels, one mask for each place that a loss may look for them.
+        labels: Labels of classes, on the host; None if there are none.
+        labeled: Where labels count, one mask for each place that a loss may look for them.
         masks: Masks of entries and positions that count.
     """
 
     targets: Tensor | None
     drawn: Rows
+    labels: Tensor | None
     labeled: Sequence[Tensor]
     masks: Sequence[Tensor]
 
@@ -372,40 +384,55 @@ def terms_in(batch: Any, model: nn.Module, rows: Rows) -> Terms:
     targets = labels_of(batch)
     masks = rows.masks
     labels = _labeled(targets)
-    if labels is None:
+    if targets is None or labels is None:
         shifted = [mask[:, 1:] for mask in masks if mask.dim() == 2]
-        return Terms(targets, rows, [], [*masks, *shifted])
+        return Terms(targets, rows, None, [], [*masks, *shifted])
 
-    drawn = labels = labels.detach().cpu()
-    labeled = [labels]
+    counted = labels = labels.detach().cpu()
+    fits = [fit for mask in masks if (fit := _fitted([mask], labels.shape)) is not None]
+    for fit in fits:
+        counted = counted & fit
+
+    drawn = labels
+    labeled = [counted]
     if labels.dim() == 2:
-        labeled.append(labels[:, 1:])
+        labeled.append(counted[:, 1:])
         if isinstance(batch, Mapping) and _predicts_next(model):
-            drawn = nn.functional.pad(labels[:, 1:], (0, 1))
-            labeled.append(drawn)
-    for mask in masks:
-        if mask.shape == drawn.shape and not torch.equal(mask, labels):
-            drawn = drawn & mask
-    return Terms(targets, Rows([drawn, *masks], rows.device), labeled, masks)
+            drawn = _of_next(labels)
+            labeled.append(_of_next(counted))
+    for fit in fits:
+        if not torch.equal(fit, labels):
+            drawn = drawn & fit
+    numbers = targets.detach().cpu()
+    return Terms(targets, Rows([drawn, *masks], rows.device), numbers, labeled, masks)
 
 
-def terms_of(value: Any, terms: Terms) -> tuple[Tensor, int | Tensor]:
-    """The sum of a loss's terms, and their number.
+def _of_next(mask: Tensor) -> Tensor:
+    """By position, what ``(entries, positions)`` has at the next one; False at the last."""
+    return nn.functional.pad(mask[:, 1:], (0, 1))
+
+
+def terms_of(value: Any, terms: Terms, output: Any) -> tuple[Tensor, int | Tensor]:
+    """The sum of a loss's terms of a model's output, and their number.
 
     A term counts if it is not zero, or if a label or a mask says that it is one. Where a label may
     be that of a position or of the next one, the terms are as few as they can be.
 
     Raises:
-        TypeError: If the loss is a single number, which tells nobody of how many terms.
-        ValueError: If some labels or positions do not count, and the terms' shape is not theirs.
+        TypeError: If the loss is a single number, so that its number of terms is not known.
+        ValueError: If some labels or positions do not count, and the terms' shape is not theirs;
+            or if the loss may ignore a label that it does not know (:func:`_check_classes`).
     """
     if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
         total, number = value
         return total.sum(), number
     if not (isinstance(value, Tensor) and value.dim() > 0):
         what = "a scalar" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise TypeError(f"the loss returned {what}, of which nobody knows the number: {UNREDUCED}")
+        raise TypeError(
+            f"the loss returned {what}, so its number of terms is not known: {UNREDUCED}"
+        )
 
+    _check_classes(output, terms, value.detach())
     known = [*terms.labeled, *terms.masks]
     partial = [mask for mask in known if not bool(mask.all())]
     if not partial:
@@ -432,19 +459,20 @@ def drawn(
     """The summed loss of labels that are drawn from the model's output, and its number of terms.
 
     A term is a row of logits with "categorical", the default, and an entry of the batch else. Rows
-    of logits that do not count have no labels.
+    of logits that do not count get no labels.
 
     Raises:
         ValueError: If the output, or the batch's targets, do not fit the likelihood.
     """
     if callable(likelihood):
-        return terms_of(likelihood(output), terms)
+        return terms_of(likelihood(output), terms, output)
     logits, targets = logits_of(output), terms.targets
     if likelihood is None and targets is not None and _labeled(targets) is None:
         raise ValueError(FLOAT_TARGETS.format(dtype=targets.dtype))
     likelihood = likelihood or "categorical"
     assert likelihood in LIKELIHOODS
     if likelihood == "categorical":
+        _check_classes(logits, terms)
         logits = _classes_last(logits, targets)
     elif logits.dim() < 2 and logits.numel() != entries:
         raise ValueError(NO_BATCH_DIMENSION.format(shape=tuple(logits.shape)))
@@ -458,6 +486,45 @@ def drawn(
     if index is not None:
         logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(0, index)
     return sampled_loss(cast(Any, logits), likelihood, seed), number
+
+
+def _check_classes(output: Any, terms: Terms, values: Tensor | None = None) -> None:
+    """Raise if the loss may ignore a label other than -100, by ``ignore_index=``.
+
+    That is the case if exactly one number among the labels that count is outside of the model's
+    classes, such as 255 or -1. If several are, the numbers are something else than labels. If the
+    ``values`` of its terms are known, and are not all 0, the loss does not ignore it.
+
+    Raises:
+        ValueError: If so.
+    """
+    if terms.labels is None:
+        return
+    try:
+        shape = logits_of(output).shape
+    except TypeError:  # of a model that the loss alone knows
+        return
+    of_labels = terms.labels.shape
+    classes = set[int]()
+    if len(shape) > 1 and of_labels == shape[:-1]:
+        classes.add(shape[-1])
+    if len(shape) > 1 and of_labels == (shape[0], *shape[2:]):
+        classes.add(shape[1])
+    if len(classes) != 1 or classes == {1}:
+        return
+
+    strays = (terms.labels < 0) | (terms.labels >= max(classes))
+    strays &= terms.labeled[0]
+    found = terms.labels[strays].unique()
+    if len(found) != 1:
+        return
+    if values is not None:
+        places = [strays, *([strays[:, 1:], _of_next(strays)] if strays.dim() == 2 else [])]
+        fits = [fit for place in places if (fit := _exactly(place, values.shape)) is not None]
+        zeros = [values[fit.to(values.device)] == 0 for fit in fits]
+        if not any(bool(each.all()) for each in zeros):
+            return
+    raise ValueError(NO_CLASS.format(label=int(found), shape=tuple(shape)))
 
 
 def _classes_last(logits: Tensor, targets: Tensor | None) -> Tensor:

@@ -41,7 +41,7 @@ def fingerprint(value: Any) -> str:
     """A digest of a function, a batch or anything else, as 32 hexadecimal digits."""
     description = _Description()
     text = description.of(value)
-    for function in description.functions:  # it grows meanwhile
+    for function in description.functions:  # reading one may add others
         text += f"\n{description.function(function)}"
     return _hashed(text.encode())
 
@@ -60,7 +60,7 @@ class _Uses:
         names: All names of globals and attributes.
         stored: Names that it assigns outside of its own frame.
         mutates: Whether it may change a list, a dictionary or a set.
-        methods: Of the class that it is to be read with, the methods that it names.
+        methods: The methods of its class that it names.
     """
 
     code: CodeType
@@ -73,7 +73,9 @@ class _Uses:
     @classmethod
     def of_code(cls, code: CodeType, kind: type = object) -> _Uses:
         """Read code, with the methods of a class that it names, and that these name."""
-        loaded, names, stored = set[str](), set[str](), set[str]()
+        loaded = set[str]()
+        names = set[str]()
+        stored = set[str]()
         methods: dict[str, FunctionType] = {}
         mutates = False
         todo = [code]

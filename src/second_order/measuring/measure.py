@@ -17,7 +17,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import count
 from pathlib import Path
@@ -53,7 +53,7 @@ from second_order.measuring.batches import (
     terms_of,
 )
 from second_order.measuring.find import find_layers, shared_out
-from second_order.measuring.options import Factors, Options, check_arguments
+from second_order.measuring.options import Factors, Options, check_arguments, patterns_of
 from second_order.measuring.progress import Saves, bar_of
 from second_order.measuring.results import Found, curvature_of, report_of
 from second_order.measuring.statistics import (
@@ -87,6 +87,10 @@ TOLERANCE = 1e-2  # of a decomposition's relative error
 NOT_COMPARED = "(pairs are not compared with gradients)"
 """Among the names of layers that share nothing: a pass is to begin anew without comparing."""
 
+NO_ROWS = (
+    "it was not called with a row that counts; check that the model calls it, and that the mask "
+    "leaves some of its rows"
+)
 NO_BATCH = "the loader of this process gave no batch, and the model is shared"
 ONCE = (
     "the loader can be gone through once only, and {why} takes another pass: give a list of "
@@ -101,7 +105,7 @@ def measure(
     factors: Factors = "inputs",
     loss: Loss | None = None,
     likelihood: Likelihood | None = None,
-    layers: Sequence[str] | str | None = None,
+    layers: Iterable[str] | str | None = None,
     mask: Mask | None = None,
     call: Call | None = None,
     keep: Keep = "device",
@@ -168,21 +172,23 @@ def measure(
         :class:`Report` as ``report``.
 
     Raises:
-        ValueError: For options that are not sound, patterns of nothing, or a budget that one layer
+        ValueError: For options that are not valid, patterns of nothing, or a budget that one layer
             does not fit into.
-        TypeError: For batches that do not tell how to call the model, or a loss that is one number;
+        TypeError: For batches of an unknown kind without ``call=``, or a loss that is one number;
             for a model, loader, layers, loss or memory that is something else.
         SecondOrderError: If the loader gives no example, or another process has failed.
     """
-    check_arguments(model, loader, layers)
+    patterns = patterns_of(layers)
+    check_arguments(model, loader, patterns)
     shown = progress
     world = World(process_group)
-    given = Options(factors, loss, likelihood, mask, call or call_model, keep, memory, seed, shown)
+    call = call_model if call is None else call
+    given = Options(factors, loss, likelihood, mask, call, keep, memory, seed, shown)
     given.check()
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every={checkpoint_every} must be at least 1")
-    model, layers = unwrapped(model), [layers] if isinstance(layers, str) else layers
-    run = _Measurement(model, loader, given, layers, world)
+    model = unwrapped(model)
+    run = _Measurement(model, loader, given, patterns, world)
     if checkpoint is not None:
         run.saves = Saves(
             Path(checkpoint),
@@ -280,7 +286,10 @@ class _Measurement:
         self._follow(state["leaders"])
         for layer in self.layers:
             rows = state["rows"][layer.name]
-            layer.rows = rows[0] if len(rows) == 1 else torch.tensor(rows, device=self.device)
+            if layer.shape.routed:
+                layer.rows = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            else:
+                layer.rows = rows[0]
             layer.missing = state["missing"][layer.name]
         self.done = state["done"]
         return int(state["pass"])
@@ -453,12 +462,18 @@ class _Measurement:
         if idle and not self.sharded:
             return last
         batch = last if idle else given
-        told = None if options.mask is None else options.mask(batch)
-        masks = masks_of(batch, self.model) if options.mask is None else [told]
-        masks = [mask for mask in masks if mask is not None]
+        mask = None if options.mask is None else options.mask(batch)
+        if mask is not None:
+            mask = torch.as_tensor(mask, device="cpu")
+            if mask.dim() == 0:
+                raise ValueError(
+                    "mask= returned a single value; return a tensor of shape (entries, ...)"
+                )
+        masks = masks_of(batch, self.model) if options.mask is None else [mask]
+        masks = [each for each in masks if each is not None]
         rows = Rows(masks, self.device)
         here = moved(batch, self.device)
-        statistics.begin(rows, entries_of(batch, told), idle)
+        statistics.begin(rows, entries_of(batch, mask), idle)
         if isinstance(statistics, Inputs):
             run()
             with torch.no_grad(), suppress(Stop):
@@ -468,7 +483,7 @@ class _Measurement:
             with self._comparing(statistics) as weights:
                 output = options.call(self.model, here)
                 if options.loss is not None:
-                    total, number = terms_of(options.loss(output, here), terms)
+                    total, number = terms_of(options.loss(output, here), terms, output)
                 else:
                     seed = hash((options.seed, index, self.world.rank)) % 2**63
                     entries = statistics.entries
@@ -486,7 +501,7 @@ class _Measurement:
         return batch
 
     def _comparing(self, statistics: Pairs) -> AbstractContextManager[list[Tensor]]:
-        """A block in which the weights whose gradients are compared with pairs ask for them."""
+        """A block in which weights get gradients, if these are to be compared with pairs."""
         if not statistics.compares:
             return nullcontext([])
         return asking([layer.weight for layer in statistics.layers])
@@ -521,7 +536,7 @@ class _Measurement:
                 self.found.stored[layer.name, letter] = total.to(self.place)
         for layer in group:
             if layer.leader is None and not layer.rows and layer.name not in self.found.failed:
-                wrong[layer.name] = "it was not called with a row that counts"
+                wrong[layer.name] = NO_ROWS
         self._note(wrong)
         for layer in group:
             if layer.leader is not None:

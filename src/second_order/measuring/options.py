@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -20,22 +20,42 @@ from second_order.measuring.sums import Keep
 from second_order.measuring.watch import unwrapped
 from second_order.sharded import local
 
-__all__ = ["Factors", "Options", "check_arguments"]
+__all__ = ["Factors", "Options", "check_arguments", "patterns_of"]
 
 Factors: TypeAlias = Literal["inputs", "kfac", "ekfac"]
 
 
-def check_arguments(model: Any, loader: Any, layers: Any) -> None:
-    """Raise unless model, loader and layers are what their names say.
+def patterns_of(layers: Any) -> list[Any] | None:
+    """The elements of ``layers=``, of which there may be just one; None for all layers."""
+    if layers is None:
+        return None
+    # Some modules are iterable.
+    single = isinstance(layers, (str, type, nn.Module)) or not isinstance(layers, Iterable)
+    return [layers] if single else list(layers)
+
+
+def check_arguments(model: Any, loader: Any, patterns: Sequence[Any] | None) -> None:
+    """Raise unless model, loader and patterns of layers are what their names say.
 
     Raises:
         TypeError: If one is something else, with what to write.
     """
     if not isinstance(model, nn.Module):
-        swapped = "; write measure(model, loader)" if isinstance(loader, nn.Module) else ""
-        raise TypeError(f"model={_short(model)} is not a torch.nn.Module{swapped}")
+        remedy = ""
+        if isinstance(loader, nn.Module):
+            remedy = "; write measure(model, loader)"
+        elif isinstance(model, type):
+            remedy = ", but a class; pass a module, as measure(model, loader)"
+        raise TypeError(f"model={_short(model)} is not a torch.nn.Module{remedy}")
     if isinstance(loader, nn.Module):
         raise TypeError(f"loader={_short(loader)} is a module; write measure(model, loader)")
+    if isinstance(loader, Mapping):
+        raise TypeError(f"loader={_short(loader)} looks like a single batch; write [batch]")
+    if not (isinstance(loader, Iterable) or hasattr(loader, "__getitem__")):
+        raise TypeError(
+            f"loader={_short(loader)} cannot be iterated over; pass a DataLoader, or a list of "
+            f"batches"
+        )
     if isinstance(loader, (tuple, list)) and _is_a_pair(loader):
         x, y = (tuple(tensor.shape) for tensor in loader)
         raise TypeError(
@@ -43,8 +63,7 @@ def check_arguments(model: Any, loader: Any, layers: Any) -> None:
             f"but would be two batches; write [(x, y)], or "
             f"DataLoader(TensorDataset(x, y), batch_size=64)"
         )
-    given = layers if isinstance(layers, (tuple, list, set)) else [layers]
-    for layer in given if layers is not None else ():
+    for layer in patterns or ():
         if isinstance(layer, str):
             continue
         if isinstance(layer, type):
@@ -52,10 +71,10 @@ def check_arguments(model: Any, loader: Any, layers: Any) -> None:
         else:
             names = unwrapped(model).named_modules()
             pattern = next((name for name, each in names if each is layer), "")
-        remedy = f'write layers=["{pattern}"]' if pattern else "give names of the model's modules"
+        remedy = f'write layers=["{pattern}"]' if pattern else "pass names of the model's modules"
         raise TypeError(
-            f"layers={_short(layer)} is not a name: layers= has names or classes' names of "
-            f"modules, as texts; {remedy}"
+            f"layers= takes names of modules or of their classes, as strings, and not "
+            f"{_short(layer)}; {remedy}"
         )
 
 
@@ -91,7 +110,7 @@ class Options:
     shown: bool
 
     def check(self) -> None:
-        """Raise unless the options are sound, and belong together."""
+        """Raise unless the options are valid, and fit each other."""
         for name, kind in (("factors", Factors), ("keep", Keep)):
             if (value := getattr(self, name)) not in get_args(kind):
                 known = ", ".join(map(repr, get_args(kind)))
@@ -101,6 +120,12 @@ class Options:
             known = ", ".join(map(repr, LIKELIHOODS))
             raise ValueError(f"likelihood={self.likelihood!r} is not one of {known}, or a function")
         self._check_loss()
+        for name, arguments in (("mask", "batch"), ("call", "model, batch")):
+            if not (getattr(self, name) is None or callable(getattr(self, name))):
+                raise TypeError(
+                    f"{name}={_short(getattr(self, name))} is not a function; write "
+                    f"{name}=lambda {arguments}: ..."
+                )
         if self.loss is not None and self.factors == "inputs":
             raise ValueError('factors="inputs" takes no loss=: A is of inputs alone; use "kfac"')
         if self.memory is not None and not isinstance(self.memory, (int, float)):
@@ -114,10 +139,12 @@ class Options:
         if self.loss is None:
             return
         if not callable(self.loss):
-            raise TypeError(f"loss={self.loss!r} is not a function of (output, batch)")
+            raise TypeError(
+                f"loss={self.loss!r} is not a function; write loss=lambda output, batch: ..."
+            )
         function = self.loss.func if isinstance(self.loss, functools.partial) else self.loss
-        theirs = isinstance(function, _Loss) and type(function).__module__.startswith("torch.")
-        if theirs or function in vars(nn.functional).values():
+        of_torch = isinstance(function, _Loss) and type(function).__module__.startswith("torch.")
+        if of_torch or function in vars(nn.functional).values():
             named = getattr(function, "__name__", type(function).__name__)
             raise TypeError(
                 f"loss={named} takes (output, target), and measure calls loss(output, batch); "
@@ -133,7 +160,7 @@ class Options:
         dtype: Any,
         batches: int | None,
     ) -> dict[str, Any]:
-        """What tells this measurement from another one, in this process's saves.
+        """What identifies this measurement in this process's saves.
 
         ``batches``: the loader's length; None if it is not known, which fits any other.
         """

@@ -1,8 +1,8 @@
 """What a measurement says: its plan beforehand, a bar meanwhile, a table at its end; and its saves.
 
 A save is a folder with a file of each process and number of batches done. The last two numbers are
-kept, so that processes that were killed between two files go on from the newest that all have, and
-that is whole.
+kept, so that processes that were killed between two files continue from the newest that all have,
+and that is whole.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def bar_of(batches: int | None, what: str, shown: bool) -> Iterator[Bar]:
 class Saves:
     """A measurement's saves in a folder; None for no saves.
 
-    ``what`` tells one measurement from another, by name: saves of another are refused. A value of
+    ``what`` identifies a measurement by named values: saves of another one are refused. A value of
     None is not known, and fits any other.
     """
 
@@ -198,9 +198,9 @@ class Saves:
     def _compared(self, state: Mapping[str, Any], number: int) -> str:
         """What is wrong with a save, if it is of another measurement."""
         other = []
-        for name, mine in self._what.items():
+        for name, value in self._what.items():
             saved = state["what"].get(name, "")
-            if saved != mine and mine is not None and saved is not None:
+            if saved != value and value is not None and saved is not None:
                 other.append(name)
         if not other:
             return ""

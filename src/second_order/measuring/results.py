@@ -34,7 +34,7 @@ class Found:
         terms: The number of the loss's terms, over all processes.
         batches: The number of this process's batches in a pass.
         unknown: Shapes of inputs that no mask fits.
-        scattered: Layers of whose rows nobody knows the entries.
+        scattered: Layers whose rows have unknown entries.
     """
 
     stored: dict[Key, Tensor] = field(default_factory=dict)
@@ -99,11 +99,12 @@ def curvature_of(
         )
     names = [name for name, _ in model.named_parameters()]
     covered = {name for layer in ours.values() for name in layer.shapes}
-    reasons = {row.name: row.reason for row in left}
+    # The name of a layer of several modules is theirs, joined.
+    reasons = {name: row.reason for row in left for name in row.name.split(" = ")}
     for name in names:
         if name not in covered and name not in uncovered:
             module = name.rpartition(".")[0]
-            why = "its layer is measured by inputs alone"
+            why = 'its layer has A of its inputs alone: measure it with factors="kfac" or "ekfac"'
             uncovered[name] = reasons.get(name, reasons.get(module, why))
     owners = {layer.name: layer.owner for layer in layers if layer.name in ours}
     apart = world.size > 1
@@ -138,8 +139,8 @@ def report_of(
         notes.append(f"no mask fits rows of shape {first}: all of these count")
     if names := sorted(set().union(*scattered)):
         notes.append(
-            f"rows of {', '.join(names[:3])} cannot be told by entries of a batch, as those of "
-            f"experts: some corrected eigenvalues are of other gradients"
+            f"rows of {', '.join(names[:3])} cannot be assigned to entries of a batch: their "
+            f"corrected eigenvalues count some rows as entries"
         )
     unique = {id(t): t for t in (*found.stored.values(), *found.corrected.values())}
     return Report(

@@ -67,14 +67,13 @@ WITHOUT_GRADIENTS = (
     "use_reentrant=True); use checkpoint(..., use_reentrant=False)"
 )
 SHARED = (
-    "all entries of a batch share its input of shape {shape}, so that the gradients of single "
-    "entries are not known: give it a row for each entry, as position_ids of shape (entries, "
-    "positions) in the batch are"
+    "all entries of a batch share its input of shape {shape}, so the gradients of single entries "
+    "are not known; give it a row for each entry, for example by position_ids of shape (entries, "
+    "positions) in the batch"
 )
 POSITIONS_OR_ENTRIES = (
     "a batch has {number} entries and {number} positions, and a layer of the model reads positions "
-    "first: its rows do not tell which is which. Give batches of another size, or leave this one "
-    "out"
+    "first, so the two cannot be distinguished. Give batches of another size, or leave this one out"
 )
 CHUNK_BYTES = 2**26
 """Of the gradients of single entries of a batch that are there at once."""
@@ -140,7 +139,9 @@ class Layer:
 
     def no_rows(self, device: torch.device) -> Any:
         """What :attr:`rows` begins with."""
-        return torch.zeros(self.shape.groups, device=device) if self.shape.routed else 0
+        if not self.shape.routed:
+            return 0
+        return torch.zeros(self.shape.groups, dtype=torch.int64, device=device)
 
     @property
     def letter(self) -> str:
@@ -365,6 +366,8 @@ class Pairs(Statistics):
         self._explanations: dict[Layer, Explanation] = {}
         self._unexplained: dict[str, str] = {}
         self._shared: dict[str, str] = {}
+        self._single: dict[str, str] = {}  # layers of which a call had one row, and the same
+        self._several: set[str] = set()  # layers of which a call had another number of rows
         self._last: tuple[tuple[int, int, bool], tuple[Tensor, int]] | None = None
 
     def begin(self, rows: Rows, batch: Entries, idle: bool) -> None:
@@ -391,7 +394,9 @@ class Pairs(Statistics):
         """Layers without factors, and why."""
         never = self._without_gradients - self._paired
         without = {layer.name: WITHOUT_GRADIENTS for layer in never}
-        return {**without, **self._shared, **self._unexplained, **super().wrong()}
+        # A call of a single row may be of one entry, if others have more: those of a router.
+        shared = {name: why for name, why in self._single.items() if name not in self._several}
+        return {**without, **shared, **self._shared, **self._unexplained, **super().wrong()}
 
     def wants(self, module: nn.Module) -> bool:
         """Whether pairs of a module are wanted."""
@@ -406,7 +411,7 @@ class Pairs(Statistics):
         """See a call of a module that reads ``(positions, entries, ...)``.
 
         Raises:
-            ValueError: If the two cannot be told apart, and it matters.
+            ValueError: If the two cannot be distinguished, and gradients of entries are wanted.
         """
         self._positions_first = True
         if entries != self.batch.number and entries in self.batch.seconds:
@@ -426,15 +431,20 @@ class Pairs(Statistics):
         """Take in a pair."""
         for layer in self.of[module]:
             self._paired.add(layer)
+            single = layer.linear(module) and x.dim() == 2 and len(x) == 1
             if self._is_shared(layer, module, x):
-                self._shared[layer.name] = SHARED.format(shape=tuple(x.shape))
+                shared = self._single if single else self._shared
+                shared[layer.name] = SHARED.format(shape=tuple(x.shape))
+            elif self.entries > 1 and not single:
+                self._several.add(layer.name)
             if self.compares:
                 self._compare(layer, module, x, d)
             self._add(layer, module, x, d, (source, pass_id))
 
     def _is_shared(self, layer: Layer, module: nn.Module, x: Any) -> bool:
         """Whether the entries of a batch share an input, as the indices of positions."""
-        number, indices = self.entries, layer.shape.diagonal_a
+        number = self.entries
+        indices = layer.shape.diagonal_a
         if number < 2 or not (indices or layer.linear(module)):
             return False
         rows = x.shape if indices else x.shape[:-1]
@@ -446,7 +456,11 @@ class Pairs(Statistics):
             packed = rows.numel() > number and rows.numel() in flattened
             one_position = self._positions_first or x.shape in self.batch.shapes
             return not (packed or (number in rows[1:2] and one_position))
-        if not indices or number in rows[:2] or rows.numel() in flattened:
+        if not indices:
+            return False
+        if rows == (number,) and rows not in self.batch.shapes:
+            return bool((x.diff() == 1).all())  # as many positions as entries
+        if number in rows[:2] or rows.numel() in flattened:
             return False
         return len(rows) > 1 or bool((x.diff() == 1).all())
 
@@ -475,7 +489,10 @@ class Pairs(Statistics):
         with ieee_matmul(d.device):
             form = Form(layer.bias, approximation="expand")
             pair = layer.kind(module).statistics(module, _widened(x, wide), d.to(wide), form)
-        layer.rows = layer.rows + (pair.examples if pair.routed is None else pair.routed)
+        if pair.routed is None:
+            layer.rows = layer.rows + pair.examples
+        else:
+            layer.rows = layer.rows + pair.routed.to(torch.int64)
         for letter, factor in pair.factors.items():
             sums.add((layer.name, letter), factor)
 
@@ -509,7 +526,7 @@ class Eigenvalues(Pairs):
         self._bases = bases
         self._calls: Counter[Layer] = Counter()  # in this batch
         self._waiting: dict[Layer, list[Pair]] = {}
-        self.scattered: set[str] = set()  # layers of whose rows nobody knows the entries
+        self.scattered: set[str] = set()  # layers whose rows have unknown entries
 
     def see_call(self, module: nn.Module) -> None:
         """See a call of a module in a forward pass."""
@@ -561,7 +578,7 @@ class Eigenvalues(Pairs):
     def _entries_in(self, layer: Layer, pair: Pair) -> int:
         """The number of entries that the rows of a pair belong to.
 
-        If the rows do not tell their entries, each of them counts as one.
+        If that is not known, each row counts as an entry.
         """
         d = pair.d
         if layer.linear(pair.module) or layer.shape.diagonal_a:
@@ -577,8 +594,14 @@ class Eigenvalues(Pairs):
         )
 
     def _entries_second(self, d: Tensor) -> bool:
-        """Whether the entries of ``(positions, entries, ...)`` come second."""
-        return d.dim() > 2 and len(d) != self.entries == d.shape[1]
+        """Whether the entries of ``(positions, entries, ...)`` come second.
+
+        If there are so many rows in windows ``(entries * windows, rows, ...)``, they do not.
+        """
+        if d.dim() < 3 or not len(d) != self.entries == d.shape[1]:
+            return False
+        in_batch = any(len(d) in shape[:2] for shape in self.batch.shapes)
+        return self._positions_first or in_batch or len(d) % self.entries > 0
 
     def _along(self, layer: Layer, pair: Pair) -> int:
         """The dimension of the entries of a pair that is no matrix's."""

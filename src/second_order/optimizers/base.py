@@ -28,8 +28,10 @@ from second_order.contract.arguments import (
     check_scaler,
     check_sharding,
     read_arguments,
+    refuse_foreign_model,
     refuse_meta,
-    tell_of_strangers,
+    warn_about_unowned,
+    warn_of_single_launch,
 )
 from second_order.contract.checkpoint import (
     add_collected,
@@ -109,7 +111,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        params_or_model: ParamsOrModel,
+        params: ParamsOrModel,
         *,
         model: nn.Module | None,
         base: type[torch.optim.Optimizer],
@@ -135,7 +137,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             check_learning_rate(each.get("lr", 0.0))
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         self._consistency = Consistency(debug)
-        given = read_arguments(name, params_or_model, model, find_model, needs_model)
+        given = read_arguments(name, params, model, find_model, needs_model)
         model, groups = given.model, given.groups
         self._refused = {*own_keywords} - {"lr"} - ({REST} if rest is not None else set())
         self._check_group_options(groups)
@@ -144,14 +146,14 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             for each in (base_kwargs, *keywords):
                 each.setdefault("lr", rate)
         world = process_group if isinstance(process_group, World) else World(process_group)
-        params = members_of(groups)
+        members = members_of(groups)
         helper_role = None if world.size == 1 else helper_role
         if helper_role is None:
             check_mesh(model, world)
         averages = gradient_averaging is True
         if gradient_averaging == "auto":
             averages = not given.under_ddp
-        if params and all(map(is_dtensor, params)):
+        if members and all(map(is_dtensor, members)):
             averages = False  # FSDP2 does
         averages = averages and world.size > 1
         training = Training(
@@ -166,7 +168,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         )
         self._training, self._constructed, self._unwatched = training, False, False
         self._recorded_until = -1  # the step up to which the last CUDA graph of steps holds
-        tell_of_strangers(training, groups, (rest or base).__name__, needs_model)
+        base_name = (rest or base).__name__
+        warn_of_single_launch(training)
+        refuse_foreign_model(training, members, base_name)
+        self._needs_model = needs_model
+        if needs_model:
+            warn_about_unowned(training, groups, base_name)
         if rest is None:
             self._base = base(nameless(groups), **base_kwargs)
         else:
@@ -473,6 +480,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         newcomers = members_of(self.param_groups[len(before) :])
         training.trained |= {p for p in newcomers if p.requires_grad}
         training.look_for_places()
+        if self._needs_model:
+            warn_about_unowned(training, [group], training.base_name, first=len(before))
 
     @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:

@@ -116,7 +116,7 @@ class DHO2(EigenpairOptimizer):
     """
 
     @typed(DHO2Keywords)
-    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
         values, common = settled(DHO2, lr, keywords)
         check_given(values)
 
@@ -124,4 +124,4 @@ class DHO2(EigenpairOptimizer):
             options, settings = suited(values, training)
             return FOSICurvature(training, options, values["curvature_closure"], settings)
 
-        super().__init__(params_or_model, curvature=steps_of, needs_model=False, **common)
+        super().__init__(params, curvature=steps_of, needs_model=False, **common)

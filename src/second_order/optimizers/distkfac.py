@@ -72,7 +72,7 @@ class DistKFAC(KroneckerOptimizer):
     _curvature: KFAC | StatsWorker
 
     @typed(DistKFACKeywords)
-    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
         values, common = settled(DistKFAC, lr, keywords)
         if values["factor_decay"] is None:
             values["factor_decay"] = FORGETFUL
@@ -93,7 +93,7 @@ class DistKFAC(KroneckerOptimizer):
             waits=own.staleness == 0,
         )
         super().__init__(
-            params_or_model,
+            params,
             curvature=partial(with_stats_workers, options=options, system=system, own=own),
             helper_role="stats" if own.stats_workers else None,
             helpers=own.stats_workers,

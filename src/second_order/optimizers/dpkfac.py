@@ -71,7 +71,7 @@ class DPKFAC(KroneckerOptimizer):
     _curvature: KFAC
 
     @typed(DPKFACKeywords)
-    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
         values, common = settled(DPKFAC, lr, keywords)
         options, own = KFACOptions.of(values), picked(DPKFACOptions, values)
         system = System(
@@ -81,7 +81,7 @@ class DPKFAC(KroneckerOptimizer):
             owners=own.gradient_exchange,
         )
         super().__init__(
-            params_or_model,
+            params,
             curvature=lambda training: KFAC(training, options, system),
             **common,
         )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -28,10 +29,11 @@ from second_order.sharded import is_dtensor
 
 __all__ = ["find_model"]
 
-# These hold parameters for others: they own only what no other module owns.
+# These often repeat the parameters of other modules. They count as owners only of parameters that
+# no other module has.
 HOLDERS = (torch.jit.ScriptModule, torch.fx.GraphModule, nn.ParameterList, nn.ParameterDict)
 
-# These have no forward of their own, so hooks on their outputs would never run.
+# These have no forward, so hooks on their outputs would never run.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
@@ -42,7 +44,7 @@ class Owner:
     """A module that has some of the given parameters itself."""
 
     module: nn.Module
-    places: frozenset[int]  # of these in the list that was given
+    positions: frozenset[int]  # of these parameters in the given list
 
 
 @dataclass
@@ -51,11 +53,20 @@ class Candidate:
 
     module: nn.Module
     owners: list[Owner] = field(default_factory=list)
+    positions: set[int] = field(default_factory=set)  # of the parameters that it contains
 
-    @property
-    def places(self) -> set[int]:
-        """The places of the parameters that it contains."""
-        return {place for owner in self.owners for place in owner.places}
+    def add(self, owner: Owner) -> None:
+        """Add a module that it contains."""
+        self.owners.append(owner)
+        self.positions |= owner.positions
+
+    @cached_property
+    def order(self) -> tuple[bool, int, int, str, list[int]]:
+        """What decides between candidates with the same parameters: the smallest is the model."""
+        names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
+        text = f"{type(self.module).__name__}: {names}"
+        size = len(_tree(self.module))
+        return _is(self.module, CONTAINERS), size, -len(names), text, sorted(self.positions)
 
 
 def find_model(params: Sequence[Tensor]) -> FoundModel | None:
@@ -63,24 +74,25 @@ def find_model(params: Sequence[Tensor]) -> FoundModel | None:
 
     A parameter that belongs to no module is not in the result.
     """
-    found = _Search(params).model()
-    if found is not None and found.under_ddp:
-        # A wrapper that nobody has any more may wait for the garbage collector, in cycles. It does
-        # not average gradients.
-        del found
+    search = _Search(params)
+    if search.is_enclosed():
+        # Some of these modules may be garbage in reference cycles, which every rank collects at
+        # another time. A DistributedDataParallel that is garbage averages no gradients.
+        del search
         gc.collect()
-        found = _Search(params).model()
-    return found
+        search = _Search(params)
+    return search.model()
 
 
 class _Search:
     """The live modules, and which of them own some parameters."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
-        self.places = {id(p): i for i, p in enumerate(params)}
+        self.positions = {id(p): i for i, p in enumerate(params)}
         modules = _live_modules()
         if any(map(is_dtensor, params)):
-            for module in modules:  # a root keeps whole parameters after a lone forward
+            # After a forward without a backward, a root still has its whole parameters.
+            for module in modules:
                 if "FSDPModule" in _class_names(module):
                     cast(Any, module).reshard()
 
@@ -90,36 +102,47 @@ class _Search:
         for module in modules:
             for child in _children(module):
                 self.parents.setdefault(id(child), []).append(module)
-            own = [self.places[id(p)] for p in _own_params(module) if id(p) in self.places]
+            own = [self.positions[id(p)] for p in _own_params(module) if id(p) in self.positions]
             if own:
                 holds = type(module) is nn.Module or _is(module, HOLDERS)
                 (holders if holds else self.owners).append(Owner(module, frozenset(own)))
 
-        owned = {place for owner in self.owners for place in owner.places}
-        self.owners += [holder for holder in holders if not holder.places <= owned]
+        owned = {position for owner in self.owners for position in owner.positions}
+        self.owners += [holder for holder in holders if not holder.positions <= owned]
+        self.roots = self.find_roots()
 
-    def model(self) -> FoundModel | None:
-        """The smallest module around all owners, or several in a list."""
-        candidates: dict[int, Candidate] = {}
+    def find_roots(self) -> list[Candidate]:
+        """The smallest module around all owners; several if no module contains all of them."""
+        by_module: dict[int, Candidate] = {}
         for owner in self.owners:
             for module in self.around(owner.module):
-                candidates.setdefault(id(module), Candidate(module)).owners.append(owner)
+                by_module.setdefault(id(module), Candidate(module)).add(owner)
 
         roots: list[Candidate] = []
-        wanted = {place for owner in self.owners for place in owner.places}
+        candidates = list(by_module.values())
+        wanted = {position for owner in self.owners for position in owner.positions}
         while wanted:
-            root = _best(list(candidates.values()), wanted)
-            roots.append(root)
-            wanted -= root.places
-        if not roots:
-            return None
+            found = _best(candidates, wanted)
+            roots += found
+            wanted -= found[0].positions
+            candidates = [each for each in candidates if not wanted.isdisjoint(each.positions)]
+        return sorted(roots, key=lambda root: sorted(root.positions))
 
-        roots.sort(key=lambda root: sorted(root.places))
-        modules = [self.widened(root.module) for root in roots]
-        averaged = [self.is_in_ddp(owner.module) for root in roots for owner in root.owners]
+    def is_enclosed(self) -> bool:
+        """Whether other modules contain a root, or there are several."""
+        return len(self.roots) > 1 or any(self.parents.get(id(root.module)) for root in self.roots)
+
+    def model(self) -> FoundModel | None:
+        """The root, or several in a list, widened; None if there is none."""
+        if not self.roots:
+            return None
+        modules = [self.widened(root.module) for root in self.roots]
+        owners = [owner for root in self.roots for owner in root.owners]
+        averaged = [owner.positions for owner in owners if self.is_in_ddp(owner.module)]
+        owned = {position for owner in owners for position in owner.positions}
         return FoundModel(
             module=modules[0] if len(modules) == 1 else Gathered(modules),
-            under_ddp=all(averaged),
+            under_ddp=owned == set().union(*averaged),
             inside=next(map(self.enclosing, modules)),
         )
 
@@ -135,26 +158,28 @@ class _Search:
         return list(found.values())
 
     def widened(self, root: nn.Module) -> nn.Module:
-        """The network that a root is part of, where all the rest of it is frozen.
+        """The network that a root is part of, if all the rest of it is frozen.
 
-        The parameters of a new head or of LoRA's adapters are in a corner of their model. Losses
-        are of the whole model's outputs, and processes start from all of its parameters.
+        A new head, or LoRA's adapters, are a small part of their model. The loss depends on the
+        whole model's outputs, and all ranks start from the same parameters, frozen ones included.
         """
         around = self.around(root)
         sharded = [module for module in around if _class_names(module) & SHARDED]
-        if sharded:  # FSDP keeps what it knows of all parameters at its outermost module
+        if sharded:  # FSDP keeps the state of all its parameters in its outermost module
             return max(sharded, key=lambda module: len(_tree(module)))
 
         inside = _tree(root)
-        best, most = root, 0
+        best = root
+        most = 0
         for module in sorted(around, key=lambda module: len(_tree(module))):
             if _is(module, CONTAINERS):
                 continue
             others = [each for key, each in _tree(module).items() if key not in inside]
             added = [p for each in others for p in _own_params(each)]
-            trains = any(p.requires_grad and id(p) not in self.places for p in added)
+            trains = any(p.requires_grad and id(p) not in self.positions for p in added)
             if len(added) > most and not trains:
-                best, most = module, len(added)
+                best = module
+                most = len(added)
         return best
 
     def is_in_ddp(self, module: nn.Module) -> bool:
@@ -165,39 +190,38 @@ class _Search:
         """The class of a module around a root that may change its outputs; "" if there is none."""
         for module in self.around(root)[1:]:
             is_compiled = "_orig_mod" in (vars(module).get("_modules") or {})
-            if not is_compiled and not _is(module, DistributedDataParallel):
+            same_outputs = is_compiled or _is(module, (DistributedDataParallel, *CONTAINERS))
+            if not same_outputs:
                 return type(module).__name__
         return ""
 
 
-def _best(candidates: Sequence[Candidate], wanted: set[int]) -> Candidate:
+def _best(candidates: Sequence[Candidate], wanted: set[int]) -> list[Candidate]:
     """The candidate with most of the wanted parameters, and among such the smallest.
 
-    A tied weight has several owners, and the model has all of them. So more owners go before fewer
-    modules. Names and places, which are the same on every rank, decide between equal ones: most
-    names, or the first in the alphabet. If these are equal as well, they are a module and its
-    ``copy.copy``. The two share their submodules, so hooks serve either.
+    A tied weight has several owners, and the model contains all of them. So the candidate with the
+    most owners comes first, then the smallest one. Names and positions decide between equal ones,
+    because they are the same on every rank.
+
+    Two modules can still be equal. If they share their submodules, as a module and its
+    ``copy.copy`` do, hooks serve both, and one of them is returned. If they only share parameters,
+    all of them are returned, because any of them may be the one that runs.
     """
-    counts = [len(candidate.places & wanted) for candidate in candidates]
+    counts = [len(candidate.positions & wanted) for candidate in candidates]
     most = max(counts)
     widest = [c for c, count in zip(candidates, counts, strict=True) if count == most]
-    owners = max(len(candidate.owners) for candidate in widest)
-
-    def size(candidate: Candidate) -> tuple[bool, int, int, str, list[int]]:
-        module = candidate.module
-        names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        text = f"{type(module).__name__}: {names}"
-        places = sorted(candidate.places)
-        return _is(module, CONTAINERS), len(_tree(module)), -len(names), text, places
-
-    return min((c for c in widest if len(c.owners) == owners), key=size)
+    owners = max(len(c.owners) for c in widest)
+    largest = [c for c in widest if len(c.owners) == owners]
+    first = min(c.order for c in largest)
+    equal = [c for c in largest if c.order == first]
+    return list({frozenset(id(owner.module) for owner in c.owners): c for c in equal}.values())
 
 
 def _live_modules() -> list[nn.Module]:
-    """Every module that is alive, but for those that an optimizer has made.
+    """Every module that is alive, except the lists that optimizers have made.
 
-    Types are looked at, not objects: an object that stands for another one may import or raise.
-    Types are compared by ``id``, because not every type can be hashed.
+    Only the types of objects are read, because reading an attribute of a proxy may import a module
+    or raise. Types are compared by ``id``, because not every type can be hashed.
     """
     objects = gc.get_objects()
     kinds = {id(kind): kind for kind in map(type, objects)}
@@ -215,7 +239,7 @@ def _class_names(module: nn.Module) -> set[str]:
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:
-    """A module's own submodules; none of one that has not run ``nn.Module.__init__`` yet."""
+    """A module's own submodules; none if it has not run ``nn.Module.__init__`` yet."""
     children = vars(module).get("_modules") or {}
     return (child for _, child in children.items() if child is not None)
 

@@ -128,7 +128,7 @@ class KAISA(KroneckerOptimizer):
     """
 
     @typed(KAISAKeywords)
-    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
         values, common = settled(KAISA, lr, keywords)
         options, own = KFACOptions.of(values), picked(KAISAOptions, values)
         for name in ("factor_dtype", "inv_dtype"):
@@ -154,7 +154,7 @@ class KAISA(KroneckerOptimizer):
             chooser=AutoFraction(options, plan) if fraction == AUTO else None,
         )
         super().__init__(
-            params_or_model,
+            params,
             curvature=lambda training: KFAC(training, options, system),
             **common,
         )

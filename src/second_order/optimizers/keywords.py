@@ -28,9 +28,9 @@ T = TypeVar("T")
 Rate: TypeAlias = float | Tensor
 
 PARAMS = (
-    "Parameters or parameter groups, as for any ``torch.optim`` optimizer: the modules that they "
-    "belong to are found. Or the model, or a list of models, whose trainable parameters are "
-    "optimized."
+    "Parameters or parameter groups, as for any ``torch.optim`` optimizer, which then finds the "
+    "modules that own them. Or the model, or a list of models, to train all parameters that "
+    "require a gradient."
 )
 BASE_KWARGS = (
     "Arguments of ``base``: ``momentum``, ``weight_decay``, ``betas`` and so on; with ``rest``, of "
@@ -39,8 +39,8 @@ BASE_KWARGS = (
 RAISES = """\
 Raises:
     TypeError: For an unknown keyword (naming the closest known one) or a missing learning rate.
-    ValueError: For a value outside its bounds, with the bound and the remedy; for parameters that
-        belong to no module.
+    ValueError: For a value outside its bounds, with the bound and the remedy; if no parameter
+        requires a gradient, or none belongs to ``model``.
     RankMismatchError: If the processes built different models or options.
 """
 
@@ -70,12 +70,12 @@ class CommonOptions(BaseOptions):
     """The keywords of every optimizer, which ``SecondOrderOptimizer`` checks.
 
     Attributes:
-        lr: The base's learning rate, a float or a tensor; schedulers reach it as always. It may be
-            left out if every parameter group has its own; a group that is added without one then
-            gets that of the first.
-        model: The model, if the first argument is parameters and you choose it yourself. None: the
-            smallest module that contains all of them, with what is frozen around them. Wrappers
-            (DistributedDataParallel, ``torch.compile``) are looked through.
+        lr: The base's learning rate, a float or a tensor; schedulers work as usual. You can leave
+            it out if every parameter group has its own. A group that you add without one later
+            then gets the first group's.
+        model: The model, if you pass parameters and choose the model yourself. None: the smallest
+            module that contains all of them, and the frozen network around it. Wrappers
+            (DistributedDataParallel, ``torch.compile``) are removed.
         base: Class of the first-order optimizer that makes the step, with the gradients that it
             gets.
         grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
@@ -129,7 +129,7 @@ def signed(
 ) -> Callable[[type[T]], type[T]]:
     """Give an optimizer the keywords of a dataclass, in its signature and its docstring."""
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters, texts = [own, own.replace(name="params_or_model")], {"params_or_model": PARAMS}
+    parameters, texts = [own, own.replace(name="params")], {"params": PARAMS}
     hints, meanings = get_type_hints(kind), _meanings(kind)
     for each in sorted(fields(kind), key=lambda each: bool(each.kw_only)):
         if "check" in each.metadata and each.name not in without:
@@ -180,7 +180,7 @@ def settled(
     base_kwargs = values.pop("base_kwargs")
     if rate is not None:
         base_kwargs = {"lr": rate, **base_kwargs}
-    del values["params_or_model"]
+    del values["params"]
     common = {name: values[name] for name in TAKEN if name in values}
     return values, {**common, "base_kwargs": base_kwargs, "own_keywords": [*values, "lr"]}
 

@@ -68,12 +68,12 @@ class MRDHO2(EigenpairOptimizer):
     _curvature: Divided
 
     @typed(MRDHO2Keywords)
-    def __init__(self, params_or_model: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
+    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
         values, common = settled(MRDHO2, lr, keywords)
         values["curvature_interval"], closure = values["epoch_steps"], values["curvature_closure"]
         options = picked(EpochOptions, values)
         super().__init__(
-            params_or_model,
+            params,
             curvature=lambda training: divided_curvature(training, options, closure),
             needs_model=False,
             helper_role="accelerator" if options.accelerators and options.wanted else None,

@@ -31,6 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from second_order.distributed.world import World
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve_async import WorkerPool
+from second_order.kronecker import layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import FactorShape
 from second_order.planning.machine import Interconnect, Machine
@@ -43,6 +44,7 @@ LARGE = 2**14
 
 aten = torch.ops.aten
 EIGH, CHOLESKY = aten._linalg_eigh, aten.linalg_cholesky_ex
+GRAM = layers.gram
 # The seconds of Cholesky are with the inverse from its factor.
 DECOMPOSITIONS = {EIGH, CHOLESKY, aten.cholesky_inverse}
 
@@ -100,6 +102,21 @@ def _only_new_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
+@dataclass(frozen=True)
+class _Gram:
+    """The result's shape and the cost of a large Gram matrix of one shape.
+
+    Attributes:
+        shape: The shape of the result.
+        seconds: Simulated seconds.
+        peak: Bytes at the highest, above those before.
+    """
+
+    shape: torch.Size
+    seconds: float
+    peak: int
+
+
 class Simulation(TorchDispatchMode):
     """A clock that operations and messages advance, and the memory of tensors."""
 
@@ -113,6 +130,7 @@ class Simulation(TorchDispatchMode):
         # Of dense operations, by their operands' shapes: layers are alike.
         self._shapes: dict[Any, Any] = {}
         self._seconds: dict[Any, float] = {}
+        self._grams: dict[Any, _Gram] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -179,6 +197,33 @@ class Simulation(TorchDispatchMode):
 
         found = tree_map_only(Tensor, fill, shapes)
         return found if out is None else out.copy_(found)
+
+    def gram(
+        self, x: Tensor, homogeneous: bool, triangular: bool, ones: int | Tensor | None = None
+    ) -> Tensor:
+        """Stand in for :func:`second_order.kronecker.layers.gram`.
+
+        One Gram matrix takes some hundred operations, and a layer's costs as much as that of the
+        next layer of its shape. Only the first one of each shape runs, operation by operation.
+        """
+        key = (_described(x), homogeneous, triangular, _described(ones))
+        known = self._grams.get(key)
+        if known is not None:
+            clock = self.clock + known.seconds
+            self.peak = max(self.peak, self.now + known.peak)
+            result = x.new_ones(known.shape)  # no negative eigenvalue
+            self.clock = clock
+            return result
+
+        clock = self.clock
+        before = self.now
+        peak = self.peak
+        self.peak = before
+        result = GRAM(x, homogeneous, triangular, ones)
+        if result.numel() > LARGE:
+            self._grams[key] = _Gram(result.shape, self.clock - clock, self.peak - before)
+        self.peak = max(self.peak, peak)
+        return result
 
     def _dense(self, name: Any, args: Any, kwargs: Any, result: Any) -> float:
         """Seconds of a dense operation."""
@@ -346,6 +391,7 @@ def _recorded(
     with (
         warnings.catch_warnings(action="ignore"),  # of a training that nobody sees
         patch.object(WorkerPool, "submit", lambda _, work: simulation.aside(work)),
+        patch.object(layers, "gram", simulation.gram),  # a Linear's statistics look it up there
         torch.enable_grad(),
     ):
         with simulation:
