@@ -133,6 +133,18 @@ def test_labels_of_examples_that_a_cross_entropy_ignores_are_no_terms(System: An
     assert_same_factors(found(model, loss_of, System=System), wanted)
 
 
+def test_examples_that_a_mean_over_the_batch_weights_by_zero_are_terms() -> None:
+    weights = (torch.arange(B) % 2).to(F64)
+
+    def loss_of(model: nn.Module) -> Tensor:
+        y = torch.arange(B) % 3
+        losses = functional.cross_entropy(model(normal(B, WIDTH)), y, reduction="none")
+        return (losses * weights).mean()
+
+    model = seeded(mlp)
+    assert_same_factors(found(model, loss_of), expected(model, loss_of, B))
+
+
 def test_a_confident_example_whose_gradient_rounds_to_zero_is_a_term() -> None:
     x = torch.eye(B, WIDTH).float()
     model = nn.Sequential(nn.Linear(WIDTH, 3, bias=False))
@@ -194,6 +206,29 @@ def test_padding_leaves_a_and_prompts_stay(
     loss_of = tokens_loss(y)
     wanted = expected(model, loss_of, terms, taking_part.flatten())
     assert_same_factors(found(model, loss_of, System=System), wanted)
+
+
+def test_parts_of_the_logits_have_the_terms_of_all() -> None:
+    """In chunks of the positions, or sequence by sequence; a call without rows changes nothing."""
+    model, y = seeded(mlp), labels(2)
+    terms = int((y != -100).sum())
+
+    def one_by_one(model: nn.Module) -> Tensor:
+        x, lengths = normal(B, T, WIDTH), (y != -100).sum(1).tolist()
+        logits = [model(x[i : i + 1, :n])[0] for i, n in enumerate([*lengths])]
+        empty = model(x[:0]).sum()
+        return empty + functional.cross_entropy(torch.cat(logits), y[y != -100])
+
+    def in_chunks(model: nn.Module) -> Tensor:
+        hidden = model[:4](normal(B, T, WIDTH)[:, :4])
+        logits = torch.cat([model[4](each) for each in hidden.chunk(2, 1)], 1)
+        return functional.cross_entropy(logits.flatten(0, 1), y[:, :4].flatten())
+
+    assert_same_factors(found(model, one_by_one), expected(model, one_by_one, terms))
+    number = int((y[:, :4] != -100).sum())
+    got, wanted = found(model, in_chunks), expected(model, in_chunks, number)
+    for name, (_, g) in wanted.items():
+        torch.testing.assert_close(got[name][1], g)
 
 
 def test_rounding_decides_nothing() -> None:

@@ -621,7 +621,7 @@ class StatisticsCollector:
         if found is None:
             self.ledger.prune(block.staged for block in self._places)
             reduce = self.approximation == "reduce"
-            found = passes[pass_id] = BackwardPass(pass_id, reduce)
+            found = passes[pass_id] = BackwardPass(pass_id, reduce, self.gradient_scale)
         # Within a reentrant checkpoint another pass runs.
         runs = now == pass_id or (self.sampled and now != autograd.NO_PASS)
         if runs and not found.ending:

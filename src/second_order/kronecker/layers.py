@@ -122,7 +122,7 @@ class LiveRows:
 
     def parts(self, number: int) -> LiveRows:
         """The examples that have a row that counts, where each of so many has equally many rows."""
-        if self.mask is None:
+        if self.mask is None or number == 0:
             return LiveRows(None, number)
         mask = self.mask.view(number, -1).any(1)
         return LiveRows(mask, _count(mask))

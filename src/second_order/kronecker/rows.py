@@ -17,11 +17,14 @@ them flattened. What rows are is decided by these dimensions, once a pass is ove
                 were picked, as for an expert; those with a gradient at this very layer take part
 
 The layer called last, whose gradient arrives first, shows the terms: its examples, or those of its
-positions that have a gradient. Tokens without a label, as of a prompt, are no terms but take part.
-Where the terms are examples, all positions of one without any gradient take part.
+positions that have a gradient. If its calls in one pass have different numbers of rows, or together
+as many as another layer, the terms are those of all its calls. Tokens without a label, such as a
+prompt's, are not terms, but they take part. If the terms are examples, all positions of an example
+without any gradient take part.
 
-A cross-entropy is known by its gradients, a multiple of p - y with p the softmax of the layer's
-outputs: where a row of these has none, and p is not rounded to 0 and 1, its label is ignored.
+A cross-entropy is recognized by its gradients, c (p - y), where p is the softmax of the layer's
+outputs. If a row has no gradient, and p is not rounded to 0 and 1, its label is ignored. If c is
+one over the number of all rows, the loss is a mean over all of them, and all are terms.
 """
 
 from __future__ import annotations
@@ -149,7 +152,7 @@ class RowGroup:
 
 
 class _Last(NamedTuple):
-    """The layer called last."""
+    """A call of the layer called last."""
 
     group: RowGroup
     live: LiveRows  # its rows with a gradient
@@ -233,8 +236,15 @@ class BackwardPass:
         terms: N, once the pass is over; on a device a scalar tensor.
     """
 
-    def __init__(self, number: int, reduce: bool = False) -> None:
-        self.number, self._reduce = number, reduce
+    def __init__(
+        self,
+        number: int,
+        reduce: bool = False,
+        gradient_scale: Callable[[Tensor], Tensor | float] = lambda gradient: 1.0,
+    ) -> None:
+        self.number = number
+        self._reduce = reduce
+        self._gradient_scale = gradient_scale
         self.serial = next_serial()
         self.again = False
         self.layers: dict[int, Any] = {}
@@ -245,6 +255,7 @@ class BackwardPass:
         self._positions: set[int] = set()  # numbers of rows that are known to be positions
         self._batches: set[int] = set()  # numbers that may be those of examples
         self._last: _Last | None = None
+        self._earlier: list[_Last] = []  # the other calls of that layer
         self._ignored: LiveRows | None = None  # examples whose labels count, if not all do
         self._unread: Callable[[], Tensor | None] | None = None  # finds them, on a device
         self.late: list[LateRows | LateCount | LatePair] = []
@@ -290,22 +301,26 @@ class BackwardPass:
                 group.add(live)
             if self._last is None:
                 self._begin(_Last(group, live, drawn), module, x, gradient)
+            elif module is self.first and len(groups) == 1:
+                self._earlier.append(_terms_of_call(group, gradient, drawn))
         return self.alive_in(groups)
 
     def begin(
         self, rows: PairRows, group: RowGroup, module: nn.Module, x: Any, drawn: bool
     ) -> None:
         """See the layer called last on a device, whose gradients are not read before the end."""
+        gradient = rows.gradient[: group.number]
         if self._last is None:
-            gradient = rows.gradient[: group.number]
-            live = all_rows(group.number) if group.examples else live_rows(gradient)
-            self._begin(_Last(group, live, drawn), module, x, gradient)
+            self._begin(_terms_of_call(group, gradient, drawn), module, x, gradient)
+        elif module is self.first and rows.parts == 1:
+            self._earlier.append(_terms_of_call(group, gradient, drawn))
 
     def _begin(self, last: _Last, module: nn.Module, x: Any, gradient: Tensor) -> None:
         self._last, self.first = last, module
         flat = len(last.group.shape) == 1 and not last.group.examples and not last.all_terms
         if flat and last.live.mask is not None:
-            self._unread = partial(counted_labels, module, x, gradient, last.live)
+            scale = self._gradient_scale
+            self._unread = partial(counted_labels, module, x, gradient, last.live, scale)
             if gradient.device.type == "cpu":
                 self.read_labels()
 
@@ -440,38 +455,69 @@ class BackwardPass:
         last = self._last
         if last is None:
             return 0.0
-        group, live = last.group, last.live
-        positions = len(group.shape) > 1
-        examples = group.shape[0] if self._reduce and positions else group.number
-        if last.all_terms:
-            found: float | Tensor = float(examples)
-        elif self._what(group) == "examples":
-            counted = self._ignored
-            found = float(group.number) if counted is None else counted.count
-        else:
-            seen = live.parts(examples) if self._reduce and positions else live
-            alive = self.mask(group)
-            other = all_rows(group.number) if alive is None else rows_in(alive)
-            other = other.parts(examples) if self._reduce and positions else other
-            found = _first_positive(seen.count, other.count)
-        self.terms = found if isinstance(found, Tensor) else float(found)
+        calls = [last, *self._earlier] if self._in_parts() else [last]
+        seen = _sum_of([self._rows_seen(call) for call in calls])
+        if isinstance(seen, Tensor) or seen == 0.0:
+            # The layer called last has no gradient: its terms are the rows that take part.
+            other = _sum_of([self._rows_of_call(call) for call in calls])
+            seen = _first_positive(seen, other)
+        self.terms = seen
         return self.terms
+
+    def _in_parts(self) -> bool:
+        """Whether the calls of the layer called last have a part of the terms each.
+
+        They have if their numbers of rows differ (sequences one by one), or add up to the rows of
+        another layer (logits in chunks). Otherwise one call may follow the other.
+        """
+        last = self._last
+        if last is None or not self._earlier:
+            return False
+        numbers = [call.group.number for call in (last, *self._earlier)]
+        if len({*numbers}) > 1:
+            return True
+        return any(group.number == sum(numbers) for group in self._groups.values())
+
+    def _rows_seen(self, call: _Last) -> float | Tensor:
+        """The terms that the gradient of a call shows."""
+        group = call.group
+        pooled = self._reduce and len(group.shape) > 1
+        if call.all_terms:
+            return float(group.shape[0] if pooled else group.number)
+        if self._what(group) == "examples":
+            counted = self._ignored if call is self._last else None
+            return float(group.number) if counted is None else counted.count
+        live = call.live.parts(group.shape[0]) if pooled else call.live
+        return live.count
+
+    def _rows_of_call(self, call: _Last) -> float | Tensor:
+        """The rows of a call that take part."""
+        group = call.group
+        alive = self.mask(group)
+        live = all_rows(group.number) if alive is None else rows_in(alive)
+        pooled = self._reduce and len(group.shape) > 1
+        return live.parts(group.shape[0]).count if pooled else live.count
 
     def forget(self) -> None:
         """Let go of what is not needed once the pass is over."""
         self._groups.clear()
         self._positions.clear()
         self._batches.clear()
+        self._earlier.clear()
         self.late.clear()
 
 
-def _first_positive(first: int | Tensor, second: int | Tensor) -> float | Tensor:
-    """The first of two numbers unless it is zero: the layer called last has no gradient then."""
+def _terms_of_call(group: RowGroup, gradient: Tensor, drawn: bool) -> _Last:
+    """A call of the layer called last."""
+    live = all_rows(group.number) if group.examples else live_rows(gradient)
+    return _Last(group, live, drawn)
+
+
+def _first_positive(first: float | Tensor, second: float | Tensor) -> float | Tensor:
+    """The first of two numbers unless it is zero."""
     if isinstance(first, Tensor):
         return torch.where(first > 0, first, torch.as_tensor(second, device=first.device))
-    if first > 0:
-        return float(first)
-    return second if isinstance(second, Tensor) else float(second)
+    return first if first > 0 else second
 
 
 def _read(live: LiveRows) -> LiveRows:
@@ -494,10 +540,18 @@ def _joined(each: list[LiveRows]) -> LiveRows:
     return rows_in(torch.cat(masks))
 
 
-def counted_labels(module: nn.Module, x: Any, d: Tensor, live: LiveRows) -> Tensor | None:
+def counted_labels(
+    module: nn.Module,
+    x: Any,
+    d: Tensor,
+    live: LiveRows,
+    gradient_scale: Callable[[Tensor], Tensor | float] = lambda gradient: 1.0,
+) -> Tensor | None:
     """The rows whose labels a cross-entropy of a Linear's outputs counts; None if it is none.
 
-    ``d`` are gradients ``(rows, classes)``, some of them zero.
+    ``d`` are gradients ``(rows, classes)``, some of them zero; ``gradient_scale`` undoes what a
+    GradScaler does. If the loss was divided by the number of all rows, as that of examples with a
+    weight of 0 or 1, all of them are terms.
     """
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if weight is None or is_dtensor(weight) or not isinstance(x, Tensor):
@@ -524,12 +578,16 @@ def counted_labels(module: nn.Module, x: Any, d: Tensor, live: LiveRows) -> Tens
     label = found.argmin(1, keepdim=True)
     others = p.scatter(1, label, 0.0)
     rest = found.scatter(1, label, 0.0)
-    # d = c (p - y): c is the same of all classes and rows.
+    # d = c (p - y), where c is one number for all classes and rows.
     c = rest.sum() / others.sum().clamp_min(torch.finfo(wide).tiny)
     expected = c * (p - torch.zeros_like(p).scatter(1, label, 1.0))
     tolerance = SAME if d.dtype in (torch.float32, torch.float64) else 0.05
     off = (found - expected).norm() > tolerance * found.norm()
     if bool(off) or not float(c) > 0:
+        return None
+    divided_by_all = abs(float(c * gradient_scale(d)) * len(d) - 1.0)
+    divided_by_live = abs(float(c * gradient_scale(d)) * int(live.count) - 1.0)
+    if divided_by_all < min(tolerance, divided_by_live):
         return None
     certain = probabilities(dead[:COMPARED]).amax(1) > 1.0 - SATURATED
     return None if bool(certain.all()) else live.mask
