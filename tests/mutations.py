@@ -986,7 +986,7 @@ rows without an example in a device's A
 
 == kronecker/rows.py
 padded rows in N  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    found = _first_positive(seen.count, other.count)  =>  found = float(group.number)
+    return live.count  =>  return float(group.number)
 examples beyond a hinge leave A
   <-  rows::examples_without_a_gradient_are_terms_and_take_part
     if not self._positions:  =>  if False:
