@@ -366,8 +366,9 @@ class _Planner:
         every = {"factor_update_steps": 1, "inv_update_steps": 1}
         make = partial(SYSTEMS[system], **{**self.keywords, **own, **keywords, **every})
         given = make, self.model, self.run, self.machine, self.network
-        first = record(*given, 0, ranks)
-        records = [first, record(*given, ranks // 2, ranks, first)]
+        records = [record(*given, 0, ranks)]
+        if not records[0].covers_middle:
+            records.append(record(*given, ranks // 2, ranks))
         due = {k: max(r.seconds.get(k, 0.0) for r in records) for r in records for k in r.seconds}
         sent = {k: max(r.sent.get(k, 0.0) for r in records) for r in records for k in r.sent}
         simulated = due.pop(ELSEWHERE)
