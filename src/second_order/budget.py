@@ -238,7 +238,7 @@ class IntervalBudget:
         return {OVERHEAD: self._overhead} | {name: self.chosen.get(name, 0) for name in self._auto}
 
     def saved_times(self) -> dict[str, Any]:
-        """What a checkpoint has of the measurement; waits for the device while that goes on."""
+        """The part of a checkpoint for the measurement; synchronizes while it is running."""
         if not self._auto:
             return {}
         measured, steps = self.measured or (0.0, 0.0, 0.0), self._steps

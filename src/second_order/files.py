@@ -19,7 +19,7 @@ from second_order.errors import CheckpointError
 
 __all__ = ["load_checkpoint", "replacing", "save_checkpoint"]
 
-# Bit 3: sizes come after the data, too. Bit 11: the name is in UTF-8.
+# Bit 3: sizes also follow the data. Bit 11: the name is in UTF-8.
 PLAIN_FLAGS = 1 << 3 | 1 << 11
 
 

@@ -198,7 +198,7 @@ def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
 
 
 def warn_of_single_launch(training: Training) -> None:
-    """Warn if a launcher has started several processes, and there is no process group."""
+    """Warn if a launcher has started several processes without a process group."""
     launched = os.environ.get("WORLD_SIZE", "1")
     if launched.isdigit() and int(launched) > 1 and training.world.group is None:
         training.warn(

@@ -309,7 +309,7 @@ class Layers:
 
     @property
     def counting(self) -> KroneckerBlock | None:
-        """The layer that shows all processes their terms, whoever takes its statistics.
+        """The layer that shows all processes their terms, on any rank that takes its statistics.
 
         It is the last one that is not silent, as a rule the one whose outputs have the loss's
         terms. All processes choose the same: they agree on which are silent.
@@ -360,7 +360,7 @@ class Layers:
         return dict(zip(blocks, found, strict=True))
 
     def terms_so_far(self, staged: StagedStatistics) -> Terms:
-        """The terms of a layer's passes since the last step, while a pass may go on."""
+        """The terms of a layer's passes since the last step; a pass may still be running."""
         self.collector.settle()
         return self.collector.ledger.terms([staged])[0]
 

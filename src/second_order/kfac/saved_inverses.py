@@ -1,14 +1,19 @@
-"""Inverses in checkpoints, and everything else that decides the steps between two refreshes.
+"""Save and load the inverses of the layers, and solves in progress, in a checkpoint.
 
-Each layer has these entries, in the part of its weight:
+A resumed run needs both to take the same steps until the next refresh. Each layer has these
+entries, in the checkpoint part of its weight:
 
-inverse_step, inverse_delay      the step of the factors that the inverse was computed from, or -1
-                                 if the layer has no inverse; the steps until it was installed
+inverse_step                     the step of the factors that the inverse was computed from; -1 if
+                                 the layer has no inverse
+inverse_delay                    the number of steps from inverse_step until the inverse was
+                                 installed
 inverse_wanted                   1 if the layer is refreshed at the next step even if it is not due
-inverse_A, inverse_G, ...        the inverse's tensors under the solver's names; gradient workers
-                                 have them
-inverse_damping                  with these tensors: γ, and the scale of the inverse, 0 without one
-snapshot_step, snapshot_A, ...   the step and the factors of a solve on a thread; -1 if none runs
+inverse_A, inverse_G, ...        the tensors of the inverse, named by the solver; only gradient
+                                 workers save them
+inverse_damping                  two numbers, saved with these tensors: γ and the scale of the
+                                 inverse; both are 0 if there is no inverse
+snapshot_step                    the step of a solve that runs on a thread; -1 if none runs
+snapshot_A, snapshot_G, ...      the factors that this solve reads
 
 The layer's gradient workers load the inverse. They cannot compute it from the saved factors, which
 have been updated since. If any gradient worker lacks a layer's inverse, all ranks refresh the layer
@@ -55,16 +60,19 @@ __all__ = [
 STEP, DELAY, WANTED = "inverse_step", "inverse_delay", "inverse_wanted"
 INVERSE_DAMPING = "inverse_damping"
 DAMPING = "damping"
-"""γ as the option was at the last refresh; -1 before the first. The same for all layers."""
+"""Entry for the value of the option γ at the last refresh, or -1 before the first refresh.
+
+The value is the same for all layers.
+"""
 
 SNAPSHOT_STEP, SNAPSHOT_MEANS = "snapshot_step", "snapshot_mean_eigenvalues"
 SNAPSHOT_NUMBERS = ("snapshot_damping", "snapshot_mean_curvature")
 SNAPSHOT_TENSORS = ("snapshot_A", "snapshot_G", "snapshot_L", SNAPSHOT_MEANS)
 WHOLE_NUMBERS = {STEP: (-1,), DELAY: (0,), WANTED: (0, 1), SNAPSHOT_STEP: (-1,)}
-"""Entries that are whole numbers, and their bounds."""
+"""The entries that are whole numbers: a lower bound, and an upper bound if there is one."""
 
 INVERSE_NUMBERS = (*WHOLE_NUMBERS, DAMPING, *SNAPSHOT_NUMBERS)
-"""The entries that are numbers."""
+"""The entries that are numbers, not tensors."""
 
 Solver = EigenSolver | InverseSolver
 
@@ -73,11 +81,11 @@ Solver = EigenSolver | InverseSolver
 
 
 def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool) -> dict[str, Any]:
-    """The entries of a layer's inverse; its tensors are shared, not copied.
+    """The entries of a layer's inverse. The tensors are shared, not copied.
 
-    Gradient workers (``works``) have all entries. Other ranks have the step of the factors. With
-    ``room``, zeros take the place of a missing inverse, because torch.distributed.checkpoint reads
-    into tensors that exist.
+    Gradient workers (``works``) have all entries. Other ranks have only the whole numbers. If
+    ``room`` is true, a gradient worker without an inverse has tensors of zeros.
+    torch.distributed.checkpoint needs them because it reads into existing tensors.
     """
     step = solves.taken_at.get(block, -1) if block.solved else -1
     delay = solves.installed_at.get(block, step) - step
@@ -146,7 +154,10 @@ def inverse_bytes(blocks: Sequence[KroneckerBlock], solver: Solver, dtype: torch
 def gather_inverses(
     world: World, plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, to: Sequence[int]
 ) -> dict[KroneckerBlock, dict[str, Any]]:
-    """Send the inverses to those of the ranks ``to`` that lack them; a collective."""
+    """Send the inverses to the ranks in ``to`` that lack them. All ranks must call this.
+
+    Returns the entries that this rank received, by layer.
+    """
     routes: dict[KroneckerBlock, tuple[int, Sequence[int]]] = {}
     for block, layer in plan.items():
         if block.solved and not {*to} <= {*layer.workers}:
@@ -180,17 +191,20 @@ def gather_inverses(
 
 
 def has_inverse_entries(part: Mapping[str, Any]) -> bool:
-    """Whether the layer trained, and inverses were saved, when the checkpoint was written."""
+    """Whether the checkpoint has inverse entries for the layer.
+
+    It has them if the layer was trained and inverses were saved.
+    """
     return STEP in part and WANTED in part
 
 
 def loaded_inverse(
     part: Mapping[str, Any], block: KroneckerBlock, solver: Solver, dtype: torch.dtype, works: bool
 ) -> LoadedInverse | None:
-    """A layer's inverse in a checkpoint; None if the layer had no inverse.
+    """A layer's inverse from a checkpoint, or None if the layer had no inverse.
 
-    On a gradient worker (``works``), ``inverse`` is None if the checkpoint lacks tensors of this
-    solver and size.
+    The field ``inverse`` is set only on gradient workers (``works``). It is None if the checkpoint
+    lacks tensors that fit this solver and this layer.
     """
     step = int(part.get(STEP, -1))
     if step < 0:
@@ -202,7 +216,7 @@ def loaded_inverse(
     for name, shape in solver.saved_shapes(block.shape, block.triangular).items():
         saved = part.get(name)
         fitting = None if saved is None else fitting_entry(saved, shape, _side(name, block))
-        if fitting is None or not bool(fitting.any()):  # zeros: nothing was read into the room
+        if fitting is None or not bool(fitting.any()):  # all zeros: no inverse was read
             return here
         entries[name] = fitting.to(block.weight.device, dtype)
     damping, scale = part[INVERSE_DAMPING].tolist() if INVERSE_DAMPING in part else (0.0, 0.0)
@@ -211,7 +225,10 @@ def loaded_inverse(
 
 
 def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot | None:
-    """The solve that was in progress for a layer; None if there was none."""
+    """The solve that was in progress for a layer, or None if there was none.
+
+    Its factors are None if the checkpoint lacks factors that fit the layer.
+    """
     step = int(part.get(SNAPSHOT_STEP, -1))
     if step < 0:
         return None

@@ -538,7 +538,7 @@ class Solves:
             return Verdict.UNEXPLAINED
         if solve.verdict is not Verdict.OPEN:
             return solve.verdict
-        if self.training.world.backend == "fake":  # no other rank sends its verdict
+        if self.training.world.backend == "fake":  # no other rank sends its result
             return Verdict.SOUND
         return Verdict.UNSEEN if block.state.heard else Verdict.OPEN
 

@@ -488,7 +488,7 @@ class StatisticsCollector:
     heard: Callable[[KroneckerBlock], None] = lambda block: None  # of statistics that have grown
     sampled: bool = False  # the pairs are of drawn labels, and say nothing of the gradient
     drawn_rows: bool = False  # a label is drawn for each row of the layer called last
-    # Statistics leave while passes go on, so that the host asks a device which rows count.
+    # Statistics leave during the passes, so the host reads from the device which rows count.
     asks: bool = False
     # Of one input and pass; to be let go when the step's statistics are taken.
     last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
@@ -496,7 +496,7 @@ class StatisticsCollector:
     ledger: Ledger = field(default_factory=Ledger)  # of the passes since the last step
     _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
     _told: bool = False  # of losses that go back apart
-    _unheard: list[KroneckerBlock] = field(default_factory=list)  # whose passes go on
+    _unheard: list[KroneckerBlock] = field(default_factory=list)  # whose passes are still running
 
     def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
@@ -656,7 +656,7 @@ class StatisticsCollector:
         self._tell()
 
     def settle(self) -> None:
-        """Bring what passes have yet to bring: those that nothing has ended, or that go on."""
+        """Add the pending pairs of passes that are still running or that nothing has ended."""
         for each in [*self.ledger.passes.values()]:
             if each.unsettled:
                 self._end(each)

@@ -97,8 +97,8 @@ class StagedStatistics:
         self.revision += 1
         self.cleared = self.revision
         self.since = next_serial()
-        # Of passes that are over: sums by letter, and the record: the number of A's rows, and the
-        # mean eigenvalues of the sums.
+        # For passes that have ended: the sums by factor, and the record. The record has the number
+        # of A's rows and the mean eigenvalues of the sums.
         self._sums: dict[str, Tensor] = {}
         self._record: Tensor | None = None
         self._open: dict[int, PassSums] = {}  # of passes that are not over
@@ -170,7 +170,7 @@ class StagedStatistics:
         a = _stored(a, self.triangular).to(self.dtype)
         mean = mean_eigenvalue(a, self.shape.dims["A"])
         opened = self._open.get(pass_id)
-        if opened is None:  # the layer's statistics have been dropped meanwhile
+        if opened is None:  # the layer's statistics have been dropped since
             return
         opened.factors["A"].add_(a)
         opened.record[: 1 + self.shape.groups] += torch.cat([_number(examples, mean), mean])
@@ -284,7 +284,7 @@ def sums_of(
     for each in staged:
         if each.settle is not None:
             each.settle()
-        for pass_id in [*each._open]:  # that nobody has ended, as of sums of losses
+        for pass_id in [*each._open]:  # passes that nothing has ended, as with losses that are sums
             end_pass([each], pass_id, None)
     keys = [(each.device, each.factor_dtype, each._record is None) for each in staged]
     found: dict[int, StatisticsSums] = {}

@@ -104,7 +104,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return layer if layer.stored else layer.with_tensors(tensors)
 
     def _unknown(self, name: object) -> str:
-        """Why there is no layer of a name, and what to write."""
+        """The reason why no layer has a name, and what to write instead."""
         owner = next((key for key, each in self._layers.items() if name in each.shapes), None)
         if owner is not None:
             return f"{name!r} is a parameter of layer {owner!r}; write curvature[{owner!r}]"

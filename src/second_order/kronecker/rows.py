@@ -1,30 +1,32 @@
-"""Which rows of a backward pass are terms of its loss, and which take part in it.
+"""Decides which rows of a backward pass are terms of its loss, and which rows take part in it.
 
-A loss is a mean over N terms, and N is one number for all layers of a pass: G = N Σ d dᵀ. A is the
-mean of x xᵀ over the rows that take part. Neither may depend on whether a gradient happens to
-vanish at one layer (dead units, dropped paths, a hinge, tokens that went to another expert). Only
-what the loss does not count at all leaves A: padding, and labels that the loss ignores.
+The loss is a mean over N terms. N is one number for all layers of a pass, and G = N Σ d dᵀ. A is
+the mean of x xᵀ over the rows that take part. A gradient may happen to vanish at one layer: dead
+units, dropped paths, a hinge, tokens that went to another expert. This must change neither N nor A.
+A leaves out only what the loss does not count at all: padding, and labels that the loss ignores.
 
-Layers whose inputs have the same leading dimensions see the same rows, and so do layers that see
-them flattened. What rows are is decided by these dimensions, once a pass is over:
+Layers whose inputs have the same leading dimensions see the same rows. A layer that sees these
+rows flattened sees the same rows too. Rows are of one of three types. The leading dimensions of
+all layers decide the type once the pass is over:
 
-    positions   (B, T, ...), or B T rows where another layer has (B, T), or tokens of fused experts:
-                a row takes part if it has a gradient at any layer that sees it
-    examples    (B, ...) of a convolution, or B rows otherwise: all take part, as the loss may be
-                flat for an example (hinge, clipped ratios) and is a mean over the batch all the
-                same; but not those whose label a cross-entropy ignores
-    selected    n rows, where other layers have positions and neither B nor B T is n: tokens that
-                were picked, as for an expert; those with a gradient at this very layer take part
+    positions   Shape (B, T, ...), or B T rows where another layer has (B, T), or tokens of fused
+                experts. A row takes part if it has a gradient at any layer that sees it.
+    examples    Shape (B, ...) at a convolution, or B rows otherwise. All take part, even without a
+                gradient: the loss may be flat for an example (hinge, clipped ratios) and is still
+                a mean over the batch. Examples whose label a cross-entropy ignores are left out.
+    selected    n rows, where other layers have positions and neither B nor B T is n. These are
+                tokens that were picked, for example for an expert. A row takes part if it has a
+                gradient at this very layer.
 
-The layer called last, whose gradient arrives first, shows the terms: its examples, or those of its
-positions that have a gradient. If its calls in one pass have different numbers of rows, or together
-as many as another layer, the terms are those of all its calls. Tokens without a label, such as a
-prompt's, are not terms, but they take part. If the terms are examples, all positions of an example
-without any gradient take part.
+The layer called last receives its gradient first. It shows the terms: its examples, or those of its
+positions that have a gradient. It may be called several times in one pass. The terms are those of
+all its calls if the calls have different numbers of rows, or if they add up to the rows of another
+layer. Tokens without a label, such as a prompt's, are not terms, but they take part. If the terms
+are examples and an example has no gradient at any position, all its positions take part.
 
 A cross-entropy is recognized by its gradients, c (p - y), where p is the softmax of the layer's
 outputs. If a row has no gradient, and p is not rounded to 0 and 1, its label is ignored. If c is
-one over the number of all rows, the loss is a mean over all of them, and all are terms.
+one over the number of all rows, the loss is a mean over all rows, and all rows are terms.
 """
 
 from __future__ import annotations
@@ -70,14 +72,14 @@ CHANNELS_SECOND = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
     *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm),
 )
-"""Norms of whole examples."""
+"""Norms with channels in dimension 1. Their rows are whole examples."""
 
 PLAIN, ROUTED, ATTENTION = "", "routed", "attention"
 """Families of rows: an attention's are ``(batch, positions)`` however its inputs lie."""
 
-MOST_PASSES = 256  # of a step that are remembered without a look at whether they still matter
-COMPARED = 64  # rows by which a cross-entropy is known
-SAME = 1e-3  # relative: how closely, in float32
+MOST_PASSES = 256  # a step keeps fewer passes than this without pruning
+COMPARED = 64  # the most rows that are compared to recognize a cross-entropy
+SAME = 1e-3  # relative tolerance of that comparison, in float32
 SATURATED = 1e-6  # 1 - p below which a gradient of p - y may be rounded to zero
 
 
@@ -92,7 +94,7 @@ class PairRows(NamedTuple):
 
 
 def rows_of(module: nn.Module, kind: LayerKind | None, x: Any, d: Tensor) -> PairRows:
-    """The rows of a pair of a module of some kind; None for the kind of a norm."""
+    """The rows of a module's pair (x, d). The ``kind`` of a norm is None."""
     if isinstance(x, Routed):
         return PairRows(ROUTED, (len(d),), d)
     if isinstance(module, CONVOLUTIONS):
@@ -161,7 +163,7 @@ class _Last(NamedTuple):
 
 @dataclass
 class LateRows:
-    """Inputs of rows without a gradient so far: whether A has them is decided at the end."""
+    """Inputs of rows without a gradient so far. The end of the pass decides if A has them."""
 
     group: RowGroup
     index: Tensor  # of the rows in the group
@@ -203,7 +205,7 @@ class LateCount:
 
 @dataclass
 class LatePair:
-    """A pair that waits as a whole, as A is no sum over its rows one by one."""
+    """A pair that waits as a whole, because its A is not a sum over single rows."""
 
     groups: Sequence[RowGroup]
     staged: Any  # the statistics that expect it
@@ -227,13 +229,15 @@ def next_serial() -> int:
 
 
 class BackwardPass:
-    """The rows that the layers of a backward pass see; ``reduce``: positions make one term.
+    """The rows that the layers of a backward pass see.
+
+    With ``reduce``, all positions of an example make one term.
 
     Attributes:
-        number: What all its pairs have in common.
-        again: Whether it comes through calls of layers that a pass has come through before.
+        number: The number of the pass, which all its pairs share.
+        again: Whether an earlier pass went through the same calls of layers.
         layers: The staged statistics that it has pairs of.
-        terms: N, once the pass is over; on a device a scalar tensor.
+        terms: N, once it is counted. On a device it may be a scalar tensor.
     """
 
     def __init__(
@@ -263,7 +267,7 @@ class BackwardPass:
     # ------------------------------------------------------------------------------- pair by pair
 
     def groups_of(self, rows: PairRows) -> list[RowGroup]:
-        """The groups of a pair's rows, of each part one."""
+        """The groups of a pair's rows, one group for each part."""
         family, shape = rows.family, rows.shape
         found = []
         for part in range(rows.parts):
@@ -369,7 +373,7 @@ class BackwardPass:
 
     @property
     def decided(self) -> bool:
-        """Whether nothing can change any more, whatever layers are still to come, as a rule."""
+        """Whether layers that are still to come can, as a rule, change nothing."""
         whole = all(group.everything or group.examples for group in self._groups.values())
         return self._last is not None and whole and not self.late and self._ignored is None
 
@@ -432,7 +436,7 @@ class BackwardPass:
         return same + flat if group.shape == shapes[0] else same
 
     def _with_whole_examples(self, alive: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """With all positions of examples that have no gradient at all, where these are terms."""
+        """Adds all positions of examples without any gradient, if the terms are examples."""
         last = self._last
         if last is None or len(shape) < 2 or self._what(last.group) != "examples":
             return alive
@@ -465,10 +469,10 @@ class BackwardPass:
         return self.terms
 
     def _in_parts(self) -> bool:
-        """Whether the calls of the layer called last have a part of the terms each.
+        """Whether each call of the layer called last has its own part of the terms.
 
-        They have if their numbers of rows differ (sequences one by one), or add up to the rows of
-        another layer (logits in chunks). Otherwise one call may follow the other.
+        This holds if the calls' numbers of rows differ (sequences one by one), or add up to the
+        rows of another layer (logits in chunks). Otherwise one call may follow the other.
         """
         last = self._last
         if last is None or not self._earlier:
@@ -521,7 +525,7 @@ def _first_positive(first: float | Tensor, second: float | Tensor) -> float | Te
 
 
 def _read(live: LiveRows) -> LiveRows:
-    """Rows of a device, read by the host if all of them count."""
+    """Live rows without a mask, if the host finds that all rows on a device count."""
     if live.mask is None or live.mask.device.type == "cpu":
         return live
     return LiveRows(None, len(live.mask)) if bool(live.mask.all()) else live
@@ -547,11 +551,13 @@ def counted_labels(
     live: LiveRows,
     gradient_scale: Callable[[Tensor], Tensor | float] = lambda gradient: 1.0,
 ) -> Tensor | None:
-    """The rows whose labels a cross-entropy of a Linear's outputs counts; None if it is none.
+    """The mask of rows whose labels a cross-entropy counts, or None if all rows are terms.
 
-    ``d`` are gradients ``(rows, classes)``, some of them zero; ``gradient_scale`` undoes what a
-    GradScaler does. If the loss was divided by the number of all rows, as that of examples with a
-    weight of 0 or 1, all of them are terms.
+    The cross-entropy is of a Linear's outputs. The result is also None if none is recognized.
+
+    ``d`` are gradients ``(rows, classes)``, some of them zero. ``gradient_scale`` undoes what a
+    GradScaler does. A loss may be divided by the number of all rows, for example if examples have
+    weights of 0 or 1. Then all rows are terms.
     """
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if weight is None or is_dtensor(weight) or not isinstance(x, Tensor):
@@ -610,17 +616,18 @@ class Ledger:
     passes: dict[int, BackwardPass] = field(default_factory=dict)
 
     def prune(self, layers: Iterable[Any]) -> None:
-        """Forget passes that none of some layers knows, once there are many."""
+        """Forget passes older than all that ``layers`` still need, once there are many."""
         if len(self.passes) < MOST_PASSES:
             return
         since = min((staged.since for staged in layers if not staged.empty), default=math.inf)
         self.passes = {k: p for k, p in self.passes.items() if p.serial > since}
 
     def of(self, staged: Any) -> list[BackwardPass]:
-        """The passes whose loss goes through a layer, or does not reach it but others with it.
+        """The passes whose terms count for a layer, including passes that do not reach it.
 
-        Passes that have a layer in common have parts of one loss. Those that come through calls
-        again have terms that were counted before.
+        Passes that have a layer in common have parts of one loss. A pass that goes through the
+        same calls again has terms that were counted before. It is left out unless there is no
+        other pass.
         """
         own = [p for p in self.passes.values() if staged.knows(p.number)]
         known = [p for p in self.passes.values() if p in own or p.serial > staged.since]

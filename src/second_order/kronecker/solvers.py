@@ -252,7 +252,7 @@ class EigenSolver:
         return EigenInverse(vectors, entries[EIGEN_SCALE])
 
     def flaw(self, name: str, saved: Tensor, shape: FactorShape) -> str:
-        """Why these are no eigenvectors of length 1, or no positive scales; "" if they can be."""
+        """The reason why these cannot be unit eigenvectors and positive scales; "" if they can."""
         if name == EIGEN_SCALE:
             return "has negative numbers" if bool((saved < 0).any()) else ""
         lengths = torch.linalg.vector_norm(saved.float(), dim=-2)
@@ -338,7 +338,7 @@ class InverseSolver:
         return FactoredInverse({letter: entries[f"inverse_{letter}"] for letter in shape.letters})
 
     def flaw(self, name: str, saved: Tensor, shape: FactorShape) -> str:
-        """Why this is no inverse of a positive definite matrix; "" if it can be one."""
+        """The reason why this cannot be a positive definite inverse; "" if it can be one."""
         letter = name[-1]
         if letter in shape.diagonals:
             return "" if bool((saved > 0).all()) else "has numbers that are not positive"

@@ -1,13 +1,17 @@
-"""Digests of functions and batches by their content, equal in every process that has the same ones.
+"""Digests of functions and batches by content. Equal content has equal digests in any process.
 
-    function    its bytecode, constants and names; defaults and closure; the global values that it
-                reads, and the functions of the user's own that it calls
-    module      class, code, hyperparameters and tensors of an nn.Module
-    object      its class's code if it is called, and the attributes that code reads
+A digest covers, for each kind of value:
+
+    function    bytecode, constants, names, defaults and closure; the global values that it reads,
+                including the functions that it calls
+    module      class name, code of forward, hyperparameters and tensors of an nn.Module
+    object      class name; the attributes and methods that the code using it reads, where that
+                code is the class's ``__call__`` if it has one that is not installed
     tensor      dtype, shape and elements
 
-A name that the code itself assigns, such as a counter's, is state and does not count. No address,
-hash or file name enters, so digests do not change from one process to the next.
+A name that the code itself assigns, such as a counter, is state, and its value is left out.
+Memory addresses, Python's hash() and file names are also left out, because they differ between
+processes.
 """
 
 from __future__ import annotations
@@ -52,15 +56,15 @@ def _hashed(content: Any) -> str:
 
 @dataclass(frozen=True)
 class _Uses:
-    """What a function's code does with names, its inner functions included.
+    """The names that a function's code uses, including those used by its inner functions.
 
     Attributes:
-        code: The code.
-        loaded: Global names that it reads.
-        names: All names of globals and attributes.
-        stored: Names that it assigns outside of its own frame.
-        mutates: Whether it may change a list, a dictionary or a set.
-        methods: The methods of its class that it names.
+        code: The function's code.
+        loaded: Global names that the code reads.
+        names: All names of globals and attributes in the code.
+        stored: Globals, closure variables and attributes that the code assigns.
+        mutates: Whether the code may change a list, a dictionary or a set.
+        methods: Methods of the given class that the code names, directly or through each other.
     """
 
     code: CodeType
@@ -72,7 +76,7 @@ class _Uses:
 
     @classmethod
     def of_code(cls, code: CodeType, kind: type = object) -> _Uses:
-        """Read code, with the methods of a class that it names, and that these name."""
+        """Collect the names in ``code`` and in the methods of ``kind`` that it reaches by name."""
         loaded = set[str]()
         names = set[str]()
         stored = set[str]()
@@ -105,8 +109,9 @@ class _Uses:
 class _Description:
     """Describes values as texts.
 
-    A function's text is its position in ``functions``; :meth:`function` describes it. So call
-    graphs of any depth do not recurse. A container that contains itself is marked.
+    A function's text is only its index in ``functions``. :meth:`function` describes its content
+    later, so a deep or circular call graph causes no recursion. A container that contains itself
+    is replaced by a marker where it recurs.
     """
 
     def __init__(self) -> None:
@@ -115,7 +120,7 @@ class _Description:
         self._within: set[int] = set()
 
     def of(self, value: Any, uses: _Uses | None = None) -> str:
-        """The description of a value; ``uses``: by the code that reads it."""
+        """The text of a value. ``uses`` holds the names used by the code that reads the value."""
         kind = type(value).__qualname__
         if isinstance(value, enum.Enum):
             return f"{kind}.{value.name}"
@@ -171,18 +176,18 @@ class _Description:
         return ", ".join(self.of(each, uses) for each in values)
 
     def _code(self, code: CodeType) -> str:
-        # The bytecode has positions in these tuples.
+        # The bytecode refers to names and constants only by their index in these tuples.
         names = (code.co_names, code.co_freevars, code.co_cellvars)
         return f"{_hashed(code.co_code)} {names} {self._all(code.co_consts)}"
 
     def function(self, function: FunctionType) -> str:
-        """A function by what it does, or if it is installed by its name and own code."""
+        """The text of a function. An installed one omits its closure and globals."""
         uses = _Uses.of_code(function.__code__)
         parts = [
             self.of(function.__code__),
             self.of(function.__defaults__, uses),
             self.of(function.__kwdefaults__, uses),
-            self.of(getattr(function, "__wrapped__", None)),  # as functools.wraps notes it
+            self.of(getattr(function, "__wrapped__", None)),  # set by functools.wraps
         ]
         if _is_installed(function.__code__.co_filename):
             return ", ".join([_name(function), *parts])
@@ -197,7 +202,7 @@ class _Description:
         return ", ".join(parts)
 
     def _imported(self, module: ModuleType, uses: _Uses | None) -> str:
-        """A module by its name; the user's own also by the values that code reads from it."""
+        """The name of an imported module and, if not installed, the values read from it."""
         parts = [module.__name__]
         if uses is not None and not _is_installed(getattr(module, "__file__", None)):
             for key in sorted(uses.names & vars(module).keys() - uses.stored):
@@ -207,7 +212,7 @@ class _Description:
         return ", ".join(parts)
 
     def _module(self, module: nn.Module) -> str:
-        """By class, code, hyperparameters and tensors; not by hooks and mode."""
+        """The class, code, hyperparameters and tensors of an nn.Module, not its hooks or mode."""
         parts = [_name(type(module)), self.of(type(module).forward)]
         for key, value in sorted(vars(module).items()):
             hidden = key.startswith("_") or key == "training"
@@ -219,7 +224,12 @@ class _Description:
         return ", ".join(parts)
 
     def _object(self, value: Any, uses: _Uses | None) -> str:
-        """By class, and the attributes and methods that code reads: its own if it is called."""
+        """The class of an object, and the attributes and methods that code reads from it.
+
+        That code is the class's ``__call__`` if it has one that is not installed, otherwise the
+        code in ``uses``.
+        Without either, all attributes count.
+        """
         kind = type(value)
         parts = [_name(kind)]
         call = inspect.getattr_static(kind, "__call__", None)
@@ -261,11 +271,14 @@ def _cell_content(cell: CellType) -> Any:
 
 
 def _name(value: Any) -> str:
-    """Without the module's: a script's is another one when it is imported."""
+    """The qualified name, without the module, which is ``__main__`` when run as a script."""
     named: str = getattr(value, "__qualname__", type(value).__qualname__)
     return named
 
 
 def _is_installed(path: str | None) -> bool:
-    """Whether a source is of the standard library, or of an installed package."""
+    """Whether a source file is in the standard library or an installed package.
+
+    ``None``, a source without a file, also counts as installed.
+    """
     return path is None or any(Path(path).is_relative_to(folder) for folder in INSTALLED)

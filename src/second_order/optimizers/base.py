@@ -542,7 +542,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """Load a checkpoint that any number of processes wrote, or a state of the base alone.
 
         Inverses are loaded by the processes that precondition with them; if some are missing, their
-        layers are refreshed at the next step. With a state of the base alone curvature starts anew.
+        layers are refreshed at the next step. With a state of the base alone, curvature restarts.
 
         Raises:
             ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds

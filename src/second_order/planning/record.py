@@ -91,7 +91,7 @@ def _described(value: Any) -> Any:
 @contextmanager
 def _only_new_garbage() -> Iterator[None]:
     """Let the collector look at the objects only that are made here: seconds instead of minutes."""
-    if gc.get_freeze_count():  # they would be thawed, too
+    if gc.get_freeze_count():  # they would be unfrozen as well
         yield
         return
     gc.freeze()
@@ -127,7 +127,7 @@ class Simulation(TorchDispatchMode):
         self.now = self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id
         self._noise = torch.empty(0, dtype=torch.float32, device="cpu")
-        # Of dense operations, by their operands' shapes: layers are alike.
+        # By the operands' shapes of dense operations, because many layers have equal shapes.
         self._shapes: dict[Any, Any] = {}
         self._seconds: dict[Any, float] = {}
         self._grams: dict[Any, _Gram] = {}
@@ -262,7 +262,7 @@ class _Done:
 class PlannedWorld(World):
     """One rank of a world whose other ranks are as if they were like it; nothing is sent.
 
-    It is no process group of ``torch.distributed``, which may be initialized or not.
+    It is not a process group of ``torch.distributed``, which may be initialized or not.
     """
 
     planned = True
