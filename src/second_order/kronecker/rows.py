@@ -260,7 +260,7 @@ class BackwardPass:
         self._batches: set[int] = set()  # numbers that may be those of examples
         self._last: _Last | None = None
         self._earlier: list[_Last] = []  # the other calls of that layer
-        self._ignored: LiveRows | None = None  # examples whose labels count, if not all do
+        self._labeled: LiveRows | None = None  # examples whose labels count, if not all do
         self._unread: Callable[[], Tensor | None] | None = None  # finds them, on a device
         self.late: list[LateRows | LateCount | LatePair] = []
 
@@ -336,22 +336,22 @@ class BackwardPass:
             return
         if int(last.live.count) < last.group.number:
             counted = unread()
-            self._ignored = None if counted is None else rows_in(counted)
+            self._labeled = None if counted is None else rows_in(counted)
 
     def alive(self, group: RowGroup) -> LiveRows:
         """The rows that have had a gradient so far."""
         if group.everything or group.examples:
             live = all_rows(group.number)
-            return self._without_ignored(group, live) if group.examples else live
+            return self._with_labels(group, live) if group.examples else live
         if group.alive is None:
             return LiveRows(torch.zeros(group.number, dtype=torch.bool, device="cpu"), 0)
         return rows_in(group.alive)
 
-    def _without_ignored(self, group: RowGroup, live: LiveRows) -> LiveRows:
-        ignored = self._ignored
-        if ignored is None or ignored.mask is None or len(ignored.mask) != group.number:
+    def _with_labels(self, group: RowGroup, live: LiveRows) -> LiveRows:
+        labeled = self._labeled
+        if labeled is None or labeled.mask is None or len(labeled.mask) != group.number:
             return live
-        return ignored
+        return labeled
 
     def alive_in(self, groups: Sequence[RowGroup]) -> LiveRows:
         """The rows of some groups, one after the other, that have had a gradient so far."""
@@ -375,7 +375,7 @@ class BackwardPass:
     def decided(self) -> bool:
         """Whether layers that are still to come can, as a rule, change nothing."""
         whole = all(group.everything or group.examples for group in self._groups.values())
-        return self._last is not None and whole and not self.late and self._ignored is None
+        return self._last is not None and whole and not self.late and self._labeled is None
 
     # ------------------------------------------------------------------------------ as a whole
 
@@ -397,7 +397,7 @@ class BackwardPass:
         """Whether rows may be left out, as the pass is over."""
         if group.everything:
             return False
-        return self._what(group) != "examples" or self._ignored is not None
+        return self._what(group) != "examples" or self._labeled is not None
 
     def mask(self, group: RowGroup) -> Tensor | None:
         """The rows that take part, ``(rows,)``, as the pass is over; None if all do."""
@@ -405,10 +405,10 @@ class BackwardPass:
         if group.everything:
             return None
         if what == "examples":
-            ignored = self._ignored
-            if ignored is None or ignored.mask is None or len(ignored.mask) != group.number:
+            labeled = self._labeled
+            if labeled is None or labeled.mask is None or len(labeled.mask) != group.number:
                 return None
-            return ignored.mask if group.alive is None else ignored.mask | group.alive
+            return labeled.mask if group.alive is None else labeled.mask | group.alive
         if what == "selected" or group.family == ATTENTION:
             same = [group]
         else:
@@ -446,8 +446,8 @@ class BackwardPass:
         dim = shape[:2].index(number)
         parts = alive.view(shape).movedim(dim, 0).flatten(1)
         whole = ~parts.any(1)
-        if self._ignored is not None and self._ignored.mask is not None:
-            whole = whole & self._ignored.mask.to(whole.device)
+        if self._labeled is not None and self._labeled.mask is not None:
+            whole = whole & self._labeled.mask.to(whole.device)
         expanded = [1] * len(shape)
         expanded[dim] = number
         return (alive.view(shape) | whole.view(expanded)).flatten()
@@ -489,7 +489,7 @@ class BackwardPass:
         if call.all_terms:
             return float(group.shape[0] if pooled else group.number)
         if self._what(group) == "examples":
-            counted = self._ignored if call is self._last else None
+            counted = self._labeled if call is self._last else None
             return float(group.number) if counted is None else counted.count
         live = call.live.parts(group.shape[0]) if pooled else call.live
         return live.count
