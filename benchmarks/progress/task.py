@@ -34,6 +34,8 @@ class Task:
         every: Steps between two judgements.
         warmup: Steps in which the learning rate rises, before it falls; None: it is constant.
         keywords: Of optimizers, by name, where the task's are not their defaults.
+        at_end: Of the model once it is trained: figures by name. If "loss" is among them, a run is
+            judged by that instead of the last judgement.
     """
 
     make: Callable[[], nn.Module]
@@ -44,6 +46,7 @@ class Task:
     every: int
     warmup: int | None = None
     keywords: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    at_end: Callable[[nn.Module], dict[str, float]] | None = None
 
     def share_of_rate(self, step: int) -> float:
         """The learning rate of a step, as a share of its peak."""

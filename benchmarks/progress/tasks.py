@@ -28,11 +28,12 @@ from tqdm import tqdm
 import digits
 import language_model
 import second_order
+from images import IMAGES
 from muon import Muon
 from second_order.kfac.options import PerStep
 from soap import SOAP
 from task import OF_LANGUAGE, Task
-from unseen import UNSEEN
+from unseen import UNSEEN, regression
 
 __all__ = [
     "TASKS",
@@ -88,11 +89,13 @@ class Run:
         job: Which.
         losses: At every judgement.
         seconds: At every judgement, of processor time, those of judging left out.
+        end: What the task measures at the end, by name.
     """
 
     job: Job
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    end: dict[str, float] = field(default_factory=dict)
 
 
 class Pair:
@@ -179,6 +182,9 @@ def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Ru
             run.seconds.append(round(seconds, 3))
             if not math.isfinite(run.losses[-1]):
                 break
+    if task.at_end is not None:
+        model.eval()
+        run.end = {name: float(f"{found:.5g}") for name, found in task.at_end(model).items()}
     ended(optimizer)
     return run
 
@@ -192,7 +198,8 @@ def run_all(jobs: Iterable[Job], processes: int) -> list[Run]:
 
 def final(run: Run) -> float:
     """The loss at the end; infinite for a run that broke off."""
-    return run.losses[-1] if math.isfinite(run.losses[-1]) else math.inf
+    found = run.end.get("loss", run.losses[-1])
+    return found if math.isfinite(found) else math.inf
 
 
 def steps_to(run: Run, loss: float) -> float:
@@ -342,6 +349,18 @@ def tabular() -> Task:
     )
 
 
+@cache
+def mixed() -> Task:
+    """Regression with products and waves of eight inputs, two of them skewed, beside eight idle."""
+    generator = torch.Generator().manual_seed(11)
+    x = torch.rand(10_000, 16, generator=generator) * 2 - 1
+    x[:, :2] = -(1 - x[:, :2]).div(2).clamp_min(1e-3).log()
+    a, b, c, d, e, f, g, h = x[:, :8].unbind(1)
+    y = a * c + (torch.pi * d * e).sin() + b.sqrt() * f.sign() + g.abs() * h
+    y = y + 0.2 * torch.randn(len(y), generator=generator)
+    return regression((x, y), 800, 0.2)
+
+
 TASKS: dict[str, Callable[[], Task]] = {
     "language": partial(language, language_model.SIZES["small"]),
     "language, 4 layers": partial(language, language_model.SIZES["full"]),
@@ -356,11 +375,13 @@ TASKS: dict[str, Callable[[], Task]] = {
     "digits MLP": partial(classifier, digits.mlp, 300),
     "residual network": partial(classifier, residual_network, 200),
     "tabular": tabular,
+    "mixed": mixed,
     **{
         f"digits MLP, {batch:,} at a time": partial(classifier, digits.mlp, 150, batch, 1)
         for batch in (32, 128, 512, 1437)
     },
     **UNSEEN,
+    **{name: cache(make) for name, make in IMAGES.items()},
 }
 
 

@@ -10,6 +10,7 @@ lstm          embedding, two LSTM layers and a head, on the same characters as t
 vit           2 blocks of width 48 on patches of 2 × 2 pixels of the digits
 friedman      regression of Friedman's first function, by a network with two hidden layers
 diabetes      regression on scikit-learn's diabetes data, judged on the rows that it is trained on
+interactions  regression with interactions, of skewed inputs and others that say nothing
 head          a linear head on a body that was trained on five of ten digits, and is frozen
 """
 
@@ -36,7 +37,7 @@ from torch.nn.functional import (
 import digits
 from task import OF_LANGUAGE, Task
 
-__all__ = ["UNSEEN"]
+__all__ = ["UNSEEN", "Attention", "Block", "FeedForward", "regression"]
 
 WINDOWS = 64  # of the held-out text, on which a model is judged
 HELD_OUT = 10  # a file in so many
@@ -343,6 +344,18 @@ def diabetes() -> Task:
     return regression(load_diabetes(return_X_y=True, scaled=False), 150, 0.0)
 
 
+def interactions() -> Task:
+    """Products and thresholds of eight skewed inputs of different scale, beside eight idle ones."""
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(12_000, 16, generator=generator)
+    x[:, :4] = x[:, :4].exp()
+    x[:, 4:8] = x[:, 4:8].square() * x[:, 4:8].sign()
+    a, b, c, d, e, f, g, h = x[:, :8].unbind(1)
+    y = a.log() * e.tanh() + 0.5 * (b * f).tanh() + (c - 1).relu().sqrt() - (d.log() * g).cos()
+    y = y + 0.7 * (h > 0) * e.tanh() + 0.1 * torch.randn(len(y), generator=generator)
+    return regression((x, y), 1_000, 0.2)
+
+
 @cache
 def body() -> nn.Module:
     """Two layers trained on digits 0 to 4, frozen."""
@@ -385,6 +398,7 @@ UNSEEN: dict[str, Callable[[], Task]] = {
         "unseen vit": vit,
         "unseen friedman": friedman,
         "unseen diabetes": diabetes,
+        "unseen interactions": interactions,
         "unseen head": head,
     }.items()
 }

@@ -1,0 +1,232 @@
+"""Fashion-MNIST and CIFAR-10 as tasks: a small ResNet with batch norm, and a small ViT.
+
+Fashion-MNIST (Xiao et al. 2017) is looked for in the folder of Debian's package
+`dataset-fashion-mnist`, or in the folder that FASHION_MNIST names; CIFAR-10 (Krizhevsky 2009), in
+its "binary version", in the folder that CIFAR10 names. Nothing is downloaded.
+
+Curves are of the loss on 2,000 of the training images. At the end the loss and the accuracy on all
+test images are measured, too; a run is judged by that loss.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from task import Task
+from unseen import Attention, Block, FeedForward
+
+__all__ = ["IMAGES", "MissingData", "cifar10", "fashion_mnist"]
+
+PACKAGE = Path("/usr/share/datasets/fashion-mnist")
+CLASSES = 10
+WATCHED = 2_000  # training images, of which the curves are
+AT_ONCE = 1_000  # images that are judged together
+KEYWORDS = {"SGD": {"weight_decay": 5e-4}, "AdamW": {"weight_decay": 0.05}}
+KEYWORDS["Muon"] = KEYWORDS["SOAP"] = KEYWORDS["AdamW"]
+
+
+class MissingData(FileNotFoundError):
+    """The files of a data set are not there."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """Standardised images ``(N, channels, height, width)``, and labels 0 to 9."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+
+
+def standardised(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Images:
+    """Bytes of images as numbers with mean 0 and deviation 1 in each channel of the training's."""
+    (seen, labels), (held_out, their_labels) = train, test
+    deviation, mean = torch.std_mean(seen.float(), (0, 2, 3), keepdim=True)
+    return Images(
+        (seen.float() - mean) / deviation,
+        labels.long(),
+        (held_out.float() - mean) / deviation,
+        their_labels.long(),
+    )
+
+
+def read_idx(path: Path) -> Tensor:
+    """The bytes of an idx file, which may be gzipped, in the shape that its head gives."""
+    packed = path.with_name(path.name + ".gz")
+    content = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
+    kind, dimensions = content[2], content[3]
+    if content[:2] != b"\0\0" or kind != 8:
+        raise ValueError(f"{path} is not an idx file of bytes: it begins with {content[:4]!r}")
+    shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
+    return torch.frombuffer(bytearray(content[4 + 4 * dimensions :]), dtype=torch.uint8).view(shape)
+
+
+@cache
+def fashion_mnist() -> Images:
+    """60,000 and 10,000 images of clothes, one channel of 28 x 28 pixels.
+
+    Raises:
+        MissingData: If the files are not there.
+    """
+    folder = Path(os.environ.get("FASHION_MNIST", PACKAGE))
+    if not any(folder.glob("train-images-idx3-ubyte*")):
+        raise MissingData(
+            f"{folder} has no train-images-idx3-ubyte, gzipped or not: install Debian's package "
+            f"dataset-fashion-mnist, or let FASHION_MNIST name a folder with the four idx files"
+        )
+    train, test = (
+        (
+            read_idx(folder / f"{part}-images-idx3-ubyte").unsqueeze(1),
+            read_idx(folder / f"{part}-labels-idx1-ubyte"),
+        )
+        for part in ("train", "t10k")
+    )
+    return standardised(train, test)
+
+
+@cache
+def cifar10() -> Images:
+    """50,000 and 10,000 photographs, three channels of 32 x 32 pixels.
+
+    Raises:
+        MissingData: If the files are not there.
+    """
+    named = os.environ.get("CIFAR10")
+    folder = Path(named or "cifar-10-batches-bin")
+    if not (folder / "test_batch.bin").exists():
+        raise MissingData(
+            f"{folder} has no test_batch.bin: unpack cifar-10-binary.tar.gz, and let CIFAR10 name "
+            f"the folder cifar-10-batches-bin"
+        )
+
+    def read(*names: str) -> tuple[Tensor, Tensor]:
+        content = bytearray(b"".join((folder / name).read_bytes() for name in names))
+        rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, 1 + 3 * 32 * 32)
+        return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
+
+    return standardised(
+        read(*(f"data_batch_{i}.bin" for i in range(1, 6))), read("test_batch.bin")
+    )
+
+
+# -------------------------------------------------------------------------------------- the models
+
+
+class Residual(nn.Module):
+    """Two convolutions, each with batch norm, added to their input."""
+
+    def __init__(self, width_in: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(
+            nn.Conv2d(width_in, width, 3, stride, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+        self.skip: nn.Module = nn.Identity()
+        if width_in != width or stride > 1:
+            matched = nn.Conv2d(width_in, width, 1, stride, bias=False)
+            self.skip = nn.Sequential(matched, nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of ``(N, width_in, height, width)``."""
+        return torch.relu(self.skip(x) + self.branch(x))
+
+
+def resnet(channels: int) -> nn.Module:
+    """ResNet-8: a convolution with stride 2, blocks of 16, 32 and 64 channels, and a head."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 3, 2, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        Residual(16, 16, 1),
+        Residual(16, 32, 2),
+        Residual(32, 64, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(64, CLASSES),
+    )
+
+
+class ViT(nn.Module):
+    """Two blocks of width 72 on 16 patches, and the mean of the places."""
+
+    def __init__(self, channels: int, patch: int) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, 72, patch, stride=patch)
+        self.positions = nn.Parameter(torch.randn(16, 72) * 0.02)
+        self.blocks = nn.ModuleList(
+            Block(72, Attention(72, False), FeedForward(72), nn.LayerNorm) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(72)
+        self.head = nn.Linear(72, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of images ``(N, channels, height, width)``."""
+        x = self.patches(images).flatten(2).mT + self.positions
+        for block in self.blocks:
+            x = block(x)
+        result: Tensor = self.head(self.norm(x).mean(1))
+        return result
+
+
+# --------------------------------------------------------------------------------------- the tasks
+
+
+@torch.no_grad()
+def judged(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
+    """The mean loss, and the share of images whose label is right."""
+    outputs = torch.cat([model(some) for some in images.split(AT_ONCE)])
+    right = (outputs.argmax(1) == labels).float().mean()
+    return cross_entropy(outputs, labels).item(), right.item()
+
+
+def classified(
+    load: Callable[[], Images], make: Callable[[], nn.Module], steps: int, warmup: int | None
+) -> Task:
+    """Images in batches of 128."""
+    data = load()
+    watched = data.train_images[:WATCHED], data.train_labels[:WATCHED]
+
+    def batches(seed: int) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield from torch.randperm(len(data.train_labels), generator=generator).split(128)
+
+    def at_end(model: nn.Module) -> dict[str, float]:
+        loss, accuracy = judged(model, data.test_images, data.test_labels)
+        return {"loss": loss, "accuracy": accuracy}
+
+    return Task(
+        make,
+        batches,
+        lambda model, i: cross_entropy(model(data.train_images[i]), data.train_labels[i]),
+        lambda model: judged(model, *watched)[0],
+        steps,
+        20,
+        warmup,
+        KEYWORDS,
+        at_end,
+    )
+
+
+IMAGES: dict[str, Callable[[], Task]] = {
+    "fashion resnet": lambda: classified(fashion_mnist, lambda: resnet(1), 900, 45),
+    "fashion resnet, constant rate": lambda: classified(
+        fashion_mnist, lambda: resnet(1), 600, None
+    ),
+    "fashion vit": lambda: classified(fashion_mnist, lambda: ViT(1, 7), 600, 30),
+    "cifar resnet": lambda: classified(cifar10, lambda: resnet(3), 1_500, 75),
+}
