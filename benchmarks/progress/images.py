@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from task import Task
 from unseen import Attention, Block, FeedForward
 
-__all__ = ["IMAGES", "MissingData", "cifar10", "fashion_mnist"]
+__all__ = ["IMAGES", "MissingDataError", "cifar10", "fashion_mnist"]
 
 PACKAGE = Path("/usr/share/datasets/fashion-mnist")
 CLASSES = 10
@@ -35,7 +35,7 @@ KEYWORDS = {"SGD": {"weight_decay": 5e-4}, "AdamW": {"weight_decay": 0.05}}
 KEYWORDS["Muon"] = KEYWORDS["SOAP"] = KEYWORDS["AdamW"]
 
 
-class MissingData(FileNotFoundError):
+class MissingDataError(FileNotFoundError):
     """The files of a data set are not there."""
 
 
@@ -77,11 +77,11 @@ def fashion_mnist() -> Images:
     """60,000 and 10,000 images of clothes, one channel of 28 x 28 pixels.
 
     Raises:
-        MissingData: If the files are not there.
+        MissingDataError: If the files are not there.
     """
     folder = Path(os.environ.get("FASHION_MNIST", PACKAGE))
     if not any(folder.glob("train-images-idx3-ubyte*")):
-        raise MissingData(
+        raise MissingDataError(
             f"{folder} has no train-images-idx3-ubyte, gzipped or not: install Debian's package "
             f"dataset-fashion-mnist, or let FASHION_MNIST name a folder with the four idx files"
         )
@@ -100,12 +100,12 @@ def cifar10() -> Images:
     """50,000 and 10,000 photographs, three channels of 32 x 32 pixels.
 
     Raises:
-        MissingData: If the files are not there.
+        MissingDataError: If the files are not there.
     """
     named = os.environ.get("CIFAR10")
     folder = Path(named or "cifar-10-batches-bin")
     if not (folder / "test_batch.bin").exists():
-        raise MissingData(
+        raise MissingDataError(
             f"{folder} has no test_batch.bin: unpack cifar-10-binary.tar.gz, and let CIFAR10 name "
             f"the folder cifar-10-batches-bin"
         )
@@ -115,9 +115,7 @@ def cifar10() -> Images:
         rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, 1 + 3 * 32 * 32)
         return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
 
-    return standardised(
-        read(*(f"data_batch_{i}.bin" for i in range(1, 6))), read("test_batch.bin")
-    )
+    return standardised(read(*(f"data_batch_{i}.bin" for i in range(1, 6))), read("test_batch.bin"))
 
 
 # -------------------------------------------------------------------------------------- the models
