@@ -5,8 +5,9 @@ Q_L,Q_R <- their eigenvectors, by one QR step of orthogonal iteration every so m
 V       <- Adam's second moment of Q_Lᵀ G Q_R
 W       <- W - lr Q_L (Q_Lᵀ M Q_R / sqrt V) Q_Rᵀ, with M the running average of G
 
-A rival for the benchmarks, not an optimizer of the package: one process, matrices only; what is no
-matrix is trained by Adam. The first gradient makes the factors and is not stepped with.
+A rival for the benchmarks, not an optimizer of the package: it runs in one process. A convolutional
+kernel is taken as a matrix ``(out, in * height * width)``. Adam trains what has one dimension. The
+first gradient makes the factors and is not stepped with.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class SOAP(torch.optim.Optimizer):
     """Adam in the eigenbasis of Shampoo's factors.
 
     Args:
-        params: Parameters; those with two dimensions get factors.
+        params: Parameters; those with two dimensions or more get factors.
         lr: The learning rate.
         betas: Of the two moments.
         shampoo_beta: Of L and R.
@@ -64,12 +65,18 @@ class SOAP(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
+                if p.grad is None:
+                    continue
+                if p.dim() > 2:
+                    matrix = p.view(len(p), -1)  # a view, so that the step changes p itself
+                    self._step(matrix, p.grad.flatten(1), self.state[p], group)
+                else:
                     self._step(p, p.grad, self.state[p], group)
         return loss
 
     def _step(self, p: Tensor, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
+        gradient = g
         is_matrix = p.dim() == 2
         if not state:
             state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
@@ -91,7 +98,7 @@ class SOAP(torch.optim.Optimizer):
             direction = left @ direction @ right.T
         p.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
         if is_matrix:
-            self._follow(p.grad, state, group)  # type: ignore[arg-type]
+            self._follow(gradient, state, group)
 
     def _follow(self, g: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Take a gradient into the factors; from time to time, follow them with the bases."""

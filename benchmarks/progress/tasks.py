@@ -17,19 +17,21 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer, _muon
 from tqdm import tqdm
 
 import digits
 import language_model
+import reporting
 import second_order
-from images import IMAGES
-from muon import Muon
+from images import IMAGES, MissingDataError
+from muon import newton_schulz
 from second_order.kfac.options import PerStep
 from soap import SOAP
 from task import OF_LANGUAGE, Task
@@ -37,11 +39,15 @@ from unseen import UNSEEN, regression
 
 __all__ = [
     "TASKS",
+    "FlattenedMuon",
     "Job",
     "Run",
     "Setting",
+    "basis",
     "final",
+    "has_data",
     "paired",
+    "restored",
     "run_all",
     "seconds_to",
     "steps_to",
@@ -66,6 +72,7 @@ class Job:
         seed: Of the model and of the order of the batches.
         options: The optimizer's keywords; a ``factor_decay`` per step is a mapping of its fields.
         warmup: Steps in which the learning rate rises, beside what the task's own schedule does.
+        threads: Of the process that trains.
     """
 
     task: str
@@ -74,6 +81,7 @@ class Job:
     seed: int
     options: dict[str, Any] = field(default_factory=dict)
     warmup: int = 0
+    threads: int = 1
 
     def share_of_rate(self, step: int) -> float:
         """The learning rate of a step, as a share of its peak."""
@@ -90,12 +98,17 @@ class Run:
         losses: At every judgement.
         seconds: At every judgement, of processor time, those of judging left out.
         end: What the task measures at the end, by name.
+        accounts: Seconds of wall-clock time by account, if the optimizer measures them. The account
+            "elsewhere" has the passes and the batches; no account has the judgements.
+        refresh_interval: Steps between two refreshes of a layer at the end: the median over layers.
     """
 
     job: Job
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     end: dict[str, float] = field(default_factory=dict)
+    accounts: dict[str, float] = field(default_factory=dict)
+    refresh_interval: float | None = None
 
 
 class Pair:
@@ -114,16 +127,76 @@ class Pair:
             each.step()
 
 
+class FlattenedMuon(Optimizer):
+    """Muon that also takes convolutional kernels.
+
+    A kernel is orthogonalized as a matrix ``(out, in * height * width)``. The class does not
+    inherit from `torch.optim.Muon`, because that class takes matrices only.
+
+    Args:
+        params: Weights with two or more dimensions.
+        lr: The learning rate, which Muon scales to match the step length of AdamW.
+        weight_decay: Decoupled; the default is AdamW's.
+        momentum: The weight of the past in the running average of gradients.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        momentum: float = 0.95,
+    ) -> None:
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Take one step; a closure is not called."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._step(p, group)
+
+    def _step(self, p: Tensor, group: Mapping[str, Any]) -> None:
+        assert p.grad is not None
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        # Views of the tensors, so that the step changes the kernel itself.
+        with patch.object(_muon, "_zeropower_via_newtonschulz", newton_schulz):
+            _muon.muon(
+                [p.view(len(p), -1)],
+                [p.grad.flatten(1)],
+                [state["momentum_buffer"].view(len(p), -1)],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                nesterov=True,
+                ns_coefficients=(_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C),
+                ns_steps=_muon.DEFAULT_NS_STEPS,
+                eps=_muon.EPS,
+                adjust_lr_fn="match_rms_adamw",
+                has_complex=False,
+            )
+
+
+HAVE_MATRICES = nn.Linear, nn.RNNBase, nn.Conv1d, nn.Conv2d, nn.Conv3d
+
+
 def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """Of linear and recurrent layers, all but the last linear one; that one if it is alone."""
+    """Weights of linear, recurrent and convolutional layers, except those of the last linear layer.
+
+    If a model has no other such layer, they are the weights of that one.
+    """
     layers = [
         m
         for m in model.modules()
-        if isinstance(m, (nn.Linear, nn.RNNBase)) and next(m.parameters()).requires_grad
+        if isinstance(m, HAVE_MATRICES) and next(m.parameters()).requires_grad
     ]
     last = [m for m in layers if isinstance(m, nn.Linear)][-1]
     chosen = [m for m in layers if m is not last] or [last]
-    return [p for m in chosen for p in m.parameters(recurse=False) if p.dim() == 2]
+    return [p for m in chosen for p in m.parameters(recurse=False) if p.dim() > 1]
 
 
 def muon(model: nn.Module, lr: float, weight_decay: float = 0.01, **options: Any) -> Pair:
@@ -132,7 +205,7 @@ def muon(model: nn.Module, lr: float, weight_decay: float = 0.01, **options: Any
     hidden = set(matrices)
     rest = [p for p in model.parameters() if p not in hidden]
     return Pair(
-        Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+        FlattenedMuon(matrices, lr=lr, weight_decay=weight_decay),
         AdamW(rest, lr=lr, weight_decay=weight_decay, **options),
     )
 
@@ -142,10 +215,12 @@ def build(job: Job, model: nn.Module) -> Any:
     system, _, base = job.optimizer.rpartition(", ")
     momentum = {"momentum": 0.9} if base == "SGD" else {}
     options = {**momentum, **TASKS[job.task]().keywords.get(base, {}), **job.options}
-    bases: dict[str, Any] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW}
+    bases: dict[str, Any] = {"SGD": SGD, "Adam": Adam, "AdamW": AdamW, "Muon": FlattenedMuon}
     if isinstance(options.get("factor_decay"), dict):
         options["factor_decay"] = PerStep(**options["factor_decay"])
     if system:
+        if base == "Muon":
+            options["rest"] = AdamW
         return getattr(second_order, system)(model, lr=job.lr, base=bases[base], **options)
     if base == "Muon":
         return muon(model, job.lr, **options)
@@ -159,14 +234,19 @@ def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Ru
         job: What is to be trained.
         ended: Is called with the optimizer after that.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(job.threads)
     task = TASKS[job.task]()
     torch.manual_seed(job.seed)
     model = task.make()
     optimizer = build(job, model)
     peaks = [group["lr"] for group in optimizer.param_groups]
-    run, seconds = Run(job), 0.0
+    run = Run(job)
+    seconds = 0.0
+    judging = 0.0  # wall-clock seconds of the judgements before the last step
+    pause = 0.0  # and of the judgement after it
     for step, batch in zip(range(task.steps), task.batches(job.seed), strict=False):
+        judging += pause
+        pause = 0.0
         start = time.process_time()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * job.share_of_rate(step)
@@ -175,18 +255,43 @@ def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Ru
         optimizer.step()
         seconds += time.process_time() - start
         if (step + 1) % task.every == 0:
+            paused_at = time.perf_counter()
             model.eval()
             with torch.no_grad():
                 run.losses.append(float(f"{task.judge(model):.5g}"))
             model.train()
             run.seconds.append(round(seconds, 3))
+            pause = time.perf_counter() - paused_at
             if not math.isfinite(run.losses[-1]):
                 break
     if task.at_end is not None:
         model.eval()
         run.end = {name: float(f"{found:.5g}") for name, found in task.at_end(model).items()}
+    read_metrics(run, optimizer, judging)
     ended(optimizer)
     return run
+
+
+def read_metrics(run: Run, optimizer: Any, judging: float) -> None:
+    """Note what an optimizer measured of itself, if it is one of ours.
+
+    Args:
+        run: Gets the seconds by account and the refresh interval.
+        optimizer: That of the run.
+        judging: Seconds of judgements, which the optimizer counted as time between steps.
+    """
+    if not isinstance(optimizer, second_order.SecondOrderOptimizer):
+        return
+    metrics = optimizer.statistics()
+    for name, value in metrics.items():
+        kind, _, account = name.partition("/")
+        if kind == "total_seconds" and value > 0:
+            run.accounts[account] = value
+    run.accounts["elsewhere"] -= judging
+    run.accounts = {account: round(value, 4) for account, value in run.accounts.items()}
+    interval = metrics.get("drift/interval", math.nan)
+    if math.isfinite(interval):
+        run.refresh_interval = interval
 
 
 def run_all(jobs: Iterable[Job], processes: int) -> list[Run]:
@@ -385,9 +490,48 @@ TASKS: dict[str, Callable[[], Task]] = {
 }
 
 
+# ------------------------------------------------------------------------------------ stored runs
+
+
+def has_data(task: str) -> bool:
+    """Whether the data of a task are there; if not, print how to get them."""
+    try:
+        TASKS[task]()
+    except MissingDataError as error:
+        print(f"{task} is left out: {error}")
+        return False
+    return True
+
+
 def stored_tasks(path: Path | None, tasks: Iterable[str]) -> dict[str, Any]:
     """What a stored file, if it is there, has of these tasks, by name."""
     if path is None or not path.exists():
         return {}
     record = json.loads(path.read_text("utf-8"))["tasks"]
     return {task: record[task] for task in tasks if task in record}
+
+
+def restored(stored: Mapping[str, Any]) -> Run:
+    """A run from what was stored of it."""
+    parts = {key: value for key, value in stored.items() if key != "name"}
+    return Run(**{**parts, "job": Job(**stored["job"])})
+
+
+def basis(task: str, grids: Any, tuned_on: Iterable[int], seeds: int) -> dict[str, Any]:
+    """All that the runs of rivals depend on, in the types of JSON.
+
+    Stored runs of rivals can be reused if theirs is the same. It has the processor and the version
+    of torch, because seconds depend on them.
+    """
+    machine = reporting.machine()
+    found = {
+        "grids": grids,
+        "tuned on": list(tuned_on),
+        "seeds": seeds,
+        "steps": TASKS[task]().steps,
+        "keywords": TASKS[task]().keywords,
+        "cpu": machine["cpu"],
+        "torch": machine["torch"],
+    }
+    result: dict[str, Any] = json.loads(json.dumps(found))
+    return result

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+import time
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import images
 import sensitivity
 import tasks
 import tuned_rivals
-from tasks import TASKS, Job, Run
-from tuned_rivals import TWICE
+from muon import Muon
+from task import Task
+from tasks import TASKS, FlattenedMuon, Job, Run
+from tuned_rivals import THIRD, TWICE
 from unseen import UNSEEN
 
 
@@ -46,6 +51,114 @@ def test_every_rival_takes_a_step_of_every_task(name: str, monkeypatch: pytest.M
         found = tasks.train(Job(name, optimizer, 0.001, 0))
         assert len(found.losses) == 1
         assert math.isfinite(found.losses[0]), optimizer
+
+
+@pytest.fixture
+def small_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The image tasks on random images of the same shapes, with trainings of two judgements."""
+    generator = torch.Generator().manual_seed(0)
+
+    def random_images(channels: int, side: int) -> images.Images:
+        x = torch.randn(256, channels, side, side, generator=generator)
+        labels = torch.randint(10, (256,), generator=generator)
+        return images.Images(x, labels, x, labels)
+
+    fashion, cifar = random_images(1, 28), random_images(3, 32)
+    monkeypatch.setattr(images, "fashion_mnist", lambda: fashion)
+    monkeypatch.setattr(images, "cifar10", lambda: cifar)
+    for name, make in images.IMAGES.items():
+        short = replace(make(), steps=4, every=2, warmup=None)
+        monkeypatch.setitem(TASKS, name, lambda short=short: short)
+
+
+@pytest.mark.parametrize("name", images.IMAGES)
+def test_every_rival_and_kaisa_over_muon_take_steps_on_images(
+    name: str, small_images: None
+) -> None:
+    for optimizer in ("SGD", "AdamW", "Muon", "SOAP", "KAISA, Muon"):
+        found = tasks.train(Job(name, optimizer, 0.001, 0))
+        assert len(found.losses) == 2
+        assert all(map(math.isfinite, found.losses)), optimizer
+        assert 0 <= found.end.get("accuracy", 0) <= 1
+
+
+def test_muon_trains_a_kernel_as_the_matrix_of_its_rows() -> None:
+    kernel = torch.randn(6, 4, 3, 3)
+    convolution, matrix, as_torch_does = (
+        torch.nn.Parameter(each.clone()) for each in (kernel, kernel.flatten(1), kernel.flatten(1))
+    )
+    flattened = FlattenedMuon([convolution, matrix], lr=0.1, weight_decay=0.2)
+    muon = Muon([as_torch_does], lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        gradient = torch.randn(6, 4, 3, 3)
+        convolution.grad = gradient
+        matrix.grad = gradient.flatten(1)
+        as_torch_does.grad = gradient.flatten(1)
+        before = convolution.detach().clone()
+        flattened.step()
+        muon.step()
+    assert torch.equal(convolution.flatten(1), matrix)
+    assert torch.equal(matrix, as_torch_does)
+    step = (convolution - (1 - 0.1 * 0.2) * before).flatten(1)
+    singular = torch.linalg.svdvals(step)
+    assert singular.max() < 2 * singular.min()  # Newton-Schulz pushes them to 0.7 to 1.2
+
+
+def test_soap_trains_a_kernel_as_the_matrix_of_its_rows() -> None:
+    kernel = torch.randn(6, 4, 3, 3)
+    convolution = torch.nn.Parameter(kernel.clone())
+    matrix = torch.nn.Parameter(kernel.flatten(1).clone())
+    both = tasks.SOAP([convolution, matrix], lr=0.1, frequency=2)
+    for _ in range(5):
+        gradient = torch.randn(6, 4, 3, 3)
+        convolution.grad, matrix.grad = gradient, gradient.flatten(1)
+        both.step()
+    assert not torch.equal(convolution, kernel)
+    assert torch.equal(convolution.flatten(1), matrix)
+
+
+def test_muon_trains_all_kernels_and_not_the_head() -> None:
+    model = images.resnet(1)
+    matrices = tasks.hidden_matrices(model)
+    kernels = [p for p in model.parameters() if p.dim() == 4]
+    assert {id(p) for p in matrices} == {id(p) for p in kernels}
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Task:
+    """The regression on diabetes with a judgement that takes a tenth of a second."""
+    task = TASKS["unseen diabetes"]()
+
+    def judge(model: torch.nn.Module) -> float:
+        time.sleep(0.1)
+        return task.judge(model)
+
+    slow = replace(task, steps=8, every=2, judge=judge)
+    monkeypatch.setitem(TASKS, "unseen diabetes", lambda: slow)
+    return slow
+
+
+def test_accounts_of_a_run_are_without_its_judgements(counted: Task) -> None:
+    began = time.perf_counter()
+    run = tasks.train(Job("unseen diabetes", "KAISA, AdamW", 0.01, 0))
+    seconds = time.perf_counter() - began
+    assert run.accounts.keys() >= {"statistics", "solve", "precondition", "base", "elsewhere"}
+    assert all(spent >= 0 for spent in run.accounts.values())
+    assert sum(run.accounts.values()) < seconds - 4 * 0.1
+    assert tasks.train(Job("unseen diabetes", "AdamW", 0.01, 0)).accounts == {}
+
+
+def test_a_stored_run_is_restored() -> None:
+    run = Run(
+        job=Job("unseen vit", "KAISA, SGD", 0.1, 3, {"damping": 0.5}),
+        losses=[2.0, math.inf],
+        seconds=[0.5, 1.0],
+        end={"loss": 1.5, "accuracy": 0.25},
+        accounts={"solve": 0.25},
+        refresh_interval=4.0,
+    )
+    stored = json.loads(json.dumps({"name": "a row", **asdict(run)}))
+    assert tasks.restored(stored) == run
 
 
 # ---------------------------------------------------------------------------------- what is counted
@@ -102,6 +215,39 @@ def test_the_figures_of_a_task() -> None:
     assert over_sgd["above best rival"] is None
 
 
+def test_figures_judge_by_the_end_and_time_by_the_curve() -> None:
+    def tested(optimizer: str, losses: list[float], loss: float, accuracy: float) -> Run:
+        found = run("unseen vit", optimizer, losses, [1.0, 2.0])
+        found.end = {"loss": loss, "accuracy": accuracy}
+        return found
+
+    runs = {
+        "AdamW": [tested("AdamW", [3.0, 2.0], 0.5, 0.8)],
+        "Muon": [tested("Muon", [3.0, 1.0], 0.7, 0.6)],
+        "KAISA, AdamW": [tested("KAISA, AdamW", [1.9, 1.5], 0.6, 0.7)],
+        "KAISA, Muon": [tested("KAISA, Muon", [1.5, 0.9], 0.35, 0.9)],
+    }
+    runs["KAISA, AdamW"][0].accounts = {"solve": 0.04, "base": 0.02}
+    runs["KAISA, AdamW"][0].refresh_interval = 8.0
+    found = tuned_rivals.figures(runs, ["AdamW", "Muon"])
+    row = found["KAISA, AdamW"]
+    assert (row["loss"], row["worst over base"], row["accuracy"]) == (0.6, 1.2, 0.7)
+    assert row["best rival"] == "AdamW"
+    assert (row["steps"], row["seconds"], row["share of seconds"]) == (10, 1.0, 0.5)
+    assert row["milliseconds"] == pytest.approx({"solve": 2.0, "base": 1.0})  # per step of 20
+    assert row["refresh interval"] == 8
+    over_muon = found["KAISA, Muon"]  # its base is Muon
+    assert (over_muon["worst over base"], over_muon["steps"]) == (0.5, 20)
+
+    losses, seconds, accuracies = tuned_rivals.markdown({"unseen vit": {"figures": found}}).split(
+        "\n\n"
+    )
+    assert losses.splitlines()[0].startswith("| task | AdamW | Muon | SOAP | SGD | KAISA, AdamW |")
+    assert losses.splitlines()[2].startswith("| vit | 0.5 / 0.5 | 0.7 / 0.7 |  |  | 0.6 / 0.6 |")
+    assert "| vit | 1.00 × | 1.00 × |  |  | 0.50 × |" in seconds
+    assert "| vit | 80.00% | 60.00% |  |  | 70.00% |" in accuracies
+
+
 def test_runs_above_their_base_are_counted_by_seed() -> None:
     theirs = [run("digits MLP", "SGD", [9.0, *[loss] * 5], [], s) for s, loss in enumerate((1, 2))]
     ours = [run("digits MLP", "KAISA, SGD", [0.1, *[1.5] * 5], [], s) for s in range(2)]
@@ -127,6 +273,7 @@ def test_tasks_keeps_what_it_was_not_asked_for(
     for task, found in record.items():
         names = ["AdamW", "Muon", "SOAP", "SGD"]
         kaisa = [f"KAISA, {base}{rate}" for base in ("AdamW", "SGD") for rate in ("", TWICE)]
+        kaisa.append(f"KAISA, SGD{THIRD}")
         assert list(found["settings"]) == list(found["figures"]) == [*names, *kaisa]
         rates = {name: lr for name, (lr, _) in found["settings"].items()}
         assert rates["KAISA, SGD"] == rates["SGD"] in tuned_rivals.GRIDS[task]["SGD"]
@@ -135,3 +282,59 @@ def test_tasks_keeps_what_it_was_not_asked_for(
         assert {r["job"]["seed"] for r in found["tuning"]} == {100, 101}
         assert [r["job"]["seed"] for r in found["runs"] if r["name"] == "SOAP"] == [0, 1]
         assert not any(r["job"]["options"] for r in found["runs"])
+
+
+def test_tasks_keeps_rivals_that_are_valid(
+    shortened: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tasks.json"
+    trained: list[str] = []
+
+    def all_of(jobs: Any, processes: int) -> list[Run]:
+        jobs = list(jobs)
+        trained.extend(job.optimizer for job in jobs)
+        return [tasks.train(job) for job in jobs]
+
+    for module in (tasks, tuned_rivals):
+        monkeypatch.setattr(module, "run_all", all_of)
+    asked = ["--tasks", "unseen diabetes", "--json", str(path), "--keep-rivals", "--seeds"]
+    tuned_rivals.main([*asked, "1"])
+    first = json.loads(path.read_text())["tasks"]["unseen diabetes"]
+    assert "SOAP" in trained
+
+    trained.clear()
+    tuned_rivals.main([*asked, "1"])
+    second = json.loads(path.read_text())["tasks"]["unseen diabetes"]
+    assert set(trained) == {"KAISA, AdamW", "KAISA, SGD"}
+    assert second["tuning"] == first["tuning"]
+    assert second["settings"] == first["settings"]
+    rivals = [[r for r in of["runs"] if r["name"] == "SOAP"] for of in (first, second)]
+    assert rivals[0] == rivals[1]
+    assert second["figures"]["SOAP"] == first["figures"]["SOAP"]
+
+    tuned_rivals.main([*asked, "2"])  # of which one has not been trained
+    assert "SOAP" in trained
+    trained.clear()
+    longer = replace(TASKS["unseen diabetes"](), steps=15)
+    monkeypatch.setitem(TASKS, "unseen diabetes", lambda: longer)
+    tuned_rivals.main([*asked, "2"])
+    assert "SOAP" in trained
+
+
+def test_tasks_without_data_are_left_out(
+    shortened: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> Task:
+        raise images.MissingDataError("install the package")
+
+    monkeypatch.setitem(TASKS, "fashion vit", missing)
+    monkeypatch.setattr(tuned_rivals, "STORED", ["fashion vit", "unseen head"])
+    few = ["--seeds", "1", "--processes", "1"]
+    tuned_rivals.main(few)
+    output = capsys.readouterr().out
+    assert "install the package" in output
+    assert "unseen head" in output
+    with pytest.raises(SystemExit) as ended:
+        tuned_rivals.main(["--tasks", "fashion vit", "unseen head", *few])
+    assert ended.value.code == 1
+    assert "unseen head: losses" in capsys.readouterr().out
