@@ -52,7 +52,7 @@ tasks: venv ## nine held-out tasks: tuned rivals, and KAISA with default setting
 	$(BENCH)/progress/tuned_rivals.py \
 		--json benchmarks/results/tasks.json $(ARGS)
 
-sensitivity: venv ## how often KAISA ends above its base, by learning rate and warm-up: minutes
+sensitivity: venv ## how often KAISA ends above its base, by learning rate and warm-up: half an hour
 	$(BENCH)/progress/sensitivity.py \
 		--json benchmarks/results/sensitivity.json $(ARGS)
 

@@ -33,7 +33,8 @@ def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rates in list(tuned_rivals.GRIDS.items()):
         two = {rival: of[1:3] for rival, of in rates.items()}
         monkeypatch.setitem(tuned_rivals.GRIDS, name, two)
-    monkeypatch.setitem(sensitivity.BASES, "digits MLP", ("SGD", (0.1, 0.003)))
+    cell = sensitivity.Cell("digits MLP", "SGD", (0.1, 0.003))
+    monkeypatch.setattr(sensitivity, "CELLS", {cell.name: cell})
 
 
 def run(task: str, optimizer: str, losses: list[float], seconds: list[float], seed: int = 0) -> Run:
@@ -284,19 +285,25 @@ def test_tasks_keeps_what_it_was_not_asked_for(
         assert not any(r["job"]["options"] for r in found["runs"])
 
 
-def test_tasks_keeps_rivals_that_are_valid(
-    shortened: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "tasks.json"
-    trained: list[str] = []
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the optimizers that are trained, in this process."""
+    names: list[str] = []
 
     def all_of(jobs: Any, processes: int) -> list[Run]:
         jobs = list(jobs)
-        trained.extend(job.optimizer for job in jobs)
+        names.extend(job.optimizer for job in jobs)
         return [tasks.train(job) for job in jobs]
 
-    for module in (tasks, tuned_rivals):
+    for module in (tasks, tuned_rivals, sensitivity):
         monkeypatch.setattr(module, "run_all", all_of)
+    return names
+
+
+def test_tasks_keeps_rivals_that_are_valid(
+    shortened: None, trained: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tasks.json"
     asked = ["--tasks", "unseen diabetes", "--json", str(path), "--keep-rivals", "--seeds"]
     tuned_rivals.main([*asked, "1"])
     first = json.loads(path.read_text())["tasks"]["unseen diabetes"]
@@ -338,3 +345,39 @@ def test_tasks_without_data_are_left_out(
         tuned_rivals.main(["--tasks", "fashion vit", "unseen head", *few])
     assert ended.value.code == 1
     assert "unseen head: losses" in capsys.readouterr().out
+
+
+def test_sensitivity_keeps_bases_that_are_valid(
+    shortened: None, trained: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "sensitivity.json"
+    asked = ["--tasks", "digits MLP", "--json", str(path), "--keep-rivals", "--seeds"]
+    sensitivity.main([*asked, "2"])
+    assert len(trained) == 2 * (2 * 5 + 2 + 4 * 2)  # warm-ups; tuning, the base, KAISA
+    (name, first), *others = json.loads(path.read_text())["tasks"].items()
+    assert (name, others) == ("digits MLP, SGD", [])
+    assert (first["task"], first["base"]) == ("digits MLP", "SGD")
+    assert [row["of"] for row in first["rows"]] == [2] * 8
+    assert "12 end above it" in capsys.readouterr().out
+
+    trained.clear()
+    sensitivity.main([*asked, "2"])
+    second = json.loads(path.read_text())["tasks"][name]
+    assert set(trained) == {"KAISA, SGD"}
+    for key in ("rates", "rows", "tuning"):
+        assert second[key] == first[key]
+    losses = [[run["losses"] for run in of["runs"]] for of in (first, second)]
+    assert losses[0] == losses[1]
+
+    sensitivity.main([*asked, "3"])
+    assert "SGD" in trained
+
+
+def test_sensitivity_trains_a_task_over_each_of_its_bases() -> None:
+    by_task: dict[str, list[str]] = {}
+    for name, cell in sensitivity.CELLS.items():
+        assert name == f"{cell.task}, {cell.base}"
+        by_task.setdefault(cell.task, []).append(cell.base)
+    assert by_task["fashion resnet, short"] == ["SGD", "AdamW"]
+    assert by_task["digits MLP"] == ["SGD"]
+    assert by_task["unseen friedman"] == ["AdamW", "SGD"]
