@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks sensitivity defaults batch-scaling widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults batch-scaling widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -51,6 +51,10 @@ language-model: venv ## a small transformer: AdamW, Muon, SOAP, SGD and KAISA, t
 tasks: venv ## nine held-out tasks: tuned rivals, and KAISA with default settings: two hours; ARGS=--keep-rivals
 	$(BENCH)/progress/tuned_rivals.py \
 		--json benchmarks/results/tasks.json $(ARGS)
+
+larger: venv ## a transformer of ten million parameters, AdamW tuned and KAISA over it: two to three hours
+	$(BENCH)/progress/larger.py \
+		--json benchmarks/results/larger.json $(ARGS)
 
 sensitivity: venv ## how often KAISA ends above its base, by learning rate and warm-up: half an hour
 	$(BENCH)/progress/sensitivity.py \

@@ -75,7 +75,6 @@ SMALL: Rates = {
     "SOAP": (0.003, 0.006, 0.012, 0.025, 0.05, 0.1),
 }
 WITH_SGD: Rates = {**SMALL, "SGD": (0.003, 0.01, 0.03, 0.06, 0.12, 0.2)}
-NOT_STORED = "unseen transformer", "unseen lstm", "cifar resnet"
 RESNETS: Rates = {
     "AdamW": (0.002, 0.004, 0.007, 0.012, 0.02, 0.04),
     "Muon": (0.005, 0.01, 0.02, 0.03, 0.05, 0.08),
@@ -108,6 +107,7 @@ GRIDS: dict[str, Rates] = {
     "fashion vit": VITS,
     "cifar resnet": RESNETS,
 }
+NOT_STORED = "unseen transformer", "unseen lstm", "cifar resnet"
 STORED = [task for task in GRIDS if task not in NOT_STORED]
 
 

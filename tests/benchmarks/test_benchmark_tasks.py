@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import images
+import larger
 import sensitivity
 import tasks
 import tuned_rivals
@@ -381,3 +382,42 @@ def test_sensitivity_trains_a_task_over_each_of_its_bases() -> None:
     assert by_task["fashion resnet, short"] == ["SGD", "AdamW"]
     assert by_task["digits MLP"] == ["SGD"]
     assert by_task["unseen friedman"] == ["AdamW", "SGD"]
+
+
+def test_larger_trains_both_in_the_same_steps_at_adamws_best_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "larger.json"
+    for name in (larger.FULL, larger.SHORT, larger.TIMED):
+        monkeypatch.setitem(TASKS, name, TASKS["digits MLP"])  # so that it is removed afterwards
+    monkeypatch.setattr(larger, "step_seconds", lambda size, threads: 0.1)
+    tiny = ["--layers", "1", "--width", "64", "--context", "8", "--batch", "2"]
+    larger.main(["--minutes", "0.05", "--processes", "1", "--json", str(path), *tiny])
+    assert "30 steps" in capsys.readouterr().out
+    record = json.loads(path.read_text())
+    assert (record["size"]["steps"], record["size"]["warmup"]) == (30, 3)
+    assert [run["job"]["lr"] for run in record["tuning"]] == list(larger.RATES)
+    assert {len(run["losses"]) for run in record["tuning"]} == {6}  # a fifth of the steps
+    best = min(record["tuning"], key=lambda run: float(run["losses"][-1]))["job"]["lr"]
+    adamw, kaisa = record["runs"]
+    assert (adamw["job"]["optimizer"], kaisa["job"]["optimizer"]) == ("AdamW", "KAISA, AdamW")
+    assert adamw["job"]["lr"] == kaisa["job"]["lr"] == best
+    assert not kaisa["job"]["options"]
+    assert len(adamw["losses"]) == len(kaisa["losses"]) == 30
+    assert {adamw["job"]["seed"], kaisa["job"]["seed"]} == {0}
+    assert {run["job"]["seed"] for run in record["tuning"]} == {100}
+
+
+def test_larger_times_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TASKS, larger.TIMED, TASKS["digits MLP"])
+    began = time.perf_counter()
+    found = larger.step_seconds(larger.Size(1, 64, 1, 8, 2, 6, 1), 1)
+    assert 0 < found < (time.perf_counter() - began) / 3
+
+
+def test_larger_judges_the_last_step() -> None:
+    size = larger.Size(1, 64, 1, 8, 2, 1, 1)
+    for steps in (10, 59, 121, 243, 2_519):
+        task = larger.sized(larger.in_steps(size, steps))
+        assert task.steps % task.every == 0
+        assert steps - task.every < task.steps <= steps
