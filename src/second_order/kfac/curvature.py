@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -162,8 +162,7 @@ class KFAC(OfLayers):
         self._loaded: Mapping[Tensor, SavedPart] = {}
         self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
         self.coefficient: Scalar | None = None  # ν of the last step; None where nothing was clipped
-        counted: Literal["all", "one"] = "all" if system.owners is None else "one"
-        self.clip = Clip(training, options, self.layers, counted if helpers is None else "helpers")
+        self.clip = Clip(training, options, self.layers)
         self.layers.find()
         self._look_at_shards()
 
@@ -267,13 +266,10 @@ class KFAC(OfLayers):
         with meter.stage("precondition"):
             what = step, self.training, self.clip, self._options.inv_dtype
             if self.sharded:
-                everybody = self._system.owners is None
                 key = [id(p) for b in self.plan if b.solved for p in (b, *b.params)]
                 if self._buckets[0] != key:
                     self._buckets = key, buckets_of(step, self.training.world)
-                self.coefficient = precondition_rows(
-                    self._buckets[1], *what, batch_of_all=everybody
-                )
+                self.coefficient = precondition_rows(self._buckets[1], *what)
             elif self._system.owners is None:
                 self.coefficient = precondition_by_workers(*what)
             else:
@@ -578,7 +574,6 @@ class KFAC(OfLayers):
         self._just_loaded = True
         self._take_over(saved)
         self._loaded = self._to_take_over_again(saved)
-        self.layers.updates += 1
         self.watch()
 
     def _to_take_over_again(self, saved: Mapping[Tensor, SavedPart]) -> dict[Tensor, SavedPart]:

@@ -45,7 +45,7 @@ from second_order.patterns import unmatched_patterns
 from second_order.report import LayerRow, Summary
 from second_order.sharded import FSDPParams, is_dtensor, plain_type, reshard
 
-__all__ = ["SILENT", "USUAL_BATCH", "Layers", "gradient_blocks", "gradient_statistics"]
+__all__ = ["SILENT", "Layers", "gradient_blocks", "gradient_statistics"]
 
 LOOKS, SHAPE = operator.attrgetter("requires_grad", "device", "shape"), operator.attrgetter("shape")
 
@@ -118,7 +118,6 @@ class Layers:
         # Hears, in a backward pass, of each layer whose statistics have grown.
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
-        self.updates = 0  # number of changes of the running averages so far
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
         """Find the layers of the parameters in the groups that have blocks, or of others'."""
@@ -408,7 +407,6 @@ class Layers:
         if any(map(operator.is_not, before, after)):
             self._training.publish()  # frees those that have become slices of a stack
         self.collector.last_a = None
-        self.updates += 1
 
     def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """The number that each pass's loss was divided by: the passes with "auto", else 1."""

@@ -62,7 +62,9 @@ __all__ = [
 
 def check_damping(value: Any) -> None:
     """Raise ValueError unless a damping is at least 0 and finite."""
-    check_scalar("damping", value, low=0.0, open_high=True, remedy="'auto' follows the base")
+    check_scalar(
+        "damping", value, low=0.0, open_high=True, remedy="'auto' is 0.1 of the mean curvature"
+    )
 
 
 def check_decay(value: Any) -> None:
@@ -74,7 +76,7 @@ def check_decay(value: Any) -> None:
 
 def check_clip(value: Any) -> None:
     """Raise ValueError unless a kl_clip is positive."""
-    remedy = "use a positive number, 'auto', or None for no clip"
+    remedy = "use a positive number, or None for no clip"
     check_scalar("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
@@ -127,10 +129,10 @@ STEP_DECAY, ADAPTIVE_STEP_DECAY = PerStep(0.995), PerStep(0.978, share=1 / 3)
 SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
 AutoSchedule: TypeAlias = Schedule | Literal["auto"]
 AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
-PreconditionerScale: TypeAlias = Literal["auto", "newton", "gradient"]
-# Chosen by benchmarks/progress/defaults.py; dampings are relative.
-DAMPING, ADAPTIVE_DAMPING = 0.5, 0.1
-FLOOR, ADAPTIVE_FLOOR = 0.01, 0.25  # of the layers' mean
+PreconditionerScale: TypeAlias = Literal["gradient", "newton"]
+# Chosen by benchmarks/progress/defaults.py.
+DAMPING = 0.1  # of the layer's mean curvature
+FLOOR = 0.2  # of the mean curvature of all layers
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
@@ -147,20 +149,19 @@ class KFACOptions:
     Attributes:
         damping: γ, added to the curvature before it is inverted; number or callable, at least 0. A
             larger γ is more cautious: the step turns from the natural to the plain gradient.
-            "auto": 0.1 under a base that scales its steps itself, as Adam does, and 0.5 under
-            others; without ``relative_damping`` a value has to be given. A number may be a tensor,
-            which a schedule fills in place; one on a device is not waited for, nor its value
-            checked.
+            "auto": 0.1 times the layer's mean curvature, which is raised to 0.2 of the mean over
+            all layers; without ``relative_damping`` a value has to be given. A number may be a
+            tensor, which a schedule fills in place; one on a device is not waited for, nor its
+            value checked.
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G /
             (dim A dim G), which frees it of the scale of the loss. False: γ is ``damping`` itself,
             as in the papers. KAISA's published code has smaller factors, and so another γ for the
             same step: see "Where it differs from the paper" in its docs.
-        preconditioner_scale: "newton": P = (A ⊗ G + γ)⁻¹ ∇, as long as an approximate Newton step.
-            "gradient": P times the layer's mean curvature and γ, so that it is to the gradient's
-            scale: a curvature that is the same in all directions leaves the gradient as it is. That
-            is for bases that scale their steps themselves. They remember how long gradients were,
-            Adam for a thousand steps, while a Newton step is the longer, the smaller the gradients
-            are. "auto": "gradient" under such a base, "newton" under others.
+        preconditioner_scale: "gradient": P = (A ⊗ G + γ)⁻¹ ∇ times the layer's mean curvature and
+            γ, so that it has the gradient's scale. If the curvature is the same in all directions,
+            the gradient stays as it is. "newton": P itself, as long as an approximate Newton step.
+            A Newton step grows as gradients shrink, so give it a ``kl_clip``. Adaptive bases
+            remember the size of past gradients, Adam for a thousand steps, and need "gradient".
         factor_decay: Weight of the past in the running averages of A and G at an update, in [0, 1);
             number, callable or ``PerStep``. "auto": the number of steps remembered does not depend
             on the intervals: some 45 (0.978 to the power of the steps since the last update) under
@@ -168,11 +169,8 @@ class KFACOptions:
         kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
             (Pauloski et al. 2022, 5.1); number, tensor of one, callable or None for no bound. A
             number is the bound at the learning rate's peak and shrinks with lr² when a schedule
-            lowers it; a callable is taken as it is. "auto": none under a base that scales its steps
-            itself, as Adam does, and 1e-4 (N / 64)^1.5 under others, for N examples in a step, over
-            all processes and micro-batches: the best bound grows with the batch. A layer that is
-            applied at many positions has as many examples; the layer with most counts. With stats
-            workers, who do not see the training's batches, it is 1e-4.
+            lowers it; a callable is taken as it is. Without a bound, and with the scale of the
+            gradient, the scale of steps follows what they do to the loss.
         solver: "inverse" damps A and G apart and takes their Cholesky inverses; "eigen" applies (A
             ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on most of the
             tasks that the defaults were chosen on.
@@ -241,17 +239,17 @@ class KFACOptions:
         adaptive: Whether the base scales its steps itself; no keyword.
         damping_floor: Share of the mean curvature of all layers to which that of a layer is raised
             in its γ; no keyword.
-        follows_steps: Whether the length of steps follows what they do; no keyword.
+        follows_steps: Whether the step scale follows what steps do to the loss; no keyword.
     """
 
     damping: AutoScalar = keyword(AUTO, lambda _, value: check_damping(value), AUTO, callable)
     relative_damping: bool = keyword(True, check_flag)
-    preconditioner_scale: PreconditionerScale = keyword(AUTO, one_of(AUTO, "newton", "gradient"))
+    preconditioner_scale: PreconditionerScale = keyword("gradient", one_of("gradient", "newton"))
     factor_decay: AutoSchedule | PerStep = keyword(
         AUTO, lambda _, value: check_decay(value), AUTO, callable
     )
-    kl_clip: AutoScalar | None = keyword(
-        AUTO, lambda _, value: check_clip(value), None, AUTO, callable
+    kl_clip: Scalar | Callable[[int], Scalar] | None = keyword(
+        None, lambda _, value: check_clip(value), None, callable
     )
     solver: SolverName = keyword("inverse", one_of(*SOLVERS))
     inv_update_steps: AutoInterval | None = keyword(None, check_interval, None, AUTO)
@@ -291,7 +289,8 @@ class KFACOptions:
         ours = {f.name: keywords.get(f.name, f.default) for f in fields(cls)}
         # A schedule-free base keeps other points than the weights, which would not be scaled.
         averages = all(callable(getattr(keywords["base"], n, None)) for n in ("train", "eval"))
-        follows = ours["kl_clip"] == AUTO and not averages
+        scaled = ours["preconditioner_scale"] == "gradient" and ours["kl_clip"] is None
+        follows = scaled and not averages
         ours |= {"adaptive": adaptive, "damping_floor": 0.0, "follows_steps": follows}
         if ours["damping"] == AUTO:
             if ours["relative_damping"] is False:
@@ -299,12 +298,8 @@ class KFACOptions:
                     "damping='auto' is relative to the layer's mean curvature; with "
                     "relative_damping=False give a number, 1e-3 perhaps"
                 )
-            ours["damping"] = ADAPTIVE_DAMPING if adaptive else DAMPING
-            ours["damping_floor"] = ADAPTIVE_FLOOR if adaptive else FLOOR
-        if ours["preconditioner_scale"] == AUTO:
-            ours["preconditioner_scale"] = "gradient" if adaptive else "newton"
-        if ours["kl_clip"] == AUTO and adaptive:
-            ours["kl_clip"] = None
+            ours["damping"] = DAMPING
+            ours["damping_floor"] = FLOOR
         if ours["factor_decay"] == AUTO:
             ours["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
         _settle_intervals(ours)
@@ -325,7 +320,7 @@ class KFACOptions:
         damping = "by a schedule" if callable(number) else f"{float(number):g}{relative}"
         clip = "by a schedule" if callable(bound) else f"{bound}"
         clip = f"{bound.item()}" if isinstance(bound, Tensor) else clip
-        clip = {"None": "none", AUTO: "by the batch"}.get(clip, clip)
+        clip = "none" if bound is None else clip
         memory = f"weight of the past {self.factor_decay} an update"
         if isinstance(self.factor_decay, PerStep):
             memory = f"factors remember {1 / (1 - self.factor_decay.decay):.0f} steps"

@@ -1,8 +1,6 @@
 """Preconditioned gradients: P by each layer's gradient workers, sent to all, clipped, in p.grad.
 
-ν = min(1, sqrt(κ / Σ lr² |P·∇|)) bounds a step, at the learning rates and the bound of that step. A
-bound that follows the batch is made of the number of examples in an update of the factors, on the
-device. What the ranks add up is then the change over the bound, and κ is 1.
+ν = min(1, sqrt(κ / Σ lr² |P·∇|)) bounds a step, at the learning rates and the bound of that step.
 
 Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 """
@@ -13,7 +11,7 @@ import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -21,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order.contract.training import Training
 from second_order.distributed.world import World, deliver_parts
-from second_order.kfac.layers import USUAL_BATCH, Layers
-from second_order.kfac.options import AUTO, KFACOptions, check_clip
+from second_order.kfac.layers import Layers
+from second_order.kfac.options import KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.bank import CPU_BANK_BYTES, Bank, Gradients
 from second_order.kronecker.block import KroneckerBlock
@@ -33,7 +31,6 @@ __all__ = [
     "Clip",
     "OwnerHook",
     "Preconditioned",
-    "bound_for",
     "kl_change",
     "kl_clip_coefficient",
     "owners_of",
@@ -43,9 +40,6 @@ __all__ = [
     "scale",
     "write",
 ]
-
-USUAL_BOUND = 1e-4  # what serves the digits best: docs/defaults.md, "The clip"
-USUAL_LR = 0.1  # at a lower rate steps are shorter, by the root of the rate: lowering it helps
 
 
 def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Scalar:
@@ -90,16 +84,6 @@ def _identity(group: Mapping[str, Any]) -> tuple[int, int]:
     return id(group), len(group["params"])
 
 
-def bound_for(examples: Tensor) -> Tensor:
-    """κ for a batch: 1e-4 (N / 64)^1.5, N its examples, 64 where their number is unknown.
-
-    The noise of a mean gradient falls with the batch, and with it the need to be careful. The power
-    is measured: benchmarks/progress/batch_scaling.py.
-    """
-    known = torch.where(examples > 0, examples, USUAL_BATCH)
-    return USUAL_BOUND * (known / USUAL_BATCH) ** 1.5
-
-
 class Preconditioned(NamedTuple):
     """Layers of a bank that have a gradient, and P, ``(layers x groups, out, in)``.
 
@@ -122,34 +106,19 @@ def _product(bank: Bank, gradient: Tensor, results: Tensor) -> Tensor:
 
 
 class Clip:
-    """The parts of ν at a step: κ, and the change.
+    """The parts of ν at a step: κ, and the change."""
 
-    The batches that ``counted`` names go into a layer's statistics: those of "all" processes that
-    train, of "one" of them, or those of "helpers", which say nothing of the training's own.
-    """
-
-    def __init__(
-        self,
-        training: Training,
-        options: KFACOptions,
-        layers: Layers,
-        counted: Literal["all", "one", "helpers"] = "all",
-    ) -> None:
-        self._training, self._options = training, options
-        self._layers, self._counted = layers, counted
-        self._by_batch = options.kl_clip == AUTO
+    def __init__(self, training: Training, options: KFACOptions, layers: Layers) -> None:
+        self._training, self._options, self._layers = training, options, layers
         self._group_of: dict[KroneckerBlock, int] = {}
         self._groups: list[tuple[int, int]] = []  # what these are positions in, and their sizes
-        self._batches: tuple[int, list[KroneckerBlock], Scalar] | None = None
 
     def follow(self) -> None:
-        """Look up groups and batches anew, as the layers have changed."""
-        self._group_of, self._groups, self._batches = {}, [], None
+        """Look up the layers' groups again, as the layers have changed."""
+        self._group_of, self._groups = {}, []
 
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip."""
-        if self._by_batch:
-            return 1.0
         kl_clip: Any = self._options.kl_clip
         if callable(kl_clip):
             kl_clip = kl_clip(self._training.steps)
@@ -172,22 +141,12 @@ class Clip:
         for block in blocks:
             number = self._group_of[block]
             if number not in by_group:
-                rate = groups[number][which]
-                if self._by_batch and isinstance(rate, Tensor):  # below 0.1 the geometric mean
-                    rate = torch.where(rate < USUAL_LR, (rate * USUAL_LR).sqrt(), rate)
-                elif self._by_batch and rate < USUAL_LR:
-                    rate = math.sqrt(rate * USUAL_LR)
-                by_group[number] = rate
+                by_group[number] = groups[number][which]
             rates.append(by_group[number])
         return rates
 
-    def change(
-        self, found: Iterable[Preconditioned], among: Sequence[KroneckerBlock] = ()
-    ) -> Scalar:
-        """Σ lr² |P·∇| over the layers that were preconditioned, over κ where it follows the batch.
-
-        κ follows the batches of the layers ``among``, or else of these.
-        """
+    def change(self, found: Iterable[Preconditioned]) -> Scalar:
+        """Σ lr² |P·∇| over the layers that were preconditioned."""
         blocks, products = list[KroneckerBlock](), list[Tensor]()
         for bank, _, product in found:
             assert product is not None
@@ -195,26 +154,7 @@ class Clip:
             blocks += bank.blocks
         if not products:
             return 0.0
-        total = kl_change(products, self._rates(blocks))
-        if not self._by_batch:
-            return total
-        known, blocks, updates = self._batches, list(among or blocks), self._layers.updates
-        if known is None or known[0] != updates or known[1] != blocks:
-            bound = self._bound_for_batch(blocks)
-            here = bound.to(total) if isinstance(total, Tensor) else float(bound)
-            known = self._batches = updates, blocks, here
-        return total / known[2]
-
-    def _bound_for_batch(self, blocks: Sequence[KroneckerBlock]) -> Tensor:
-        """κ for the batches of a step: for the layer that sees most, as others see a few rows."""
-        if self._counted == "helpers":
-            return torch.tensor(USUAL_BOUND, dtype=torch.float32, device="cpu")
-        counts: list[Tensor] = []
-        for block in blocks:
-            count = block.ensure_factors().examples
-            counts.append(count.to(counts[0].device) if counts else count)
-        examples = torch.stack(counts).max()
-        return bound_for(examples * (self._training.world.size if self._counted == "one" else 1))
+        return kl_change(products, self._rates(blocks))
 
 
 def precondition(

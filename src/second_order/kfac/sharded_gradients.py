@@ -59,8 +59,6 @@ def precondition_rows(
     training: Training,
     clip: Clip,
     dtype: torch.dtype,
-    *,
-    batch_of_all: bool,
 ) -> Scalar | None:
     """Precondition the layers that are solved, each on its worker, and write ν P by rows.
 
@@ -68,7 +66,6 @@ def precondition_rows(
     """
     world, meter, bound = training.world, training.meter, clip.bound()
     solved = [block for block in step.layers if block.solved]
-    among = [b for b in solved if not b.without_gradient] if batch_of_all else []
     changes: list[Tensor] = []
     for bucket in buckets:
         with meter.stage("exchange"):
@@ -77,7 +74,7 @@ def precondition_rows(
         found = precondition(step.banks, dtype, whole.get, mine, clipped=bound is not None)
         change: Scalar = 0.0
         if bound is not None:
-            change = clip.change(found, among)
+            change = clip.change(found)
         write(found, None, whole.get)
         with meter.stage("exchange"):
             changes += _returned(
