@@ -39,6 +39,7 @@ PLAIN: dict[str, Any] = {
     "relative_damping": False,
     "factor_decay": 0.95,
     "kl_clip": None,
+    "preconditioner_scale": "newton",
     "factor_update_steps": 1,
     "inv_update_steps": 1,
     # DistKFAC as the others: when inverses come must not depend on threads.

@@ -510,14 +510,22 @@ a curvature object with an absolute damping
     float(averages.mean_curvature()) if relative  =>  1.0 if relative
 
 == kfac/options.py
-Newton's scale under bases that scale their steps  <-  preconditioner_scale::auto_follows_the_base
-    "gradient" if adaptive else  =>  "newton" if adaptive else
+Newton's scale by default  <-  defaults::the_scale_of_steps_is_the_same_over_every_base
+    PreconditionerScale = keyword("gradient",  =>  PreconditionerScale = keyword("newton",
 every base taken for SGD
   <-  defaults::defaults_follow_the_base defaults::of_two_bases_the_first_is_asked
     adaptive = is_adaptive(keywords["base"])  =>  adaptive = False
-a length that follows where a clip is given
-  <-  step_length::a_number_or_none_leaves_steps_as_they_are
-    follows = ours["kl_clip"] == AUTO and  =>  follows = True and
+a step scale that follows where a clip is given
+  <-  step_length::with_a_clip_or_newtons_scale_steps_stay_as_they_are
+  <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
+    and ours["kl_clip"] is None  =>  and True
+a step scale that follows with Newton's scale
+  <-  step_length::with_a_clip_or_newtons_scale_steps_stay_as_they_are
+  <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
+    scaled = ours["preconditioner_scale"] == "gradient" and  =>  scaled =
+a step scale over a schedule-free base
+  <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
+    follows = scaled and not averages  =>  follows = scaled
 
 == kfac/pipelined.py
 statistics that wait for the step
@@ -566,21 +574,6 @@ a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rat
     abs(x) * rate**2  =>  abs(x) * rate
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
   - .clamp(max=1.0)
-a bound that grows with the batch alone
-  <-  defaults::the_bound_grows_with_the_batch defaults::auto_is_the_number_for_the_batch
-    (known / USUAL_BATCH) ** 1.5  =>  (known / USUAL_BATCH)
-no step where the batch is unknown  <-  defaults::where_the_batch_is_unknown_it_is_the_usual_one
-    torch.where(examples > 0, examples, USUAL_BATCH)  =>  examples
-a bound for one rank's part of the batch  <-  defaults::the_batch_is_that_of_all_ranks
-    (self._training.world.size if self._counted == "one" else 1)  =>  1
-a bound from what helpers see  <-  defaults::with_stats_workers_all_clip_alike
-    if self._counted == "helpers":  =>  if False:
-a bound for the layer that sees least
-  <-  defaults::a_layer_that_sees_little_does_not_shorten_all_steps
-    torch.stack(counts).max()  =>  torch.stack(counts).min()
-a clip that lowering lr does not lower
-  <-  step_length::below_a_rate_of_a_tenth_steps_are_shorter_by_its_root
-    elif self._by_batch and rate < USUAL_LR:  =>  elif False:
 
 == kfac/schedule.py
 quiet up to a refresh that looks at the step before

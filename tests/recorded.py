@@ -40,12 +40,11 @@ KFAC: dict[str, Any] = {
     "damping": 0.3,
     "relative_damping": True,
     "kl_clip": 2e-3,
+    "preconditioner_scale": "newton",
     "factor_decay": 0.9,
     "factor_update_steps": DenseFirst(EARLY, 2),
     "inv_update_steps": DenseFirst(EARLY, 3),
 }
-# What was so when the steps were recorded, and had no name.
-NEWTON = {"preconditioner_scale": "newton"}
 EIGEN = {"solver": "eigen"}
 THREADS: dict[str, Any] = {"deterministic": True, "max_staleness": 2, "inverse_threads": 1}
 PAIRS: dict[str, Any] = {"largest": 3, "smallest": 1, "lanczos_iterations": 111}
@@ -64,7 +63,7 @@ SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
     "KAISA, inverse, Adam": (
         KAISA,
         "conv",
-        {**KFAC, **ADAM, **NEWTON, "solver": "inverse"},
+        {**KFAC, **ADAM, "solver": "inverse"},
         (1, 2),
     ),
     "KAISA, one gradient worker": (
@@ -86,7 +85,7 @@ SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
         (1, 2),
     ),
     "DPKFAC": (DPKFAC, "mlp", {**KFAC, **EIGEN, **MOMENTUM}, (1, 2)),
-    "DPKFAC, Adam": (DPKFAC, "conv", {**KFAC, **EIGEN, **ADAM, **NEWTON}, (1, 2)),
+    "DPKFAC, Adam": (DPKFAC, "conv", {**KFAC, **EIGEN, **ADAM}, (1, 2)),
     "DistKFAC": (DistKFAC, "mlp", {**KFAC, **MOMENTUM, **THREADS}, (1, 2)),
     "DistKFAC, exact blocks": (
         DistKFAC,
@@ -97,7 +96,7 @@ SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
     "DistKFAC, no staleness": (
         DistKFAC,
         "conv",
-        {**KFAC, **ADAM, **NEWTON, "async_inverse": False, "solver": "inverse"},
+        {**KFAC, **ADAM, "async_inverse": False, "solver": "inverse"},
         (1, 2),
     ),
     "DHO2, row": (DHO2, "mlp", {**SPLIT, **MOMENTUM, "layout": "row"}, (1, 2)),

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 MOMENTUM: dict[str, Any] = {"momentum": 0.9, "weight_decay": 0.01}
 ADAM: dict[str, Any] = {"base": torch.optim.Adam, "lr": 0.01, "weight_decay": 0.01}
 AT_ONCE: dict[str, Any] = {"async_inverse": False}
+GRADIENT: dict[str, Any] = {"preconditioner_scale": "gradient"}  # and the step scale follows
 Choice = tuple[Any, dict[str, Any]]
 CHOICES: list[Choice] = [
     (KAISA, MOMENTUM),
-    (KAISA, {**ADAM, "kl_clip": "auto", "relative_damping": True, "inv_update_steps": 2}),
+    (KAISA, {**ADAM, **GRADIENT, "relative_damping": True, "inv_update_steps": 2}),
     (KAISA, {**MOMENTUM, "fisher": "sampled", "likelihood": "gaussian"}),
     (DPKFAC, MOMENTUM),
-    (DPKFAC, {**ADAM, "gradient_exchange": "all_reduce", "kl_clip": "auto"}),
+    (DPKFAC, {**ADAM, "gradient_exchange": "all_reduce", **GRADIENT}),
     (DistKFAC, {**MOMENTUM, **AT_ONCE}),
 ]
 

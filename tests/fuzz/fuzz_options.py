@@ -43,7 +43,7 @@ RANGES: dict[str, tuple[Any, ...]] = {
     "lr": (0.0, 0.003, 0.01, 0.05),
     "damping": ("auto", 0.03, 0.3, 1.0, 10.0),
     "factor_decay": ("auto", 0.0, 0.5, 0.95, PerStep(0.9)),
-    "kl_clip": ("auto", 1e-4, 1e-2, None, DecayingClip()),
+    "kl_clip": (1e-4, 1e-2, None, DecayingClip()),
     "factor_update_steps": (None, 1, 2, 3, "auto"),
     "inv_update_steps": (None, 1, 2, 3, "auto"),
     "max_factor_dim": (1, 3, 6, 8192),

@@ -1,4 +1,4 @@
-"""Defaults that follow what the optimizer can see: the base, and the examples in a batch."""
+"""Defaults: one scale of steps for every base, and a memory that follows the base."""
 
 from __future__ import annotations
 
@@ -22,15 +22,12 @@ from torch.optim import (
     RMSprop,
 )
 
-import second_order
-from second_order import KAISA, DistKFAC, PerStep
-from second_order.kfac.precondition import bound_for
+from second_order import KAISA, PerStep
+from second_order.kfac.options import DAMPING, FLOOR
 from second_order.kfac.schedule import past_at
 from second_order.options import is_adaptive
 
 if TYPE_CHECKING:
-    from pool import World
-
     from second_order import SecondOrderOptimizer
 
 
@@ -46,27 +43,54 @@ def test_defaults_follow_the_base(System: type[KAISA]) -> None:
         assert is_adaptive(type("Mine", (base,), {}))
     assert not is_adaptive(torch.optim.ASGD)
     plain, adaptive = (options_of(System(model, lr=0.1, base=base)) for base in (SGD, AdamW))
-    assert (plain.damping, plain.kl_clip, plain.factor_decay) == (0.5, "auto", PerStep(0.995))
-    assert (adaptive.damping, adaptive.kl_clip) == (0.1, None)
+    assert plain.factor_decay == PerStep(0.995)
     assert adaptive.factor_decay == PerStep(0.978, share=1 / 3)
     given = {"damping": 1.0, "kl_clip": 1e-3, "factor_decay": 0.5}
-    said = options_of(System(model, lr=0.1, base=AdamW, **given))
-    assert {name: getattr(said, name) for name in given} == given
+    chosen = options_of(System(model, lr=0.1, base=AdamW, **given))
+    assert {name: getattr(chosen, name) for name in given} == given
 
 
 def test_of_two_bases_the_first_is_asked() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    assert options_of(KAISA(model, lr=0.1, base=Muon, rest=SGD)).damping == 0.1
-    assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).damping == 0.5
+    adaptive = options_of(KAISA(model, lr=0.1, base=Muon, rest=SGD))
+    assert adaptive.factor_decay == PerStep(0.978, share=1 / 3)
+    assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).factor_decay == PerStep(0.995)
 
 
-@pytest.mark.parametrize(("examples", "bound"), [(64, 1e-4), (256, 8e-4), (16, 1.25e-5)])
-def test_the_bound_grows_with_the_batch(examples: float, bound: float) -> None:
-    assert float(bound_for(torch.tensor(examples).double())) == pytest.approx(bound, rel=1e-12)
+SCALE = "preconditioner_scale", "damping", "damping_floor", "kl_clip", "follows_steps"
 
 
-def test_where_the_batch_is_unknown_it_is_the_usual_one() -> None:
-    assert float(bound_for(torch.tensor(0.0).double())) == pytest.approx(1e-4, rel=1e-12)
+@pytest.mark.parametrize("base", [SGD, Adam, AdamW])
+@each_kronecker
+def test_the_scale_of_steps_is_the_same_over_every_base(System: type[KAISA], base: Any) -> None:
+    options = options_of(System(nn.Linear(3, 2), lr=0.1, base=base))
+    found = {name: getattr(options, name) for name in SCALE}
+    assert found == dict(zip(SCALE, ("gradient", DAMPING, FLOOR, None, True), strict=True))
+
+
+class ScheduleFree(SGD):
+    """A base that keeps other points than the weights."""
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"preconditioner_scale": "newton"},
+        {"kl_clip": 1e-3},
+        {"kl_clip": lambda step: None},
+        {"preconditioner_scale": "newton", "kl_clip": 1e-3},
+        {"base": ScheduleFree},
+    ],
+    ids=str,
+)
+def test_the_step_scale_is_for_the_gradients_scale_without_a_clip(options: dict[str, Any]) -> None:
+    assert not options_of(KAISA(nn.Linear(3, 2), lr=0.1, **options)).follows_steps
 
 
 def model_and_batch(examples: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -87,102 +111,6 @@ EXACT: dict[str, Any] = {
 }
 
 
-def stepped(
-    System: Any, x: Tensor, y: Tensor, model: nn.Module, parts: int = 1, **options: Any
-) -> list[Tensor]:
-    """The gradients that the base gets at the second of two steps."""
-    optimizer = System(model, **{**EXACT, **options})
-    for _ in range(2):
-        optimizer.zero_grad()
-        for each_x, each_y in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            loss = nn.functional.cross_entropy(model(each_x), each_y) / parts
-            loss.backward()
-        optimizer.step()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-@each_kronecker
-@pytest.mark.parametrize("examples", [8, 64, 200])
-def test_auto_is_the_number_for_the_batch(System: type[KAISA], examples: int) -> None:
-    """Also where the batch comes in parts. The clip binds: lr is huge."""
-    model, x, y = model_and_batch(examples)
-    bound = 1e-4 * (examples / 64) ** 1.5
-    auto = stepped(System, x, y, copy.deepcopy(model))
-    told = stepped(System, x, y, copy.deepcopy(model), kl_clip=bound)
-    other = stepped(System, x, y, copy.deepcopy(model), kl_clip=2 * bound)
-    for ours, expected, wrong in zip(auto, told, other, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-14)
-        assert not torch.allclose(ours, wrong, rtol=1e-2)
-    if examples % 4 == 0:
-        for ours, expected in zip(stepped(System, x, y, model, 4), told, strict=True):
-            torch.testing.assert_close(ours, expected, rtol=1e-8, atol=1e-12)
-
-
-def on_ranks(rank: int, world_size: int, system: str, options: dict[str, Any]) -> list[Tensor]:
-    model, x, y = model_and_batch(96)
-    part = slice(rank * 96 // world_size, (rank + 1) * 96 // world_size)
-    return stepped(getattr(second_order, system), x[part], y[part], model, **options)
-
-
-@pytest.mark.parametrize("system", ["KAISA", "DPKFAC", "DistKFAC"])
-def test_the_batch_is_that_of_all_ranks(world: World, system: str) -> None:
-    """Also DPKFAC's, whose factors are of one rank's part."""
-    told = {"kl_clip": 1e-4 * (96 / 64) ** 1.5}
-    for ours, expected in zip(
-        world.run(on_ranks, 2, system, {}), world.run(on_ranks, 2, system, told), strict=True
-    ):
-        for one, other in zip(ours, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
-
-
-def with_a_stats_worker(rank: int, world_size: int) -> list[Tensor] | None:
-    """Owners alone hear of the statistics; batches of other sizes than the training's."""
-    model, x, y = model_and_batch(96)
-    optimizer = DistKFAC(model, **EXACT, stats_workers=1, async_inverse=False, exact_blocks=False)
-    loss = nn.functional.cross_entropy
-    with optimizer:
-        if optimizer.role == "stats":
-            optimizer.serve([(x, y)], lambda batch: loss(model(batch[0]), batch[1]))
-            return None
-        for _ in range(30):
-            optimizer.zero_grad()
-            part = slice(rank * 8, rank * 8 + 8)
-            loss(model(x[part]), y[part]).backward()
-            optimizer.step()
-        return [p.detach().clone() for p in model.parameters()]
-
-
-def test_with_stats_workers_all_clip_alike(world: World) -> None:
-    first, second, _ = world.run(with_a_stats_worker, 3)
-    assert first is not None
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one, other)
-
-
-class Experts(nn.Module):
-    """A layer that sees one row of a batch, beside others that see all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.rare, self.last = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.first(x))
-        result: Tensor = self.last(torch.cat([h[:-1], torch.tanh(self.rare(h[-1:]))]))
-        return result
-
-
-@each_kronecker
-def test_a_layer_that_sees_little_does_not_shorten_all_steps(System: type[KAISA]) -> None:
-    torch.manual_seed(0)
-    model = Experts().double()
-    _, x, y = model_and_batch(64)
-    auto = stepped(System, x, y, copy.deepcopy(model))
-    told = stepped(System, x, y, copy.deepcopy(model), kl_clip=1e-4)
-    for ours, expected in zip(auto, told, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-13)
-
-
 def test_a_short_batch_is_one_of_many() -> None:
     model, x, y = model_and_batch(64)
     optimizer = KAISA(model, **EXACT, factor_update_steps=1, inv_update_steps=1)
@@ -194,36 +122,6 @@ def test_a_short_batch_is_one_of_many() -> None:
     assert found == pytest.approx(
         (64 + 64 * 0.995 + 64 * 0.995**2 + 64 * 0.995**3 - 63) / (1 + 0.995 + 0.995**2 + 0.995**3)
     )
-
-
-@each_kronecker
-def test_the_number_of_examples_is_in_checkpoints(System: type[KAISA]) -> None:
-    """A resumed run clips as one that was never stopped, before statistics come again."""
-    model, x, y = model_and_batch(200)
-    rare = {"factor_update_steps": 50, "inv_update_steps": 1}
-
-    def take(model: nn.Module, optimizer: SecondOrderOptimizer) -> Tensor:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-    optimizer = System(model, **{**EXACT, **rare})
-    take(model, optimizer)
-    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-    older = copy.deepcopy(saved)
-    for entry in older["state"].values():
-        entry["curvature"].pop("examples", None)
-    expected = take(model, optimizer)
-    found = []
-    for state in (saved, older):
-        model.load_state_dict(weights)
-        resumed = copy.deepcopy(model)
-        fresh = System(resumed, **{**EXACT, **rare})
-        fresh.load_state_dict(state)
-        found.append(take(resumed, fresh))
-    torch.testing.assert_close(found[0], expected, rtol=1e-10, atol=1e-13)
-    assert not torch.allclose(found[1], expected, rtol=1e-4)  # an older one has the usual batch
 
 
 def test_factors_remember_steps_whatever_the_interval() -> None:
@@ -302,12 +200,3 @@ def test_the_gradients_scale_is_newtons_times_the_mean_damped_curvature(
         times_mean = mean + damping * (mean if relative else 1.0)
         for p, q in zip(plain.params, other.params, strict=True):
             torch.testing.assert_close(q.grad, p.grad * times_mean, rtol=1e-9, atol=1e-14)
-
-
-@each_kronecker
-def test_auto_follows_the_base(System: type[SecondOrderOptimizer]) -> None:
-    for base, expected in ((SGD, "newton"), (Adam, "gradient"), (AdamW, "gradient")):
-        optimizer: Any = System(ZOO["mlp"].model(), base=base, lr=0.1)
-        assert optimizer._curvature._options.preconditioner_scale == expected
-    optimizer = System(ZOO["mlp"].model(), base=RMSprop, lr=0.1, preconditioner_scale="newton")
-    assert optimizer._curvature._options.preconditioner_scale == "newton"

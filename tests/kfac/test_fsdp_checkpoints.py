@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from placed import sharded
 from ranks import OPTIONS, agreed, assert_same_trajectory
-from shards import ADAM, AT_ONCE, MOMENTUM, fsdp, go_on, narrow, shares
+from shards import ADAM, AT_ONCE, GRADIENT, MOMENTUM, fsdp, go_on, narrow, shares
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-BETWEEN: dict[str, Any] = {"inv_update_steps": 3, "kl_clip": "auto"}
+BETWEEN: dict[str, Any] = {"inv_update_steps": 3, **GRADIENT}
 """The checkpoint is written after two steps: between two refreshes, and before the step scale."""
 CASES = {
     "KAISA": (KAISA, {**MOMENTUM, **BETWEEN}),
