@@ -22,6 +22,7 @@ from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH, 
 from second_order.kfac.layers import Layers
 from second_order.kfac.options import BUDGETED
 from second_order.kfac.plan import Item, LayerPlan
+from second_order.kfac.precondition import USUAL_CHANGE
 from second_order.kfac.saved_inverses import (
     DAMPING,
     INVERSE_DAMPING,
@@ -57,7 +58,7 @@ CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
 NEWLY_TRAINABLE_AT = "newly_trainable_at"
 ALIKE = (
-    *(MEAN_CURVATURE, *STEP_LENGTH, OVERHEAD, *BUDGETED),
+    *(MEAN_CURVATURE, *STEP_LENGTH, *USUAL_CHANGE, OVERHEAD, *BUDGETED),
     *(UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING),
 )
 """Entries that are the same in the parts of all layers."""

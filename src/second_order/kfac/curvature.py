@@ -496,6 +496,8 @@ class KFAC(OfLayers):
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The factors that this process keeps, by the layers' weights."""
         kept = {**self.budget.saved(), **self.step_length.saved()}
+        if self.clip.usual is not None:
+            kept |= self.clip.usual.saved()
         kept[MEAN_CURVATURE] = self.solves.mean_curvature
         kept[UPDATED_AT] = self._cadence.updated_at
         kept[NEWLY_TRAINABLE_AT] = self.layers.newcomers_at
@@ -567,6 +569,8 @@ class KFAC(OfLayers):
             self.drift.load(saved, self.layers.blocks)
         self.budget.load(saved)
         self.step_length.load(saved)
+        if self.clip.usual is not None:
+            self.clip.usual.load(saved)
         self.solves.mean_curvature = shared_number(saved, MEAN_CURVATURE, 0.0)
         steps = self.training.steps
         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))

@@ -11,13 +11,15 @@ after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ 
                         the loss still falls along Δ where s > 0, and rises where the step was too
                         long
 S, Z                    <- running averages of the sign of s and of |s|, debiased
-τ                       <- τ exp(a (S + b)), and at once by exp(s / 2 Z) where -s > 2 Z
+τ                       <- τ exp(a (S - b)), and at once by exp(s / 2 Z) where -s > 2 Z
 w                       <- w + (τ - 1) Δ                after the base's step, which sees nothing
 
-S is looked at where layers are refreshed, at each step of a young training and seldom later; a
-counts the steps in between, as far as τ grows. Over a base that scales its steps itself τ may be
-up to 2, and is 2 throughout while a schedule moves the learning rate: what falls anyway need not
-be taught to. Nothing is done while τ is 1, but at the step before a look.
+Steps longer than the base's have to be earned: b is 0.3 where τ > 1. It is -0.3 where τ <= 1, as
+s is mostly noise where the loss falls slowly; and while a schedule moves the learning rate, which
+lets the noise fall by itself. τ is 5 at most; 2 while a schedule moves the rate, and over a base
+that scales its steps itself. S is looked at where layers are refreshed, at each step of a young
+training and seldom later; a counts the steps in between, as far as τ grows. Nothing is done while
+τ is 1, but at the step before a look.
 """
 
 from __future__ import annotations
@@ -75,22 +77,21 @@ JOINED_BYTES = 64 * 2**20  # of gradients and steps whose products are taken tog
 PAST = 0.9  # weight of the past in S and Z
 LONGER, SHORTER = 0.2, 1.0  # a, for each step where τ grows, and where it falls
 COUNTED = 4  # steps between two looks that count where τ grows, at most
-LEVEL = 0.1  # b, the larger, the oftener the loss may rise along a step; -b where τ > 1
+LEVEL = 0.3  # b where τ > 1 and the rate is constant, and -b elsewhere
+SCHEDULED = 2.0  # τ at most, while a schedule moves the rate
 RISES = 2.0  # times Z: a rise that shortens steps at once
 RECENT = 0.1  # of the steps so far, within which a rate that moves follows a schedule
 
 
 class Lengths(NamedTuple):
-    """The least and the largest τ, and τ while a schedule moves the rate; None as otherwise."""
+    """The least and the largest τ."""
 
     least: float
     most: float
-    scheduled: float | None = None
 
 
-# Chosen as the bounds of drift are. An adaptive base makes all steps equally long; those along P,
-# which spreads over more directions than the gradient, change predictions less.
-PLAIN, ADAPTIVE = Lengths(0.02, 1.0), Lengths(0.02, 2.0, scheduled=2.0)
+# Chosen as the bounds of drift are.
+PLAIN, ADAPTIVE = Lengths(0.02, 5.0), Lengths(0.02, 2.0)
 
 
 def _product(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
@@ -160,9 +161,6 @@ class StepLength:
             self._rate_changed = step
         self._rate = rate
         moves = self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
-        if moves and bounds.scheduled is not None:
-            self.factor, self._looked_at = bounds.scheduled, step
-            return
         if not math.isfinite(s):
             return
         rises = -s > RISES * self._size > 0
@@ -170,14 +168,15 @@ class StepLength:
         self._weight = PAST * self._weight + 1
         self._sign += ((s > 0) - (s < 0) - self._sign) / self._weight
         self._size += (abs(s) - self._size) / self._weight
-        level = self._sign + math.copysign(LEVEL, 1.0 - self.factor)
-        if level < 0:
-            change += SHORTER * level
+        earned = self._sign + (LEVEL if moves or self.factor <= 1.0 else -LEVEL)
+        if earned < 0:
+            change += SHORTER * earned
         elif not rises:
             since = 1 if self._looked_at < 0 else step - self._looked_at
-            change += LONGER * level * min(max(since, 1), COUNTED)
+            change += LONGER * earned * min(max(since, 1), COUNTED)
         self._looked_at = step
-        self.factor = min(max(self.factor * math.exp(change), bounds.least), bounds.most)
+        most = min(bounds.most, SCHEDULED) if moves else bounds.most
+        self.factor = min(max(self.factor * math.exp(change), bounds.least), most)
 
     def scale(self, asked: bool) -> None:
         """Scale the base's step by τ, if it is kept; it may be ``asked`` about at the next one."""

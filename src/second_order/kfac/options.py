@@ -76,7 +76,7 @@ def check_decay(value: Any) -> None:
 
 def check_clip(value: Any) -> None:
     """Raise ValueError unless a kl_clip is positive."""
-    remedy = "use a positive number, or None for no clip"
+    remedy = "use a positive number, 'auto', or None for no clip"
     check_scalar("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
@@ -132,7 +132,7 @@ AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
 PreconditionerScale: TypeAlias = Literal["gradient", "newton"]
 # Chosen by benchmarks/progress/defaults.py.
 DAMPING = 0.1  # of the layer's mean curvature
-FLOOR = 0.2  # of the mean curvature of all layers
+FLOOR = 0.25  # of the mean curvature of all layers
 BUDGETED = ("factor_update_steps", "inv_update_steps")
 """The intervals that can be "auto"."""
 
@@ -149,8 +149,8 @@ class KFACOptions:
     Attributes:
         damping: γ, added to the curvature before it is inverted; number or callable, at least 0. A
             larger γ is more cautious: the step turns from the natural to the plain gradient.
-            "auto": 0.1 times the layer's mean curvature, which is raised to 0.2 of the mean over
-            all layers; without ``relative_damping`` a value has to be given. A number may be a
+            "auto": 0.1 times the layer's mean curvature, which is raised to a quarter of the mean
+            over all layers; without ``relative_damping`` a value has to be given. A number may be a
             tensor, which a schedule fills in place; one on a device is not waited for, nor its
             value checked.
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G /
@@ -169,8 +169,9 @@ class KFACOptions:
         kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
             (Pauloski et al. 2022, 5.1); number, tensor of one, callable or None for no bound. A
             number is the bound at the learning rate's peak and shrinks with lr² when a schedule
-            lowers it; a callable is taken as it is. Without a bound, and with the scale of the
-            gradient, the scale of steps follows what they do to the loss.
+            lowers it; a callable is taken as it is. "auto": Σ P·∇ may be at most four times its
+            running average of some twenty steps, so that a batch of outliers cannot throw the model
+            back; no bound with "newton", and none over a base that scales its steps itself.
         solver: "inverse" damps A and G apart and takes their Cholesky inverses; "eigen" applies (A
             ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on most of the
             tasks that the defaults were chosen on.
@@ -248,8 +249,8 @@ class KFACOptions:
     factor_decay: AutoSchedule | PerStep = keyword(
         AUTO, lambda _, value: check_decay(value), AUTO, callable
     )
-    kl_clip: Scalar | Callable[[int], Scalar] | None = keyword(
-        None, lambda _, value: check_clip(value), None, callable
+    kl_clip: AutoScalar | None = keyword(
+        AUTO, lambda _, value: check_clip(value), None, AUTO, callable
     )
     solver: SolverName = keyword("inverse", one_of(*SOLVERS))
     inv_update_steps: AutoInterval | None = keyword(None, check_interval, None, AUTO)
@@ -289,7 +290,7 @@ class KFACOptions:
         ours = {f.name: keywords.get(f.name, f.default) for f in fields(cls)}
         # A schedule-free base keeps other points than the weights, which would not be scaled.
         averages = all(callable(getattr(keywords["base"], n, None)) for n in ("train", "eval"))
-        scaled = ours["preconditioner_scale"] == "gradient" and ours["kl_clip"] is None
+        scaled = ours["preconditioner_scale"] == "gradient" and ours["kl_clip"] in (AUTO, None)
         follows = scaled and not averages
         ours |= {"adaptive": adaptive, "damping_floor": 0.0, "follows_steps": follows}
         if ours["damping"] == AUTO:
@@ -300,6 +301,8 @@ class KFACOptions:
                 )
             ours["damping"] = DAMPING
             ours["damping_floor"] = FLOOR
+        if ours["kl_clip"] == AUTO and (adaptive or ours["preconditioner_scale"] == "newton"):
+            ours["kl_clip"] = None
         if ours["factor_decay"] == AUTO:
             ours["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
         _settle_intervals(ours)
@@ -320,7 +323,7 @@ class KFACOptions:
         damping = "by a schedule" if callable(number) else f"{float(number):g}{relative}"
         clip = "by a schedule" if callable(bound) else f"{bound}"
         clip = f"{bound.item()}" if isinstance(bound, Tensor) else clip
-        clip = "none" if bound is None else clip
+        clip = {"None": "none", AUTO: "four times the usual change"}.get(clip, clip)
         memory = f"weight of the past {self.factor_decay} an update"
         if isinstance(self.factor_decay, PerStep):
             memory = f"factors remember {1 / (1 - self.factor_decay.decay):.0f} steps"

@@ -1,6 +1,8 @@
 """Preconditioned gradients: P by each layer's gradient workers, sent to all, clipped, in p.grad.
 
 ν = min(1, sqrt(κ / Σ lr² |P·∇|)) bounds a step, at the learning rates and the bound of that step.
+By default κ is not given: Σ |P·∇|, without learning rates, may be at most four times its running
+average, so that a batch of outliers cannot throw the model back.
 
 Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
 """
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.layers import Layers
@@ -24,13 +27,15 @@ from second_order.kfac.options import KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.bank import CPU_BANK_BYTES, Bank, Gradients
 from second_order.kronecker.block import KroneckerBlock
-from second_order.options import PEAK_LR, Scalar
+from second_order.options import AUTO, PEAK_LR, Scalar
 from second_order.stages import span
 
 __all__ = [
+    "USUAL_CHANGE",
     "Clip",
     "OwnerHook",
     "Preconditioned",
+    "UsualChange",
     "kl_change",
     "kl_clip_coefficient",
     "owners_of",
@@ -40,6 +45,13 @@ __all__ = [
     "scale",
     "write",
 ]
+
+USUAL_CHANGE = "usual_change", "usual_change_weight"
+"""The entries of a checkpoint, in the part of every layer."""
+
+MOST_CHANGE = 4.0  # times the usual change: steps twice as long
+MEMORY = 0.95  # weight of the past in the usual change
+KNOWN = 1 - MEMORY**5  # the weight of five steps, before which nothing is clipped
 
 
 def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Scalar:
@@ -105,11 +117,61 @@ def _product(bank: Bank, gradient: Tensor, results: Tensor) -> Tensor:
     return product
 
 
+class UsualChange:
+    """The running average of Σ |P·∇| over the steps, and the bound that follows from it.
+
+    A change above the bound counts as the bound, so that outliers move the average little, and a
+    change that stays large raises it step by step. Numbers are floats where changes are floats.
+    Otherwise they are scalars on the changes' device, updated in place and not waited for.
+    """
+
+    def __init__(self) -> None:
+        self.average: Scalar = 0.0  # of the changes, not yet divided by the weight
+        self.weight: Scalar = 0.0  # of all steps so far, at most 1
+
+    def coefficient(self, change: Scalar) -> Scalar:
+        """ν for the change of a step, which the average takes in.
+
+        The change is not bounded in the first steps, nor after changes that were all 0.
+        """
+        if isinstance(change, Tensor):
+            return self._coefficient_on_device(change)
+        average, weight = float(self.average), float(self.weight)
+        bound = MOST_CHANGE * average / weight if weight >= KNOWN and average > 0 else math.inf
+        self.average = average + (1 - MEMORY) * (min(change, bound) - average)
+        self.weight = weight + (1 - MEMORY) * (1 - weight)
+        return kl_clip_coefficient(change, bound)
+
+    def _coefficient_on_device(self, change: Tensor) -> Tensor:
+        if not isinstance(self.average, Tensor) or not isinstance(self.weight, Tensor):
+            self.average = change.new_full((), float(self.average))
+            self.weight = change.new_full((), float(self.weight))
+        average, weight = self.average, self.weight
+        known = (weight >= KNOWN) & (average > 0)
+        bound = torch.where(known, MOST_CHANGE * average / weight, math.inf)
+        coefficient = torch.sqrt(bound / change).clamp(max=1.0)
+        average.lerp_(torch.minimum(change, bound), 1 - MEMORY)
+        weight.lerp_(torch.ones_like(weight), 1 - MEMORY)
+        return coefficient
+
+    def saved(self) -> dict[str, float]:
+        """What a checkpoint has with every layer."""
+        return dict(zip(USUAL_CHANGE, (float(self.average), float(self.weight)), strict=True))
+
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Take over what a checkpoint has; one without it begins anew."""
+        wanted = set(USUAL_CHANGE)
+        found = next((part for part in saved.values() if part.keys() >= wanted), None)
+        numbers = [0.0, 0.0] if found is None else [found.number(name) for name in USUAL_CHANGE]
+        self.average, self.weight = numbers
+
+
 class Clip:
     """The parts of ν at a step: κ, and the change."""
 
     def __init__(self, training: Training, options: KFACOptions, layers: Layers) -> None:
         self._training, self._options, self._layers = training, options, layers
+        self.usual = UsualChange() if options.kl_clip == AUTO else None
         self._group_of: dict[KroneckerBlock, int] = {}
         self._groups: list[tuple[int, int]] = []  # what these are positions in, and their sizes
 
@@ -118,7 +180,12 @@ class Clip:
         self._group_of, self._groups = {}, []
 
     def bound(self) -> float | None:
-        """κ, the bound on the change at this step; None for no clip."""
+        """κ, the bound on the change at this step; None for no clip.
+
+        It is infinite where the usual change bounds steps: that bound follows with the coefficient.
+        """
+        if self.usual is not None:
+            return math.inf
         kl_clip: Any = self._options.kl_clip
         if callable(kl_clip):
             kl_clip = kl_clip(self._training.steps)
@@ -145,8 +212,14 @@ class Clip:
             rates.append(by_group[number])
         return rates
 
+    def coefficient(self, change: Scalar, bound: float) -> Scalar:
+        """ν for the change of all layers."""
+        if self.usual is not None:
+            return self.usual.coefficient(change)
+        return kl_clip_coefficient(change, bound)
+
     def change(self, found: Iterable[Preconditioned]) -> Scalar:
-        """Σ lr² |P·∇| over the layers that were preconditioned."""
+        """Σ lr² |P·∇| over the layers that were preconditioned; without lr for the usual change."""
         blocks, products = list[KroneckerBlock](), list[Tensor]()
         for bank, _, product in found:
             assert product is not None
@@ -154,7 +227,8 @@ class Clip:
             blocks += bank.blocks
         if not products:
             return 0.0
-        return kl_change(products, self._rates(blocks))
+        rates = self._rates(blocks) if self.usual is None else [1.0] * len(blocks)
+        return kl_change(products, rates)
 
 
 def precondition(
@@ -234,7 +308,7 @@ def precondition_by_workers(
     if not found:
         return None
     with span("clip"):
-        coefficient = None if bound is None else kl_clip_coefficient(clip.change(found), bound)
+        coefficient = None if bound is None else clip.coefficient(clip.change(found), bound)
         write(found, coefficient)
     return coefficient
 
@@ -310,7 +384,7 @@ def precondition_by_owners(
     if bound is None:
         return None
     with meter.stage("clip"):
-        coefficient = kl_clip_coefficient(torch.stack(changes).sum(), bound)
+        coefficient = clip.coefficient(torch.stack(changes).sum(), bound)
         scale([p.grad for block in solved for p in block.params if p.grad is not None], coefficient)
     return coefficient
 

@@ -26,7 +26,6 @@ from second_order.distributed.world import BUCKET_BYTES, World
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.precondition import (
     Clip,
-    kl_clip_coefficient,
     precondition,
     scale,
     write,
@@ -87,7 +86,7 @@ def precondition_rows(
         return None
     with meter.stage("clip"):
         total = torch.stack([change.to(changes[0].dtype) for change in changes]).sum()
-        coefficient = kl_clip_coefficient(total, bound)
+        coefficient = clip.coefficient(total, bound)
         params = [p for block in solved for p in block.params]
         scale([local(p.grad) for p in params if p.grad is not None], coefficient)
     return coefficient
