@@ -15,7 +15,7 @@ unexport PYTHONDONTWRITEBYTECODE
 BENCH := PYTHONPATH=examples:benchmarks:benchmarks/speed $(BIN)/python benchmarks
 
 .DEFAULT_GOAL := help
-.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults batch-scaling widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
+.PHONY: help fuzz soak elastic-soak venv demo demo-figure systems progress language-model tasks larger sensitivity defaults widths curvature-uses fosi-gain bounded papers bench against compiled rivals structure launches measured gpu faults compatibility test test-thorough mutants lint types pytest docs format clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 22
@@ -63,10 +63,6 @@ sensitivity: venv ## how often KAISA ends above its base, by learning rate and w
 defaults: venv ## every candidate for a default on six tasks: most of an hour
 	$(BENCH)/progress/defaults.py \
 		--json benchmarks/results/defaults.json $(ARGS)
-
-batch-scaling: venv ## steps to a loss with batches of 32 to all of the data: some minutes
-	$(BENCH)/progress/batch_scaling.py \
-		--json benchmarks/results/batch_scaling.json $(ARGS)
 
 widths: venv ## best learning rate and damping of models of width 64 to 512: half an hour
 	$(BENCH)/progress/widths.py \

@@ -18,7 +18,14 @@ from torch import nn
 from digits import batches, load_split, mlp
 from second_order import KAISA
 
-SHOWN = ("clip", "damping/max", "trace_A/max", "trace_G/max", "condition/max", "age/inverses")
+SHOWN = (
+    "step_length",
+    "damping/max",
+    "trace_A/max",
+    "trace_G/max",
+    "condition/max",
+    "age/inverses",
+)
 
 
 def writer_for(folder: str) -> Any:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import reporting
-from second_order.kfac.options import ADAPTIVE_DAMPING, DAMPING
+from second_order.kfac.options import DAMPING
 from tasks import TASKS, Job, Run, run_all, steps_to
 
 CHOSEN_ON, REPORTED = (100, 101), range(5)
@@ -37,11 +37,7 @@ BASES: dict[str, tuple[float, ...]] = {
     "SGD": (0.01, 0.03, 0.1, 0.3),
     "Adam": (0.001, 0.003, 0.01, 0.03),
 }
-DAMPINGS = {
-    "SGD": (0.3, 0.5, 1.0, 2.0),
-    "Adam": (0.03, 0.1, 0.3, 1.0),
-    "AdamW": (0.03, 0.1, 0.3, 1.0),
-}
+DAMPINGS = (0.03, 0.1, 0.3, 1.0)
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "interval": [{"inv_update_steps": steps} for steps in (1, 10, 20, 50, 100)],  # not by drift
     "memory": [
@@ -65,14 +61,13 @@ def seeds(task: str, chosen_on: bool) -> Sequence[int]:
     return (CHOSEN_ON if chosen_on else REPORTED)[:few]
 
 
-def candidates(base: str) -> list[dict[str, Any]]:
+def candidates() -> list[dict[str, Any]]:
     """The settings that are tried; the first one is what the defaults come to."""
-    usual = DAMPING if base == "SGD" else ADAPTIVE_DAMPING
     grid = [
         {"damping": damping, "solver": solver}
         for solver in ("inverse", "eigen")
-        for damping in DAMPINGS[base]
-        if (damping, solver) != (usual, "inverse")
+        for damping in DAMPINGS
+        if (damping, solver) != (DAMPING, "inverse")
     ]
     return [{}, *grid, *(option for options in OTHERS.values() for option in options)]
 
@@ -139,14 +134,14 @@ def main() -> None:
             Job(task, f"KAISA, {base}", rates[task, base], seed, options)
             for task in arguments.tasks
             for base in bases_of(task)
-            for options in candidates(base)
+            for options in candidates()
             for seed in seeds(task, True)
         ),
         arguments.processes,
     )
     found = by_setting(tried)
     best: dict[tuple[str, str], dict[str, Any]] = {}
-    for base in DAMPINGS:
+    for base in (*BASES, "AdamW"):
         tasks = [task for task in arguments.tasks if base in bases_of(task)]
         if not tasks:
             continue

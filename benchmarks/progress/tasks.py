@@ -388,17 +388,17 @@ def autoencoder() -> Task:
 
 
 @cache
-def classifier(make: Callable[[], nn.Module], steps: int, batch: int = 64, every: int = 5) -> Task:
+def classifier(make: Callable[[], nn.Module], steps: int) -> Task:
     """Digits; judged by the loss on the training images."""
     data = digits.load_split()
     x, y = data.train_images, data.train_labels
     return Task(
         make,
-        lambda seed: digits.batches(len(x), batch, seed=seed),
+        lambda seed: digits.batches(len(x), 64, seed=seed),
         lambda model, i: cross_entropy(model(x[i]), y[i]),
         lambda model: cross_entropy(model(x), y).item(),
         steps,
-        every,
+        5,
     )
 
 
@@ -481,10 +481,6 @@ TASKS: dict[str, Callable[[], Task]] = {
     "residual network": partial(classifier, residual_network, 200),
     "tabular": tabular,
     "mixed": mixed,
-    **{
-        f"digits MLP, {batch:,} at a time": partial(classifier, digits.mlp, 150, batch, 1)
-        for batch in (32, 128, 512, 1437)
-    },
     **UNSEEN,
     **{name: cache(make) for name, make in IMAGES.items()},
 }

@@ -21,12 +21,12 @@ from rich.table import Table
 
 import reporting
 from second_order import SecondOrderWarning
-from second_order.kfac.options import ADAPTIVE_DAMPING
+from second_order.kfac.options import DAMPING
 from tasks import Job, Run, run_all
 
 WIDTHS = 64, 128, 256, 512
 RATES = 0.0015, 0.003, 0.006, 0.012, 0.024
-DAMPINGS = tuple(ADAPTIVE_DAMPING * share for share in (0.25, 0.5, 1.0, 2.0, 4.0))
+DAMPINGS = tuple(DAMPING * share for share in (0.25, 0.5, 1.0, 2.0, 4.0))
 SEEDS = (100,)
 OPTIMIZERS = "AdamW", "KAISA, AdamW"
 

@@ -121,8 +121,8 @@ def step() -> Figure:
     put(0, top, "forward,\nbackward", BLACK)
     put(1, top, "gradient ∇,\naveraged over\nprocesses", BLACK)
     put(3, top, "precondition\n(A ⊗ G + γ)⁻¹ ∇", BLACK)
-    put(4, top, "KL clip\nP ← ν P", BLACK)
-    put(5, top, "base step\nSGD, Adam, …", BLACK)
+    put(4, top, "base step Δ\nSGD, Adam, …", BLACK)
+    put(5, top, "step scale\nΔ ← τ Δ", BLACK)
     along(0, 1, top)
     along(1, 3, top)
     along(3, 4, top)
@@ -203,15 +203,14 @@ def sgd(lr: float, momentum: float = 0.0) -> Callable[[nn.Module], torch.optim.O
     return lambda model: torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
 
 
-def kaisa(
-    lr: float, damping: float, kl_clip: float | None = None
-) -> Callable[[nn.Module], torch.optim.Optimizer]:
-    """KAISA without momentum, and without a clip, so that its direction shows."""
+def kaisa(lr: float, damping: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    """KAISA with plain Newton steps, so that its direction shows."""
     return lambda model: KAISA(
         model,
         lr=lr,
         damping=damping,
-        kl_clip=kl_clip,
+        preconditioner_scale="newton",
+        solver="eigen",
         inv_update_steps=1,
         fisher="sampled",
         likelihood="gaussian",
@@ -524,7 +523,7 @@ def owners() -> Figure:
         (2.53, "sums to owners\n(P − 1) N elements"),
         (curvature, "the owner preconditions\nthe mean gradient"),
         (5.98, "to everybody\n(P − 1) N elements"),
-        (after, "all clip,\nand step the base"),
+        (after, "all step\nthe base"),
     ]
     for x, title in titles:
         axes.text(x, 3.5, title, ha="center", va="center", linespacing=1.3)

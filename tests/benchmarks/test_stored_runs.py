@@ -19,7 +19,6 @@ from stored import (
     by_optimizer,
     median,
     numbers,
-    only,
     rows,
     steps_of,
     stored,
@@ -150,42 +149,6 @@ def test_what_the_picture_of_the_demo_shows() -> None:
 
 
 # ------------------------------------------------------------------------------------- the options
-
-
-def steps_to_loss(run: dict[str, Any], goal: float) -> int | None:
-    """Steps to a loss of a run that is evaluated at every step."""
-    return next((i for i, loss in enumerate(run["losses"], 1) if loss <= goal), None)
-
-
-def test_the_clip_and_the_batch() -> None:
-    tuning = [run for run in stored("batch_scaling")["tuning"] if run["job"]["options"]]
-    best = []
-    for batch in ("32", "128", "512", "1,437"):
-        column = {}
-        for label, cells in rows(DEFAULTS, "`kl_clip`").items():
-            cell = cells[("32", "128", "512", "1,437").index(batch)]
-            found = [
-                run
-                for run in tuning
-                if run["job"]["optimizer"] == "KAISA, SGD"
-                and run["job"]["task"] == f"digits MLP, {batch} at a time"
-                and run["job"]["options"] == {"kl_clip": float(label), "damping": 2.0}
-            ]
-            assert len(found) == 2
-            column[float(label)] = median(steps_to_loss(run, 0.05) for run in found)
-            assert float(cell.strip("*")) == column[float(label)], (label, batch)
-        best.append(min(column, key=lambda clip: column[clip]))
-    assert best == sorted(best), "the best bound grows with the batch"
-    assert best[0] < best[-1]
-
-
-def test_what_a_larger_batch_saves() -> None:
-    runs = stored("batch_scaling")["runs"]
-    for label, cells in rows(DEFAULTS, "optimizer", "batch 32", "batch 128").items():
-        for cell, batch in zip(cells, (32, 128, 512, 1437), strict=True):
-            of = only(runs, row=label, batch=batch)
-            taken = [next((i for i, x in enumerate(r["losses"], 1) if x <= 0.05), None) for r in of]
-            assert steps_of(cell) == median(taken), (label, batch)
 
 
 def test_rates_and_dampings_by_width() -> None:
