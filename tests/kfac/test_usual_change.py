@@ -1,0 +1,120 @@
+"""A step's change is held against the usual one, so that outliers do not throw a model back."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from contract import KRONECKER, each_kronecker, make, take
+from hypothesis import given
+from hypothesis import strategies as st
+from models import ZOO
+from ranks import shard
+from torch.nn.utils import parameters_to_vector
+
+from second_order import KAISA
+from second_order.kfac.precondition import USUAL_CHANGE, UsualChange
+
+if TYPE_CHECKING:
+    from pool import World
+
+pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
+MLP = ZOO["mlp"]
+BATCHES = MLP.batches(12, n=12)
+OPTIONS: dict[str, Any] = {"preconditioner_scale": "gradient", "kl_clip": "auto", "lr": 0.01}
+SYSTEMS = {System.__name__: System for System in KRONECKER}
+CHANGES = st.lists(st.floats(0.0, 1e6, allow_subnormal=False), min_size=1, max_size=30)
+
+
+def coefficients(changes: list[float]) -> list[float]:
+    """ν of each step: four times the debiased average of the bounded changes before it."""
+    found: list[float] = []
+    bounded: list[float] = []
+    for change in changes:
+        weights = [0.95**k for k in range(len(bounded))][::-1]
+        total = sum(w * c for w, c in zip(weights, bounded, strict=True))
+        bound = 4 * total / sum(weights) if len(bounded) >= 5 and total > 0 else math.inf
+        found.append(min(1.0, math.sqrt(bound / change)) if change > 0 else 1.0)
+        bounded.append(min(change, bound))
+    return found
+
+
+@given(CHANGES)
+def test_the_bound_is_four_times_the_running_average(changes: list[float]) -> None:
+    usual = UsualChange()
+    found = [usual.coefficient(change) for change in changes]
+    assert found == pytest.approx(coefficients(changes), rel=1e-9)
+
+
+@given(CHANGES)
+def test_scalars_on_a_device_are_bounded_as_floats_are(changes: list[float]) -> None:
+    usual = UsualChange()
+    told = [torch.tensor(change, dtype=torch.float64) for change in changes]
+    found = [float(usual.coefficient(change)) for change in told]
+    assert found == pytest.approx(coefficients(changes), rel=1e-9)
+    assert isinstance(usual.average, torch.Tensor)
+
+
+def test_an_outlier_is_shortened_and_a_lasting_rise_is_not() -> None:
+    usual = UsualChange()
+    assert [usual.coefficient(1.0) for _ in range(20)] == [1.0] * 20
+    assert usual.coefficient(400.0) == pytest.approx(0.1)
+    assert usual.coefficient(1.0) == 1.0
+    lasting = [usual.coefficient(100.0) for _ in range(100)]
+    assert lasting[0] < 0.25
+    assert lasting[-1] == 1.0
+
+
+def trained(rank: int, world_size: int, system: str, options: Any) -> tuple[Any, list[float]]:
+    """Parameters after eight batches and one of outliers, and ν of each step."""
+    model = MLP.model()
+    optimizer = make(SYSTEMS[system], model, **{**OPTIONS, **options})
+    clips = []
+    for i, (x, y) in enumerate(BATCHES[:9]):
+        batch = (100.0 * x, y) if i == 8 else (x, y)
+        take(model, optimizer, shard(batch, rank, world_size))
+        clips.append(optimizer.statistics()["clip"])
+    return parameters_to_vector(model.parameters()).detach(), clips
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_batch_of_outliers_is_shortened_alike_on_all_ranks(
+    world: World, system: str, world_size: int
+) -> None:
+    results = world.run(trained, world_size, system, {})
+    for parameters, clips in results:
+        assert torch.equal(parameters, results[0][0])
+        assert clips == results[0][1]
+        assert clips[:5] == [1.0] * 5
+        assert clips[8] < 0.5
+    free = world.run(trained, 1, system, {"kl_clip": None})[0][1]
+    assert free == [1.0] * 9
+
+
+@each_kronecker
+def test_a_resumed_run_has_the_usual_change(System: Any) -> None:
+    model = MLP.model()
+    optimizer = make(System, model, **OPTIONS)
+    for batch in BATCHES[:7]:
+        take(model, optimizer, batch)
+    saved = copy.deepcopy(optimizer.state_dict())
+    resumed = make(System, model, **OPTIONS)
+    resumed.load_state_dict(saved)
+    before, after = (o._curvature.clip.usual.saved() for o in (optimizer, resumed))
+    assert after == before
+    assert after.keys() == set(USUAL_CHANGE)
+    assert all(number > 0 for number in after.values())
+
+
+@pytest.mark.parametrize("options", [{"base": torch.optim.AdamW}, {"kl_clip": None}])
+def test_nothing_is_bounded_where_the_base_bounds_its_steps_or_nobody_asks(options: Any) -> None:
+    model = MLP.model()
+    optimizer = KAISA(model, lr=0.01, **options)
+    assert optimizer._curvature.clip.usual is None
+    for batch in BATCHES[:3]:
+        take(model, optimizer, batch)
+    assert optimizer.statistics()["clip"] == 1.0
