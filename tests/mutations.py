@@ -518,11 +518,14 @@ every base taken for SGD
 a step scale that follows where a clip is given
   <-  step_length::with_a_clip_or_newtons_scale_steps_stay_as_they_are
   <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
-    and ours["kl_clip"] is None  =>  and True
+    and ours["kl_clip"] in (AUTO, None)  =>  and True
 a step scale that follows with Newton's scale
   <-  step_length::with_a_clip_or_newtons_scale_steps_stay_as_they_are
   <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
     scaled = ours["preconditioner_scale"] == "gradient" and  =>  scaled =
+a usual change over a base that bounds its steps
+  <-  defaults::a_change_is_held_against_the_usual_one_over_sgd_alone
+    (adaptive or ours["preconditioner_scale"] == "newton")  =>  False
 a step scale over a schedule-free base
   <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
     follows = scaled and not averages  =>  follows = scaled
@@ -570,6 +573,10 @@ the hook's means are lost with their owner
 a clip of one's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
     torch.stack(changes).sum()  =>  changes[world.rank]
+outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
+    (min(change, bound) - average)  =>  (change - average)
+a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_usual_change
+    self.average, self.weight = numbers  =>  self.average, self.weight = 0.0, 0.0
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
     abs(x) * rate**2  =>  abs(x) * rate
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures

@@ -57,7 +57,7 @@ def test_of_two_bases_the_first_is_asked() -> None:
     assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).factor_decay == PerStep(0.995)
 
 
-SCALE = "preconditioner_scale", "damping", "damping_floor", "kl_clip", "follows_steps"
+SCALE = "preconditioner_scale", "damping", "damping_floor", "follows_steps"
 
 
 @pytest.mark.parametrize("base", [SGD, Adam, AdamW])
@@ -65,7 +65,16 @@ SCALE = "preconditioner_scale", "damping", "damping_floor", "kl_clip", "follows_
 def test_the_scale_of_steps_is_the_same_over_every_base(System: type[KAISA], base: Any) -> None:
     options = options_of(System(nn.Linear(3, 2), lr=0.1, base=base))
     found = {name: getattr(options, name) for name in SCALE}
-    assert found == dict(zip(SCALE, ("gradient", DAMPING, FLOOR, None, True), strict=True))
+    assert found == dict(zip(SCALE, ("gradient", DAMPING, FLOOR, True), strict=True))
+
+
+def test_a_change_is_held_against_the_usual_one_over_sgd_alone() -> None:
+    bounds = {
+        base: options_of(KAISA(nn.Linear(3, 2), lr=0.1, base=base)).kl_clip for base in (SGD, AdamW)
+    }
+    assert bounds == {SGD: "auto", AdamW: None}
+    papers = KAISA(nn.Linear(3, 2), lr=0.1, preconditioner_scale="newton")
+    assert options_of(papers).kl_clip is None
 
 
 class ScheduleFree(SGD):
@@ -87,7 +96,7 @@ class ScheduleFree(SGD):
         {"preconditioner_scale": "newton", "kl_clip": 1e-3},
         {"base": ScheduleFree},
     ],
-    ids=str,
+    ids=["newton", "number", "function", "papers", "schedule-free"],
 )
 def test_the_step_scale_is_for_the_gradients_scale_without_a_clip(options: dict[str, Any]) -> None:
     assert not options_of(KAISA(nn.Linear(3, 2), lr=0.1, **options)).follows_steps
