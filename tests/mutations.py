@@ -582,6 +582,10 @@ a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rat
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
   - .clamp(max=1.0)
 
+== kfac/saved_inverses.py
+inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
+    if (scale > 0) != scaled:  =>  if False:
+
 == kfac/schedule.py
 quiet up to a refresh that looks at the step before
   <-  graphs::steps_are_quiet_until_the_first_that_is_not

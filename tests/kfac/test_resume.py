@@ -175,7 +175,7 @@ def test_a_resumed_run_is_the_run(run: Run) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"solver": "eigen", "preconditioner_scale": "gradient"},
+        {"solver": "eigen", "preconditioner_scale": "newton"},
         {"refresh": "trace", "inv_update_steps": 2, "trace_bounds": (0.3, 0.1)},
         {"exact_blocks": True, "fisher": "sampled", **BY_INTERVAL},
         {"other_matrices": "gradient", "skip_layers": ["5"], "symmetry_aware": False},
@@ -290,6 +290,21 @@ def test_without_inverses_all_layers_are_refreshed(System: Any) -> None:
     added = sum(part[f"inverse_{k}"].nbytes for part in parts for k in "AG" if "A" in part)
     assert optimizer.summary().inverse_bytes == added > 0
     optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "scales", [("newton", "gradient"), ("gradient", "newton")], ids=" to ".join
+)
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+def test_inverses_of_another_scale_are_refreshed(System: Any, scales: tuple[str, str]) -> None:
+    """As if the checkpoint had none."""
+    old, new = (
+        Run(System, "SGD", {**BY_INTERVAL, "preconditioner_scale": scale, "kl_clip": 1e-3})
+        for scale in scales
+    )
+    less = Run(System, "SGD", {**old.options, "save_inverses": False})
+    found, expected = (ended(0, 1, new, begun(0, 1, run, 7)[0], 7) for run in (old, less))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("solver", ["inverse", "eigen"])

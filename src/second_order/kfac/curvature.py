@@ -619,7 +619,14 @@ class KFAC(OfLayers):
             works = rank in layer.workers
             if not part["inverse_wanted"]:
                 solves.wanted.discard(block)
-            inverse = loaded_inverse(part, block, solves.solver, options.inv_dtype, works)
+            inverse = loaded_inverse(
+                part,
+                block,
+                solves.solver,
+                options.inv_dtype,
+                works,
+                scaled=options.preconditioner_scale == "gradient",
+            )
             if inverse is not None:
                 inverses[block] = inverse
                 if works and inverse.inverse is None:

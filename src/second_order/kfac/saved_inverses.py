@@ -199,12 +199,19 @@ def has_inverse_entries(part: Mapping[str, Any]) -> bool:
 
 
 def loaded_inverse(
-    part: Mapping[str, Any], block: KroneckerBlock, solver: Solver, dtype: torch.dtype, works: bool
+    part: Mapping[str, Any],
+    block: KroneckerBlock,
+    solver: Solver,
+    dtype: torch.dtype,
+    works: bool,
+    *,
+    scaled: bool,
 ) -> LoadedInverse | None:
     """A layer's inverse from a checkpoint, or None if the layer had no inverse.
 
     The field ``inverse`` is set only on gradient workers (``works``). It is None if the checkpoint
-    lacks tensors that fit this solver and this layer.
+    lacks tensors that fit this solver and this layer, or if its inverse has another
+    ``preconditioner_scale`` (``scaled``: the gradient's).
     """
     step = int(part.get(STEP, -1))
     if step < 0:
@@ -220,6 +227,8 @@ def loaded_inverse(
             return here
         entries[name] = fitting.to(block.weight.device, dtype)
     damping, scale = part[INVERSE_DAMPING].tolist() if INVERSE_DAMPING in part else (0.0, 0.0)
+    if (scale > 0) != scaled:  # Newton's scale is saved as 0
+        return here
     inverse = solver.from_saved(entries, block.shape)
     return LoadedInverse(here.step, here.delay, damping, scale, inverse)
 
