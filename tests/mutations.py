@@ -574,13 +574,13 @@ a clip of one's own layers alone
   <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
     torch.stack(changes).sum()  =>  changes[world.rank]
 outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
-    (min(change, bound) - average)  =>  (change - average)
+    MOST_CHANGE * share * part * change  =>  MOST_CHANGE * share * change
 a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_usual_change
-    self.average, self.weight = numbers  =>  self.average, self.weight = 0.0, 0.0
+    self.bound, self.steps = bound, int(steps)  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
     abs(x) * rate**2  =>  abs(x) * rate
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
-  - .clamp(max=1.0)
+    torch.sqrt(kl_clip / change).clamp(max=1.0)  =>  torch.sqrt(kl_clip / change)
 
 == kfac/saved_inverses.py
 inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed

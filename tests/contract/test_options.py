@@ -127,7 +127,7 @@ def test_a_lazy_module_must_have_seen_a_batch(System: Any) -> None:
 NUMBERS: list[tuple[str, Any, str]] = [
     ("damping", -1.0, r"damping=-1\.0 is outside \[0, inf\); "),
     ("factor_decay", 1.0, r"factor_decay=1\.0 is outside \[0, 1\); 'auto' counts"),
-    ("kl_clip", 0.0, r"kl_clip=0\.0 is outside \(0, inf\]; use a positive number, or None"),
+    ("kl_clip", 0.0, r"kl_clip=0\.0 is outside \(0, inf\]; use a positive number, 'auto', or None"),
     ("grad_worker_fraction", -0.5, r"grad_worker_fraction=-0\.5 is outside \[0, 1\]; 1\.0 is"),
     ("factor_update_steps", 0, "factor_update_steps=0 is below 1; use 1 for every step"),
     ("inv_update_steps", -3, "inv_update_steps=-3 is below 1; use 1 for every step"),
@@ -202,12 +202,7 @@ FLAGS = (
 )
 TYPES: list[tuple[str, Any, str]] = [
     ("damping", "often", r"damping='often' is not a number; "),
-    ("kl_clip", "off", "kl_clip='off' is not a number; use a positive number, or None for no clip"),
-    (
-        "kl_clip",
-        "auto",
-        "kl_clip='auto' is not a number; use a positive number, or None for no clip",
-    ),
+    ("kl_clip", "off", "kl_clip='off' is not a number; use a positive number, 'auto', or None"),
     ("factor_update_steps", 1.5, r"factor_update_steps=1\.5 is not a whole number; use"),
     ("inv_update_steps", True, "inv_update_steps=True is not a whole number; use"),
     ("accumulation_steps", abs, "accumulation_steps=.* is not a whole number; use 1 or more: "),

@@ -26,19 +26,23 @@ MLP = ZOO["mlp"]
 BATCHES = MLP.batches(12, n=12)
 OPTIONS: dict[str, Any] = {"preconditioner_scale": "gradient", "kl_clip": "auto", "lr": 0.01}
 SYSTEMS = {System.__name__: System for System in KRONECKER}
-CHANGES = st.lists(st.floats(0.0, 1e6, allow_subnormal=False), min_size=1, max_size=30)
+SIZES = st.one_of(st.just(0.0), st.floats(1e-6, 1e6))
+CHANGES = st.lists(SIZES, min_size=1, max_size=30)
 
 
 def coefficients(changes: list[float]) -> list[float]:
-    """ν of each step: four times the debiased average of the bounded changes before it."""
+    """ν of each step: by four times the average of the bounded changes before it.
+
+    It is the mean of at most twenty changes, and forgets a twentieth at a step then.
+    """
     found: list[float] = []
-    bounded: list[float] = []
-    for change in changes:
-        weights = [0.95**k for k in range(len(bounded))][::-1]
-        total = sum(w * c for w, c in zip(weights, bounded, strict=True))
-        bound = 4 * total / sum(weights) if len(bounded) >= 5 and total > 0 else math.inf
-        found.append(min(1.0, math.sqrt(bound / change)) if change > 0 else 1.0)
-        bounded.append(min(change, bound))
+    average = 0.0
+    for i, change in enumerate(changes):
+        part = 1.0
+        if i >= 5 and change > 0:
+            part = min(max(4 * average / change, 4e-4), 1.0)
+        average += (part * change - average) / min(i + 1, 20)
+        found.append(math.sqrt(part))
     return found
 
 
@@ -55,13 +59,14 @@ def test_scalars_on_a_device_are_bounded_as_floats_are(changes: list[float]) -> 
     told = [torch.tensor(change, dtype=torch.float64) for change in changes]
     found = [float(usual.coefficient(change)) for change in told]
     assert found == pytest.approx(coefficients(changes), rel=1e-9)
-    assert isinstance(usual.average, torch.Tensor)
+    assert isinstance(usual.bound, torch.Tensor)
 
 
 def test_an_outlier_is_shortened_and_a_lasting_rise_is_not() -> None:
     usual = UsualChange()
     assert [usual.coefficient(1.0) for _ in range(20)] == [1.0] * 20
     assert usual.coefficient(400.0) == pytest.approx(0.1)
+    assert UsualChange().coefficient(0.0) == 1.0
     assert usual.coefficient(1.0) == 1.0
     lasting = [usual.coefficient(100.0) for _ in range(100)]
     assert lasting[0] < 0.25
