@@ -576,7 +576,7 @@ a clip of one's own layers alone
 outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
     MOST_CHANGE * share * part * change  =>  MOST_CHANGE * share * change
 a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_usual_change
-    self.bound, self.steps = bound, int(steps)  =>  pass
+    self.steps = int(steps)  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
     abs(x) * rate**2  =>  abs(x) * rate
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures

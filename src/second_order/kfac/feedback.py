@@ -11,15 +11,15 @@ after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ 
                         the loss still falls along Δ where s > 0, and rises where the step was too
                         long
 S, Z                    <- running averages of the sign of s and of |s|, debiased
-τ                       <- τ exp(a (S - b)), and at once by exp(s / 2 Z) where -s > 2 Z
+τ                       <- τ exp(a (S - b)); in the same step times exp(s / 2 Z) if -s > 2 Z
 w                       <- w + (τ - 1) Δ                after the base's step, which sees nothing
 
 Steps longer than the base's have to be earned: b is 0.3 where τ > 1. It is -0.3 where τ <= 1, as
 s is mostly noise where the loss falls slowly; and while a schedule moves the learning rate, which
 lets the noise fall by itself. τ is 5 at most; 2 while a schedule moves the rate, and over a base
-that scales its steps itself. S is looked at where layers are refreshed, at each step of a young
-training and seldom later; a counts the steps in between, as far as τ grows. Nothing is done while
-τ is 1, but at the step before a look.
+that scales its steps itself. S is updated where layers are refreshed: at each step of a young
+training, rarely later. If τ grows, a counts the steps in between. While τ is 1, only the step
+before an update costs anything.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ class UsualChange:
     """The running average of the steps' changes Σ |P·∇|, and the bound that follows from it.
 
     A change above the bound counts as the bound, so that outliers move the average little, and a
-    change that stays large raises it step by step. The bound is a float where changes are floats,
-    and otherwise a scalar on their device, which is updated in place and not waited for.
+    change that stays large raises it step by step. The bound is a float where changes are floats.
+    Otherwise it is a scalar on their device: it is updated in place, and the host never reads it.
     """
 
     def __init__(self) -> None:
@@ -148,10 +148,12 @@ class UsualChange:
     def coefficient(self, change: Scalar) -> Scalar:
         """ν for the change of a step, which the average takes in; 1 in the first steps."""
         share = max(1 / REMEMBERED, 1 / (self.steps + 1))
-        bounded, self.steps = self.steps >= UNBOUNDED, min(self.steps + 1, REMEMBERED)
+        bounded = self.steps >= UNBOUNDED
+        self.steps = min(self.steps + 1, REMEMBERED)
         if isinstance(change, Tensor):
             return self._coefficient_on_device(change, share, bounded)
-        bound, part = float(self.bound), 1.0
+        bound = float(self.bound)
+        part = 1.0
         if bounded and change > 0:
             part = min(max(bound / change, LEAST_PART), 1.0)
         self.bound = bound * (1 - share) + MOST_CHANGE * share * part * change
@@ -172,13 +174,12 @@ class UsualChange:
         return dict(zip(USUAL_CHANGE, (float(self.bound), float(self.steps)), strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over what a checkpoint has; one without it begins anew."""
-        wanted = set(USUAL_CHANGE)
-        found = next((part for part in saved.values() if part.keys() >= wanted), None)
-        self.bound, self.steps = 0.0, 0
-        if found is not None:
-            bound, steps = (found.number(name) for name in USUAL_CHANGE)
-            self.bound, self.steps = bound, int(steps)
+        """Take over what a checkpoint has; without an entry the average starts empty."""
+        names = set(USUAL_CHANGE)
+        part = next((part for part in saved.values() if part.keys() >= names), None)
+        bound, steps = (0.0, 0.0) if part is None else map(part.number, USUAL_CHANGE)
+        self.bound = bound
+        self.steps = int(steps)
 
 
 class Clip:

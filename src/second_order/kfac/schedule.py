@@ -61,7 +61,8 @@ UPDATED_AT = "updated_at"
 """The entry of a checkpoint, the same for all layers: the step of the averages' last update."""
 
 LONGEST_POWER = 5
-LONGEST, LATEST = 2**LONGEST_POWER, 2**62  # of intervals, and of steps
+LONGEST = 2**LONGEST_POWER  # interval
+LATEST = 2**62  # step
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
 SMALL = 5e8  # operations that take as long as what a step costs besides its products
 COSTLY, SHORT = 10, 0.5  # a refresh that is told of: in steps of the base, and in seconds
@@ -135,7 +136,8 @@ class Drift:
 
     def grow(self, step: int) -> None:
         """Follow training's age: what the averages remember grows with it, and changes slower."""
-        self.aged = 2 ** min(max(int(self._bounds.age * step), 1).bit_length() - 1, LONGEST_POWER)
+        share = max(int(self._bounds.age * step), 1)
+        self.aged = 2 ** min(share.bit_length() - 1, LONGEST_POWER)
 
     def interval(self, block: KroneckerBlock) -> int:
         """Steps from a layer's refresh to the next, as drift, budget and work allow."""
