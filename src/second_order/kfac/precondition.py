@@ -398,7 +398,7 @@ def precondition_by_owners(
             else:
                 sent = [(p.grad, rank) for p, rank in owners.items() if p.grad is not None]
             _share(world, [*sent, *zip(changes, range(world.size), strict=False)])
-    if bound is None:
+    if bound is None or not solved:  # a step without P is no usual change
         return None
     with meter.stage("clip"):
         coefficient = clip.coefficient(torch.stack(changes).sum(), bound)
