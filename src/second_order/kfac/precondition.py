@@ -169,6 +169,11 @@ class UsualChange:
         self.bound.mul_(1 - share).addcmul_(change, part, value=MOST_CHANGE * share)
         return torch.sqrt(part)
 
+    @property
+    def full(self) -> bool:
+        """Whether the average has all its steps: each later change has the same weight."""
+        return self.steps >= REMEMBERED
+
     def saved(self) -> dict[str, float]:
         """What a checkpoint has with every layer."""
         return dict(zip(USUAL_CHANGE, (float(self.bound), float(self.steps)), strict=True))
