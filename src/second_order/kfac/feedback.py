@@ -161,7 +161,9 @@ class StepLength:
             self._rate_changed = step
         self._rate = rate
         moves = self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
+        most = min(bounds.most, SCHEDULED) if moves else bounds.most
         if not math.isfinite(s):
+            self.factor = min(self.factor, most)
             return
         rises = -s > RISES * self._size > 0
         change = max(s / self._size, -4.0) / 2 if rises else 0.0
@@ -175,7 +177,6 @@ class StepLength:
             since = 1 if self._looked_at < 0 else step - self._looked_at
             change += LONGER * earned * min(max(since, 1), COUNTED)
         self._looked_at = step
-        most = min(bounds.most, SCHEDULED) if moves else bounds.most
         self.factor = min(max(self.factor * math.exp(change), bounds.least), most)
 
     def scale(self, asked: bool) -> None:
