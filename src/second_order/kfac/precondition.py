@@ -136,9 +136,10 @@ def _product(bank: Bank, gradient: Tensor, results: Tensor) -> Tensor:
 class UsualChange:
     """The running average of the steps' changes Σ |P·∇|, and the bound that follows from it.
 
-    A change above the bound counts as the bound, so that outliers move the average little, and a
-    change that stays large raises it step by step. The bound is a float where changes are floats.
-    Otherwise it is a scalar on their device: it is updated in place, and the host never reads it.
+    A change above the bound counts as the bound, so that outliers move the average little. If
+    changes stay large, the average grows by about 15% per step until it has caught up. The bound
+    is a float if changes are floats. Otherwise it is a scalar on their device, which is updated in
+    place; the host reads it only for checkpoints.
     """
 
     def __init__(self) -> None:
@@ -203,7 +204,7 @@ class Clip:
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip.
 
-        It is infinite where the usual change bounds steps, as :meth:`coefficient` knows that bound.
+        It is infinite if the usual change bounds steps: :meth:`coefficient` has that bound.
         """
         if self.usual is not None:
             return math.inf
