@@ -411,6 +411,12 @@ statistics from before a load  <-  contract_state::statistics_from_before_a_load
   -
 
 == kfac/curvature.py
+graphs that keep the weight of one of the first changes
+  <-  graphs::the_usual_change_is_that_of_steps_without_graphs
+    (self._just_loaded or not usual.full)  =>  self._just_loaded
+graphs that keep the usual change that was loaded
+  <-  graphs::the_usual_change_is_that_of_steps_without_graphs
+    (self._just_loaded or not usual.full)  =>  not usual.full
 messages forget since the beginning of a resumed run
   <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
   -         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
@@ -575,6 +581,9 @@ a clip of one's own layers alone
     torch.stack(changes).sum()  =>  changes[world.rank]
 outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
     MOST_CHANGE * share * part * change  =>  MOST_CHANGE * share * change
+steps without a preconditioned layer that count
+  <-  usual_change::steps_without_preconditioned_layers_are_no_usual_change
+    if bound is None or not solved:  =>  if bound is None:
 a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_usual_change
     self.steps = int(steps)  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
@@ -587,6 +596,9 @@ inverses of another scale than the run's  <-  resume::inverses_of_another_scale_
     if (scale > 0) != scaled:  =>  if False:
 
 == kfac/schedule.py
+intervals that do not grow with age
+  <-  drift::over_adaptive_bases_intervals_grow_with_the_age_of_the_run
+    share = max(int(self._bounds.age * step), 1)  =>  share = 1
 quiet up to a refresh that looks at the step before
   <-  graphs::steps_are_quiet_until_the_first_that_is_not
     [refresh - options.follows_steps]  =>  [refresh]

@@ -14,6 +14,7 @@ from shards import (
     ADAM,
     AT_ONCE,
     CHOICES,
+    GRADIENT,
     MOMENTUM,
     accumulated,
     by_choice,
@@ -75,6 +76,38 @@ def test_sharded_trajectories_are_those_of_one_process(world: World) -> None:
     for trajectory in found:
         assert_same_trajectory(trajectory, expected, rtol=TIGHT)
     assert float((base[-1] - expected[-1]).abs().max()) > 1e-3
+
+
+def with_outliers(rank: int, world_size: int, how: str) -> list[tuple[list[Tensor], list[float]]]:
+    """For each system, the trajectory whose eighth batch has outliers, and ν of each step."""
+    found = []
+    for System in (KAISA, DPKFAC, DistKFAC):
+        model = narrow()
+        trained: Any = model if how == "plain" else fsdp(model, how)
+        chosen = {**OPTIONS, "inv_update_steps": 3, **GRADIENT, "kl_clip": "auto", "lr": 0.01}
+        trajectory, clips = [], []
+        with System(trained, **chosen, **(AT_ONCE if System is DistKFAC else {})) as optimizer:
+            for i, (x, y) in enumerate(shares(rank, world_size, 9)):
+                batch = (x, 100 * y) if i == 7 else (x, y)
+                trajectory += go_on(trained, optimizer, [batch])
+                clips.append(optimizer.statistics()["clip"])
+        found.append((trajectory, clips))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_batch_of_outliers_is_shortened_alike_on_all_ranks(world: World, world_size: int) -> None:
+    """Also on ranks that precondition no layer; as by one process."""
+    results = world.run(with_outliers, world_size, "layers")
+    whole_model = with_outliers(0, 1, "plain")
+    for i, (trajectory, clips) in enumerate(whole_model):
+        assert clips[:5] == [1.0] * 5
+        assert clips[7] < 0.5
+        for rank in range(world_size):
+            assert results[rank][i][1] == results[0][i][1]
+        if i != 1:  # DPKFAC's factors are of one rank's data
+            assert results[0][i][1] == pytest.approx(clips, rel=1e-9)
+            assert_same_trajectory(results[0][i][0], trajectory, rtol=TIGHT)
 
 
 def test_an_optimizer_made_before_goes_on_with_the_shards(world: World) -> None:

@@ -106,6 +106,16 @@ def test_while_a_schedule_moves_the_rate_steps_need_not_be_earned(
     assert max(found) <= 2.0
 
 
+def test_a_rate_that_moves_bounds_steps_also_where_the_last_step_is_not_known() -> None:
+    length = StepLength(PLAIN)
+    for step in range(40):
+        length.follow(1.0, 0.1, step)
+    length.follow(math.nan, 0.1, 40)
+    assert length.factor == 5.0
+    length.follow(math.nan, 0.05, 41)
+    assert length.factor == 2.0
+
+
 @pytest.mark.parametrize(
     ("rate", "moving"),
     [

@@ -101,6 +101,24 @@ def test_a_batch_of_outliers_is_shortened_alike_on_all_ranks(
 
 
 @each_kronecker
+def test_steps_without_preconditioned_layers_are_no_usual_change(System: Any) -> None:
+    """Layers that are unfrozen late take their first steps in full."""
+    model = MLP.model()
+    optimizer = make(System, model, **OPTIONS, skip_layers=["4"])
+    for p in model[:4].parameters():
+        p.requires_grad_(False)
+    for batch in BATCHES[:6]:
+        take(model, optimizer, batch)
+    assert optimizer._curvature.clip.usual.steps == 0
+    for p in model[:4].parameters():
+        p.requires_grad_(True)
+    for batch in BATCHES[6:10]:
+        take(model, optimizer, batch)
+        assert optimizer.statistics()["clip"] == 1.0
+    assert optimizer._curvature.clip.usual.steps > 0
+
+
+@each_kronecker
 def test_a_resumed_run_has_the_usual_change(System: Any) -> None:
     model = MLP.model()
     optimizer = make(System, model, **OPTIONS)

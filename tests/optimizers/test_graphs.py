@@ -26,6 +26,7 @@ from torch.nn.utils import parameters_to_vector
 
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC
 from second_order.contract.training import check_capture
+from second_order.kfac import precondition
 from second_order.kfac.schedule import Change, Drift
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -94,6 +95,40 @@ def test_a_graph_replayed_trains_as_steps_do(name: str) -> None:
     assert replayed > STEPS / 3
 
 
+def test_the_usual_change_is_that_of_steps_without_graphs(monkeypatch: Any) -> None:
+    """Sums of changes are scalars, as on a device; a checkpoint is loaded halfway."""
+    monkeypatch.setattr(precondition, "sum_of_changes", lambda stacks: torch.cat(stacks).sum())
+    found = []
+    for graphs in (True, False):
+        model, graph, replayed = network(), None, []
+        optimizer = DPKFAC(model, **SGD, factor_update_steps=12, inv_update_steps=12)
+        for i in range(60):
+            x, y = batch(i)
+            optimizer.zero_grad(set_to_none=False)
+            cross_entropy(model(x * (30.0 if i == 54 else 1.0)), y).backward()
+            if i == 38:
+                optimizer.load_state_dict(optimizer.state_dict())
+                graph = None
+            if not graphs or optimizer.quiet_until == optimizer.training.steps:
+                optimizer.step()
+                graph = None
+                continue
+            if graph is None:
+                graph = Graph()
+                with graph.recording():
+                    optimizer.step()
+            graph.replay()
+            optimizer.replayed()
+            replayed.append(i)
+        usual = optimizer._curvature.clip.usual
+        assert usual is not None
+        found.append((parameters_to_vector(model.parameters()).tolist(), usual.saved()))
+        if graphs:
+            assert min(replayed) == 20  # all changes weigh the same from there on
+            assert len(replayed) > 20
+    assert found[0] == found[1]
+
+
 @given(st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 40))
 @example(20, 7, True, 2)
 def test_steps_are_quiet_until_the_first_that_is_not(
@@ -102,6 +137,8 @@ def test_steps_are_quiet_until_the_first_that_is_not(
     clip = {} if follows else {"kl_clip": 1e-3}
     optimizer = KAISA(nn.Linear(3, 2), lr=0.1, factor_update_steps=f, inv_update_steps=i, **clip)
     optimizer._curvature.solves.wanted = False
+    if follows:
+        optimizer._curvature.clip.usual.steps = precondition.REMEMBERED
     optimizer.training.steps = steps
     last = optimizer.quiet_until
     for step in range(steps, last + 1):
@@ -165,7 +202,7 @@ def test_the_momentum_fades_by_each_step_that_is_replayed() -> None:
 
 def test_what_a_graph_does_not_hold_is_refused_before_anything_has_changed() -> None:
     model = network()
-    optimizer = KAISA(model, **SGD, **EVERY)
+    optimizer = KAISA(model, **PLAIN, **EVERY)
 
     def step(graph: Graph | None = None) -> None:
         optimizer.zero_grad()
@@ -241,6 +278,9 @@ class Training:
     def __init__(self, System: Any, options: dict[str, Any]) -> None:
         self.model = network().double().to("pretend")
         self.optimizer = System(self.model, **{"lr": 1e-3, **options})
+        if System is DPKFAC:  # its steps are quiet once the average of changes is full
+            usual = self.optimizer._curvature.clip.usual
+            usual.bound, usual.steps = 1.0, precondition.REMEMBERED
         if System is DHO2:
             self.optimizer.curvature_closure = partial(self.loss, 0)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)

@@ -314,6 +314,10 @@ class KFAC(OfLayers):
         beside = self._system.solves is not None or self.helpers is not None  # at any time
         if beside or self.sharded or self.solves.wanted or not self.layers.unchanged:
             return self.training.steps
+        # A graph would keep the weight of one of the first steps, or the number that was loaded.
+        usual = self.clip.usual
+        if usual is not None and (self._just_loaded or not usual.full):
+            return self.training.steps
         return self._cadence.quiet_until
 
     def _take_statistics(self, due: bool) -> Tensor | None:

@@ -14,12 +14,12 @@ S, Z                    <- running averages of the sign of s and of |s|, debiase
 τ                       <- τ exp(a (S - b)); in the same step times exp(s / 2 Z) if -s > 2 Z
 w                       <- w + (τ - 1) Δ                after the base's step, which sees nothing
 
-Steps longer than the base's have to be earned: b is 0.3 where τ > 1. It is -0.3 where τ <= 1, as
-s is mostly noise where the loss falls slowly; and while a schedule moves the learning rate, which
-lets the noise fall by itself. τ is 5 at most; 2 while a schedule moves the rate, and over a base
-that scales its steps itself. S is updated where layers are refreshed: at each step of a young
-training, rarely later. If τ grows, a counts the steps in between. While τ is 1, only the step
-before an update costs anything.
+Steps longer than the base's have to be earned: if τ > 1, b is 0.3. If τ <= 1, b is -0.3, because
+s is mostly noise when the loss falls slowly. While a schedule moves the learning rate, b is -0.3
+for every τ, because the noise falls with the rate. τ is at most 5; it is at most 2 while a schedule
+moves the rate, and over a base that scales its steps itself. S is updated where layers are
+refreshed: at every step at first, rarely later. If τ grows, a counts the steps in between. While τ
+is 1, only the step before an update costs anything.
 """
 
 from __future__ import annotations
@@ -161,7 +161,9 @@ class StepLength:
             self._rate_changed = step
         self._rate = rate
         moves = self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
+        most = min(bounds.most, SCHEDULED) if moves else bounds.most
         if not math.isfinite(s):
+            self.factor = min(self.factor, most)
             return
         rises = -s > RISES * self._size > 0
         change = max(s / self._size, -4.0) / 2 if rises else 0.0
@@ -175,7 +177,6 @@ class StepLength:
             since = 1 if self._looked_at < 0 else step - self._looked_at
             change += LONGER * earned * min(max(since, 1), COUNTED)
         self._looked_at = step
-        most = min(bounds.most, SCHEDULED) if moves else bounds.most
         self.factor = min(max(self.factor * math.exp(change), bounds.least), most)
 
     def scale(self, asked: bool) -> None:

@@ -149,19 +149,20 @@ class KFACOptions:
     Attributes:
         damping: γ, added to the curvature before it is inverted; number or callable, at least 0. A
             larger γ is more cautious: the step turns from the natural to the plain gradient.
-            "auto": 0.1 times the layer's mean curvature, which is raised to a quarter of the mean
-            over all layers; without ``relative_damping`` a value has to be given. A number may be a
-            tensor, which a schedule fills in place; one on a device is not waited for, nor its
-            value checked.
+            "auto": 0.1 times the layer's mean curvature, which counts as at least a quarter of the
+            mean over all layers. With ``relative_damping=False``, give a number. A number may be a
+            tensor, which a schedule fills in place. If it is on a device, the host does not read
+            it, so its value is not checked.
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G /
-            (dim A dim G), which frees it of the scale of the loss. False: γ is ``damping`` itself,
+            (dim A dim G), so it does not depend on the scale of the loss. False: γ is ``damping``,
             as in the papers. KAISA's published code has smaller factors, and so another γ for the
             same step: see "Where it differs from the paper" in its docs.
-        preconditioner_scale: "gradient": P = (A ⊗ G + γ)⁻¹ ∇ times the layer's mean curvature and
-            γ, so that it has the gradient's scale. If the curvature is the same in all directions,
-            the gradient stays as it is. "newton": P itself, as long as an approximate Newton step.
-            A Newton step grows as gradients shrink, so give it a ``kl_clip``. Adaptive bases
-            remember the size of past gradients, Adam for a thousand steps, and need "gradient".
+        preconditioner_scale: "gradient": P = (A ⊗ G + γ)⁻¹ ∇ is multiplied by c + γ, where c is
+            the layer's mean curvature, so that it has the gradient's scale. If the curvature is the
+            same in all directions, the gradient stays as it is. "newton": P itself, which is as
+            long as an approximate Newton step. A Newton step grows as gradients shrink, so give it
+            a ``kl_clip``. Adaptive bases remember the size of past gradients, Adam for a thousand
+            steps, and need "gradient".
         factor_decay: Weight of the past in the running averages of A and G at an update, in [0, 1);
             number, callable or ``PerStep``. "auto": the number of steps remembered does not depend
             on the intervals: some 45 (0.978 to the power of the steps since the last update) under
@@ -169,9 +170,10 @@ class KFACOptions:
         kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
             (Pauloski et al. 2022, 5.1); number, tensor of one, callable or None for no bound. A
             number is the bound at the learning rate's peak and shrinks with lr² when a schedule
-            lowers it; a callable is taken as it is. "auto": Σ P·∇ may be at most four times its
-            running average of some twenty steps, so that a batch of outliers cannot throw the model
-            back; no bound with "newton", and none over a base that scales its steps itself.
+            lowers it; a callable is taken as it is. Either switches the step scale off. "auto":
+            Σ |P·∇|, without lr, may be at most four times its running average over some twenty
+            steps, so that a batch of outliers cannot undo many steps. With "newton", and over a
+            base that scales its steps itself, "auto" is no bound.
         solver: "inverse" damps A and G apart and takes their Cholesky inverses; "eigen" applies (A
             ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on most of the
             tasks that the defaults were chosen on.
@@ -195,9 +197,10 @@ class KFACOptions:
         kfac_approx: For layers applied at many positions: "expand" if each position has a loss term
             (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023);
             fused experts count as other matrices then.
-        refresh: "drift": each layer is solved as often as that changes its preconditioned gradient:
-            its interval is halved where the old and the new one point apart, and doubled where they
-            agree, 1 to 32 steps. With a number for ``inv_update_steps`` that is the interval.
+        refresh: "drift": each layer has its own interval, 1 to 32 steps. It is halved if the old
+            and the new inverse give the gradient different directions, and doubled if they agree.
+            Over a base that scales its steps itself, it is at least a quarter of the steps so far,
+            up to 32. A number for ``inv_update_steps`` replaces these intervals.
             "interval" solves every layer every ``inv_update_steps``, 10 if None. "trace" keeps the
             inverses of layers whose curvature has hardly moved since their last solve, by its trace
             (THOR, Chen et al. 2021).

@@ -136,9 +136,10 @@ def _product(bank: Bank, gradient: Tensor, results: Tensor) -> Tensor:
 class UsualChange:
     """The running average of the steps' changes Σ |P·∇|, and the bound that follows from it.
 
-    A change above the bound counts as the bound, so that outliers move the average little, and a
-    change that stays large raises it step by step. The bound is a float where changes are floats.
-    Otherwise it is a scalar on their device: it is updated in place, and the host never reads it.
+    A change above the bound counts as the bound, so that outliers move the average little. If
+    changes stay large, the average grows by about 15% per step until it has caught up. The bound
+    is a float if changes are floats. Otherwise it is a scalar on their device, which is updated in
+    place; the host reads it only for checkpoints.
     """
 
     def __init__(self) -> None:
@@ -169,6 +170,11 @@ class UsualChange:
         self.bound.mul_(1 - share).addcmul_(change, part, value=MOST_CHANGE * share)
         return torch.sqrt(part)
 
+    @property
+    def full(self) -> bool:
+        """Whether the average has all its steps: each later change has the same weight."""
+        return self.steps >= REMEMBERED
+
     def saved(self) -> dict[str, float]:
         """What a checkpoint has with every layer."""
         return dict(zip(USUAL_CHANGE, (float(self.bound), float(self.steps)), strict=True))
@@ -198,7 +204,7 @@ class Clip:
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip.
 
-        It is infinite where the usual change bounds steps, as :meth:`coefficient` knows that bound.
+        It is infinite if the usual change bounds steps: :meth:`coefficient` has that bound.
         """
         if self.usual is not None:
             return math.inf
@@ -398,7 +404,7 @@ def precondition_by_owners(
             else:
                 sent = [(p.grad, rank) for p, rank in owners.items() if p.grad is not None]
             _share(world, [*sent, *zip(changes, range(world.size), strict=False)])
-    if bound is None:
+    if bound is None or not solved:  # a step without P is no usual change
         return None
     with meter.stage("clip"):
         coefficient = clip.coefficient(torch.stack(changes).sum(), bound)

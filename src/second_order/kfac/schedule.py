@@ -4,7 +4,8 @@ Refreshes by drift come as often as each layer changes by them:
 
 at a refresh    P₀ = old inverse ∇, P = new inverse ∇         of the step's own mean gradient
                 c = cos(P₀, P), r = |P₀| / |P|                all ranks hear them
-interval        halved where c is low, doubled where it is high; 1 at first, 32 steps at most
+interval        halved where c is low, doubled where it is high; 1 at first, 32 steps at most;
+                over adaptive bases at least a quarter of the steps so far, up to 32
 due             every interval-th step, and no oftener than three layers of four want to be
 
 Intervals are powers of two and due steps their multiples, so that layers come due together and the
@@ -77,7 +78,7 @@ class Bounds:
     apart: float  # cosine below which it is halved
     alike: float  # cosine above which it is doubled
     patience: int  # number of refreshes in a row that have to be so much alike
-    age: float = 0.0  # share of the steps so far that is the least interval, a power of two below
+    age: float = 0.0  # least interval, as a share of the steps so far; rounded down to 2**n
 
 
 # Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. SGD
@@ -135,7 +136,10 @@ class Drift:
         self._schedule: tuple[tuple[int, int], int, tuple[int, ...]] | None = None
 
     def grow(self, step: int) -> None:
-        """Follow training's age: what the averages remember grows with it, and changes slower."""
+        """Raise the least interval with the number of steps.
+
+        The averages remember more steps as training goes on, so they change more slowly.
+        """
         share = max(int(self._bounds.age * step), 1)
         self.aged = 2 ** min(share.bit_length() - 1, LONGEST_POWER)
 
