@@ -315,7 +315,9 @@ def test_seconds_of_the_held_out_tasks() -> None:
             assert cell == ("never" if share == math.inf else f"{share:.2f} ×"), (name, column)
     said = f"On {slower} of the {len(table)} tasks KAISA over AdamW needs more seconds"
     assert said in text_of(DEFAULTS)
-    assert f"on {slower} of {len(table)} held-out tasks it needs more seconds" in text_of("README.md")
+    assert f"on {slower} of {len(table)} held-out tasks it needs more seconds" in text_of(
+        "README.md"
+    )
 
 
 def test_accuracies_of_the_held_out_tasks() -> None:

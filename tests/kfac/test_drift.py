@@ -257,6 +257,23 @@ def test_over_adaptive_bases_intervals_grow_with_the_age_of_the_run(step: int) -
     assert plain.interval(block) == 1
 
 
+def test_layers_that_begin_late_are_refreshed_as_often_as_at_the_beginning() -> None:
+    model = MLP.model()
+    model[2].requires_grad_(False)
+    optimizer = make(SYSTEMS["KAISA"], model, lr=1e-3, base=torch.optim.AdamW, **BY_DRIFT)
+    drift = optimizer._curvature.drift
+    for _ in range(41):
+        take(model, optimizer, BATCHES[0])
+    assert drift.aged == 8
+    optimizer.add_param_group({"params": list(model[2].requires_grad_(True).parameters())})
+    aged = []
+    for _ in range(12):
+        take(model, optimizer, BATCHES[0])
+        aged.append(drift.aged)
+    assert 1 in aged
+    assert aged[-1] == 2
+
+
 def test_a_refresh_is_due_where_the_step_before_expects_it() -> None:
     """Also at steps at which the least interval grows."""
     drift, blocks = Drift(ADAPTIVE), [Mock(solved=True)]

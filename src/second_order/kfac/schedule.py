@@ -135,12 +135,12 @@ class Drift:
         # Made anew once anything changes: what it is for, steps between refreshes, intervals.
         self._schedule: tuple[tuple[int, int], int, tuple[int, ...]] | None = None
 
-    def grow(self, step: int) -> None:
-        """Raise the least interval with the number of steps.
+    def grow(self, steps: int) -> None:
+        """Raise the least interval with the steps since the newest layers began to train.
 
         The averages remember more steps as training goes on, so they change more slowly.
         """
-        share = max(int(self._bounds.age * step), 1)
+        share = max(int(self._bounds.age * steps), 1)
         self.aged = 2 ** min(share.bit_length() - 1, LONGEST_POWER)
 
     def interval(self, block: KroneckerBlock) -> int:
@@ -319,7 +319,7 @@ class Cadence:
     def _afforded(self, drift: Drift) -> Drift:
         allowed = self.budget.chosen.get("inv_update_steps", 1)
         drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
-        drift.grow(self._training.steps)
+        drift.grow(self._training.steps - max(self._layers.newcomers_at, 0))
         return drift
 
     @property
