@@ -5,8 +5,8 @@ Fashion-MNIST (Xiao et al. 2017) is looked for in the folder of Debian's package
 its "binary version", in the folder that CIFAR10 names. Nothing is downloaded.
 
 Curves are of the loss on 2,000 of the training images. At the end the loss and the accuracy on all
-test images are measured, too; a run is judged by that loss. Of "fashion resnet, short" there is the
-curve alone, on 1,000 images.
+test images are measured, too; a run is judged by the test loss. "fashion resnet, short" has only
+the curve, on 1,000 images.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Images:
 
 
 def standardised(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Images:
-    """Bytes of images as numbers with mean 0 and deviation 1 in each channel of the training's."""
+    """Both sets, standardised by the mean and deviation of each channel of the training images."""
     (seen, labels), (held_out, their_labels) = train, test
     deviation, mean = torch.std_mean(seen.float(), (0, 2, 3), keepdim=True)
     return Images(
@@ -64,7 +64,7 @@ def standardised(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> I
 
 
 def read_idx(path: Path) -> Tensor:
-    """The bytes of an idx file, which may be gzipped, in the shape that its head gives."""
+    """The bytes of an idx file, which may be gzipped, in the shape that its header gives."""
     packed = path.with_name(path.name + ".gz")
     content = gzip.decompress(packed.read_bytes()) if packed.exists() else path.read_bytes()
     kind, dimensions = content[2], content[3]
@@ -85,7 +85,7 @@ def fashion_mnist() -> Images:
     if not any(folder.glob("train-images-idx3-ubyte*")):
         raise MissingDataError(
             f"{folder} has no train-images-idx3-ubyte, gzipped or not: install Debian's package "
-            f"dataset-fashion-mnist, or let FASHION_MNIST name a folder with the four idx files"
+            f"dataset-fashion-mnist, or set FASHION_MNIST to a folder with the four idx files"
         )
     train, test = (
         (
@@ -108,8 +108,8 @@ def cifar10() -> Images:
     folder = Path(named or "cifar-10-batches-bin")
     if not (folder / "test_batch.bin").exists():
         raise MissingDataError(
-            f"{folder} has no test_batch.bin: unpack cifar-10-binary.tar.gz, and let CIFAR10 name "
-            f"the folder cifar-10-batches-bin"
+            f"{folder} has no test_batch.bin: unpack cifar-10-binary.tar.gz, and set CIFAR10 to "
+            f"the path of its folder cifar-10-batches-bin"
         )
 
     def read(*names: str) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def resnet(channels: int) -> nn.Module:
 
 
 class ViT(nn.Module):
-    """Two blocks of width 72 on 16 patches, and the mean of the places."""
+    """Two blocks of width 72 on 16 patches, averaged over the patches before the head."""
 
     def __init__(self, channels: int, patch: int) -> None:
         super().__init__()

@@ -2,17 +2,17 @@
 
 before preconditioning   s, of the gradient and the last step
 after the base's step    one sum over the ranks: s, mean curvatures, what the refresh has changed,
-                         and the work of the passes; τ, the mean curvature of all layers, by which
-                         γ has its floor, and the intervals follow it
+                         and the work of the passes. From it follow τ, the intervals, and the mean
+                         curvature of all layers, which sets the floor of γ
 
-Steps of preconditioned weights are τ times as long as the base's, by what the last step did:
+Steps of preconditioned weights are τ times as long as the base's. The last step's effect sets τ:
 
 after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ is not preconditioned yet:
                         the loss still falls along Δ where s > 0, and rises where the step was too
                         long
 S, Z                    <- running averages of the sign of s and of |s|, debiased
 τ                       <- τ exp(a (S - b)); in the same step times exp(s / 2 Z) if -s > 2 Z
-w                       <- w + (τ - 1) Δ                after the base's step, which sees nothing
+w                       <- w + (τ - 1) Δ                after the base's step; the base is unaware
 
 Steps longer than the base's have to be earned: if τ > 1, b is 0.3. If τ <= 1, b is -0.3, because
 s is mostly noise when the loss falls slowly. While a schedule moves the learning rate, b is -0.3
@@ -65,12 +65,12 @@ STEP_LENGTH = (
     *("step_looked_at", "step_rate", "step_rate_changed"),
 )
 """The entries of a checkpoint, in the part of every layer: τ, S, Z and the weight of these two;
-when τ was last looked at, the rate at the last refresh, and when that last moved. Of steps one more
-is saved, 0 for never."""
+when τ was last looked at, the rate at the last refresh, and when that last moved. Step numbers are
+saved plus one, so that 0 means never."""
 
 LAST_STEP, LAST_STEP_KNOWN = "last_step", "last_step_known"
-"""The entries of a checkpoint, in the part of each parameter: the base's last step, with the sign
-of a gradient, and 1 if the next refresh may look at it, or 0."""
+"""The entries of a checkpoint, in the part of each parameter: the last step as scaled by τ, negated
+(-Δ), and 1 if the next refresh may look at it, otherwise 0."""
 
 JOINED_BYTES = 64 * 2**20  # of gradients and steps whose products are taken together
 
@@ -144,7 +144,7 @@ class StepLength:
             self.measured = -climbed if self.measured is None else self.measured - climbed
 
     def keep(self, solved: Iterable[KroneckerBlock], asked: bool) -> None:
-        """Keep what the base's step is scaled from, and looked at by if it is ``asked`` about."""
+        """Keep the weights before the base's step, to scale it, and to measure it if ``asked``."""
         self._step, self._before = {}, {}
         if (self._lengths is not None and asked) or self.factor != 1.0:
             params = [p for block in solved if block.solved for p in block.params]

@@ -53,16 +53,17 @@ USUAL_CHANGE = "usual_change_bound", "usual_change_steps"
 MOST_CHANGE = 4.0  # times the usual change: steps twice as long
 REMEMBERED = 20  # steps in the usual change
 UNBOUNDED = 5  # first steps, which are not bounded
-LEAST_PART = 4e-4  # of a change that is left; steps are not shortened to less than a fiftieth
+LEAST_PART = 4e-4  # least share of a change to keep: steps keep at least 1/50 of their length
 
 
 def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Scalar:
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
-    whose product is not finite does not count, so that it spoils no other. P·∇ are stacks of some
-    layers' each, lr is of each layer, at least one. The sum is a number where the first stack is on
-    the CPU, a scalar on its device elsewhere, which nothing waits for.
+    whose product is not finite is left out, so that it cannot spoil the sum. ``products`` has at
+    least one stack, each with the P·∇ of one or more layers; ``learning_rates`` has one rate per
+    layer. The sum is a float if the first stack is on the CPU; otherwise it is a scalar on that
+    stack's device, and the host does not wait for it.
     """
     if products[0].device.type == "cpu":
         numbers = chain.from_iterable(map(Tensor.tolist, products))
@@ -90,11 +91,11 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> S
 def sum_of_changes(products: Sequence[Tensor]) -> Scalar:
     """Σ |P·∇| over layers, as :func:`kl_change` with rates of 1, in fewer operations.
 
-    P·∇ is negative by rounding alone, as inverses are positive.
+    On a device the absolute value is skipped: inverses are positive, so that P·∇ can be negative
+    only by rounding.
     """
     if products[0].device.type == "cpu":
-        numbers = chain.from_iterable(map(Tensor.tolist, products))
-        return sum((abs(x) for x in numbers if math.isfinite(x)), 0.0)
+        return kl_change(products, [1.0] * sum(map(len, products)))
     stack = products[0]
     if len(products) > 1:
         stack = torch.cat([each.to(stack) for each in products])
@@ -115,7 +116,7 @@ def _identity(group: Mapping[str, Any]) -> tuple[int, int]:
 class Preconditioned(NamedTuple):
     """Layers of a bank that have a gradient, and P, ``(layers x groups, out, in)``.
 
-    Their P·∇, ``(layers,)``, are there for the clip, and not without one.
+    ``products`` are their P·∇, ``(layers,)``, which the clip needs; None if there is no clip.
     """
 
     bank: Bank
@@ -125,7 +126,7 @@ class Preconditioned(NamedTuple):
 
 def _product(bank: Bank, gradient: Tensor, results: Tensor) -> Tensor:
     """P·∇ of each layer, ``(layers,)``."""
-    if len(bank.blocks) == 1 and results.device.type == "cpu":  # no product as large as it
+    if len(bank.blocks) == 1 and results.device.type == "cpu":  # no full-size temporary
         return torch.dot(results.flatten(), gradient.flatten()).unsqueeze(0)
     product = (results * gradient).sum((1, 2))
     if len(product) > len(bank.blocks):
@@ -165,7 +166,7 @@ class UsualChange:
             self.bound = change.new_full((), self.bound)
         one = torch.ones_like(change)
         part = one
-        if bounded:  # fmin and fmax pass over 0 / 0
+        if bounded:  # fmin ignores 0 / 0
             part = torch.fmin(self.bound / change, one).clamp(min=LEAST_PART)
         self.bound.mul_(1 - share).addcmul_(change, part, value=MOST_CHANGE * share)
         return torch.sqrt(part)
@@ -195,7 +196,7 @@ class Clip:
         self._training, self._options, self._layers = training, options, layers
         self.usual = UsualChange() if options.kl_clip == AUTO else None
         self._group_of: dict[KroneckerBlock, int] = {}
-        self._groups: list[tuple[int, int]] = []  # what these are positions in, and their sizes
+        self._groups: list[tuple[int, int]] = []  # ids and sizes of the groups indexed above
 
     def follow(self) -> None:
         """Look up the layers' groups again, as the layers have changed."""
