@@ -5,8 +5,8 @@ Fashion-MNIST (Xiao et al. 2017) is looked for in the folder of Debian's package
 its "binary version", in the folder that CIFAR10 names. Nothing is downloaded.
 
 Curves are of the loss on 2,000 of the training images. At the end the loss and the accuracy on all
-test images are measured, too; a run is judged by the test loss. "fashion resnet, short" has only
-the curve, on 1,000 images.
+test images are measured, too; a run is judged by the test loss. "fashion resnet, short" has
+only the curve, on 1,000 images.
 """
 
 from __future__ import annotations
