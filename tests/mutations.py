@@ -596,12 +596,6 @@ inverses of another scale than the run's  <-  resume::inverses_of_another_scale_
     if (scale > 0) != scaled:  =>  if False:
 
 == kfac/schedule.py
-intervals that do not grow with age
-  <-  drift::over_adaptive_bases_intervals_grow_with_the_age_of_the_run
-    share = max(int(self._bounds.age * steps), 1)  =>  share = 1
-late layers that are refreshed as seldom as old ones
-  <-  drift::layers_that_begin_late_are_refreshed_as_often_as_at_the_beginning
-    self._training.steps - max(self._layers.newcomers_at, 0)  =>  self._training.steps
 quiet up to a refresh that looks at the step before
   <-  graphs::steps_are_quiet_until_the_first_that_is_not
     [refresh - options.follows_steps]  =>  [refresh]

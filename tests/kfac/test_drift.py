@@ -6,7 +6,6 @@ import copy
 import math
 import warnings
 from typing import TYPE_CHECKING, Any
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ from torch import Tensor, nn
 
 from second_order import DistKFAC, SecondOrderWarning
 from second_order.kfac.schedule import (
-    ADAPTIVE,
     LONGEST,
-    PLAIN,
     SMALL,
     Bounds,
     Change,
@@ -240,48 +237,6 @@ def test_a_resumed_run_has_the_intervals(System: Any) -> None:
     for _ in range(3):  # steps 41 to 43: new inverses are no change
         take(model, resumed, BATCHES[0])
         assert [curvature.drift.interval(b) for b in curvature.layers.blocks] == intervals[-1]
-
-
-@given(st.integers(0, 10_000))
-def test_over_adaptive_bases_intervals_grow_with_the_age_of_the_run(step: int) -> None:
-    """They are at least a quarter of the steps so far, rounded down to a power of two."""
-    young, (block,) = Drift(ADAPTIVE), [Mock(solved=True)]
-    young.grow(step)
-    every = young.interval(block)
-    assert every in {1, 2, 4, 8, 16, LONGEST}
-    assert every <= max(step / 4, 1)
-    assert every == LONGEST or every > step / 8
-    assert bool(young.due([block], step)) == (step % every == 0)
-    plain = Drift(PLAIN)
-    plain.grow(step)
-    assert plain.interval(block) == 1
-
-
-def test_layers_that_begin_late_are_refreshed_as_often_as_at_the_beginning() -> None:
-    model = MLP.model()
-    model[2].requires_grad_(False)
-    optimizer = make(SYSTEMS["KAISA"], model, lr=1e-3, base=torch.optim.AdamW, **BY_DRIFT)
-    drift = optimizer._curvature.drift
-    for _ in range(41):
-        take(model, optimizer, BATCHES[0])
-    assert drift.aged == 8
-    optimizer.add_param_group({"params": list(model[2].requires_grad_(True).parameters())})
-    aged = []
-    for _ in range(12):
-        take(model, optimizer, BATCHES[0])
-        aged.append(drift.aged)
-    assert 1 in aged
-    assert aged[-1] == 2
-
-
-def test_a_refresh_is_due_where_the_step_before_expects_it() -> None:
-    """Also at steps at which the least interval grows."""
-    drift, blocks = Drift(ADAPTIVE), [Mock(solved=True)]
-    for step in range(300):
-        drift.grow(step)
-        expected = bool(drift.due(blocks, step + 1))
-        drift.grow(step + 1)
-        assert bool(drift.due(blocks, step + 1)) == expected
 
 
 @each_kronecker

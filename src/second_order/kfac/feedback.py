@@ -16,10 +16,10 @@ w                       <- w + (τ - 1) Δ                after the base's step;
 
 Steps longer than the base's have to be earned: if τ > 1, b is 0.3. If τ <= 1, b is -0.3, because
 s is mostly noise when the loss falls slowly. While a schedule moves the learning rate, b is -0.3
-for every τ, because the noise falls with the rate. τ is at most 5; it is at most 2 while a schedule
-moves the rate, and over a base that scales its steps itself. S is updated where layers are
-refreshed: at every step at first, rarely later. If τ grows, a counts the steps in between. While τ
-is 1, only the step before an update costs anything.
+for every τ, because the noise falls with the rate, and τ grows faster. τ is at most 5; it is at
+most 2 while a schedule moves the rate, and over a base that scales its steps itself. S is updated
+where layers are refreshed: at every step at first, rarely later. If τ grows, a counts the steps in
+between. While τ is 1, only the step before an update costs anything.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ LAST_STEP, LAST_STEP_KNOWN = "last_step", "last_step_known"
 JOINED_BYTES = 64 * 2**20  # of gradients and steps whose products are taken together
 
 PAST = 0.9  # weight of the past in S and Z
-LONGER, SHORTER = 0.2, 1.0  # a, for each step where τ grows, and where it falls
+LONGER = 0.2  # a, for each step where τ grows and the rate is constant
+FASTER = 1.0  # a, where τ falls, or a schedule moves the rate
 COUNTED = 4  # steps between two looks that count where τ grows, at most
 LEVEL = 0.3  # b where τ > 1 and the rate is constant, and -b elsewhere
 SCHEDULED = 2.0  # τ at most, while a schedule moves the rate
@@ -172,10 +173,11 @@ class StepLength:
         self._size += (abs(s) - self._size) / self._weight
         earned = self._sign + (LEVEL if moves or self.factor <= 1.0 else -LEVEL)
         if earned < 0:
-            change += SHORTER * earned
+            change += FASTER * earned
         elif not rises:
             since = 1 if self._looked_at < 0 else step - self._looked_at
-            change += LONGER * earned * min(max(since, 1), COUNTED)
+            rate_of_growth = FASTER if moves else LONGER
+            change += rate_of_growth * earned * min(max(since, 1), COUNTED)
         self._looked_at = step
         self.factor = min(max(self.factor * math.exp(change), bounds.least), most)
 

@@ -199,8 +199,7 @@ class KFACOptions:
             fused experts count as other matrices then.
         refresh: "drift": each layer has its own interval, 1 to 32 steps. It is halved if the old
             and the new inverse give the gradient different directions, and doubled if they agree.
-            Over a base that scales its steps itself, it is at least a quarter of the steps so far,
-            up to 32. A number for ``inv_update_steps`` replaces these intervals.
+            A number for ``inv_update_steps`` replaces these intervals.
             "interval" solves every layer every ``inv_update_steps``, 10 if None. "trace" keeps the
             inverses of layers whose curvature has hardly moved since their last solve, by its trace
             (THOR, Chen et al. 2021).

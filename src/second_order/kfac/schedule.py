@@ -4,8 +4,7 @@ Refreshes by drift come as often as each layer changes by them:
 
 at a refresh    P₀ = old inverse ∇, P = new inverse ∇         of the step's own mean gradient
                 c = cos(P₀, P), r = |P₀| / |P|                all ranks hear them
-interval        halved where c is low, doubled where it is high; 1 at first, 32 steps at most;
-                over adaptive bases at least a quarter of the steps so far, up to 32
+interval        halved where c is low, doubled where it is high; 1 at first, 32 steps at most
 due             every interval-th step, and no oftener than three layers of four want to be
 
 Intervals are powers of two and due steps their multiples, so that layers come due together and the
@@ -61,8 +60,7 @@ where nothing has been compared, and for the last in checkpoints of older versio
 UPDATED_AT = "updated_at"
 """The entry of a checkpoint, the same for all layers: the step of the averages' last update."""
 
-LONGEST_POWER = 5
-LONGEST = 2**LONGEST_POWER  # interval
+LONGEST = 32  # interval
 LATEST = 2**62  # step
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
 SMALL = 5e8  # operations that take as long as what a step costs besides its products
@@ -78,12 +76,11 @@ class Bounds:
     apart: float  # cosine below which it is halved
     alike: float  # cosine above which it is doubled
     patience: int  # number of refreshes in a row that have to be so much alike
-    age: float = 0.0  # least interval, as a share of the steps so far; rounded down to 2**n
 
 
 # Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. SGD
 # takes steps as they are, and its averages remember longer: they change less from one to the next.
-PLAIN, ADAPTIVE = Bounds(0.95, 0.985, 2), Bounds(0.8, 0.92, 1, age=0.25)
+PLAIN, ADAPTIVE = Bounds(0.95, 0.985, 2), Bounds(0.9, 0.97, 1)
 
 
 @dataclass(frozen=True)
@@ -129,24 +126,15 @@ class Drift:
         self._bounds = bounds
         self.changes: dict[KroneckerBlock, Change] = {}  # by each layer's last refresh
         self.least = 1  # steps that the budget leaves between refreshes, at least
-        self.aged = 1  # steps that training's age leaves between them, at least
         self.held = 0  # number of layers that want to be refreshed oftener than that
         self._affordable: dict[KroneckerBlock, int] = {}
         # Made anew once anything changes: what it is for, steps between refreshes, intervals.
-        self._schedule: tuple[tuple[int, int], int, tuple[int, ...]] | None = None
-
-    def grow(self, steps: int) -> None:
-        """Raise the least interval with the steps since the newest layers began to train.
-
-        The averages remember more steps as training goes on, so they change more slowly.
-        """
-        share = max(int(self._bounds.age * steps), 1)
-        self.aged = 2 ** min(share.bit_length() - 1, LONGEST_POWER)
+        self._schedule: tuple[int, int, tuple[int, ...]] | None = None
 
     def interval(self, block: KroneckerBlock) -> int:
         """Steps from a layer's refresh to the next, as drift, budget and work allow."""
         wanted = self.changes.get(block, Change()).interval
-        return max(wanted, self._affordable.get(block, 1), self.least, self.aged)
+        return max(wanted, self._affordable.get(block, 1), self.least)
 
     def due(self, blocks: Sequence[KroneckerBlock], step: int) -> list[KroneckerBlock]:
         """The layers that are due at a step; those without an inverse are whenever any could be."""
@@ -167,15 +155,14 @@ class Drift:
 
     def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
         """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
-        bounds = self.least, self.aged
-        if self._schedule is None or self._schedule[0] != bounds:
+        if self._schedule is None or self._schedule[0] != self.least:
             intervals, known = tuple(map(self.interval, blocks)), []
             for block, every in zip(blocks, intervals, strict=True):
                 if block.solved:
                     known.append(every)
             known.sort()
             tick = known[int(len(known) * WANTED_BY)] if known else 1
-            self._schedule = bounds, tick, intervals
+            self._schedule = self.least, tick, intervals
         return self._schedule[1:]
 
     def hear(
@@ -195,7 +182,7 @@ class Drift:
             if 0 < both < math.inf:
                 cosine = max(min(product / both, 1.0), -1.0)
                 before, least = self.changes.get(block, Change()), self._affordable.get(block, 1)
-                least = max(least, self.least, self.aged)
+                least = max(least, self.least)
                 self.changes[block] = before.then(cosine, math.sqrt(old / new), self._bounds, least)
         self.held = 0
         for change in self.changes.values():
@@ -319,7 +306,6 @@ class Cadence:
     def _afforded(self, drift: Drift) -> Drift:
         allowed = self.budget.chosen.get("inv_update_steps", 1)
         drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
-        drift.grow(self._training.steps - max(self._layers.newcomers_at, 0))
         return drift
 
     @property
