@@ -128,6 +128,7 @@ def main() -> None:
     if arguments.settings:
         stored = json.loads(arguments.settings.read_text("utf-8"))
         best = {name: (lr, options) for name, (lr, options) in stored["settings"].items()}
+        grids = stored["tuning"]
     else:
         best, tried = tuned(GRIDS, partial(job, task), (TUNED_ON,), arguments.processes)
         grids = [{"name": name, **asdict(run)} for name, run in tried]

@@ -12,7 +12,8 @@ after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ 
                         long
 S, Z                    <- running averages of the sign of s and of |s|, debiased
 τ                       <- τ exp(a (S - b)); in the same step times exp(s / 2 Z) if -s > 2 Z
-w                       <- w + (τ - 1) Δ                after the base's step; the base is unaware
+w                       <- w + (τ - 1) Δ₀               after the base's own step Δ₀: so Δ = τ Δ₀; the
+                                                        base does not see it
 
 Steps longer than the base's have to be earned: if τ > 1, b is 0.3. If τ <= 1, b is -0.3, because
 s is mostly noise when the loss falls slowly. While a schedule moves the learning rate, b is -0.3
