@@ -2,7 +2,7 @@
 
     make tasks                                                 the tasks whose runs are stored
     make tasks ARGS='--tasks "unseen lstm" "cifar resnet" --seeds 3'
-    make tasks ARGS=--keep-rivals                              train KAISA only, if that is valid
+    make tasks ARGS=--keep-rivals                              do not tune again, if that is valid
     make tasks ARGS=--markdown                                 tables of the stored runs, as in docs
 
 AdamW, Muon and SOAP, and SGD where a task is also trained with it, are each tuned on six learning
@@ -298,12 +298,17 @@ def measured(
         task: Its name.
         seeds: How many are reported.
         processes: Trainings at a time.
-        record: The stored record, if its rivals are to be kept. They are trained all the same if
-            they were trained in another way, on another machine or with another torch.
+        record: The stored record, if its rivals are to be kept. Those of another processor keep
+            their rates and are trained again, because seconds depend on it. They are tuned again
+            if they were trained in another way or with another torch.
     """
     current = basis(task, GRIDS[task], TUNED_ON, seeds)
-    if record is not None and record.get("basis") == current:
+    before = {} if record is None else record.get("basis", {})
+    if record is not None and before == current:
         rivals = read_rivals(record)
+    elif record is not None and {**before, "cpu": current["cpu"]} == current:
+        rivals = read_rivals(record)
+        rivals.runs = trained(task, rivals.settings, seeds, processes)
     else:
         rivals = tune_rivals(task, seeds, processes)
     settings = ours(task, rivals.settings)

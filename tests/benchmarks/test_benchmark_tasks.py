@@ -320,6 +320,14 @@ def test_tasks_keeps_rivals_that_are_valid(
     assert rivals[0] == rivals[1]
     assert second["figures"]["SOAP"] == first["figures"]["SOAP"]
 
+    record = json.loads(path.read_text())
+    record["tasks"]["unseen diabetes"]["basis"]["cpu"] = "another"
+    path.write_text(json.dumps(record))
+    trained.clear()
+    tuned_rivals.main([*asked, "1"])  # the rates hold on every processor, seconds do not
+    assert trained.count("SOAP") == 1
+    assert json.loads(path.read_text())["tasks"]["unseen diabetes"]["tuning"] == first["tuning"]
+
     tuned_rivals.main([*asked, "2"])  # of which one has not been trained
     assert "SOAP" in trained
     trained.clear()
