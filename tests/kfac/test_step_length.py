@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from contract import KRONECKER, each_kronecker, make, take
+from hypothesis import given
+from hypothesis import strategies as st
 from models import ZOO
 from ranks import replaced, shard
 from reference import cross_entropy
@@ -92,18 +95,30 @@ def test_it_follows_what_steps_do(told: list[float], every: int, lengths: Length
     [[1.0] * 20, [1.0, -1.0] * 20, [1.0, -1.0, -1.0] * 14, [-1.0] * 20],
     ids=["falls", "noise", "mostly rises", "rises"],
 )
-@pytest.mark.parametrize("lengths", [PLAIN, ADAPTIVE], ids=["plain", "adaptive"])
-def test_while_a_schedule_moves_the_rate_steps_need_not_be_earned(
-    signs: list[float], lengths: Lengths
-) -> None:
-    length, found = StepLength(lengths), []
+def test_while_a_schedule_moves_the_rate_steps_need_not_be_earned(signs: list[float]) -> None:
+    length, found = StepLength(PLAIN), []
     length.follow(math.nan, 1.0, 0)
     at = [(s, i + 1) for i, s in enumerate(signs)]
     for s, step in at:
         length.follow(s, 1.0 / (step + 1), step)
         found.append(length.factor)
-    assert found == pytest.approx(followed(at, lengths, moves=True), rel=1e-12)
+    assert found == pytest.approx(followed(at, PLAIN, moves=True), rel=1e-12)
     assert max(found) <= 2.0
+
+
+@given(st.lists(st.floats(-1.0, 1.0) | st.just(math.nan), min_size=1, max_size=30))
+def test_over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves(
+    told: list[float],
+) -> None:
+    """Whatever they do to the loss; and they follow it again once the rate is constant."""
+    length = StepLength(ADAPTIVE)
+    length.follow(math.nan, 1.0, 0)
+    for i, s in enumerate(told):
+        length.follow(s, 1.0 / (i + 2), i + 1)
+        assert length.factor == 2.0
+    for step in range(200, 240):  # a tenth of the steps after its last change a rate is constant
+        length.follow(-1.0, 1.0, step)
+    assert length.factor < 2.0
 
 
 def test_a_rate_that_moves_bounds_steps_also_where_the_last_step_is_not_known() -> None:
@@ -257,7 +272,7 @@ def test_a_resumed_run_has_the_length(System: Any) -> None:
 
 
 def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict[str, float]]:
-    """γ of each layer at the second refresh, where it is kept, and the layers' mean curvature."""
+    """γ of each layer at the second refresh, where it is kept, and the layers' curvature."""
     model = MLP.model()
     chosen = {"relative_damping": True, "damping": "auto", **options}
     optimizer = make(SYSTEMS[system], model, **chosen)
@@ -269,7 +284,7 @@ def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict
         take(model, optimizer, shard(batch, rank, world_size))
     found = {block.name: float(g) for block, g in curvature.solves.dampings.items()}
     own = {block.name: float(block.ensure_factors().mean_curvature()) for block in curvature.plan}
-    return [found, own, {"mean": mean}]
+    return [found, own, {"mean": mean, "mean afterwards": curvature.solves.mean_curvature}]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -284,6 +299,9 @@ def test_damping_has_a_floor_by_all_layers(world: World, system: str, world_size
                 expected = DAMPING * max(own[name], FLOOR * told["mean"])
                 assert damping == pytest.approx(expected, rel=1e-5)
                 raised += own[name] < FLOOR * told["mean"]
+            if world_size == 1:
+                root = statistics.mean(map(math.sqrt, own.values()))
+                assert told["mean afterwards"] == pytest.approx(root**2, rel=1e-5)
         assert raised > 0
 
 

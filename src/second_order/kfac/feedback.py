@@ -12,15 +12,14 @@ after a step Δ          s = -∇·Δ at the next step, whose mean gradient ∇ 
                         long
 S, Z                    <- running averages of the sign of s and of |s|, debiased
 τ                       <- τ exp(a (S - b)); in the same step times exp(s / 2 Z) if -s > 2 Z
-w                       <- w + (τ - 1) Δ₀               after the base's own step Δ₀: so Δ = τ Δ₀; the
-                                                        base does not see it
+w                       <- w + (τ - 1) Δ₀               after the base's own step Δ₀: so Δ = τ Δ₀
 
 Steps longer than the base's have to be earned: if τ > 1, b is 0.3. If τ <= 1, b is -0.3, because
 s is mostly noise when the loss falls slowly. While a schedule moves the learning rate, b is -0.3
-for every τ, because the noise falls with the rate, and τ grows faster. τ is at most 5; it is at
-most 2 while a schedule moves the rate, and over a base that scales its steps itself. S is updated
-where layers are refreshed: at every step at first, rarely later. If τ grows, a counts the steps in
-between. While τ is 1, only the step before an update costs anything.
+for every τ, because the noise falls with the rate. τ is at most 5; it is at most 2 while a schedule
+moves the rate, and over a base that scales its steps itself. Over such a base a rate that moves
+makes τ 2 at once. S is updated where layers are refreshed: at every step at first, rarely later. If
+τ grows, a counts the steps in between. While τ is 1, only the step before an update costs anything.
 """
 
 from __future__ import annotations
@@ -76,8 +75,7 @@ LAST_STEP, LAST_STEP_KNOWN = "last_step", "last_step_known"
 JOINED_BYTES = 64 * 2**20  # of gradients and steps whose products are taken together
 
 PAST = 0.9  # weight of the past in S and Z
-LONGER = 0.2  # a, for each step where τ grows and the rate is constant
-FASTER = 1.0  # a, where τ falls, or a schedule moves the rate
+LONGER, SHORTER = 0.2, 1.0  # a, for each step where τ grows, and where it falls
 COUNTED = 4  # steps between two looks that count where τ grows, at most
 LEVEL = 0.3  # b where τ > 1 and the rate is constant, and -b elsewhere
 SCHEDULED = 2.0  # τ at most, while a schedule moves the rate
@@ -86,14 +84,15 @@ RECENT = 0.1  # of the steps so far, within which a rate that moves follows a sc
 
 
 class Lengths(NamedTuple):
-    """The least and the largest τ."""
+    """The bounds of τ, and τ while a schedule moves the rate."""
 
     least: float
     most: float
+    scheduled: float | None = None  # None: it follows s, up to SCHEDULED
 
 
 # Chosen as the bounds of drift are.
-PLAIN, ADAPTIVE = Lengths(0.02, 5.0), Lengths(0.02, 2.0)
+PLAIN, ADAPTIVE = Lengths(0.02, 5.0), Lengths(0.02, 2.0, scheduled=2.0)
 
 
 def _product(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
@@ -163,6 +162,9 @@ class StepLength:
             self._rate_changed = step
         self._rate = rate
         moves = self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
+        if moves and bounds.scheduled is not None:
+            self.factor, self._looked_at = bounds.scheduled, step
+            return
         most = min(bounds.most, SCHEDULED) if moves else bounds.most
         if not math.isfinite(s):
             self.factor = min(self.factor, most)
@@ -174,11 +176,10 @@ class StepLength:
         self._size += (abs(s) - self._size) / self._weight
         earned = self._sign + (LEVEL if moves or self.factor <= 1.0 else -LEVEL)
         if earned < 0:
-            change += FASTER * earned
+            change += SHORTER * earned
         elif not rises:
             since = 1 if self._looked_at < 0 else step - self._looked_at
-            rate_of_growth = FASTER if moves else LONGER
-            change += rate_of_growth * earned * min(max(since, 1), COUNTED)
+            change += LONGER * earned * min(max(since, 1), COUNTED)
         self._looked_at = step
         self.factor = min(max(self.factor * math.exp(change), bounds.least), most)
 
@@ -264,8 +265,8 @@ def follow_refresh(
 ) -> None:
     """Let γ, intervals and the length of steps follow a refresh, alike on all ranks; a collective.
 
-    They hear s, the mean curvature of layers, P₀ · P, |P₀|², |P|² of each layer, and how many of
-    these are known: of each layer from one rank.
+    They hear s, square roots of the layers' mean curvatures, P₀ · P, |P₀|², |P|² of each layer,
+    and how many of these are known: of each layer from one rank.
     """
     if drift is None and not options.follows_steps and options.damping_floor == 0:
         return
@@ -285,19 +286,23 @@ def follow_refresh(
             changes = changes | dict(zip(taken, zip(each, each, each, strict=True), strict=True))
         lrs, s, curvature = asked.told
         rate = max([0.0, *lrs, *(rate for rate in rates if isinstance(rate, float))])
-        known = [x for b, x in zip(asked.blocks, curvature, strict=True) if b in mine]
-        counts = len(s), len(known), sum(block.state.work for block in mine)
-        heard, nothing = [*map(float, counts), sum(s), sum(known)], (0.0, 0.0, 0.0)
+        roots: list[float] = []
+        for block, x in zip(asked.blocks, curvature, strict=True):
+            if block in mine:
+                roots.append(math.sqrt(max(x, 0.0)))
+        counts = len(s), len(roots), sum(block.state.work for block in mine)
+        heard, nothing = [*map(float, counts), sum(s), sum(roots)], (0.0, 0.0, 0.0)
         for b in blocks if drift is not None else ():
             heard += changes.get(b, nothing) if b in mine else nothing
         if training.world.size > 1:
             message = torch.tensor(heard, dtype=torch.float64, device="cpu")
             training.world.on_cpu().all_reduce([message]).wait()
             heard = message.tolist()
-    looked, layers, passes, moved, mean, *changed = heard
+    looked, layers, passes, moved, root, *changed = heard
     length.follow(moved if looked else math.nan, rate, training.steps)
-    if layers and math.isfinite(mean):
-        solves.mean_curvature = mean / layers
+    if layers and math.isfinite(root):
+        # The mean of roots: one layer of huge curvature does not raise the floor of all others.
+        solves.mean_curvature = (root / layers) ** 2
     if drift is not None:
         price = PRICE[options.solver] / training.world.size
         drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])
