@@ -108,7 +108,9 @@ def of_parameter(optimizer: Any, model: nn.Module) -> None:
 
 
 def of_base(optimizer: Any, model: nn.Module) -> None:
-    flip(optimizer.state[model[2].weight]["base"]["exp_avg_sq"])
+    exp_avg_sq = optimizer.state[model[2].weight]["base"]["exp_avg_sq"].view(-1)
+    largest = int(exp_avg_sq.argmax())  # the next update does not round its last bits away
+    flip(exp_avg_sq[largest : largest + 1], bit=2)
 
 
 def of_factor(optimizer: Any, model: nn.Module) -> None:
