@@ -461,7 +461,7 @@ a floor by the arithmetic mean  <-  step_length::damping_has_a_floor_by_all_laye
     (root / layers) ** 2  =>  root / layers
 steps over adaptive bases that are earned under a schedule
   <-  step_length::over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves
-    if moves and bounds.scheduled is not None:  =>  if False:
+    least, most = bounds.least_scheduled, SCHEDULED  =>  least, most = bounds.least, SCHEDULED
 steps that maximize judged as those that minimize
   <-  step_length::to_maximize_a_negative_loss_is_to_minimize_the_loss
     ours = climbing if p in ascending else pairs  =>  ours = pairs

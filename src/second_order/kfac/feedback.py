@@ -84,15 +84,16 @@ RECENT = 0.1  # of the steps so far, within which a rate that moves follows a sc
 
 
 class Lengths(NamedTuple):
-    """The bounds of τ, and τ while a schedule moves the rate."""
+    """The bounds of τ."""
 
     least: float
     most: float
-    scheduled: float | None = None  # None: it follows s, up to SCHEDULED
+    least_scheduled: float  # while a schedule moves the rate; SCHEDULED is the upper bound then
 
 
 # Chosen as the bounds of drift are.
-PLAIN, ADAPTIVE = Lengths(0.02, 5.0), Lengths(0.02, 2.0, scheduled=2.0)
+PLAIN = Lengths(least=0.02, most=5.0, least_scheduled=0.02)
+ADAPTIVE = Lengths(least=0.02, most=2.0, least_scheduled=2.0)
 
 
 def _product(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor | None:
@@ -162,12 +163,11 @@ class StepLength:
             self._rate_changed = step
         self._rate = rate
         moves = self._rate_changed >= 0 and step - self._rate_changed <= RECENT * step
-        if moves and bounds.scheduled is not None:
-            self.factor, self._looked_at = bounds.scheduled, step
-            return
-        most = min(bounds.most, SCHEDULED) if moves else bounds.most
+        least, most = bounds.least, bounds.most
+        if moves:
+            least, most = bounds.least_scheduled, SCHEDULED
         if not math.isfinite(s):
-            self.factor = min(self.factor, most)
+            self.factor = min(max(self.factor, least), most)
             return
         rises = -s > RISES * self._size > 0
         change = max(s / self._size, -4.0) / 2 if rises else 0.0
@@ -181,7 +181,7 @@ class StepLength:
             since = 1 if self._looked_at < 0 else step - self._looked_at
             change += LONGER * earned * min(max(since, 1), COUNTED)
         self._looked_at = step
-        self.factor = min(max(self.factor * math.exp(change), bounds.least), most)
+        self.factor = min(max(self.factor * math.exp(change), least), most)
 
     def scale(self, asked: bool) -> None:
         """Scale the base's step by τ, if it is kept; it may be ``asked`` about at the next one."""
