@@ -458,7 +458,7 @@ a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_leng
 
 == kfac/feedback.py
 a floor by the arithmetic mean  <-  step_length::damping_has_a_floor_by_all_layers
-    (root / layers) ** 2  =>  root / layers
+    (sum_of_roots / layers) ** 2  =>  sum_of_roots / layers
 steps over adaptive bases that are earned under a schedule
   <-  step_length::over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves
     least, most = bounds.least_scheduled, SCHEDULED  =>  least, most = bounds.least, SCHEDULED

@@ -12,9 +12,9 @@ runs over Muon at Muon's best rate, with AdamW for all that Muon does not train.
 
 Five other seeds are reported. Differences to the best rival, the one with the least mean of the
 reported losses, are paired by seed, with their standard error. A loss is the one at the end; on
-images it is the test loss, and the curves are of training images. Steps and seconds are medians.
-They are those at which a curve meets the last point of the base's curve of the same seed: the base
-is SGD for it and what is over it, Muon for KAISA over Muon, and AdamW for all others.
+images it is the test loss, and the curves are of training images. Steps and seconds are counted
+until a curve reaches the last point of the base's curve of the same seed, and are medians over the
+seeds. The base is SGD for SGD and KAISA over SGD, Muon for KAISA over Muon, and AdamW for the rest.
 
 A second table says on what KAISA spends its time. Every run is stored. If there is a stored file,
 the tasks that you do not ask for stay in it. Tasks whose data are missing are left out.
@@ -298,9 +298,10 @@ def measured(
         task: Its name.
         seeds: How many are reported.
         processes: Trainings at a time.
-        record: The stored record, if its rivals are to be kept. Those of another processor keep
-            their rates and are trained again, because seconds depend on it. They are tuned again
-            if they were trained in another way or with another torch.
+        record: The task's stored record, to reuse its rivals; None tunes them. Only if they ran on
+            another processor, they keep their rates but are trained again, because seconds depend
+            on the processor. If anything else in :func:`tasks.basis` differs, they are tuned again.
+            KAISA is always trained again.
     """
     current = basis(task, GRIDS[task], TUNED_ON, seeds)
     before = {} if record is None else record.get("basis", {})

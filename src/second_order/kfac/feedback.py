@@ -16,10 +16,11 @@ w                       <- w + (τ - 1) Δ₀               after the base's own
 
 Steps longer than the base's have to be earned: if τ > 1, b is 0.3. If τ <= 1, b is -0.3, because
 s is mostly noise when the loss falls slowly. While a schedule moves the learning rate, b is -0.3
-for every τ, because the noise falls with the rate. τ is at most 5; it is at most 2 while a schedule
-moves the rate, and over a base that scales its steps itself. Over such a base a rate that moves
-makes τ 2 at once. S is updated where layers are refreshed: at every step at first, rarely later. If
-τ grows, a counts the steps in between. While τ is 1, only the step before an update costs anything.
+for every τ, because the noise falls with the rate. τ is at most 5. Over a base that scales its
+steps itself, or while a schedule moves the rate, it is at most 2; if both hold, it is exactly 2.
+S and τ are updated when layers are refreshed: at every step at first, rarely later. If τ grows, a
+is multiplied by the steps since the last update, at most 4. While τ is 1, only the step before an
+update costs anything.
 """
 
 from __future__ import annotations
@@ -298,11 +299,11 @@ def follow_refresh(
             message = torch.tensor(heard, dtype=torch.float64, device="cpu")
             training.world.on_cpu().all_reduce([message]).wait()
             heard = message.tolist()
-    looked, layers, passes, moved, root, *changed = heard
+    looked, layers, passes, moved, sum_of_roots, *changed = heard
     length.follow(moved if looked else math.nan, rate, training.steps)
-    if layers and math.isfinite(root):
-        # The mean of roots: one layer of huge curvature does not raise the floor of all others.
-        solves.mean_curvature = (root / layers) ** 2
+    if layers and math.isfinite(sum_of_roots):
+        # A mean of square roots: one layer of huge curvature raises the others' floor less.
+        solves.mean_curvature = (sum_of_roots / layers) ** 2
     if drift is not None:
         price = PRICE[options.solver] / training.world.size
         drift.hear(blocks, changed, passes, [price * step.costs[b] for b in blocks])

@@ -150,9 +150,10 @@ class KFACOptions:
         damping: γ, added to the curvature before it is inverted; number or callable, at least 0. A
             larger γ is more cautious: the step turns from the natural to the plain gradient.
             "auto": 0.1 times the layer's mean curvature, which counts as at least a quarter of the
-            mean over all layers, a mean of square roots. With ``relative_damping=False``, give a
-            number. A number may be a tensor, which a schedule fills in place. If it is on a device,
-            the host does not read it, so its value is not checked.
+            mean over all layers (the square of the mean square root). With
+            ``relative_damping=False``, give a number. A number may be a tensor, which a schedule
+            fills in place. If it is on a device, the host does not read it, so its value is not
+            checked.
         relative_damping: γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G /
             (dim A dim G), so it does not depend on the scale of the loss. False: γ is ``damping``,
             as in the papers. KAISA's published code has smaller factors, and so another γ for the

@@ -9,8 +9,9 @@ due             every interval-th step, and no oftener than three layers of four
 
 Intervals are powers of two and due steps their multiples, so that layers come due together and the
 ranks that solve are busy at the same steps. A layer's solves cost, on average, no more than the
-passes through the model: with cost c of a solve and work W of a step's passes, the least interval
-of a layer is sqrt(c) Σ sqrt(c) / W, by which Σ c / interval is W, and the sum of intervals least.
+passes through the model. Let k be the cost of a layer's solve and W the work of a step's passes.
+The least interval of a layer is sqrt(k) Σ sqrt(k) / W. Then Σ k / interval is W, and no other
+choice with that cost has a smaller sum of intervals.
 """
 
 from __future__ import annotations
@@ -78,8 +79,9 @@ class Bounds:
     patience: int  # number of refreshes in a row that have to be so much alike
 
 
-# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. SGD
-# takes steps as they are, and its averages remember longer: they change less from one to the next.
+# Chosen on the tasks and seeds that benchmarks/progress/tuned_rivals.py tunes its rivals on. The
+# bounds over SGD are stricter: SGD does not rescale its steps, and the averages of the factors
+# remember longer over it, so they change less from one refresh to the next.
 PLAIN, ADAPTIVE = Bounds(0.95, 0.985, 2), Bounds(0.9, 0.97, 1)
 
 
