@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, measure
-from second_order.kronecker.decompositions import eigh
+from second_order.kronecker.decompositions import Attempts, Problem, cholesky_inverse, eigh
 
 pytestmark = [
     pytest.mark.cuda,
@@ -129,3 +138,226 @@ def test_decompositions_are_sound_on_the_device(dtype: torch.dtype) -> None:
     assert bool(sound.all())
     close = {"rtol": 1e-4, "atol": 1e-3}
     torch.testing.assert_close(vectors * values.unsqueeze(-2) @ vectors.mT, root @ root.mT, **close)
+
+
+def steps_of(
+    model: nn.Module,
+    optimizer: Any,
+    batches: Any,
+    *,
+    wrapped: Any = nullcontext,
+    scaler: Any = None,
+) -> Tensor:
+    """The parameters after one step for each batch."""
+    for x, y in batches:
+        optimizer.zero_grad()
+        with wrapped():
+            loss = cross_entropy(model(x), y)
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return parameters_to_vector(model.parameters()).detach().cpu()
+
+
+def drawn(steps: int, dtype: torch.dtype = torch.float32) -> list[tuple[Tensor, Tensor]]:
+    """Batches on the device."""
+    torch.manual_seed(1)
+    x = torch.randn(steps, 8, 2, 6, 6, dtype=dtype).cuda()
+    y = torch.randint(5, (steps, 8)).cuda()
+    return list(zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize("setting", ["old", "new"])
+def test_the_precision_of_the_callers_products_stays(setting: str) -> None:
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    if setting == "old":
+        torch.set_float32_matmul_precision("high")
+    else:
+        matmul.fp32_precision = "tf32"
+    try:
+        model = network().float().cuda()
+        for solver in ("inverse", "eigen"):
+            with KAISA(model, lr=0.05, **EVERY, solver=solver) as optimizer:
+                steps_of(model, optimizer, drawn(4))
+        assert matmul.fp32_precision == "tf32"
+        if setting == "old":
+            assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        if setting == "old":
+            torch.set_float32_matmul_precision("highest")
+        matmul.fp32_precision = before
+
+
+def test_a_grad_scaler_skips_steps_that_overflow() -> None:
+    model = network().float().cuda()
+    batches = drawn(8)
+    batches[3] = batches[3][0] * 1e30, batches[3][1]
+    half = partial(torch.autocast, "cuda", torch.float16)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+    with KAISA(model, lr=0.05, **EVERY, grad_scaler=scaler) as optimizer:
+        found = steps_of(model, optimizer, batches, wrapped=half, scaler=scaler)
+    assert bool(found.isfinite().all())
+    assert scaler.get_scale() < 2.0**10
+
+
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
+def test_a_checkpoint_moves_between_devices(System: Any) -> None:
+    options = EVERY if System is KAISA else CASES[System.__name__][1]
+    batches = drawn(12, torch.float64)
+
+    def made(device: str) -> tuple[nn.Module, Any]:
+        model = network().to(device)
+        optimizer = System(model, lr=0.05, **options)
+        if System is DHO2:
+            x, y = (part.to(device) for part in batches[0])
+            optimizer.curvature_closure = lambda: cross_entropy(model(x), y)
+        return model, optimizer
+
+    model, optimizer = made("cuda")
+    with optimizer:
+        steps_of(model, optimizer, batches[:6])
+        saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        file = io.BytesIO()
+        torch.save(saved, file)
+        there = steps_of(model, optimizer, batches[6:])
+    file.seek(0)
+    loaded = torch.load(file, map_location="cpu", weights_only=True)
+    model, optimizer = made("cpu")
+    with optimizer:
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(loaded["optimizer"])
+        here = steps_of(model, optimizer, [(x.cpu(), y.cpu()) for x, y in batches[6:]])
+    torch.testing.assert_close(there, here, rtol=1e-6, atol=1e-9)
+
+
+def test_a_compiled_model_trains_as_an_eager_one() -> None:
+    batches, ends = drawn(6), []
+    for compiled in (False, True):
+        model = network().float().cuda()
+        with KAISA(model, lr=0.05, **EVERY) as optimizer:
+            called = torch.compile(model) if compiled else model
+            ends.append(steps_of(called, optimizer, batches))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-3, atol=1e-4)
+
+
+def test_solves_on_a_stream_of_their_own() -> None:
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = network().cuda()
+        options: dict[str, Any] = {**EVERY, "max_staleness": 0, "inverse_device": device}
+        with DistKFAC(model, lr=0.05, **options) as optimizer:
+            ends.append(steps_of(model, optimizer, drawn(12, torch.float64)))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-9)
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    """NCCL with one rank."""
+    with TemporaryDirectory() as folder:
+        dist.init_process_group(
+            "nccl",
+            init_method=f"file://{folder}/rendezvous",
+            rank=0,
+            world_size=1,
+            device_id=torch.device("cuda", torch.cuda.current_device()),
+        )
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
+@pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2"])
+@pytest.mark.usefixtures("group_of_one")
+def test_nccl_trains_as_one_process_does(System: Any, wrapper: str) -> None:
+    options = dict(EVERY if System is KAISA else CASES[System.__name__][1])
+    if wrapper == "FSDP2" and System is KAISA:
+        options["factor_exchange"] = "reduce"
+    batches, ends = drawn(8, torch.float64), []
+    for wrapped in (False, True):
+        model: nn.Module = network().cuda()
+        if wrapped and wrapper == "DDP":
+            model = DistributedDataParallel(model)
+        if wrapped and wrapper == "FSDP2":
+            fully_shard(model)
+        with System(model, lr=0.05, **options) as optimizer:
+            steps_of(model, optimizer, batches)
+        ends.append(torch.cat([whole(p).flatten() for p in model.parameters()]))
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-7, atol=1e-10)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """All of a parameter, which may be sharded."""
+    full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return full.detach().cpu()
+
+
+def test_quiet_steps_are_replayed_as_a_graph() -> None:
+    batches, ends, replays = drawn(30), [], 0
+    for graphs in (False, True):
+        model = network().float().cuda()
+        lr = torch.tensor(1e-3, device="cuda")
+        options: dict[str, Any] = {"base": torch.optim.AdamW, "capturable": True}
+        optimizer = KAISA(model, lr=lr, factor_update_steps=5, inv_update_steps=10, **options)
+        x, y = (part.clone() for part in batches[0])
+
+        def step(model: Any = model, optimizer: Any = optimizer, x: Any = x, y: Any = y) -> None:
+            optimizer.zero_grad(set_to_none=False)
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+        graph, stream = None, torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for images, labels in batches:
+                x.copy_(images)
+                y.copy_(labels)
+                if not graphs or optimizer.quiet_until == optimizer.training.steps:
+                    step()
+                    graph = None
+                    continue
+                if graph is None:
+                    graph = torch.cuda.CUDAGraph()
+                    with torch.cuda.graph(graph, stream=stream):
+                        step()
+                graph.replay()
+                optimizer.replayed()
+                replays += 1
+        torch.cuda.current_stream().wait_stream(stream)
+        ends.append(parameters_to_vector(model.parameters()).detach())
+    assert replays > 10
+    torch.testing.assert_close(ends[1], ends[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decompose", [eigh, cholesky_inverse])
+@pytest.mark.parametrize("dim", [3, 40, 700])
+def test_bad_members_of_a_batch_are_mended_or_told(decompose: Any, dim: int) -> None:
+    """Of rank one, nearly 0, huge, with equal eigenvalues, not finite: each next to a sound one."""
+    torch.manual_seed(0)
+    root = torch.randn(dim, dim)
+    sound = root @ root.mT + torch.eye(dim)
+    column = torch.randn(dim, 1)
+    identity = torch.eye(dim)
+    members = [sound, column @ column.mT + 1e-3 * identity, 1e-25 * sound, 1e25 * sound, identity]
+    broken = sound.clone()
+    broken[0, 1] = torch.nan
+    stored = torch.stack([*members, broken]).cuda()
+    problem = partial(Problem, 1, dim, torch.float32, stored.device)
+    problems = [problem(stored[i : i + 1]) for i in range(len(stored))]
+    found = Attempts(problems, decompose).finish()
+    assert found[-1] is None
+    for parts, matrix in zip(found[:-1], members, strict=True):
+        assert parts is not None
+        exact = matrix.double()
+        if decompose is eigh:
+            vectors, values = (part[0].double().cpu() for part in parts)
+            again = vectors * values @ vectors.mT
+            assert (again - exact).norm() < 1e-4 * exact.norm()
+        else:
+            product = parts[0][0].double().cpu() @ exact
+            condition = torch.linalg.cond(exact).item()
+            assert (product - identity.double()).norm() < 1e-5 * condition * dim

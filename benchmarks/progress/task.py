@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["OF_LANGUAGE", "Task"]
@@ -56,3 +57,14 @@ class Task:
             return (step + 1) / self.warmup
         passed = (step - self.warmup) / (self.steps - self.warmup)
         return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * passed))
+
+    def on(self, device: str) -> Task:
+        """The same training on a GPU, in bfloat16 by autocast; its batches are single tensors."""
+
+        def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+            # Pinned, so that the copy does not wait for the device.
+            moved = batch.pin_memory().to(device, non_blocking=True)
+            with torch.autocast(device, torch.bfloat16):
+                return self.loss_of(model, moved)
+
+        return replace(self, make=lambda: self.make().to(device), loss_of=loss_of)

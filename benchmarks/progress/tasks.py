@@ -73,6 +73,7 @@ class Job:
         options: The optimizer's keywords; a ``factor_decay`` per step is a mapping of its fields.
         warmup: Steps in which the learning rate rises, beside what the task's own schedule does.
         threads: Of the process that trains.
+        device: "cpu", or "cuda".
     """
 
     task: str
@@ -82,6 +83,7 @@ class Job:
     options: dict[str, Any] = field(default_factory=dict)
     warmup: int = 0
     threads: int = 1
+    device: str = "cpu"
 
     def share_of_rate(self, step: int) -> float:
         """The learning rate of a step, as a share of its peak."""
@@ -96,7 +98,8 @@ class Run:
     Attributes:
         job: Which.
         losses: At every judgement.
-        seconds: At every judgement, of processor time, those of judging left out.
+        seconds: At every judgement, without those of judging: of processor time, or on a GPU of
+            wall-clock time.
         end: What the task measures at the end, by name.
         accounts: Seconds of wall-clock time by account, if the optimizer measures them. The account
             "elsewhere" has the passes and the batches; no account has the judgements.
@@ -235,7 +238,9 @@ def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Ru
         ended: Is called with the optimizer after that.
     """
     torch.set_num_threads(job.threads)
-    task = TASKS[job.task]()
+    on_cpu = job.device == "cpu"
+    now = time.process_time if on_cpu else time.perf_counter
+    task = TASKS[job.task]() if on_cpu else TASKS[job.task]().on(job.device)
     torch.manual_seed(job.seed)
     model = task.make()
     optimizer = build(job, model)
@@ -247,14 +252,17 @@ def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Ru
     for step, batch in zip(range(task.steps), task.batches(job.seed), strict=False):
         judging += pause
         pause = 0.0
-        start = time.process_time()
+        start = now()
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * job.share_of_rate(step)
         optimizer.zero_grad()
         task.loss_of(model, batch).backward()
         optimizer.step()
-        seconds += time.process_time() - start
-        if (step + 1) % task.every == 0:
+        judged = (step + 1) % task.every == 0
+        if judged and not on_cpu:
+            torch.cuda.synchronize()
+        seconds += now() - start
+        if judged:
             paused_at = time.perf_counter()
             model.eval()
             with torch.no_grad():
@@ -357,6 +365,11 @@ def paired(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float
 # ---------------------------------------------------------------------------------------- the tasks
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the first parameter."""
+    return next(model.parameters()).device
+
+
 @cache
 def language(of: language_model.Size) -> Task:
     """Characters of the standard library's source; judged on files that are held out."""
@@ -365,7 +378,7 @@ def language(of: language_model.Size) -> Task:
         partial(language_model.Transformer, of),
         partial(language_model.batches, of),
         language_model.next_loss,
-        lambda model: language_model.next_loss(model, windows).item(),
+        lambda model: language_model.next_loss(model, windows.to(device_of(model))).item(),
         of.steps,
         10,
         of.warmup,

@@ -398,13 +398,13 @@ def test_larger_trains_both_in_the_same_steps_at_adamws_best_rate(
     path = tmp_path / "larger.json"
     for name in (larger.FULL, larger.SHORT, larger.TIMED):
         monkeypatch.setitem(TASKS, name, TASKS["digits MLP"])  # so that it is removed afterwards
-    monkeypatch.setattr(larger, "step_seconds", lambda size, threads: 0.1)
+    monkeypatch.setattr(larger, "step_seconds", lambda size, threads, device: 0.1)
     tiny = ["--layers", "1", "--width", "64", "--context", "8", "--batch", "2"]
     larger.main(["--minutes", "0.05", "--processes", "1", "--json", str(path), *tiny])
     assert "30 steps" in capsys.readouterr().out
     record = json.loads(path.read_text())
     assert (record["size"]["steps"], record["size"]["warmup"]) == (30, 3)
-    assert [run["job"]["lr"] for run in record["tuning"]] == list(larger.RATES)
+    assert [run["job"]["lr"] for run in record["tuning"]] == list(larger.GRIDS["AdamW"])
     assert {len(run["losses"]) for run in record["tuning"]} == {6}  # a fifth of the steps
     best = min(record["tuning"], key=lambda run: float(run["losses"][-1]))["job"]["lr"]
     adamw, kaisa = record["runs"]
@@ -419,7 +419,7 @@ def test_larger_trains_both_in_the_same_steps_at_adamws_best_rate(
 def test_larger_times_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, larger.TIMED, TASKS["digits MLP"])
     began = time.perf_counter()
-    found = larger.step_seconds(larger.Size(1, 64, 1, 8, 2, 6, 1), 1)
+    found = larger.step_seconds(larger.Size(1, 64, 1, 8, 2, 6, 1), 1, "cpu")
     assert 0 < found < (time.perf_counter() - began) / 3
 
 
