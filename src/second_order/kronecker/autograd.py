@@ -64,8 +64,9 @@ def after_pass(work: Callable[[], None]) -> None:
 def keep(x: Tensor) -> Callable[[], Tensor]:
     """Keep an input as autograd keeps its own; what is returned reads it."""
     anchor = torch.empty(0, requires_grad=True, device="cpu")
-    node: Any = _SavedInput.apply(x.detach(), anchor).grad_fn  # type: ignore[no-untyped-call]
-    return lambda: node.saved_tensors[0]
+    # The result, and not its node: before torch 2.13 a node frees what it holds with its result.
+    result = cast(Any, _SavedInput.apply(x.detach(), anchor))  # type: ignore[no-untyped-call]
+    return lambda: result.grad_fn.saved_tensors[0]
 
 
 @contextmanager
