@@ -946,7 +946,7 @@ a graph's pairs of the data's labels beside those of drawn ones
   -                 _refuse()
   -
 exports with hooks  <-  compiled::exports_and_traces_have_nothing_of_the_hooks
-  -         if torch.compiler.is_exporting():
+  -         if is_exporting():
   -             return None
   -
 

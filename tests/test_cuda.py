@@ -27,12 +27,13 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning"),
 ]
-EVERY: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4}
+WIDE: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
+EVERY: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4, **WIDE}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "inverse": (KAISA, {**EVERY, "solver": "inverse"}),
     "eigen": (KAISA, {**EVERY, "solver": "eigen"}),
     "Adam": (KAISA, {**EVERY, "base": torch.optim.Adam, "lr": 1e-3}),
-    "drift": (KAISA, {}),
+    "drift": (KAISA, WIDE),
     "DPKFAC": (DPKFAC, EVERY),
     "DistKFAC": (DistKFAC, {**EVERY, "max_staleness": 0}),
     "DHO2": (DHO2, {"curvature_interval": 4, "warmup_steps": 0, "lanczos_iterations": 10}),
@@ -74,7 +75,8 @@ def test_a_device_trains_as_the_cpu_does(name: str) -> None:
 def test_a_quiet_step_waits_for_nothing(System: Any, solver: str) -> None:
     model = network().cuda()
     x, y = torch.randn(8, 2, 6, 6, dtype=torch.float64).cuda(), torch.randint(5, (8,)).cuda()
-    optimizer = System(model, lr=0.05, solver=solver, factor_update_steps=100, inv_update_steps=100)
+    rare: dict[str, Any] = {"factor_update_steps": 100, "inv_update_steps": 100}
+    optimizer = System(model, lr=0.05, solver=solver, **rare)
 
     def step() -> None:
         optimizer.zero_grad()

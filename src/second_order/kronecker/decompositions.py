@@ -48,17 +48,25 @@ _lengths: Callable[[Tensor], Tensor] = partial(torch.linalg.vector_norm, dim=-2)
 
 
 @contextmanager
-def ieee_matmul(device: torch.device, dtype: torch.dtype = torch.float32) -> Iterator[None]:
+def ieee_matmul(
+    device: torch.device, dtype: torch.dtype = torch.float32, *, narrow: bool = False
+) -> Iterator[None]:
     """Full float32 products on CUDA, where TF32 would keep ten bits of each factor.
 
     The setting is the whole process's, so threads use float64, which it is not for.
+
+    Args:
+        device: Where the products are computed.
+        dtype: Of what is multiplied.
+        narrow: The numbers were bfloat16 or float16 before they became float32. TF32 holds these
+            as they are, so that a product of theirs loses nothing, and takes a quarter of the time.
     """
     if device.type != "cuda" or dtype == torch.float64:
         yield
         return
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    matmul.fp32_precision = "ieee"
+    matmul.fp32_precision = "tf32" if narrow else "ieee"
     try:
         yield
     finally:
@@ -109,7 +117,7 @@ def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     factor, info = torch.linalg.cholesky_ex(matrix)
     bad = info != 0
     _fill(diagonal(factor), bad[:, None], 1.0)  # some routines raise at a zero
-    inverse = torch.cholesky_inverse(factor).mT  # as rows
+    inverse = _inverse_of(factor)
     del factor
     probe, length = _probe(matrix.shape[-1], matrix.dtype, matrix.device)
     solved = inverse @ probe
@@ -117,6 +125,20 @@ def cholesky_inverse(matrix: Tensor) -> tuple[Decomposition, Tensor]:
     error = _norm(torch.baddbmm(probe, matrix, solved, beta=-1))
     error = error / torch.addcmul(length, _norm(matrix), _norm(solved))
     return (inverse,), _fill(error, bad, torch.inf)
+
+
+def _inverse_of(factor: Tensor) -> Tensor:
+    """The inverse of L Lᵀ for L of shape ``(batch, n, n)``, as rows.
+
+    A GPU inverts a batch of triangles, and squares them, in half the time of `cholesky_inverse`,
+    which takes one member of the batch after the other.
+    """
+    if factor.device.type == "cpu":
+        inverse: Tensor = torch.cholesky_inverse(factor)
+        return inverse.mT
+    identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
+    inverted = torch.linalg.solve_triangular(factor, identity, upper=False)
+    return inverted.mT @ inverted
 
 
 def _fill(target: Tensor, where: Tensor, value: float) -> Tensor:

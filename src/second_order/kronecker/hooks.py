@@ -99,7 +99,7 @@ class LayerHook(WatchHook):
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
         """Tell of a call; inside a graph, return the output as a watched one."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return None
         if torch.compiler.is_dynamo_compiling():
             if not is_hidden(module):
@@ -117,7 +117,7 @@ class RootPreHook(WatchHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Tell of the beginning; a graph ends here, so that Python calls the model."""
-        if torch.compiler.is_exporting():
+        if is_exporting():
             return
         if torch.compiler.is_dynamo_compiling():
             if torch.is_grad_enabled() and any(watch.gate.open for watch in self.watches):
@@ -132,7 +132,7 @@ class RootHook(WatchHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Tell of the output."""
-        if torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
+        if is_exporting() or torch.compiler.is_dynamo_compiling():
             return
         for capture in self.captures():
             capture.leave_root(module, output)
@@ -141,6 +141,11 @@ class RootHook(WatchHook):
 # Python runs them, as what they do to the compiler is to last beyond their calls.
 for _function in (RootPreHook.__call__, RootHook.__call__, WatchHook.captures):
     skip_code(_function.__code__)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export is at work. Before torch 2.13 its own function says so in compilers."""
+    return torch.compiler._is_exporting_flag
 
 
 def is_hidden(module: nn.Module) -> bool:

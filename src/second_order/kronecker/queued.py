@@ -336,7 +336,11 @@ def _products(
     As :func:`~second_order.kronecker.layers.linear_statistics` makes them of each. ``live``: the
     rows that A is a sum over; None for all.
     """
-    sizes = pairs[0].sizes
+    first = pairs[0]
+    sizes = first.sizes
+    narrow_x, narrow_d = (
+        part.dtype.itemsize == 2 and len(sizes) == 1 for part in (first.x, first.d)
+    )
     x = as_stack([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(wide)
     d = as_stack([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(wide)
     mask = None if live is None else live.mask
@@ -352,4 +356,8 @@ def _products(
     x = nn.functional.pad(x, (0, 1), value=1.0) if pairs[0].bias else x
     if mask is not None:
         x = x * mask.to(x.device).unsqueeze(-1)
-    return {"A": (x.mT @ x).unsqueeze(1), "G": (d.mT @ d).unsqueeze(1)}
+    with ieee_matmul(x.device, wide, narrow=narrow_x):
+        a = x.mT @ x
+    with ieee_matmul(d.device, wide, narrow=narrow_d):
+        g = d.mT @ d
+    return {"A": a.unsqueeze(1), "G": g.unsqueeze(1)}
