@@ -369,3 +369,30 @@ def test_how_often_kaisa_ends_above_its_base() -> None:
     )
     assert said in page
     assert f"one ends {worst:,.0f} times above Adam's" in page
+
+
+def test_steps_on_a_gpu() -> None:
+    models = {"transformer": "transformer-768", "GPT": "gpt-12", "ResNet-50": "resnet50"}
+    steps = stored("gpu")["steps"]
+    table = rows("docs/speed.md", "model, optimizer", "quiet", "statistics", "refresh")
+    assert len(table) == 18
+    for label, shown in table.items():
+        model, optimizer = label.split(", ")
+        found = steps[models[model]][optimizer]
+        statistics = f"{found['statistics']:.0f}" if " " in optimizer else ""
+        refresh = f"{found['full']:,.0f}" if optimizer not in ("AdamW", "Muon") else ""
+        peak = f"{found['peak_bytes'] / 2**30:.1f}"
+        assert shown == [f"{found['plain']:.1f}", statistics, refresh, peak]
+
+
+def test_the_larger_model_on_a_gpu() -> None:
+    record = stored("larger")
+    adamw, kaisa = record["runs"]
+    goal = adamw["losses"][-1]
+    first = next(i for i, loss in enumerate(kaisa["losses"]) if loss <= goal)
+    share = (first + 1) * record["every"] / record["size"]["steps"]
+    seconds = kaisa["seconds"][first] / adamw["seconds"][-1]
+    page = text_of("docs/speed.md")
+    assert f"ends at a held-out loss of {goal:.2f}" in page
+    assert f"with nothing set, at {kaisa['losses'][-1]:.2f}" in page
+    assert f"after {share:.2f} of the steps, but after {seconds:.1f} times the seconds" in page

@@ -137,7 +137,7 @@ def _inverse_of(factor: Tensor) -> Tensor:
         inverse: Tensor = torch.cholesky_inverse(factor)
         return inverse.mT
     identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
-    inverted = torch.linalg.solve_triangular(factor, identity, upper=False)
+    inverted: Tensor = torch.linalg.solve_triangular(factor, identity, upper=False)
     return inverted.mT @ inverted
 
 
