@@ -304,7 +304,7 @@ class KFACOptions:
                 )
             ours["damping"] = DAMPING
             ours["damping_floor"] = FLOOR
-        if ours["kl_clip"] == AUTO and (adaptive or ours["preconditioner_scale"] == "newton"):
+        if ours["kl_clip"] == AUTO and ours["preconditioner_scale"] == "newton":
             ours["kl_clip"] = None
         if ours["factor_decay"] == AUTO:
             ours["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY

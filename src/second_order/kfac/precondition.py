@@ -164,10 +164,11 @@ class UsualChange:
     def _coefficient_on_device(self, change: Tensor, share: float, bounded: bool) -> Tensor:
         if not isinstance(self.bound, Tensor):
             self.bound = change.new_full((), self.bound)
-        one = torch.ones_like(change)
-        part = one
-        if bounded:  # fmin ignores 0 / 0
-            part = torch.fmin(self.bound / change, one).clamp(min=LEAST_PART)
+        if not bounded:
+            self.bound.mul_(1 - share).add_(change, alpha=MOST_CHANGE * share)
+            return torch.ones_like(change)
+        tiny = torch.finfo(change.dtype).tiny  # a change of 0 is not divided by
+        part = (self.bound / (change + tiny)).clamp(LEAST_PART, 1.0)
         self.bound.mul_(1 - share).addcmul_(change, part, value=MOST_CHANGE * share)
         return torch.sqrt(part)
 
@@ -288,6 +289,10 @@ def write(
     gradient_of: Gradients | None = None,
 ) -> None:
     """Write P, times a scale, into the gradients."""
+    found = list(found)
+    if isinstance(scale, Tensor):
+        _scale_on_device([results for _, results, _ in found], scale)
+        scale = None
     to, written = list[Tensor](), list[Tensor]()
     for bank, results, _ in found:
         # What no cache holds is scaled as it is written.
@@ -305,6 +310,15 @@ def write(
                 written.append(shaped)
     if to:
         torch._foreach_copy_(to, written)
+
+
+def _scale_on_device(results: Iterable[Tensor], scale: Tensor) -> None:
+    """Scale tensors in place by a scalar: one kernel for those of a device and dtype."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for each in results:
+        alike.setdefault((each.device, each.dtype), []).append(each)
+    for (device, dtype), tensors in alike.items():
+        torch._foreach_mul_(tensors, scale.to(device, dtype))
 
 
 def precondition_by_workers(

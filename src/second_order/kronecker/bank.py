@@ -208,14 +208,14 @@ class Bank:
         layers: Sequence[Tensor] = results.unflatten(0, (len(self.blocks), -1)).unbind()
         return layers
 
-    def pieces(self, results: Tensor, scale: Tensor | float | None) -> list[Tensor]:
+    def pieces(self, results: Tensor, scale: float | None) -> list[Tensor]:
         """The parts of :attr:`params` in results, which are scaled in place.
 
         On a device they are contiguous, as most gradients are: one kernel writes those of one
         stride.
         """
         if scale is not None:
-            results.mul_(scale.to(results) if isinstance(scale, Tensor) else scale)
+            results.mul_(scale)
         parts = of_parameters(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":
             parts = [part.contiguous() for part in parts]
