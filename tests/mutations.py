@@ -534,9 +534,9 @@ a step scale that follows with Newton's scale
   <-  step_length::with_a_clip_or_newtons_scale_steps_stay_as_they_are
   <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
     scaled = ours["preconditioner_scale"] == "gradient" and  =>  scaled =
-a usual change over a base that bounds its steps
-  <-  defaults::a_change_is_held_against_the_usual_one_over_sgd_alone
-    (adaptive or ours["preconditioner_scale"] == "newton")  =>  False
+a usual change beside Newton steps
+  <-  defaults::a_change_is_held_against_the_usual_one_over_every_base
+    == AUTO and ours["preconditioner_scale"] == "newton"  =>  == AUTO and False
 a step scale over a schedule-free base
   <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
     follows = scaled and not averages  =>  follows = scaled
@@ -761,7 +761,7 @@ layers in groups of their own without statistics
 
 == kronecker/bank.py
 what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
-    isinstance(scale, Tensor) else scale)  =>  isinstance(scale, Tensor) else 1.0)
+    results.mul_(scale)  =>  results.mul_(1.0)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
     torch.cat(parts, axis)  =>  torch.cat(parts[::-1], axis)
 inverses of some layers of a bank are others'

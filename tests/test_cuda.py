@@ -299,7 +299,7 @@ def whole(parameter: Tensor) -> Tensor:
 
 
 def test_quiet_steps_are_replayed_as_a_graph() -> None:
-    batches, ends, replays = drawn(30), [], 0
+    batches, ends, replays = drawn(45), [], 0  # from the twenty-first step on
     for graphs in (False, True):
         model = network().float().cuda()
         lr = torch.tensor(1e-3, device="cuda")

@@ -68,11 +68,9 @@ def test_the_scale_of_steps_is_the_same_over_every_base(System: type[KAISA], bas
     assert found == dict(zip(SCALE, ("gradient", DAMPING, FLOOR, True), strict=True))
 
 
-def test_a_change_is_held_against_the_usual_one_over_sgd_alone() -> None:
-    bounds = {
-        base: options_of(KAISA(nn.Linear(3, 2), lr=0.1, base=base)).kl_clip for base in (SGD, AdamW)
-    }
-    assert bounds == {SGD: "auto", AdamW: None}
+def test_a_change_is_held_against_the_usual_one_over_every_base() -> None:
+    for base in (SGD, AdamW):
+        assert options_of(KAISA(nn.Linear(3, 2), lr=0.1, base=base)).kl_clip == "auto"
     papers = KAISA(nn.Linear(3, 2), lr=0.1, preconditioner_scale="newton")
     assert options_of(papers).kl_clip is None
 

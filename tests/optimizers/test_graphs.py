@@ -34,8 +34,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 STEPS = 33
 EVERY: dict[str, Any] = {"factor_update_steps": 5, "inv_update_steps": 10}
 SGD: dict[str, Any] = {"lr": 0.05, "momentum": 0.9}
-FUSED: dict[str, Any] = {"lr": torch.tensor(1e-3), "base": torch.optim.AdamW, "fused": True}
-PLAIN: dict[str, Any] = SGD | {"kl_clip": None}  # on the CPU ν is a number, which would be recorded
+# On the CPU ν is a number, which would be recorded.
+FUSED: dict[str, Any] = {
+    "lr": torch.tensor(1e-3),
+    "base": torch.optim.AdamW,
+    "fused": True,
+    "kl_clip": None,
+}
+PLAIN: dict[str, Any] = SGD | {"kl_clip": None}
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "KAISA": (KAISA, PLAIN | EVERY),
     "KAISA, eigen": (KAISA, PLAIN | EVERY | {"solver": "eigen"}),
@@ -278,8 +284,9 @@ class Training:
     def __init__(self, System: Any, options: dict[str, Any]) -> None:
         self.model = network().double().to("pretend")
         self.optimizer = System(self.model, **{"lr": 1e-3, **options})
-        if System is DPKFAC:  # its steps are quiet once the average of changes is full
-            usual = self.optimizer._curvature.clip.usual
+        curvature = getattr(self.optimizer, "_curvature", None)
+        usual = getattr(getattr(curvature, "clip", None), "usual", None)
+        if usual is not None:  # steps are quiet once the average of changes is full
             usual.bound, usual.steps = 1.0, precondition.REMEMBERED
         if System is DHO2:
             self.optimizer.curvature_closure = partial(self.loss, 0)

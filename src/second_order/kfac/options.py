@@ -173,8 +173,8 @@ class KFACOptions:
             number is the bound at the learning rate's peak and shrinks with lr² when a schedule
             lowers it; a callable is taken as it is. Either switches the step scale off. "auto":
             Σ |P·∇|, without lr, may be at most four times its running average over some twenty
-            steps, so that a batch of outliers cannot undo many steps. With "newton", and over a
-            base that scales its steps itself, "auto" is no bound.
+            steps, so that a batch of outliers cannot undo many steps. With "newton", "auto" is no
+            bound.
         solver: "inverse" damps A and G apart and takes their Cholesky inverses; "eigen" applies (A
             ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on most of the
             tasks that the defaults were chosen on.
