@@ -53,7 +53,7 @@ EVERY, REFRESH = 2, 4
 #   iteration    launches of one of Lanczos's, beyond those of the product
 BOUNDS = [
     ("KAISA inverse", "quiet", 54, 54, 45),
-    ("KAISA inverse, SGD", "quiet", 54, None, 45),
+    ("KAISA inverse, SGD", "quiet", 50, None, 45),
     ("KAISA eigen", "quiet", 67, 67, 60),
     ("DPKFAC inverse", "quiet", 58, None, 45),
     ("DistKFAC inverse", "quiet", 61, None, 45),
