@@ -83,7 +83,7 @@ def test_a_quiet_step_waits_for_nothing(System: Any, solver: str) -> None:
         cross_entropy(model(x), y).backward()
         optimizer.step()
 
-    for _ in range(3):
+    for _ in range(6):  # the first five are not bounded
         step()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -183,9 +183,11 @@ def test_the_precision_of_the_callers_products_stays(setting: str) -> None:
         matmul.fp32_precision = "tf32"
     try:
         model = network().float().cuda()
-        for solver in ("inverse", "eigen"):
-            with KAISA(model, lr=0.05, **EVERY, solver=solver) as optimizer:
-                steps_of(model, optimizer, drawn(4))
+        narrow = partial(torch.autocast, "cuda", torch.bfloat16)
+        for solver, wrapped in (("inverse", nullcontext), ("eigen", narrow)):
+            often: dict[str, Any] = {"factor_update_steps": 2, "inv_update_steps": 4}
+            with KAISA(model, lr=0.05, **often, solver=solver) as optimizer:
+                steps_of(model, optimizer, drawn(4), wrapped=wrapped)
         assert matmul.fp32_precision == "tf32"
         if setting == "old":
             assert torch.get_float32_matmul_precision() == "high"
@@ -198,13 +200,15 @@ def test_the_precision_of_the_callers_products_stays(setting: str) -> None:
 def test_a_grad_scaler_skips_steps_that_overflow() -> None:
     model = network().float().cuda()
     batches = drawn(8)
-    batches[3] = batches[3][0] * 1e30, batches[3][1]
+    batches[4] = batches[4][0] * 1e30, batches[4][1]  # statistics are due
+    before = parameters_to_vector(model.parameters()).detach().cpu()
     half = partial(torch.autocast, "cuda", torch.float16)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
     with KAISA(model, lr=0.05, **EVERY, grad_scaler=scaler) as optimizer:
         found = steps_of(model, optimizer, batches, wrapped=half, scaler=scaler)
     assert bool(found.isfinite().all())
-    assert scaler.get_scale() < 2.0**10
+    assert scaler.get_scale() == 2.0**9
+    assert not torch.equal(found, before)
 
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC, DHO2])
@@ -344,7 +348,7 @@ def test_bad_members_of_a_batch_are_mended_or_told(decompose: Any, dim: int) -> 
     sound = root @ root.mT + torch.eye(dim)
     column = torch.randn(dim, 1)
     identity = torch.eye(dim)
-    members = [sound, column @ column.mT + 1e-3 * identity, 1e-25 * sound, 1e25 * sound, identity]
+    members = [sound, column @ column.mT + 0.1 * identity, 1e-25 * sound, 1e25 * sound, identity]
     broken = sound.clone()
     broken[0, 1] = torch.nan
     stored = torch.stack([*members, broken]).cuda()
@@ -360,6 +364,7 @@ def test_bad_members_of_a_batch_are_mended_or_told(decompose: Any, dim: int) -> 
             again = vectors * values @ vectors.mT
             assert (again - exact).norm() < 1e-4 * exact.norm()
         else:
-            product = parts[0][0].double().cpu() @ exact
+            inverse = torch.linalg.inv(exact)
             condition = torch.linalg.cond(exact).item()
-            assert (product - identity.double()).norm() < 1e-5 * condition * dim
+            error = (parts[0][0].double().cpu() - inverse).norm()
+            assert error < max(1e-6 * condition, 1e-4) * inverse.norm()

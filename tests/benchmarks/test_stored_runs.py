@@ -368,7 +368,7 @@ def test_how_often_kaisa_ends_above_its_base() -> None:
         f"{sum(usual)} of {len(usual)} end above the base, at four times {sum(four)} of {len(four)}"
     )
     assert said in page
-    assert f"one ends {worst:,.0f} times above Adam's" in page
+    assert f"one ends {worst:,.0f} times above the base's loss" in page
 
 
 def test_steps_on_a_gpu() -> None:
@@ -396,3 +396,5 @@ def test_the_larger_model_on_a_gpu() -> None:
     assert f"ends at a held-out loss of {goal:.2f}" in page
     assert f"with nothing set, at {kaisa['losses'][-1]:.2f}" in page
     assert f"after {share:.2f} of the steps, but after {seconds:.1f} times the seconds" in page
+    early = kaisa["seconds"][32 // record["every"] - 1] / 32
+    assert f"the first 32 steps of KAISA take {1000 * early:.0f} ms each" in page

@@ -168,7 +168,7 @@ class UsualChange:
             self.bound.mul_(1 - share).add_(change, alpha=MOST_CHANGE * share)
             return torch.ones_like(change)
         tiny = torch.finfo(change.dtype).tiny  # a change of 0 is not divided by
-        part = (self.bound / (change + tiny)).clamp(LEAST_PART, 1.0)
+        part = ((self.bound + tiny) / (change + tiny)).clamp(LEAST_PART, 1.0)
         self.bound.mul_(1 - share).addcmul_(change, part, value=MOST_CHANGE * share)
         return torch.sqrt(part)
 

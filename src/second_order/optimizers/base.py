@@ -313,7 +313,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         the same on the same memory, whatever the batches: one CUDA graph of them can be replayed
         until then. It is the coming step itself while that cannot be known: with a callable of the
         step for the clip, a Newton step's scale or an interval, while ``overhead`` measures, beside
-        helpers or solves on threads, with MRDHO2, and under FSDP2. With ``kl_clip="auto"`` over SGD
+        helpers or solves on threads, with MRDHO2, and under FSDP2. With ``kl_clip="auto"``
         it is so in the first twenty steps, and at the first one after loading.
         """
         return self._curvature.quiet_until
