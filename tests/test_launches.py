@@ -52,11 +52,11 @@ EVERY, REFRESH = 2, 4
 #   waits        of the host, then
 #   iteration    launches of one of Lanczos's, beyond those of the product
 BOUNDS = [
-    ("KAISA inverse", "quiet", 54, 54, 45),
+    ("KAISA inverse", "quiet", 55, 55, 45),
     ("KAISA inverse, SGD", "quiet", 50, None, 45),
-    ("KAISA eigen", "quiet", 67, 67, 60),
-    ("DPKFAC inverse", "quiet", 58, None, 45),
-    ("DistKFAC inverse", "quiet", 61, None, 45),
+    ("KAISA eigen", "quiet", 68, 68, 60),
+    ("DPKFAC inverse", "quiet", 59, None, 45),
+    ("DistKFAC inverse", "quiet", 62, None, 45),
     ("DHO2", "quiet", 30, None, 30),
     ("KAISA inverse", "passes", 4, 4, 4),
     ("DistKFAC inverse", "passes", 5.9, None, 4),  # norms have exact blocks
@@ -65,7 +65,7 @@ BOUNDS = [
     ("DistKFAC inverse", "statistics", 62, None, 60),
     ("KAISA inverse", "refresh", 300, 300, 300),
     ("KAISA eigen", "refresh", 300, 300, 300),
-    ("DistKFAC inverse", "refresh", 300, 457, 300),  # each result is copied
+    ("DistKFAC inverse", "refresh", 300, 458, 300),  # each result is copied
     ("KAISA inverse", "waits", 1, 1, 1),
     ("KAISA eigen", "waits", 6, 6, 6),  # one, and one for each size of a factor
     ("DistKFAC inverse", "waits", 2, None, 1),
