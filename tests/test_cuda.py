@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn.utils import parameters_to_vector
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, measure
 from second_order.kronecker.decompositions import Attempts, Problem, cholesky_inverse, eigh
+from second_order.kronecker.triangles import unpack_upper_triangular
 
 pytestmark = [
     pytest.mark.cuda,
@@ -261,9 +262,9 @@ def test_solves_on_a_stream_of_their_own() -> None:
     torch.testing.assert_close(ends[1], ends[0], rtol=1e-6, atol=1e-9)
 
 
-@pytest.fixture
+@contextmanager
 def group_of_one() -> Iterator[None]:
-    """NCCL with one rank."""
+    """A process group of one rank over NCCL."""
     with TemporaryDirectory() as folder:
         dist.init_process_group(
             "nccl",
@@ -272,28 +273,34 @@ def group_of_one() -> Iterator[None]:
             world_size=1,
             device_id=torch.device("cuda", torch.cuda.current_device()),
         )
-        yield
-        dist.destroy_process_group()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
 @pytest.mark.parametrize("wrapper", ["none", "DDP", "FSDP2"])
-@pytest.mark.usefixtures("group_of_one")
 def test_nccl_trains_as_one_process_does(System: Any, wrapper: str) -> None:
     options = dict(EVERY if System is KAISA else CASES[System.__name__][1])
     if wrapper == "FSDP2" and System is KAISA:
         options["factor_exchange"] = "reduce"
-    batches, ends = drawn(8, torch.float64), []
-    for wrapped in (False, True):
+    batches = drawn(8, torch.float64)
+
+    def end(wrapper: str) -> Tensor:
         model: nn.Module = network().cuda()
-        if wrapped and wrapper == "DDP":
+        if wrapper == "DDP":
             model = DistributedDataParallel(model)
-        if wrapped and wrapper == "FSDP2":
+        if wrapper == "FSDP2":
             fully_shard(model)
         with System(model, lr=0.05, **options) as optimizer:
             steps_of(model, optimizer, batches)
-        ends.append(torch.cat([whole(p).flatten() for p in model.parameters()]))
-    torch.testing.assert_close(ends[1], ends[0], rtol=1e-7, atol=1e-10)
+        return torch.cat([whole(p).flatten() for p in model.parameters()])
+
+    alone = end("none")
+    with group_of_one():
+        grouped = end(wrapper)
+    torch.testing.assert_close(grouped, alone, rtol=1e-7, atol=1e-10)
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -368,3 +375,26 @@ def test_bad_members_of_a_batch_are_mended_or_told(decompose: Any, dim: int) -> 
             condition = torch.linalg.cond(exact).item()
             error = (parts[0][0].double().cpu() - inverse).norm()
             assert error < max(1e-6 * condition, 1e-4) * inverse.norm()
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_statistics_lose_nothing_by_tf32(narrow: bool) -> None:
+    """bfloat16 rows are summed in TF32, which represents them; float32 rows never are."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 200, bias=False)).cuda()
+    x = torch.randn(500, 300).cuda()
+    autocast = partial(torch.autocast, "cuda", torch.bfloat16, enabled=narrow)
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        with KAISA(model, lr=0.0, factor_update_steps=1, inv_update_steps=1) as optimizer:
+            with autocast():
+                model(x).square().mean().backward()
+            optimizer.step()
+            packed = optimizer.state_dict()["state"][0]["curvature"]["A"]
+    finally:
+        matmul.fp32_precision = before
+    rows = (x.bfloat16() if narrow else x).double().cpu()
+    exact = rows.mT @ rows / len(rows)
+    found = unpack_upper_triangular(packed, 300)[0].double().cpu()
+    assert (found - exact).norm() < 1e-5 * exact.norm()
