@@ -80,7 +80,7 @@ class Batches:
 
 
 def make_optimizer(name: str, model: nn.Module) -> SecondOrderOptimizer:
-    exact: dict[str, Any] = {"factor_dtype": torch.float64, "inv_dtype": torch.float64}
+    exact: dict[str, Any] = {"factor_dtype": torch.float64}
     exact |= {"factor_update_steps": EVERY, "inv_update_steps": EVERY}
     common: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "debug": 2 * EVERY}
     if name == "kaisa":

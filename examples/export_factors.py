@@ -121,7 +121,7 @@ def main() -> None:
     folder = parser.parse_args().folder
     digits = load_split()
     model = nn.Sequential(nn.Linear(PIXELS, 32), nn.Tanh(), nn.Linear(32, CLASSES))
-    optimizer = KAISA(model, lr=0.05, momentum=0.9, fisher="sampled")
+    optimizer = KAISA(model, lr=0.05, momentum=0.9, fisher="categorical")
     for _ in range(100):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(digits.train_images), digits.train_labels).backward()

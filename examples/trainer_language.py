@@ -150,7 +150,7 @@ def main() -> None:
         base=torch.optim.AdamW,
         gradient_averaging=False,
         # BERT takes the mean over each batch, and the Trainer adds these up.
-        accumulation_steps=1 if args.model == "bert" else "auto",
+        loss_reduction="pass_mean" if args.model == "bert" else "auto",
     )
     hide = args.model == "bert"
     data: list[Any] = [

@@ -89,7 +89,7 @@ def exact(
         label, term = next(remaining)
         return outputs.reshape(rows.shape)[term] @ vectors[label, term]
 
-    optimizer = make(KAISA, model, lr=0.0, fisher="sampled", likelihood=one_term, **options)
+    optimizer = make(KAISA, model, lr=0.0, fisher=one_term, **options)
     with patch.object(pass_rows, "live_rows", lambda d: LiveRows(None, len(d))):
         for _ in todo:
             model(x).sum().backward()  # the user's own, which the sampled gradients wait for

@@ -14,6 +14,8 @@ from models import Case
 from reference import cross_entropy
 from torch import Tensor, nn
 
+from second_order import SecondBase
+
 if TYPE_CHECKING:
     from reference import Batch
 
@@ -71,9 +73,9 @@ each_pair = pytest.mark.parametrize("pair", PAIRS)
 
 def two(System: Any, pair: str, params_or_model: Any, **options: Any) -> Any:
     base, rest, keywords, _, special = PAIRS[pair]
-    return make(
-        System, params_or_model, base=base, rest=rest, rest_kwargs=special, **keywords, **options
-    )
+    layers = options.pop("rest_layers", ())
+    second = SecondBase(rest, layers=layers, keywords=special)
+    return make(System, params_or_model, base=base, rest=second, **keywords, **options)
 
 
 class ByHand:

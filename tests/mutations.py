@@ -54,20 +54,6 @@ MUTANTS = read(r"""
 a budget without a third
   <-  intervals::intervals_by_hand intervals::the_bound_holds_unless_intervals_are_the_longest
     f = _steps(3 * S, budget)  =>  f = _steps(2 * S, budget)
-a budget by means  <-  budget::first_steps_and_outliers_do_not_count
-    statistics.median(lap  =>  statistics.fmean(lap
-a budget that each rank has for itself  <-  budget::ranks_with_different_clocks_choose_the_same
-  - *self._training.world.mean(times)
-  + *times
-a budget measured of frozen layers  <-  budget::nothing_is_measured_while_all_is_frozen
-    if not working:  =>  if False:
-a budget that no checkpoint keeps
-  <-  budget::a_resumed_run_repeats_them
-  <-  budget::other_options_or_an_unfinished_measurement_are_measured_anew
-    if all(chosen.values()) else {}  =>  if not all(chosen.values()) else {}
-a budget that is measured for ever  <-  budget::nobody_looks_at_a_clock_without_auto_or_afterwards
-  -             self._watch = self._training.meter.watch = None
-  -
 refreshes whose probe is free  <-  refresh_budget::refreshes_come_when_they_are_paid_for
     self.spent += whole / max(T, LEAST)  =>  pass
 refreshes that are not paid for
@@ -451,8 +437,6 @@ inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshe
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
     kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
-a device waited for at every step  <-  budget::a_device_is_waited_for_where_a_refresh_is_due_alone
-    if due and self.training.steps < JUDGED and  =>  if
 a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_length
     self.step_length.load(saved)  =>  pass
 
@@ -520,27 +504,6 @@ a curvature object with an absolute damping
   <-  model_curvature::solving_with_the_trainings_damping_is_what_the_training_does
     float(averages.mean_curvature()) if relative  =>  1.0 if relative
 
-== kfac/options.py
-Newton's scale by default  <-  defaults::the_scale_of_steps_is_the_same_over_every_base
-    PreconditionerScale = keyword("gradient",  =>  PreconditionerScale = keyword("newton",
-every base taken for SGD
-  <-  defaults::defaults_follow_the_base defaults::of_two_bases_the_first_is_asked
-    adaptive = is_adaptive(keywords["base"])  =>  adaptive = False
-a step scale that follows where a clip is given
-  <-  step_length::with_a_clip_or_newtons_scale_steps_stay_as_they_are
-  <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
-    and ours["kl_clip"] in (AUTO, None)  =>  and True
-a step scale that follows with Newton's scale
-  <-  step_length::with_a_clip_or_newtons_scale_steps_stay_as_they_are
-  <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
-    scaled = ours["preconditioner_scale"] == "gradient" and  =>  scaled =
-a usual change beside Newton steps
-  <-  defaults::a_change_is_held_against_the_usual_one_over_every_base
-    == AUTO and ours["preconditioner_scale"] == "newton"  =>  == AUTO and False
-a step scale over a schedule-free base
-  <-  defaults::the_step_scale_is_for_the_gradients_scale_without_a_clip
-    follows = scaled and not averages  =>  follows = scaled
-
 == kfac/pipelined.py
 statistics that wait for the step
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[plain]
@@ -601,9 +564,6 @@ inverses of another scale than the run's  <-  resume::inverses_of_another_scale_
     if (scale > 0) != scaled:  =>  if False:
 
 == kfac/schedule.py
-quiet up to a refresh that looks at the step before
-  <-  graphs::steps_are_quiet_until_the_first_that_is_not
-    [refresh - options.follows_steps]  =>  [refresh]
 drift without the layers that have no inverse
   <-  graphs::layers_that_drift_are_next_due_at_the_first_step_that_has_any
     if block.solved else tick, step)  =>  if block.solved else LATEST, step)
@@ -617,16 +577,9 @@ newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as
 factors forget by the step, not by the update
   <-  distkfac::without_a_decay_factors_forget_evenly_in_time
     since = min(every, steps - self.budget.until + 1)  =>  pass
-a budget that preconditioning is part of  <-  budget::what_is_chosen_is_what_is_computed_by_hand
-    ("precondition", "apart")  =>  ("precondition", "T")
 a budget that pays for threads
   <-  budget::waiting_for_threads_counts_where_all_solves_are_waited_for
     {"wait": "R" if waits else "apart"}  =>  {"wait": "R"}
-a budget that the weight of the past does not follow
-  <-  budget::the_weight_of_the_past_follows_the_chosen_interval
-    steps - self.budget.until + 1)  =>  1)
-a budget for what stats workers send  <-  budget::what_stats_workers_send_is_not_of_the_budget
-    kinds["statistics"] = kinds["statistics_exchange"] = "apart"  =>  pass
 intervals that never fall  <-  drift::intervals_grow_where_nothing_changes_and_fall_where_all_does
     if cosine < bounds.apart:  =>  if False:
 intervals that grow after one refresh alike  <-  drift::what_a_refresh_changes_by_hand
@@ -634,10 +587,6 @@ intervals that grow after one refresh alike  <-  drift::what_a_refresh_changes_b
 refreshes as often as the first layer wants
   <-  drift::layers_are_due_at_multiples_and_no_oftener_than_a_quarter_wants
     known[int(len(known) * WANTED_BY)]  =>  known[0]
-an interval that is asked for while it is measured
-  <-  budget::what_is_chosen_is_what_is_computed_by_hand
-  - newcomers_at or self.budget.measuring
-  + newcomers_at or (self._training.steps >= step and self.budget.measuring)
 
 == kfac/sharded_gradients.py
 the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucket
@@ -691,9 +640,6 @@ an instrument without the failures  <-  statistics::failures_are_counted
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
     if rounding is not None:  =>  if False:
-layers that settle while costs are measured
-  <-  trace_refresh::every_layer_is_solved_while_costs_are_measured
-    spared = {} if self.budget.measuring else spared  =>  pass
 a dead layer solved with the others
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
     if not weight > 0:  =>  if False:
@@ -701,7 +647,7 @@ changes by inverses that are not sound
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
     if all(error < attempts.tolerance for error in errors):  =>  if True:
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
-    least = options.damping_floor * self.mean_curvature  =>  least = 0.0
+    least = options.floor * self.mean_curvature  =>  least = 0.0
 
 == kfac/solve_async.py
 deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
@@ -806,10 +752,6 @@ gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_a
 the view of a layer's output hooked, which an operation in place replaces
   <-  explained::operations_in_place_lose_nothing
     if edge.node.name() != "ViewBackward0":  =>  if True:
-a budget without what the hooks do  <-  budget::what_is_chosen_is_what_is_computed_by_hand
-  - with alive.timed():
-  -         alive.take(call, gradient)
-  + alive.take(call, gradient)
 gradients beside the loss as examples, in a graph
   <-  compiled::evaluation_attacks_and_frozen_layers_give_nothing
     if not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
@@ -820,8 +762,8 @@ an A with the bias's row for a layer without bias
   <-  sharing::layers_of_one_input_with_and_without_a_bias
     block.trains_bias), self.last_a, None  =>  True), self.last_a, None
 no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
-  - return self.accumulation_steps / scale
-  + return self.accumulation_steps / torch.ones_like(scale)
+  - return 1.0 / scale
+  + return 1.0 / torch.ones_like(scale)
 
 == kronecker/convolutions.py
 a convolution's G without the number of locations
@@ -1240,17 +1182,33 @@ frozen parts that are not the model's
   <-  from_parameters::frozen_parts_of_the_network_are_part_of_the_model
     if len(added) > most and not trains  =>  if False
 
+== optimizers/config.py
+Newton's scale by default  <-  defaults::the_scale_of_steps_is_the_same_over_every_base
+    grafted = self.preconditioner_scale == "gradient"  =>  grafted = False
+every base taken for SGD
+  <-  defaults::defaults_follow_the_base defaults::of_two_bases_the_first_is_asked
+    adaptive = is_adaptive(base)  =>  adaptive = False
+a step scale that follows with Newton's scale
+  <-  defaults::the_step_scale_is_for_the_gradients_scale
+    found["step_scale"] = grafted and  =>  found["step_scale"] =
+a usual change beside Newton steps
+  <-  defaults::a_change_is_held_against_the_usual_one_over_every_base
+    if is_auto(self.kl_clip) and not grafted  =>  if False
+a step scale over a schedule-free base
+  <-  defaults::the_step_scale_is_for_the_gradients_scale
+    = grafted and not schedule_free  =>  = grafted
+a floor of the damping beside absolute damping  <-  defaults::absolute_damping_has_no_floor
+    FLOOR if self.relative_damping else 0.0  =>  FLOOR
+
 == optimizers/kaisa.py
-assignment without effect  <-  kaisa::layers_are_placed_as_asked_for
-    cost=own.assignment,  =>  cost="compute",
 colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
-    colocate=own.colocate_factors,  =>  colocate=True,
+    colocate=colocate_factors,  =>  colocate=True,
 
 == options.py
 a tensor on the device is waited for
   <-  graphs::hyperparameters_on_the_device_are_not_waited_for
     if value.device.type != "cpu":  =>  if value.device.type == "meta":
-two bases: rest_kwargs without effect
+two bases: special keywords without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]
 

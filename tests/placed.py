@@ -49,7 +49,7 @@ FROZEN: dict[int, Sequence[str]] = {
     5: ["4."],
     6: ["2.weight"],
 }
-SINGLE = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
+SINGLE = {"factor_dtype": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ Choice = tuple[Any, dict[str, Any]]
 CHOICES: list[Choice] = [
     (KAISA, MOMENTUM),
     (KAISA, {**ADAM, **GRADIENT, "relative_damping": True, "inv_update_steps": 2}),
-    (KAISA, {**MOMENTUM, "fisher": "sampled", "likelihood": "gaussian"}),
+    (KAISA, {**MOMENTUM, "fisher": "gaussian"}),
     (DPKFAC, MOMENTUM),
     (DPKFAC, {**ADAM, "gradient_exchange": "all_reduce", **GRADIENT}),
     (DistKFAC, {**MOMENTUM, **AT_ONCE}),

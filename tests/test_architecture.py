@@ -38,8 +38,12 @@ import structure
 ROOT = Path(second_order.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-# What a part may import besides itself. The top, "", is `second_order` itself: nobody's to import.
+CONFIG = "second_order.optimizers.config"
+
+# What a part may import besides itself and the configuration. The top, "", is `second_order`
+# itself: nobody's to import.
 BELOW: dict[str, set[str]] = {
+    CONFIG: {"options"},
     "errors": set(),
     "report": set(),
     "files": {"errors"},
@@ -91,7 +95,12 @@ def module_name(path: Path) -> str:
 
 
 def part(module: str) -> str:
-    """The file or folder right below `second_order` that a module belongs to."""
+    """The file or folder right below `second_order` that a module belongs to.
+
+    The configuration of the optimizers is a part of its own, which every folder may read.
+    """
+    if module == CONFIG:
+        return CONFIG
     return f"{module}.".split(".")[1]
 
 
@@ -117,7 +126,9 @@ MODULES = {module_name(path) for path in FILES}
 def upward(module: str, source: str) -> set[str]:
     """What a module imports and may not."""
     mine = part(module)
-    return {name for name in imported(source) if part(name) not in BELOW[mine] | ({mine} - {""})}
+    return {
+        name for name in imported(source) if part(name) not in BELOW[mine] | ({mine, CONFIG} - {""})
+    }
 
 
 def public(source: str) -> list[str]:

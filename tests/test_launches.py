@@ -30,7 +30,17 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
 import launches
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DecayingClip, DistKFAC, PerStep
+from second_order import (
+    DHO2,
+    DPKFAC,
+    KAISA,
+    MRDHO2,
+    DecayingClip,
+    DistKFAC,
+    PerStep,
+    SecondBase,
+    TraceRule,
+)
 from second_order.lanczos import Outputs
 
 if TYPE_CHECKING:
@@ -178,7 +188,7 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same of its base."""
-        kept = {*launches.ADAMW, *launches.SGD, "capturable", "rest", "rest_kwargs"}
+        kept = {*launches.ADAMW, *launches.SGD, "capturable", "rest"}
         base = {k: v for k, v in self.options.items() if k in kept}
         own = self.model, self.passes, self.dtype, self.scaled
         return Case(KAISA, {"skip_layers": ["*"], **base}, *own)
@@ -245,24 +255,19 @@ CASES = {
     "Adam": kfac(base=torch.optim.Adam, lr=1e-3),
     "RMSprop": kfac(base=torch.optim.RMSprop, lr=1e-3),
     "SGD with nothing set": Case(KAISA, {**DUE, "lr": 0.05}),
-    "AdamW beside": kfac(rest=torch.optim.AdamW, rest_kwargs={"lr": 1e-3}),
-    "triangles off": kfac(symmetry_aware=False),
-    "triangles off, eigen": kfac(symmetry_aware=False, solver="eigen"),
+    "AdamW beside": kfac(rest=SecondBase(torch.optim.AdamW, keywords={"lr": 1e-3})),
     "no clip": kfac(kl_clip=None),
     "clip": kfac(kl_clip=1e-3),
     "clip that decays": kfac(kl_clip=DecayingClip()),
     "clip, AdamW, eigen": kfac(**ADAMW, kl_clip=1e-3, solver="eigen"),
     "factors in float64": kfac(factor_dtype=torch.float64),
     "factors in bfloat16": kfac(factor_dtype=torch.bfloat16),
-    "inverses in float64": kfac(inv_dtype=torch.float64),
-    "inverses in bfloat16": kfac(inv_dtype=torch.bfloat16),
-    "eigen in bfloat16": kfac(inv_dtype=torch.bfloat16, solver="eigen"),
     "GradScaler": kfac(scaled=True, base_waits=True),
     "sum over the step": kfac(loss_reduction="step_mean"),
-    "sampled": kfac(fisher="sampled"),
+    "sampled": kfac(fisher="categorical"),
     "exact blocks": kfac(exact_blocks=True),
     "lone matrices": kfac(model="lone", other_matrices="gradient"),
-    "by trace": kfac(refresh="trace"),
+    "by trace": kfac(inv_update_steps=TraceRule()),
     "by drift": Case(KAISA, MOMENTUM),
     "some layers alone": kfac(skip_layers=["0.*"]),
     "too large": kfac(max_factor_dim=WIDTH - 1, other_matrices="gradient"),
@@ -276,8 +281,7 @@ CASES = {
         **{**ADAMW, "lr": on_device(1e-3)},
         kl_clip=1e-3,
         capturable=True,
-        rest=torch.optim.AdamW,
-        rest_kwargs={"lr": on_device(2e-3)},
+        rest=SecondBase(torch.optim.AdamW, keywords={"lr": on_device(2e-3)}),
     ),
     "scale of the gradient": kfac(preconditioner_scale="gradient"),
     "Newton's scale, AdamW": kfac(**ADAMW, preconditioner_scale="newton"),
@@ -322,10 +326,11 @@ def prepared(case: Case, device: str, blocks: int) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = MODELS[case.model](blocks).to(case.dtype).to(device)
     given = copy.deepcopy(case.options)
-    for rates in (given, given.get("rest_kwargs", {})):
-        rates |= {
-            key: each(device) for key, each in rates.items() if key == "lr" and callable(each)
-        }
+    if callable(given.get("lr")):
+        given["lr"] = given["lr"](device)
+    rest = given.get("rest")
+    if isinstance(rest, SecondBase) and callable(rest.keywords["lr"]):
+        given["rest"] = SecondBase(rest.kind, keywords={"lr": rest.keywords["lr"](device)})
     if device == "cpu" and given.pop("capturable", None):
         given["foreach"] = False
     if "doubly_factored" in given:

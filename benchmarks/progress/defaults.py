@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import reporting
-from second_order.kfac.options import DAMPING
+from second_order.optimizers.config import DAMPING
 from tasks import TASKS, Job, Run, run_all, steps_to
 
 CHOSEN_ON, REPORTED = (100, 101), range(5)

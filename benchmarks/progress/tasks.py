@@ -32,7 +32,7 @@ import reporting
 import second_order
 from images import IMAGES, MissingDataError
 from muon import newton_schulz
-from second_order.kfac.options import PerStep
+from second_order.optimizers.config import PerStep
 from soap import SOAP
 from task import OF_LANGUAGE, Task
 from unseen import UNSEEN, regression

@@ -21,7 +21,7 @@ from rich.table import Table
 
 import reporting
 from second_order import SecondOrderWarning
-from second_order.kfac.options import DAMPING
+from second_order.optimizers.config import DAMPING
 from tasks import Job, Run, run_all
 
 WIDTHS = 64, 128, 256, 512

@@ -212,8 +212,7 @@ def kaisa(lr: float, damping: float) -> Callable[[nn.Module], torch.optim.Optimi
         preconditioner_scale="newton",
         solver="eigen",
         inv_update_steps=1,
-        fisher="sampled",
-        likelihood="gaussian",
+        fisher="gaussian",
     )
 
 

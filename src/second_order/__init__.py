@@ -19,13 +19,13 @@ if TYPE_CHECKING:
         SecondOrderWarning,
     )
     from second_order.files import load_checkpoint, save_checkpoint
-    from second_order.kfac.options import DecayingClip, PerStep
     from second_order.kronecker.kinds import register_layer
     from second_order.kronecker.layer_curvature import LayerCurvature
     from second_order.kronecker.model_curvature import KroneckerCurvature
     from second_order.measuring import doors
     from second_order.measuring.measure import measure
     from second_order.optimizers.base import SecondOrderOptimizer
+    from second_order.optimizers.config import DecayingClip, PerStep, SecondBase, TraceRule
     from second_order.optimizers.dho2 import DHO2
     from second_order.optimizers.distkfac import DistKFAC
     from second_order.optimizers.dpkfac import DPKFAC
@@ -67,10 +67,12 @@ __all__ = [
     "RankMismatchError",
     "Recipe",
     "RecipeRow",
+    "SecondBase",
     "SecondOrderError",
     "SecondOrderOptimizer",
     "SecondOrderWarning",
     "Summary",
+    "TraceRule",
     "calibrate",
     "doors",
     "export_base_state",
@@ -90,7 +92,7 @@ _NAMES_IN = {
         "SecondOrderWarning"
     ),
     "files": "load_checkpoint save_checkpoint",
-    "kfac.options": "DecayingClip PerStep",
+    "optimizers.config": "DecayingClip PerStep SecondBase TraceRule",
     "kronecker.layer_curvature": "LayerCurvature",
     "kronecker.model_curvature": "KroneckerCurvature",
     "kronecker.kinds": "register_layer",

@@ -24,7 +24,7 @@ class CheckpointError(SecondOrderError, ValueError):
 
 
 class DecompositionError(SecondOrderError):
-    """A layer's factors could not be decomposed ``max_consecutive_failures`` times in a row.
+    """A layer's factors could not be decomposed at three refreshes in a row.
 
     Raised on every rank at the same step.
     """

@@ -36,7 +36,6 @@ __all__ = [
     "check_params",
     "check_patterns",
     "check_rank",
-    "check_rest",
     "check_scalar",
     "check_seed",
     "check_timeout",
@@ -86,26 +85,6 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
         )
     if issubclass(base, torch.optim.LBFGS):
         raise TypeError(f"{option}=LBFGS evaluates its closure many times a step; use SGD or Adam")
-
-
-def check_rest(rest: Any, layers: Any, keywords: Any, own_class: type) -> tuple[str, ...]:
-    """Check the options ``rest``, ``rest_layers`` and ``rest_kwargs``; returns the patterns."""
-    patterns = check_patterns(layers, "rest_layers")
-    if keywords is not None and not isinstance(keywords, Mapping):
-        raise TypeError(
-            f"rest_kwargs={keywords!r} is not a mapping of keywords; "
-            f"write rest_kwargs={{'lr': 1e-3}}"
-        )
-    if rest is not None:
-        check_base(rest, own_class, "rest")
-        return patterns
-    for option, value in (("rest_layers", list(patterns)), ("rest_kwargs", keywords)):
-        if value:
-            raise ValueError(
-                f"{option}={value!r} without rest: one base trains all parameters then; add "
-                f"rest=torch.optim.AdamW, or leave {option} out"
-            )
-    return patterns
 
 
 def is_adaptive(base: Any) -> bool:
@@ -177,7 +156,7 @@ def split_base_keywords(
     for name in special:
         if known[-1] is not None and name not in known[-1]:
             raise TypeError(
-                f"rest_kwargs: unknown keyword {name!r}: it is none of {kinds[-1].__name__}"
+                f"rest: unknown keyword {name!r}: it is none of {kinds[-1].__name__}"
                 f"{_hint(name, known[-1])}"
             )
     found = [

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from second_order.kfac.options import DecayingClip
 from second_order.optimizers.base import SecondOrderOptimizer
+from second_order.optimizers.config import DecayingClip
 from second_order.optimizers.dho2 import DHO2
 from second_order.optimizers.distkfac import DistKFAC
 from second_order.optimizers.dpkfac import DPKFAC
@@ -122,7 +122,7 @@ SETTINGS: dict[type[SecondOrderOptimizer], dict[str, Any]] = {
         "solver": "inverse",  # 4.1
         "factor_update_steps": 1,  # 6: after each gradient computation
         "inv_update_steps": 20,  # 6.1; on threads they arrived every 16 to 30 steps
-        "fisher": "sampled",  # eq. 1: labels are sampled from the network
+        "fisher": "categorical",  # eq. 1: labels are sampled from the network
         "conv_factors": "cheap",  # 6.2, appendix A
         "doubly_factored": "auto",  # 4
         "exact_blocks": True,  # 6.2.1

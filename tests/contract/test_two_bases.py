@@ -30,6 +30,7 @@ from reference import cross_entropy
 from torch import nn
 
 from second_order import (
+    SecondBase,
     SecondOrderWarning,
 )
 
@@ -100,7 +101,7 @@ def in_windows() -> nn.Module:
 )
 def test_hidden_weights_go_to_the_base(build: Any, base: Any, layers: Any, hidden: Any) -> None:
     model = build()
-    optimizer = KAISA(model, lr=0.1, base=base, rest=AdamW, rest_layers=layers)
+    optimizer = KAISA(model, lr=0.1, base=base, rest=SecondBase(AdamW, layers=layers))
     found = {row.name: row.base for row in optimizer.recipe().rows}
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert {name for name, base in found.items() if base != "AdamW"} == set(hidden)
@@ -198,18 +199,19 @@ class Free(SGD):
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"rest": "AdamW"}, TypeError, "rest='AdamW' is not an optimizer class; pass the class itself"),
     ({"rest": optim.LBFGS}, TypeError, "rest=LBFGS evaluates its closure many times"),
-    ({"rest": None, "rest_layers": ["up"]}, ValueError, r"rest_layers=\['up'\] without rest.*add"),
-    ({"rest_layers": "up"}, TypeError, "rest_layers='up' is not a sequence.*write rest_layers="),
-    ({"rest_kwargs": 3}, TypeError, "rest_kwargs=3 is not a mapping.*write rest_kwargs="),
     (
-        {"rest_kwargs": {"beta": 1}},
+        {"rest": SecondBase(AdamW, keywords={"beta": 1})},
         TypeError,
-        "rest_kwargs: unknown keyword 'beta'.*AdamW.*'betas'",
+        "rest: unknown keyword 'beta'.*AdamW.*'betas'",
     ),
-    ({"rest_kwargs": {"differentiable": True}}, ValueError, "differentiable"),
+    ({"rest": SecondBase(AdamW, keywords={"differentiable": True})}, ValueError, "differentiable"),
     ({"beta": 1}, TypeError, "'beta': neither an option here nor one of Muon or AdamW.*'betas'"),
-    ({"rest_layer": []}, TypeError, "unknown keyword 'rest_layer'.*did you mean 'rest_layers'"),
-    ({"rest_layers": ["*"]}, ValueError, r"none of the 10 parameters is.*use base=AdamW without"),
+    ({"rests": []}, TypeError, "unknown keyword 'rests'.*did you mean 'rest'"),
+    (
+        {"rest": SecondBase(AdamW, layers=["*"])},
+        ValueError,
+        r"none of the 10 parameters is.*use base=AdamW without",
+    ),
 ]
 
 
@@ -225,10 +227,22 @@ def test_what_makes_no_sense_is_refused_before_anything_changes(
     assert not any(module._forward_hooks for module in model.modules())
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"layers": "up"}, r"layers='up' is not a sequence.*write layers="),
+        ({"keywords": 3}, "keywords=3 is not a mapping"),
+    ],
+)
+def test_a_second_base_checks_its_types(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        SecondBase(AdamW, **given)
+
+
 def test_keywords_go_to_whoever_knows_them() -> None:
     model = CASE.model()
     hidden, others = KAISA(
-        model, lr=0.1, base=Muon, rest=AdamW, eps=1e-3, ns_steps=3, amsgrad=True, rest_kwargs=None
+        model, lr=0.1, base=Muon, rest=AdamW, eps=1e-3, ns_steps=3, amsgrad=True
     ).param_groups
     assert (hidden["lr"], hidden["eps"], hidden["ns_steps"]) == (0.1, 1e-3, 3)
     assert (others["lr"], others["eps"], others["amsgrad"]) == (0.1, 1e-3, True)
@@ -236,16 +250,18 @@ def test_keywords_go_to_whoever_knows_them() -> None:
     assert "amsgrad" not in hidden
     assert "ns_steps" not in others
     free = KAISA(
-        model, lr=0.1, base=Free, rest=AdamW, flavour="x", rest_kwargs={"betas": (0.5, 0.5)}
+        model,
+        lr=0.1,
+        base=Free,
+        rest=SecondBase(AdamW, keywords={"betas": (0.5, 0.5)}),
+        flavour="x",
     )
     assert "betas" not in free.param_groups[0]
 
 
 def test_a_pattern_that_matches_nothing_is_told() -> None:
-    with pytest.warns(
-        SecondOrderWarning, match="rest_layers: the pattern 'haed' matches no module"
-    ):
-        KAISA(CASE.model(), lr=0.1, base=Muon, rest=AdamW, rest_layers=["haed"])
+    with pytest.warns(SecondOrderWarning, match="rest: the pattern 'haed' matches no module"):
+        KAISA(CASE.model(), lr=0.1, base=Muon, rest=SecondBase(AdamW, layers=["haed"]))
 
 
 @each_kronecker

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from second_order import (
+    SecondBase,
     export_base_state,
 )
 
@@ -228,7 +229,7 @@ def test_momentum_is_cycled_where_both_can_be() -> None:
 def test_two_processes_train_as_one(world: World, pair: str, fraction: float) -> None:
     """Muon rounds to bfloat16 inside, so that rounding before it may be 1 % after it."""
     base, rest, keywords, _, special = PAIRS[pair]
-    options = {"base": base, "rest": rest, "rest_kwargs": special, **keywords}
+    options = {"base": base, "rest": SecondBase(rest, keywords=special), **keywords}
     batches = CASE.batches(4)
     spread = {**options, "grad_worker_fraction": fraction}
     found = agreed(world.run(train, 2, CASE, batches, spread))
@@ -239,10 +240,10 @@ def test_two_processes_train_as_one(world: World, pair: str, fraction: float) ->
 DIFFERENT: dict[str, dict[str, Any]] = {
     "one base": {"rest": None},
     "another rest": {"rest": optim.Adam},
-    "other layers": {"rest_layers": ["up"]},
-    "other layers, the same weights": {"rest_layers": ["head"]},
-    "other keywords": {"rest_kwargs": {"lr": 0.5}},
-    "other keywords, no weights yet": {"rest_kwargs": {"lr": 0.5}},
+    "other layers": {"rest": SecondBase(optim.AdamW, layers=["up"])},
+    "other layers, the same weights": {"rest": SecondBase(optim.AdamW, layers=["head"])},
+    "other keywords": {"rest": SecondBase(optim.AdamW, keywords={"lr": 0.5})},
+    "other keywords, no weights yet": {"rest": SecondBase(optim.AdamW, keywords={"lr": 0.5})},
 }
 
 

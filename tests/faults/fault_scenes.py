@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning, TraceRule
 
 __all__ = ["SYSTEMS", "Batch", "Injected", "Run", "System", "perform"]
 
@@ -79,7 +79,7 @@ INVERSE = {**KFAC, "solver": "inverse"}
 ONE = {**KFAC, "grad_worker_fraction": 0.0, "factor_exchange": "reduce"}
 HALF = {**KFAC, "grad_worker_fraction": 0.5, "colocate_factors": False}
 PIPELINED = {**KFAC, "factor_exchange": "pipelined", "debug": 2}
-TRACE = {**KFAC, "refresh": "trace", "trace_bounds": (1e-9, 0.0), "debug": 1}
+TRACE = {**KFAC, "inv_update_steps": TraceRule(1e-9, 0.0), "debug": 1}
 REPEATED = {**KFAC, "max_staleness": 1, "deterministic": True, "inverse_threads": 1}
 STATS = {**KFAC, "stats_workers": 1, "helper_timeout": PATIENCE}
 

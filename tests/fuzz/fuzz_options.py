@@ -20,7 +20,17 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 import torch
 from torch import nn
 
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DecayingClip, DistKFAC, PerStep
+from second_order import (
+    DHO2,
+    DPKFAC,
+    KAISA,
+    MRDHO2,
+    DecayingClip,
+    DistKFAC,
+    PerStep,
+    SecondBase,
+    TraceRule,
+)
 
 if TYPE_CHECKING:
     from random import Random
@@ -31,7 +41,7 @@ SYSTEMS: dict[str, Any] = {s.__name__: s for s in (KAISA, DPKFAC, DistKFAC, DHO2
 GIVEN = {
     *("params", "model", "process_group", "grad_scaler", "curvature_closure"),
     *("inverse_device", "stats_workers", "accelerators", "helper_timeout", "lr", "base"),
-    *("rest_kwargs", "self", "base_kwargs"),
+    *("self", "base_kwargs"),
 }
 
 KRONECKER_STEPS = {"factor_update_steps": 1, "inv_update_steps": 2}
@@ -44,11 +54,11 @@ RANGES: dict[str, tuple[Any, ...]] = {
     "damping": ("auto", 0.03, 0.3, 1.0, 10.0),
     "factor_decay": ("auto", 0.0, 0.5, 0.95, PerStep(0.9)),
     "kl_clip": (1e-4, 1e-2, None, DecayingClip()),
-    "factor_update_steps": (None, 1, 2, 3, "auto"),
-    "inv_update_steps": (None, 1, 2, 3, "auto"),
+    "damping_floor": ("auto", 0.0, 0.5),
+    "step_scale": ("auto", True, False),
+    "factor_update_steps": (1, 2, 3, "auto"),
+    "inv_update_steps": (1, 2, 3, "auto", TraceRule(), TraceRule(0.5, 0.01), TraceRule(1.0, 1.0)),
     "max_factor_dim": (1, 3, 6, 8192),
-    "max_exact_dim": (1, 3, 256),
-    "trace_bounds": ((0.1, 0.0), (0.0, 0.0), (0.5, 0.01), (1.0, 1.0)),
     "exchange_dtype": (None, None, torch.bfloat16, torch.float32),
     "debug": (False, True, 1, 3),
     "max_staleness": (None, 0, 1, 3),
@@ -67,13 +77,10 @@ RANGES: dict[str, tuple[Any, ...]] = {
     "subspace_momentum": ("average", "base", 0.0, 0.5, None),
     "doubly_factored": ("auto", None, {}, {"head": (2, 2)}),
     "skip_layers": ((), ("head",), ("*",), ("Linear",), ("parts.0", "LayerNorm"), ("nobody",)),
-    "rest_layers": ((), ("head",), ("*",)),
-    "accumulation_steps": ("auto", 1, 2),
-    "likelihood": ("categorical", "bernoulli", "gaussian"),
+    "fisher": ("empirical", "categorical", "bernoulli", "gaussian"),
     "seed": (0, 7, 2**40),
     "grad_worker_fraction": (0.0, 0.34, 0.5, 1.0),
     "lanczos_dtype": (None, torch.float32, torch.float64),
-    "max_consecutive_failures": (1, 3),
 }
 NONSENSE: tuple[Any, ...] = (
     *(-1, 0, 1.5, "nonsense", None, True, float("nan"), float("inf"), -0.1, 10**400, (), "auto"),
@@ -169,7 +176,9 @@ def draw_options(random: Random, system: type[Any]) -> dict[str, Any]:
         found["base"] = base
     if found.get("rest") is not None:
         # Keywords go to whichever of the two bases has them.
-        found["rest_kwargs"] = random.choice((None, {"lr": 0.01}))
+        layers = random.choice(((), ("head",), ("*",)))
+        special = random.choice(({}, {"lr": 0.01}))
+        found["rest"] = SecondBase(found["rest"], layers=layers, keywords=special)
     found = {"lr": random.choice(RANGES["lr"][1:]), **found, **keywords}
     return found if random.random() < 0.05 else agreeable(found)
 
@@ -179,8 +188,8 @@ def agreeable(options: dict[str, Any]) -> dict[str, Any]:
     found = dict(options)
     if found.get("relative_damping") is False and found.get("damping", "auto") == "auto":
         found["damping"] = 0.1
-    if found.get("rest") is None:
-        found.pop("rest_layers", None)
+    if found.get("inv_update_steps", "auto") != "auto":
+        found.pop("overhead", None)
     if found.get("async_inverse") is False:
         found.pop("max_staleness", None)
     if found.get("deterministic") is True and found.get("max_staleness") is None:

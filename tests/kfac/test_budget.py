@@ -2,54 +2,29 @@
 
 from __future__ import annotations
 
-import re
 import time
 import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from budgeted import CHOSEN, MEASURED, MLP, Run, each_system
+from budgeted import MEASURED, MLP, Run
 from contract import make
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import agreed, vector
+from ranks import vector
 from torch import Tensor
 from torch.nn import functional
 
 from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
 from second_order.budget import LONGEST, intervals
-from second_order.kfac import curvature, solve_async
+from second_order.kfac import solve_async
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-
-
-@each_system
-def test_what_is_chosen_is_what_is_computed_by_hand(System: Any) -> None:
-    run = Run(System).go(MEASURED - 1)
-    assert run.budget.measuring
-    assert run.budget.chosen == {}
-    assert run.optimizer.statistics()["inv_update_steps"] == 1  # as long as it is measured
-    run.go(1)
-    assert run.budget.measured == pytest.approx((5, 40, 100))
-    assert run.budget.chosen == CHOSEN
-    run.go(12)
-    assert run.updates == [*range(MEASURED), 20, 22, 24, 26, 28, 30]
-    assert run.refreshes == [*range(MEASURED), 24, 30]
-
-
-def test_first_steps_and_outliers_do_not_count() -> None:
-    run = Run()
-    for step in range(20):
-        run.scale = 100.0 if step < 5 or step % 2 == 0 else 1.0  # 12 of 20, 7 of the last 15
-        run.go(1)
-    assert run.budget.measured == pytest.approx((5, 40, 100))
-    assert run.budget.chosen == CHOSEN
 
 
 def test_drawing_labels_is_of_the_statistics() -> None:
@@ -57,7 +32,7 @@ def test_drawing_labels_is_of_the_statistics() -> None:
         run.time.spend(13)
         return functional.cross_entropy(outputs, outputs.argmax(-1), reduction="sum")
 
-    run = Run(fisher="sampled", likelihood=likelihood)
+    run = Run(fisher=likelihood)
     assert run.go(MEASURED).budget.measured == pytest.approx((18, 40, 100))
 
 
@@ -80,51 +55,6 @@ def test_waiting_for_threads_counts_where_all_solves_are_waited_for(
     assert run.budget.measured == pytest.approx((5, 40 + waited, 100))
 
 
-def test_nobody_looks_at_a_clock_without_auto_or_afterwards() -> None:
-    run = Run(factor_update_steps=2, inv_update_steps=4, overhead=3.0).go(6)
-    assert run.optimizer._training.meter.watch is None
-    assert run.budget.chosen == {}
-    assert run.optimizer.summary().intervals == ""
-    assert "overhead" not in run.saved()["optimizer"]["state"][0]["curvature"]
-    run = Run().go(MEASURED - 1)
-    assert run.optimizer._training.meter.watch is not None
-    assert run.go(1).optimizer._training.meter.watch is None
-
-
-def test_nothing_is_measured_while_all_is_frozen() -> None:
-    """Statistics and refreshes would seem to cost nothing."""
-    run = Run()
-    run.model.requires_grad_(False)
-    for _ in range(9):
-        run.time.spend(run.T)
-        run.optimizer.step()
-    assert run.budget.measuring
-    run.model.requires_grad_(True)
-    run.go(MEASURED - 1)
-    assert run.budget.measuring
-    assert run.go(1).budget.chosen == CHOSEN
-
-
-def test_the_weight_of_the_past_follows_the_chosen_interval() -> None:
-    """DistKFAC's default forgets as much a step, however rare updates are."""
-    run = Run(DistKFAC, factor_decay=None, overhead=0.051).go(MEASURED)
-    assert run.budget.chosen == {"factor_update_steps": 3, "inv_update_steps": 12}
-    run.go(8)
-    assert run.updates == [*range(MEASURED), 21, 24, 27]
-    assert run.decays[21] == pytest.approx(0.95**2)  # since step 19
-    assert run.decays[24] == run.decays[27] == pytest.approx(0.95**3)
-
-
-def test_a_budget_that_cannot_be_kept_is_told_of_once() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        run = Run(inv_update_steps=4, overhead=0.05).go(MEASURED)
-    assert run.budget.chosen == {"factor_update_steps": 4}
-    (told,) = [str(w.message) for w in caught if "overhead" in str(w.message)]
-    # (5/4 + 40/4) / 100
-    assert re.search(r"overhead=0\.05 cannot be kept: .* cost 0\.11[23] of a step of SGD", told)
-
-
 NO_BUDGET: dict[str, Any] = {"factor_update_steps": 1, "inv_update_steps": 10, "overhead": 0.1}
 
 
@@ -143,30 +73,6 @@ def told(
     return found
 
 
-@each_system
-def test_a_refresh_of_more_than_ten_steps_is_told_of_once(System: Any) -> None:
-    assert told(System, 999.0, 3) == []
-    ((step, message),) = told(System, 1001.0, 22, solver="inverse")
-    assert step == 0
-    assert message.startswith(
-        "a refresh of the inverses took 1e+03 s, and a step of SGD alone 1e+02"
-    )
-
-
-def test_a_device_is_waited_for_where_a_refresh_is_due_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its queue is emptied, lest the passes count as the refresh's."""
-    waits: list[int] = []
-
-    run = Run(**NO_BUDGET)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(curvature, "settle", lambda _: waits.append(run.steps))
-    run.go(22)
-    assert waits == [0, 10, 20]
-
-
 def on_ranks(rank: int, world_size: int, name: str) -> Any:
     """What is chosen where a rank is three times as slow, with less to do; and the parameters."""
     systems: dict[str, Any] = {"KAISA": KAISA, "DPKFAC": DPKFAC, "DistKFAC": DistKFAC}
@@ -177,16 +83,6 @@ def on_ranks(rank: int, world_size: int, name: str) -> Any:
         run.go(1, rank, world_size)
         trajectory.append(vector(run.model))
     return run.budget.chosen, run.budget.measured, trajectory
-
-
-@pytest.mark.parametrize("name", ["KAISA", "DPKFAC", "DistKFAC"])
-def test_ranks_with_different_clocks_choose_the_same(world: World, name: str) -> None:
-    (first, measured, a), (second, other, b) = world.run(on_ranks, 2, name)
-    # Each rank watches two layers: the first one its own and the last, which shows the loss terms.
-    S = 3 * (1 + 3) / 2 + 2 / 3 * (2 * 1 + 2 * 3) / 2 if name == "DPKFAC" else 10.0
-    assert measured == other == pytest.approx((S, 80, 80))  # the means
-    assert first == second == {"factor_update_steps": 4, "inv_update_steps": 15}
-    agreed([a, b])
 
 
 def held(sign: Path, loss: Tensor) -> Tensor:
@@ -214,13 +110,6 @@ def beside_a_stats_worker(rank: int, world_size: int, sign: Path) -> Any:
     return run.budget.measured, run.budget.chosen
 
 
-def test_what_stats_workers_send_is_not_of_the_budget(world: World, tmp_path: Path) -> None:
-    """When it comes is no matter of intervals: refreshes have the whole budget."""
-    measured, chosen = world.run(beside_a_stats_worker, 2, tmp_path / "sign")[0]
-    assert measured == pytest.approx((0, 40, 100))
-    assert chosen == {"inv_update_steps": 4}
-
-
 def train_and_save(
     rank: int, world_size: int, steps: int, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
@@ -242,57 +131,12 @@ def load_and_train(
     return run.budget.chosen, run.updates, run.refreshes, vector(run.model)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 2), (2, 1), (2, 2)])
-@pytest.mark.parametrize("exchange", ["all_reduce", "reduce"])
-def test_a_resumed_run_repeats_them(world: World, before: int, after: int, exchange: str) -> None:
-    options = {"factor_exchange": exchange}
-    saved = world.run(train_and_save, before, MEASURED + 1, options)[0]
-    for chosen, updates, refreshes, _ in world.run(load_and_train, after, saved, options):
-        assert chosen == CHOSEN
-        assert updates == [22, 24, 26, 28, 30]
-        assert refreshes == [24, 30]
-
-
 def test_a_resumed_run_is_the_run_that_was_never_stopped() -> None:
     whole = Run().go(24)
     saved = whole.saved()
     whole.go(10)
     *_, weights = load_and_train(0, 1, saved)
     torch.testing.assert_close(weights, vector(whole.model), rtol=1e-10, atol=1e-12)
-
-
-def test_other_options_or_an_unfinished_measurement_are_measured_anew() -> None:
-    saved = train_and_save(0, 1, 24)
-    assert Run(overhead=0.2).load(saved).budget.measuring
-    fixed = Run(inv_update_steps=7).load(saved)
-    assert fixed.budget.chosen == {"factor_update_steps": 2}
-    neither = Run(factor_update_steps=3, inv_update_steps=7).load(saved)
-    assert not neither.budget.measuring
-    assert neither.budget.chosen == {}
-    one = train_and_save(0, 1, 24, {"inv_update_steps": 7})
-    assert Run().load(one).budget.measuring
-    early = train_and_save(0, 1, 3)
-    assert early["optimizer"]["state"][0]["curvature"]["inv_update_steps"] == 0
-    run = Run().go(7).load(early)
-    assert run.budget.measuring
-    assert run.go(MEASURED).budget.chosen == CHOSEN
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "match"),
-    [
-        ("inv_update_steps", 2.5, r"is 2\.5, and|and 2\.5 for another"),
-        ("overhead", "much", "is 'much', and no finite"),
-        ("inv_update_steps", 7, "is 7, and 6 for another|is 6, and 7 for another"),
-    ],
-)
-def test_intervals_that_cannot_be_are_refused(name: str, value: Any, match: str) -> None:
-    saved = train_and_save(0, 1, 24)
-    saved["optimizer"]["state"][0]["curvature"][name] = value
-    run = Run().go(24)
-    with pytest.raises(ValueError, match=match):
-        run.load(saved)
-    assert run.budget.chosen == CHOSEN
 
 
 seconds = st.floats(0.1, 100)

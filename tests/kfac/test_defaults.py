@@ -23,8 +23,8 @@ from torch.optim import (
 )
 
 from second_order import KAISA, PerStep
-from second_order.kfac.options import DAMPING, FLOOR
 from second_order.kfac.schedule import past_at
+from second_order.optimizers.config import DAMPING, FLOOR
 from second_order.options import is_adaptive
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def test_of_two_bases_the_first_is_asked() -> None:
     assert options_of(KAISA(model, lr=0.1, base=SGD, rest=AdamW)).factor_decay == PerStep(0.995)
 
 
-SCALE = "preconditioner_scale", "damping", "damping_floor", "follows_steps"
+SCALE = "preconditioner_scale", "damping", "damping_floor", "step_scale"
 
 
 @pytest.mark.parametrize("base", [SGD, Adam, AdamW])
@@ -66,6 +66,13 @@ def test_the_scale_of_steps_is_the_same_over_every_base(System: type[KAISA], bas
     options = options_of(System(nn.Linear(3, 2), lr=0.1, base=base))
     found = {name: getattr(options, name) for name in SCALE}
     assert found == dict(zip(SCALE, ("gradient", DAMPING, FLOOR, True), strict=True))
+
+
+def test_absolute_damping_has_no_floor() -> None:
+    given: dict[str, Any] = {"lr": 0.1, "damping": 0.2}
+    assert options_of(KAISA(nn.Linear(3, 2), **given)).damping_floor == FLOOR
+    absolute = KAISA(nn.Linear(3, 2), **given, relative_damping=False)
+    assert options_of(absolute).damping_floor == 0.0
 
 
 def test_a_change_is_held_against_the_usual_one_over_every_base() -> None:
@@ -89,15 +96,14 @@ class ScheduleFree(SGD):
     "options",
     [
         {"preconditioner_scale": "newton"},
-        {"kl_clip": 1e-3},
-        {"kl_clip": lambda step: None},
         {"preconditioner_scale": "newton", "kl_clip": 1e-3},
         {"base": ScheduleFree},
+        {"step_scale": False},
     ],
-    ids=["newton", "number", "function", "papers", "schedule-free"],
+    ids=["newton", "papers", "schedule-free", "off"],
 )
-def test_the_step_scale_is_for_the_gradients_scale_without_a_clip(options: dict[str, Any]) -> None:
-    assert not options_of(KAISA(nn.Linear(3, 2), lr=0.1, **options)).follows_steps
+def test_the_step_scale_is_for_the_gradients_scale(options: dict[str, Any]) -> None:
+    assert not options_of(KAISA(nn.Linear(3, 2), lr=0.1, **options)).step_scale
 
 
 def model_and_batch(examples: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -113,7 +119,6 @@ def model_and_batch(examples: int) -> tuple[nn.Module, Tensor, Tensor]:
 EXACT: dict[str, Any] = {
     "lr": 1.0,
     "factor_dtype": torch.float64,
-    "inv_dtype": torch.float64,
     "damping": 1e-3,
 }
 
@@ -197,7 +202,8 @@ def preconditioned(System: Any, name: str, scale: str, **options: Any) -> Any:
 def test_the_gradients_scale_is_newtons_times_the_mean_damped_curvature(
     System: type[SecondOrderOptimizer], name: str, solver: str, relative: bool, damping: float
 ) -> None:
-    options = {"solver": solver, "relative_damping": relative, "damping": damping}
+    options: dict[str, Any] = {"solver": solver, "relative_damping": relative}
+    options |= {"damping": damping, "damping_floor": 0.0}
     newton, scaled = (preconditioned(System, name, s, **options) for s in ("newton", "gradient"))
     blocks: Any = [each._curvature.layers.active for each in (newton, scaled)]
     assert blocks[0]

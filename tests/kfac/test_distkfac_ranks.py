@@ -63,7 +63,7 @@ def synchronous(
 CHOICES: list[tuple[str, dict[str, Any]]] = [
     ("mlp", {}),
     ("mlp", {"solver": "eigen"}),
-    ("mlp", {"solver": "eigen", "relative_damping": True, "symmetry_aware": False}),
+    ("mlp", {"solver": "eigen", "relative_damping": True}),
     ("conv_grouped", {"inv_update_steps": 2, "base": torch.optim.Adam, "lr": 0.01}),
     ("norms", {"factor_update_steps": 2, "kl_clip": None}),
     ("norms", {"preconditioner_scale": "gradient", "relative_damping": True}),

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 MLP = ZOO["mlp"]
 LAYERS = "0", "2", "4"
 BATCHES = MLP.batches(10, n=12)
-BY_DRIFT: dict[str, Any] = {"factor_update_steps": None, "inv_update_steps": None}
+BY_DRIFT: dict[str, Any] = {"factor_update_steps": "auto", "inv_update_steps": "auto"}
 SYSTEMS = {System.__name__: System for System in KRONECKER}
 
 
@@ -242,7 +242,7 @@ def test_a_resumed_run_has_the_intervals(System: Any) -> None:
 @each_kronecker
 def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
     model, found = MLP.model(), []
-    optimizer = make(System, model, inv_update_steps=10, factor_update_steps=None)
+    optimizer = make(System, model, inv_update_steps=10, factor_update_steps="auto")
     for step in range(22):
         take(model, optimizer, BATCHES[step % 2])
         landed = optimizer._curvature.solves.installed_at.values()

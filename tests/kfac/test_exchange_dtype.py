@@ -70,7 +70,7 @@ def test_every_rank_has_the_same_numbers(world: World, way: str, solver: str) ->
 @pytest.mark.parametrize("way", WAYS)
 def test_factors_and_decompositions_take_half_the_bytes(world: World, way: str) -> None:
     """Examples and traces travel as they are, and so do gradients."""
-    kept = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
+    kept = {"factor_dtype": torch.float32}
     options = {**WAYS[way], **kept, "solver": "inverse", "grad_worker_fraction": 0.5}
     options["kl_clip"] = None
     heads = 4 * 3 * 4  # loss terms, rows of A, and two mean eigenvalues, of three layers

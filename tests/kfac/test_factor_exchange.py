@@ -37,7 +37,7 @@ def factors_of_shards(
 ) -> list[dict[str, Tensor]]:
     x, y = (part.split(list(counts))[rank] for part in batch)
     model = MLP.model()
-    optimizer = kaisa(model, **options, symmetry_aware=False)
+    optimizer = kaisa(model, **options)
     optimizer.zero_grad()
     if counts[rank]:
         cross_entropy(model(x), y).backward()

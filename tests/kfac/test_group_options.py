@@ -14,7 +14,7 @@ from tables import keywords_of
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from second_order import KAISA, RankMismatchError, parameter_groups
+from second_order import KAISA, RankMismatchError, TraceRule, parameter_groups
 
 if TYPE_CHECKING:
     from pool import World
@@ -51,7 +51,7 @@ def gradients(model: nn.Module) -> tuple[Tensor, Tensor]:
     [
         {},
         {"relative_damping": True, "preconditioner_scale": "gradient"},
-        {"solver": "inverse", "refresh": "trace", "inv_update_steps": None},
+        {"solver": "inverse", "inv_update_steps": TraceRule(every=1)},
         {"damping": lambda step: 0.1},
     ],
     ids=["absolute", "relative", "inverse by trace", "callable"],

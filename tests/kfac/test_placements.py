@@ -118,7 +118,6 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "some layers": {"skip_layers": ["2"]},
     "no layer": {"skip_layers": ["*"]},
     "tensor lr": {"lr": torch.tensor(0.05, dtype=torch.float64)},
-    "squares": {"symmetry_aware": False},
 }
 
 
@@ -171,7 +170,6 @@ def test_any_network_on_any_grid_gives_the_trajectory_of_one_process(
         "inv_update_steps": data.draw(st.integers(1, 3)),
         "relative_damping": data.draw(st.booleans()),
         "solver": data.draw(st.sampled_from(["eigen", "inverse"])),
-        "symmetry_aware": data.draw(st.booleans()),
     }
     if placement.System is DPKFAC:
         where = {
@@ -180,7 +178,6 @@ def test_any_network_on_any_grid_gives_the_trajectory_of_one_process(
         }
     else:
         where = {
-            "assignment": data.draw(st.sampled_from(["compute", "memory"])),
             "colocate_factors": data.draw(st.booleans()),
             "grad_worker_fraction": data.draw(st.sampled_from(divisors(world_size))) / world_size,
         }

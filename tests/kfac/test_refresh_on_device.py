@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 STEPS, BAD, SIZES = 10, 6, 3  # a factor that is not finite at a step; sizes of factors
-DRIFT: dict[str, Any] = {"inv_update_steps": None}
+DRIFT: dict[str, Any] = {"inv_update_steps": "auto"}
 EVERY: dict[str, Any] = {"inv_update_steps": 3, "factor_update_steps": 1}
 CASES: dict[str, dict[str, Any]] = {
     "inverse by drift, sound": {"net": "sound", **DRIFT},

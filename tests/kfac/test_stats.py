@@ -12,7 +12,7 @@ from accelerated import noted
 from threaded import BATCHES, CASE, distkfac
 from torch import Tensor, nn
 
-from second_order.kfac.options import FORGETFUL
+from second_order import PerStep
 from second_order.kfac.stats_workers import Helper, StatsWorker, StatsWorkers
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 TO_WORKER = "stats/{}/0"
+FORGETFUL = PerStep(0.95)
 MODEL = SimpleNamespace(parameters=lambda: [torch.ones(2)], buffers=list)
 TWO: Any = SimpleNamespace(model=MODEL, groups=[])
 
@@ -115,8 +116,8 @@ def loss_on(model: nn.Module) -> Tensor:
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((4, 4, 4), {"accumulation_steps": 3}),
-        ((4, 4, 4), {"accumulation_steps": "auto"}),
+        ((4, 4, 4), {"loss_reduction": "mean"}),
+        ((4, 4, 4), {"loss_reduction": "auto"}),
         ((2, 10), {"loss_reduction": "step_mean"}),
         ((12,), {"loss_reduction": "step_mean"}),
     ],
@@ -165,7 +166,7 @@ def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
 def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
     other, model = CASE.model(), CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
-    worker = distkfac(model, factor_decay=None)
+    worker = distkfac(model, factor_decay=FORGETFUL)
     post, expected, last = helped(worker), 0.0, 0
     for number, step in enumerate((2, 5, 7)):
         while worker._training.steps < step:
@@ -182,14 +183,14 @@ def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: boo
     """Which was of own passes, or is in the checkpoint."""
     other, model = CASE.model(), CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
-    worker = distkfac(model, factor_decay=None)
+    worker = distkfac(model, factor_decay=FORGETFUL)
     for _ in range(60):
         worker.zero_grad()
         loss_on(model).backward()
         worker.step()
     if resumed:
         saved = worker.state_dict()
-        worker = distkfac(model, factor_decay=None, factor_update_steps=1000)  # by own passes
+        worker = distkfac(model, factor_decay=FORGETFUL, factor_update_steps=1000)  # by own passes
         worker.load_state_dict(saved)
     before = [float(block.factors.weight) for block in worker._curvature.layers.blocks]
     hear(worker, helped(worker), 0, sent, 0)

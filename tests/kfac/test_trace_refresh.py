@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from budgeted import MEASURED, Run
 from contract import each_kronecker, factors, make, take
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, counted, shard, vector
 from reference import block as dense_block
 from torch import nn
 
-from second_order import DPKFAC, KAISA, DistKFAC
+from second_order import DPKFAC, KAISA, DistKFAC, TraceRule
 
 if TYPE_CHECKING:
     from pool import World
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning
 MLP = ZOO["mlp"]
 LAYERS = 3
 BATCHES = MLP.batches(10, n=12)
-TRACED: dict[str, Any] = {"refresh": "trace", "momentum": 0.9}
+TRACED: dict[str, Any] = {"inv_update_steps": TraceRule(every=1), "momentum": 0.9}
 
 
 def parts(optimizer: Any) -> dict[str, Any]:
@@ -57,7 +56,8 @@ def test_layers_are_solved_where_the_dense_trace_has_moved(System: Any, relative
     """The curvature is built anew from A and G, as a matrix of all of the layer's weights."""
     model = MLP.model()
     upper = 0.08 if relative else 0.04
-    options = {**TRACED, "relative_damping": relative, "trace_bounds": (upper, 0.0)}
+    rule = TraceRule(upper, every=1)
+    options = {**TRACED, "relative_damping": relative, "inv_update_steps": rule}
     optimizer = make(System, model, **options)
     last: dict[str, float] = {}
     counts = {"solved": 0, "spared": 0}
@@ -78,18 +78,6 @@ def test_layers_are_solved_where_the_dense_trace_has_moved(System: Any, relative
     assert traces(optimizer).judged == LAYERS * len(BATCHES)
 
 
-def test_every_layer_is_solved_while_costs_are_measured() -> None:
-    run = Run(refresh="trace", trace_bounds=(1e9, 1e8))
-    optimizer, model = run.optimizer, run.model
-    solved = trained(optimizer, model, MEASURED // 10 * BATCHES)
-    assert all(len(names) == LAYERS for names in solved)
-    assert not run.budget.measuring
-    assert not traces(optimizer).settled
-    run.budget.chosen |= {"inv_update_steps": 1}
-    assert trained(optimizer, model, BATCHES[4:6]) == [set(), set()]
-    assert len(traces(optimizer).settled) == LAYERS
-
-
 def larger(batch: Batch) -> Batch:
     x, y = batch
     return 10 * x, y
@@ -104,8 +92,7 @@ def test_a_schedule_of_the_damping_asks_for_a_solve(lower: float) -> None:
         model,
         lr=1e-4,
         damping=lambda step: changes[max(s for s in changes if s <= step)] if step >= 3 else 0.1,
-        refresh="trace",
-        trace_bounds=(0.95, lower),
+        inv_update_steps=TraceRule(0.95, lower, every=1),
         relative_damping=True,
     )
     solved = trained(optimizer, model, BATCHES[:7])
@@ -139,14 +126,14 @@ def on_ranks(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_ranks_agree_on_what_is_solved_and_send_no_more(world: World, name: str) -> None:
-    options = {"trace_bounds": (0.08, 0.01)}
+    options = {"inv_update_steps": TraceRule(0.08, 0.01, every=1)}
     results = world.run(on_ranks, 4, name, options)
     path = agreed([result[0] for result in results])
     judged, spared, settled = results[0][1]
     assert all(result[1] == results[0][1] for result in results)
     assert 0 < spared < judged
     assert settled
-    every = world.run(on_ranks, 4, name, {"refresh": "interval"})
+    every = world.run(on_ranks, 4, name, {"inv_update_steps": 1})
     assert all(a[2] <= b[2] for a, b in zip(results, every, strict=True))
     assert not torch.equal(path[-1], every[0][0][-1])
     if name != "DPKFAC":  # whose factors are those of one rank's batches
@@ -155,7 +142,7 @@ def test_ranks_agree_on_what_is_solved_and_send_no_more(world: World, name: str)
         assert alone[1] == results[0][1]
 
 
-SETTLING: dict[str, Any] = {"refresh": "trace", "trace_bounds": (0.6, 0.1)}
+SETTLING: dict[str, Any] = {"inv_update_steps": TraceRule(0.6, 0.1, every=1)}
 
 
 def settled(optimizer: Any) -> set[str]:
@@ -164,22 +151,18 @@ def settled(optimizer: Any) -> set[str]:
 
 @each_kronecker
 def test_what_has_settled_is_in_checkpoints(System: Any) -> None:
-    """Without their inverses all are solved once."""
     model = MLP.model()
-    for inverses in (True, False):
-        optimizer = make(System, model, save_inverses=inverses, **SETTLING)
-        trained(optimizer, model, BATCHES[:3])
-        resumed = make(System, model, **SETTLING)
-        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert settled(resumed) == settled(optimizer) != set()
-        first, second = trained(resumed, model, [larger(batch) for batch in BATCHES[3:5]])
-        assert (len(first) == LAYERS) is not inverses
-        assert not (first if inverses else second) & settled(optimizer)
+    optimizer = make(System, model, **SETTLING)
+    trained(optimizer, model, BATCHES[:3])
+    resumed = make(System, model, **SETTLING)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert settled(resumed) == settled(optimizer) != set()
+    (first,) = trained(resumed, model, [larger(BATCHES[3])])
+    assert not first & settled(optimizer)
 
 
-@each_kronecker
-def test_bounds_that_would_do_nothing_are_refused(System: Any) -> None:
-    with pytest.raises(ValueError, match=r"trace_bounds=\(0.2, 0.0\) with refresh='drift'"):
-        System(MLP.model(), lr=0.1, trace_bounds=(0.2, 0.0))
-    with pytest.raises(ValueError, match=r"trace_bounds=\(0.2, 0.0\) with refresh='interval'"):
-        System(MLP.model(), lr=0.1, trace_bounds=(0.2, 0.0), inv_update_steps=10)
+def test_a_lower_bound_above_the_upper_one_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"TraceRule\(upper=0.1, lower=0.2\): swap"):
+        TraceRule(0.1, 0.2)
+    with pytest.raises(ValueError, match=r"upper=-0.1 is outside"):
+        TraceRule(-0.1)

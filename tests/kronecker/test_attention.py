@@ -150,7 +150,7 @@ def test_factors_are_those_of_separate_linears(shared: str, approx: Any) -> None
 @each_shared
 @pytest.mark.parametrize(
     ("batch_first", "bias", "fisher"),
-    [(True, True, "empirical"), (False, False, "sampled"), (False, True, "empirical")],
+    [(True, True, "empirical"), (False, False, "categorical"), (False, True, "empirical")],
 )
 def test_training_is_that_of_separate_linears(
     System: Any, shared: str, batch_first: bool, bias: bool, fisher: str

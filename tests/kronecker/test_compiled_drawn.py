@@ -179,7 +179,7 @@ def test_training_compiled_is_that_of_the_eager_model(System: Any, kind: str) ->
     for how in ("compiled", "eager", "empirical", "base"):
         model = built(kind)
         forward = called(model, backend="eager") if how == "compiled" else model
-        options: dict[str, Any] = {"fisher": "empirical" if how == "empirical" else "sampled"}
+        options: dict[str, Any] = {"fisher": "empirical" if how == "empirical" else "categorical"}
         options |= {"skip_layers": ["*"]} if how == "base" else {}
         optimizer = make(System, model, factor_update_steps=2, **options)
         for batch in BATCHES:
@@ -202,7 +202,7 @@ def under_ddp(rank: int, world_size: int) -> list[float]:
         with replaced(dist, {"_DEFAULT_FIRST_BUCKET_BYTES": 1}):
             inner: Any = called(model) if compiles == "model" else model
             wrapped: Any = DistributedDataParallel(inner, bucket_cap_mb=1e-4)
-            optimizer = make(KAISA, model, fisher="sampled")
+            optimizer = make(KAISA, model, fisher="categorical")
             forward = called(wrapped) if compiles == "wrapper" else wrapped
             for x, y in BATCHES[:2]:
                 take(forward, optimizer, (x[rank::world_size], y[rank::world_size]))

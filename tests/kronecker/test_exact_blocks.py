@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 import reference as ref
@@ -16,6 +17,7 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DistKFAC
+from second_order.kfac import plan
 from second_order.kronecker.exact import ExactBlock, gain_gradients, normalised
 
 if TYPE_CHECKING:
@@ -221,7 +223,8 @@ def test_the_step_is_the_dense_solve(name: str, most: int, solver: str) -> None:
     """Damped by γ itself, with either solver."""
     model, batch = network(name, 4)
     names = [f"0.{each}" for each, _ in model[0].named_parameters()]
-    gradient, step, optimizer = solved(model, batch, names, solver=solver, max_exact_dim=most)
+    with mock.patch.object(plan, "MAX_EXACT_DIM", most):
+        gradient, step, optimizer = solved(model, batch, names, solver=solver)
     F = curvature(optimizer)
     assert len(F) == len(gradient)
     assert (exact_block(optimizer).shape.groups > 1) == (most == 1)

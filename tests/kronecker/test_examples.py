@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MLP = ZOO["mlp"]
 F64 = torch.float64
-each_fisher = pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+each_fisher = pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 
 
 def expected(batch: Any = None) -> Any:
@@ -156,7 +156,7 @@ def test_passes_of_a_step_are_counted_and_said_once(System: Any) -> None:
             assert_same_factors(factors(optimizer), factors(plain), rtol=1e-9)
     (line,) = [str(w.message) for w in caught if w.category is SecondOrderWarning]
     assert "4 backward passes in a step" in line
-    assert "accumulation_steps=1" in line
+    assert "loss_reduction='pass_mean'" in line
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
@@ -203,7 +203,7 @@ def test_labels_drawn_in_two_calls_of_the_model_count_in_one_backward_as_in_two(
     found = []
     for at_once in (True, False):
         model, (x, y) = MLP.model(), MLP.batch()
-        optimizer = make(KAISA, model, fisher="sampled")
+        optimizer = make(KAISA, model, fisher="categorical")
         losses = [cross_entropy(model(part), y[: len(part)]) for part in (x, 2 * x)]
         for loss in [sum(losses)] if at_once else losses:
             loss.backward()

@@ -80,7 +80,7 @@ def test_every_layer_of_the_zoo_explains_its_gradient(name: str, exact_blocks: b
 
 
 @quiet
-@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_low_precision_and_a_loss_that_is_scaled_explain_it(dtype: Any, fisher: str) -> None:
     torch.manual_seed(0)
@@ -281,7 +281,7 @@ def pooled(kind: str) -> nn.Module:
 
 
 @quiet
-@pytest.mark.parametrize("fisher", ["empirical", "sampled"])
+@pytest.mark.parametrize("fisher", ["empirical", "categorical"])
 @pytest.mark.parametrize("kind", ["linear", "transposed", "embedding", "convolution", "norm"])
 def test_a_pair_of_other_sizes_ends_no_backward(kind: str, fisher: str) -> None:
     torch.manual_seed(0)
@@ -303,7 +303,7 @@ def odd_model(name: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("System", "fisher"),
-    [(KAISA, "empirical"), (KAISA, "sampled"), (DPKFAC, "empirical"), (DistKFAC, "empirical")],
+    [(KAISA, "empirical"), (KAISA, "categorical"), (DPKFAC, "empirical"), (DistKFAC, "empirical")],
 )
 @pytest.mark.parametrize("name", ODD)
 def test_what_is_no_layer_of_its_kind_goes_to_the_base(System: Any, name: str, fisher: str) -> None:
@@ -464,7 +464,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.parametrize("how", ["relu", "add", "scaled", "masked"])
 @pytest.mark.parametrize(
-    ("fisher", "recomputes"), [("empirical", False), ("empirical", True), ("sampled", False)]
+    ("fisher", "recomputes"), [("empirical", False), ("empirical", True), ("categorical", False)]
 )
 @pytest.mark.parametrize("positions", [(4,), (2, 3)], ids=str)
 def test_operations_in_place_lose_nothing(

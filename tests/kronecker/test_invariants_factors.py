@@ -309,7 +309,7 @@ def test_14_expected_over_all_labels_is_the_models_own_covariance_pulled_back(
         loss = partial(negative_log_likelihood, likelihood, labels)
         probability = math.exp(-float(loss(outputs)))
         total += probability
-        optimizer = make(KAISA, model, lr=0.0, fisher="sampled", likelihood=loss)
+        optimizer = make(KAISA, model, lr=0.0, fisher=loss)
         model(x).sum().backward()
         optimizer.step()
         for name, (_, G) in factors(optimizer).items():

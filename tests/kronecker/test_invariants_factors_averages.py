@@ -172,13 +172,13 @@ def test_11_k_micro_batches_of_the_optimizer_are_one_batch(n: int, k: int, seed:
     case = ZOO["shared_conv"]
     model, (x, y) = case.model(), case.batch(n * k, seed=seed)
     expected = empirical(model, (x, y))
-    optimizer = make(KAISA, model, lr=0.0, accumulation_steps=k)
+    optimizer = make(KAISA, model, lr=0.0)
     for part in zip(x.split(n), y.split(n), strict=True):
         (cross_entropy(model(part[0]), part[1]) / k).backward()
     optimizer.step()
     as_full = {name: found.matrices(F64) for name, found in expected.items()}
     assert_same_factors(factors(optimizer), as_full)
-    optimizer = make(KAISA, model, lr=0.0, accumulation_steps=1)  # not
+    optimizer = make(KAISA, model, lr=0.0, loss_reduction="pass_mean")  # not
     for part in zip(x.split(n), y.split(n), strict=True):
         (cross_entropy(model(part[0]), part[1]) / k).backward()
     optimizer.step()

@@ -27,7 +27,6 @@ KINDS: dict[str, tuple[Any, str, dict[str, Any]]] = {
     "convolution": (KAISA, "conv_grouped", {}),
     "embedding": (KAISA, "language_model", {}),
     "exact": (DistKFAC, "norms", {"exact_blocks": True}),
-    "exact, diagonal": (DistKFAC, "norms", {"exact_blocks": True, "max_exact_dim": 1}),
     "doubly factored": (DistKFAC, "flattened", {"doubly_factored": {"3": (4, 2)}}),
 }
 

@@ -144,7 +144,7 @@ def test_checkpoint_of_a_bf16_model_keeps_the_dtypes_and_values_of_curvature(
     """`load_state_dict` casts floating state to the parameter's dtype: ours is kept from it."""
     Base, options = BASES[base]
     model = MLP.model(torch.bfloat16)
-    wide: dict[str, Any] = {"factor_dtype": torch.float32, "inv_dtype": torch.float32}
+    wide: dict[str, Any] = {"factor_dtype": torch.float32}
     own = {**({} if System is DHO2 else wide), "base": Base, **options}
     optimizer = make(System, model, **own)
     for x, y in BATCHES[:3]:

@@ -208,7 +208,7 @@ def test_compiled_model_when_the_optimizer_is_made_before_the_first_run(
     """Of the model; with drawn labels, of the compiled model."""
     model, twin = MLP.model(), MLP.model()
     compiled = torch.compile(model, backend="aot_eager")
-    given = compiled if options.get("fisher") == "sampled" else model
+    given = compiled if options.get("fisher") == "categorical" else model
     optimizer = make(System, given, **options)
     plain = make(System, twin, **options)
     for batch in BATCHES[:3]:
@@ -228,8 +228,7 @@ def test_k_micro_batches_equal_one_batch(System: Any, name: str, k: int) -> None
     """With the loss of each divided by k, as one does; a module called twice included."""
     case = ZOO[name]
     model, twin = case.model(), case.model()
-    declared = {} if System is DHO2 else {"accumulation_steps": k}
-    optimizer, plain = make(System, model, **declared), make(System, twin)
+    optimizer, plain = make(System, model), make(System, twin)
     for x, y in case.batches(3):
         optimizer.zero_grad()
         parts = list(zip(x.chunk(k), y.chunk(k), strict=True))

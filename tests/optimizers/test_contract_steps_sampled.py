@@ -37,7 +37,7 @@ BATCHES = MLP.batches(4)
 
 
 def sampled(System: Any, model: nn.Module, likelihood: Any = "categorical", **options: Any) -> Any:
-    return make(System, model, fisher="sampled", likelihood=likelihood, **options)
+    return make(System, model, fisher=likelihood, **options)
 
 
 @each_kronecker
@@ -145,7 +145,7 @@ def test_sampled_fisher_refuses_outputs_without_logits_and_names_the_remedy(
 ) -> None:
     model = Wrapped(form).double()
     optimizer = sampled(System, model)
-    with pytest.raises(TypeError, match="pass likelihood= a callable that takes the output"):
+    with pytest.raises(TypeError, match="pass a callable that takes the output"):
         model(BATCHES[0][0])
     del optimizer
 

@@ -379,12 +379,12 @@ def test_what_is_around_the_model_is_not_kept_alive() -> None:
 def test_labels_are_not_drawn_from_the_outputs_of_a_part() -> None:
     model = MLP.model()
     agents = nn.ModuleList([model, MLP.model()])  # this one has no outputs
-    assert make(KAISA, model.parameters(), fisher="sampled").training.model is model
+    assert make(KAISA, model.parameters(), fisher="categorical").training.model is model
     del agents
     wrapped = Holder(net=model)
     with pytest.raises(ValueError, match=r"Sequential inside a Holder, .*model=model"):
-        make(KAISA, model.parameters(), fisher="sampled")
-    make(KAISA, model.parameters(), model=model, fisher="sampled")
+        make(KAISA, model.parameters(), fisher="categorical")
+    make(KAISA, model.parameters(), model=model, fisher="categorical")
     del wrapped
 
 
@@ -467,7 +467,7 @@ def uneven(rank: int, world_size: int) -> list[str]:
     model = MLP.model()
     around: list[tuple[Any, dict[str, Any]]] = [
         (lambda: Holder(net=model, judge=nn.Linear(2, 2).requires_grad_(False)), {}),
-        (lambda: nn.Sequential(model, nn.Tanh()), {"fisher": "sampled"}),
+        (lambda: nn.Sequential(model, nn.Tanh()), {"fisher": "categorical"}),
     ]
     messages = []
     for build, options in around:

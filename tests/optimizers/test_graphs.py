@@ -17,7 +17,7 @@ import pytest
 import torch
 from apart import found_by
 from graphs import Graph
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from pretended import pretend_device
 from torch import Tensor, nn
@@ -133,23 +133,6 @@ def test_the_usual_change_is_that_of_steps_without_graphs(monkeypatch: Any) -> N
             assert min(replayed) == 20  # all changes weigh the same from there on
             assert len(replayed) > 20
     assert found[0] == found[1]
-
-
-@given(st.integers(1, 30), st.integers(1, 30), st.booleans(), st.integers(0, 40))
-@example(20, 7, True, 2)
-def test_steps_are_quiet_until_the_first_that_is_not(
-    f: int, i: int, follows: bool, steps: int
-) -> None:
-    clip = {} if follows else {"kl_clip": 1e-3}
-    optimizer = KAISA(nn.Linear(3, 2), lr=0.1, factor_update_steps=f, inv_update_steps=i, **clip)
-    optimizer._curvature.solves.wanted = False
-    if follows:
-        optimizer._curvature.clip.usual.steps = precondition.REMEMBERED
-    optimizer.training.steps = steps
-    last = optimizer.quiet_until
-    for step in range(steps, last + 1):
-        refresh = step % i == 0 or (follows and (step + 1) % i == 0)
-        assert (step % f == 0 or refresh) == (step == last)
 
 
 @given(

@@ -151,11 +151,11 @@ def test_everything_may_be_frozen_for_three_steps(world: World, system: int) -> 
 
 
 HUGE = 1.4e19  # whose square fits into float32, and twice it does not
-NARROW = {"factor_dtype": torch.float32, "inv_dtype": torch.float32, "lr": 0.0}
+NARROW = {"factor_dtype": torch.float32, "lr": 0.0}
 SPREAD: list[tuple[int, dict[str, Any]]] = [
     (0, {}),
     (0, {"factor_exchange": "reduce", "grad_worker_fraction": 0.5}),
-    (1, {"passes": 2, "accumulation_steps": 1}),  # whose factors see one rank's passes alone
+    (1, {"passes": 2, "loss_reduction": "pass_mean"}),  # whose factors see one rank's passes alone
     (2, {}),
 ]
 

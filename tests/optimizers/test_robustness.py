@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, SecondOrderWarning, TraceRule
 
 if TYPE_CHECKING:
     from pool import World
@@ -197,8 +197,8 @@ def train_on_default_device(
 ) -> dict[str, list[Tensor]]:
     """A run with a checkpoint, the model on the CPU; batches and the model are made before."""
     options = {
-        KAISA: {"fisher": "sampled"},
-        DistKFAC: {"exact_blocks": True, "refresh": "trace"},
+        KAISA: {"fisher": "categorical"},
+        DistKFAC: {"exact_blocks": True, "inv_update_steps": TraceRule()},
         MRDHO2: {"accelerators": world_size - 1},
     }.get(System, {})
     torch.manual_seed(0)

@@ -23,6 +23,8 @@ from states import saved_and_loaded
 from stepped import assert_near
 from third_party import Lion, OwnTensor, OwnTensorSGD, ScheduleFree
 
+from second_order import SecondBase
+
 torch.serialization.add_safe_globals([OwnTensor])
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
@@ -127,7 +129,9 @@ def test_train_and_eval_reach_a_schedule_free_base(System: Any) -> None:
 
 def test_two_bases_switch_those_that_can() -> None:
     model = MLP.model()
-    optimizer = make(KAISA, model, base=ScheduleFree, rest=torch.optim.AdamW, rest_layers=["4"])
+    optimizer = make(
+        KAISA, model, base=ScheduleFree, rest=SecondBase(torch.optim.AdamW, layers=["4"])
+    )
     optimizer.train()
     modes = {g["rest"]: g.get("train_mode") for g in optimizer.param_groups}
     assert modes == {False: True, True: None}

@@ -15,9 +15,9 @@ from ranks import kaisa, shard, vector
 from torch import nn
 
 from second_order import KAISA, Interconnect, Machine, RankMismatchError
-from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import kaisa_plan
 from second_order.kronecker.model_blocks import find_blocks
+from second_order.optimizers.config import KFACOptions
 from second_order.planning import machine as machines
 from second_order.planning.machine import AutoFraction, workers_of
 
@@ -159,7 +159,7 @@ def test_numbers_of_gradient_workers() -> None:
 def test_one_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machines, "measure_machine", None)
     assert workers_in(KAISA(MLP.model(), lr=0.1, grad_worker_fraction="auto")) == 1
-    with pytest.raises(TypeError, match="'auto' measures"):
+    with pytest.raises(TypeError, match="'auto' chooses"):
         KAISA(MLP.model(), lr=0.1, grad_worker_fraction="most")  # type: ignore[arg-type]
 
 

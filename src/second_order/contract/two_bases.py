@@ -71,7 +71,7 @@ class TwoBases(torch.optim.Optimizer):
             raise ValueError(
                 f"base={base} with rest={rest}: none of the {count} parameters is a hidden weight, "
                 f"so {base} would train nothing; use base={rest} without rest, or name fewer "
-                f"modules in rest_layers={list(layers)}"
+                f"modules in layers={list(layers)}"
             )
         parts: list[torch.optim.Optimizer] = []
         for mark in (False, True):
@@ -141,7 +141,7 @@ class TwoBases(torch.optim.Optimizer):
     def description(self) -> list[str]:
         """Both bases, with their defaults, and the patterns, in lines that ranks compare."""
         begins = [f"{type(p).__name__} begins with {settings_of(p.defaults)}" for p in self.parts]
-        return [f"rest_layers: {list(self._layers)}", *begins]
+        return [f"layers of rest: {list(self._layers)}", *begins]
 
     def step(self, closure: Any = None) -> Any:
         """Let both step, each on its own groups; the closure is not called."""

@@ -20,7 +20,6 @@ from second_order.contract.training import Training
 from second_order.distributed.world import Parts, Shapes, World, deliver_parts
 from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH, STEP_SIGN
 from second_order.kfac.layers import Layers
-from second_order.kfac.options import BUDGETED
 from second_order.kfac.plan import Item, LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
 from second_order.kfac.saved_inverses import (
@@ -35,6 +34,7 @@ from second_order.kfac.schedule import DRIFT, DRIFT_LEAST, UPDATED_AT
 from second_order.kfac.trace_rule import SETTLED, TRACE
 from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.solvers import INVERSE_ENTRIES
+from second_order.optimizers.config import INTERVALS
 from second_order.sharded import is_dtensor, local
 
 __all__ = [
@@ -58,7 +58,7 @@ CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
 NEWLY_TRAINABLE_AT = "newly_trainable_at"
 ALIKE = (
-    *(MEAN_CURVATURE, *STEP_LENGTH, *USUAL_CHANGE, OVERHEAD, *BUDGETED),
+    *(MEAN_CURVATURE, *STEP_LENGTH, *USUAL_CHANGE, OVERHEAD, *INTERVALS),
     *(UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING),
 )
 """Entries that are the same in the parts of all layers."""
@@ -66,7 +66,7 @@ ALIKE = (
 WHOLE: dict[str, tuple[int, ...]] = {
     SETTLED: (0, 1),
     **dict.fromkeys((*DRIFT, DRIFT_LEAST, UPDATED_AT), (0,)),
-    **dict.fromkeys((*BUDGETED, *CHOSEN, MEASURED_STEPS, MEASURED_UNTIL), (0,)),
+    **dict.fromkeys((*INTERVALS, *CHOSEN, MEASURED_STEPS, MEASURED_UNTIL), (0,)),
     **dict.fromkeys((*AGREED_STATE[:2], LAST_STEP_KNOWN), (0, 1)),
     AGREED_STATE[2]: (0,),
     NEWLY_TRAINABLE_AT: (-1,),

@@ -50,7 +50,6 @@ from second_order.kfac.feedback import (
 from second_order.kfac.group_options import describe_group_options
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
-from second_order.kfac.options import AUTO, BUDGETED, SCHEDULES, KFACOptions
 from second_order.kfac.pipelined import Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
@@ -86,7 +85,8 @@ from second_order.kfac.trace_rule import TRACE, TraceRefresh
 from second_order.kronecker.block import PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.options import Scalar, scheduled
+from second_order.optimizers.config import SCHEDULES, KFACOptions
+from second_order.options import AUTO, Scalar, scheduled
 from second_order.report import Summary
 from second_order.sharded import is_checkpointing
 from second_order.stages import Meter
@@ -141,7 +141,8 @@ class KFAC(OfLayers):
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self._cadence = Cadence(training, options, self.layers, helpers is not None, system.waits)
         self.budget, self.drift = self._cadence.budget, self._cadence.drift
-        traces = TraceRefresh(options.trace_bounds) if options.refresh == "trace" else None
+        rule = options.trace_rule
+        traces = None if rule is None else TraceRefresh((rule.upper, rule.lower))
         parts = (training, options, self.layers, self.budget, self.drift, traces)
         self.solves: Any = (system.solves or Solves)(*parts)
         self._step = StepPlan({}, World.alone(), World.alone())
@@ -518,7 +519,7 @@ class KFAC(OfLayers):
 
         The tensors are shared, not copied. This waits for solves on threads.
         """
-        if not self._options.save_inverses or self._closed:
+        if self._closed:
             return {}
         solves, rank, traces = self.solves, self.training.world.rank, self.solves.traces
         solves.finish()
@@ -686,7 +687,7 @@ class KFAC(OfLayers):
             return "the factors that other processes keep"
         size = self.training.world.size
         for block, layer in self.plan.items():
-            if self._options.save_inverses and block.solved and len(layer.workers) < size:
+            if block.solved and len(layer.workers) < size:
                 return "the inverses that other processes keep"
         return ""
 
@@ -714,9 +715,6 @@ class KFAC(OfLayers):
         world, solves, rank = self.training.world, self.solves, self.training.world.rank
         found: dict[KroneckerBlock, dict[str, Any]] = {}
         found |= gather_factors(world, self.known, lambda _: ranks)
-        if not self._options.save_inverses:
-            return {block.weight: {"curvature": parts} for block, parts in found.items()}
-
         for block, entries in gather_inverses(world, self.plan, solves, ranks).items():
             found[block] = {**found.get(block, {}), **entries}
         # Numbers that only the rank has whose batches make the layer's statistics.
@@ -770,10 +768,10 @@ class KFAC(OfLayers):
         if last >= 0 and not self._closed:
             found["age/statistics"] = float(max(last - self._cadence.updated_at, 0))  # 0: loaded
             found |= {} if self.drift is None else self.drift.metrics
-            for name in BUDGETED:  # in the middle where layers differ
-                by_drift = name == "inv_update_steps" or getattr(self._options, name) is None
-                found[name] = found["drift/interval"]
-                if self.drift is None or not by_drift:
+            for name, every in self._cadence.given.items():  # in the middle where layers differ
+                if every is None:
+                    found[name] = found["drift/interval"]
+                else:
                     found[name] = float(self._cadence.interval(name, last))
         return found
 
@@ -781,11 +779,14 @@ class KFAC(OfLayers):
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
         of_layers = (each.said for each in (self.solves.traces, self.drift) if each is not None)
-        settings = [self._options.said, describe_group_options(self.training.groups), *of_layers]
-        if self._options.save_inverses:
-            solver, dtype = self.solves.solver, self._options.inv_dtype
-            added = inverse_bytes(list(self.plan), solver, dtype) / 2**20
-            settings.append(f"inverses add {added:.2f} MiB to a checkpoint")
+        settings = [
+            self._options.describe(),
+            describe_group_options(self.training.groups),
+            *of_layers,
+        ]
+        solver, dtype = self.solves.solver, self._options.inv_dtype
+        added = inverse_bytes(list(self.plan), solver, dtype) / 2**20
+        settings.append(f"inverses add {added:.2f} MiB to a checkpoint")
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")

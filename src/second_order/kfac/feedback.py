@@ -34,12 +34,12 @@ from torch import Tensor
 
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kfac.solve import Asked, Solves, stacked_means
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.stacks import in_groups, numbers_of
+from second_order.optimizers.config import KFACOptions
 from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, like, local, sharded_like
 
@@ -269,7 +269,7 @@ def follow_refresh(
     They hear s, square roots of the layers' mean curvatures, P₀ · P, |P₀|², |P|² of each layer,
     and how many of these are known: of each layer from one rank.
     """
-    if drift is None and not options.follows_steps and options.damping_floor == 0:
+    if drift is None and not options.follows_steps and options.floor == 0:
         return
     blocks, tellers = [*step.layers], {*step.told}
     with training.meter.stage("agree"):

@@ -21,7 +21,6 @@ from second_order.kfac.losses import (
     reduction_of,
     watch_items,
 )
-from second_order.kfac.options import KFACOptions
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import Capture, GradientScale, StatisticsCollector
 from second_order.kronecker.explanation import Explanation, residuals
@@ -40,6 +39,7 @@ from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blo
 from second_order.kronecker.queued import PairQueue
 from second_order.kronecker.rows import Terms
 from second_order.kronecker.stacks import numbers_of, own_stack
+from second_order.optimizers.config import KFACOptions
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
 from second_order.report import LayerRow, Summary
@@ -134,7 +134,7 @@ class Layers:
                 options.skip_layers,
                 known,
                 options.factor_dtype,
-                options.symmetry_aware,
+                True,
                 rules,
                 excluded=excluded_params(groups),
             )
@@ -166,7 +166,7 @@ class Layers:
         layers = [f"layer {block.name}: {kind} {block.shape}" for block, kind in kinds]
         left = [f"left to the base: {row.name} ({row.kind}): {row.reason}" for row in self.left]
         outer = f"module around the model: {self._training.inside or None}"
-        outputs = [outer] if self._options.fisher == "sampled" else []
+        outputs = [outer] if self._options.samples else []
         return [options, *layers, *left, *outputs]
 
     def name_those_left(self) -> None:
@@ -250,14 +250,15 @@ class Layers:
             ValueError: If labels are to be sampled from a model that may not be the whole one.
         """
         options, training = self._options, self._training
-        if options.fisher == "sampled" and training.inside:
+        if options.samples and training.inside:
             raise ValueError(
-                f"fisher='sampled' draws labels from the model's outputs, and the parameters "
-                f"belong to a {plain_type(training.model).__name__} inside a {training.inside}, "
-                f"which may have other outputs; give the module that makes the predictions, as in "
-                f"{training.name}(params, model=model, lr=...)"
+                f"fisher={options.fisher!r} samples labels from the model's outputs, and the "
+                f"parameters belong to a {plain_type(training.model).__name__} inside a "
+                f"{training.inside}, which may have other outputs; give the module that makes the "
+                f"predictions, as in {training.name}(params, model=model, lr=...)"
             )
-        sampled, told = options.fisher == "sampled", options.accumulation_steps
+        likelihood = options.likelihood
+        sampled = likelihood is not None
         scaler = None if sampled else self._training.scaler
         fsdp = FSDPParams(self._training.model)
         if self._items is None:
@@ -266,12 +267,12 @@ class Layers:
             options.kfac_approx,
             options.factor_dtype,
             reduction=partial(reduction_of, options, self._items),
-            gradient_scale=GradientScale(1 if sampled or told == "auto" else told, scaler),
+            gradient_scale=GradientScale(scaler),
             conv_approximation=self._conv_approximation,
             warn=self._training.warnings.waiting.append,
             fsdp=fsdp,
             sampled=sampled,
-            drawn_rows=sampled and not callable(options.likelihood),
+            drawn_rows=sampled and not callable(likelihood),
             queue=PairQueue(self._timed),
         )
         if self.heard is not None:
@@ -279,7 +280,7 @@ class Layers:
             self.collector.asks = True
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
-        self._sampler = LabelSampler(options.likelihood, rank) if sampled else None
+        self._sampler = None if likelihood is None else LabelSampler(likelihood, rank)
         seen = self._items is not None and options.loss_reduction == AUTO and not sampled
         self._reduction = None if seen else reduction_of(options, None)
         self.expecting = True
@@ -411,8 +412,7 @@ class Layers:
     def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """The number that each pass's loss was divided by: the passes with "auto", else 1."""
         options, training, reduction = self._options, self._training, self.reduction
-        told = options.accumulation_steps != "auto" or options.loss_reduction == "step_mean"
-        if told or reduction == "sum":
+        if options.loss_reduction in ("pass_mean", "step_mean") or reduction == "sum":
             return 1
         found = max([1, *(b.staged.micro_batches for b in blocks)])
         if found > 1 and training.first_time("micro-batches"):
@@ -456,8 +456,9 @@ class Layers:
         if len(silent) == len(self.active):
             if training.first_time("no statistics"):
                 cause = next(filter(None, map(self._why_silent, self.active)), NONE_AT_ALL)
-                if self._options.fisher == "sampled":
-                    cause += "; fisher='sampled' also needs the model itself to be called"
+                if self._options.samples:
+                    fisher = f"fisher={self._options.fisher!r}"
+                    cause += f"; {fisher} also needs the model itself to be called"
                 training.warn(
                     f"no layer gave statistics: {training.name} now does no more than "
                     f"{training.base_name}; {cause}"

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from second_order.kfac.options import AUTO, KFACOptions
 from second_order.kronecker.factors import Reduction
+from second_order.optimizers.config import KFACOptions
+from second_order.options import AUTO
 
 __all__ = ["SAID", "ItemsHook", "reduction_of", "watch_items"]
 
@@ -24,13 +25,13 @@ KEYWORD = "num_items_in_batch"
 
 SAID: dict[Reduction, str] = {
     "mean": (
-        "each loss is taken to have been divided by their number; write accumulation_steps=1 where "
-        "losses are added up as they are, loss_reduction='step_mean' where each is divided by the "
-        "terms of all passes"
+        "this assumes that each loss was divided by their number. If the losses are added up "
+        "without a division, set loss_reduction='pass_mean'. If each is divided by the terms of "
+        "all passes, set 'step_mean'"
     ),
     "step_mean": (
-        "the model was given num_items_in_batch, and each loss is taken to have been divided by "
-        "it; where it takes the mean over a pass all the same, write accumulation_steps=1"
+        "the model was given num_items_in_batch, so this assumes that each loss was divided by it. "
+        "If the model takes the mean over a pass all the same, set loss_reduction='pass_mean'"
     ),
 }
 """What is said of the passes of a step."""
@@ -69,7 +70,7 @@ class ItemsHook:
 
 def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsHook | None:
     """Hook a model while its owner is there, if its calls can tell what its losses are."""
-    if options.loss_reduction != AUTO or options.accumulation_steps != AUTO:
+    if options.loss_reduction != AUTO:
         return None
     try:
         accepted = inspect.signature(model.forward).parameters.values()
@@ -85,8 +86,10 @@ def watch_items(model: nn.Module, options: KFACOptions, owner: object) -> ItemsH
 
 def reduction_of(options: KFACOptions, items: ItemsHook | None) -> Reduction:
     """What the losses are whose gradients are captured."""
-    if options.fisher == "sampled":
+    if options.samples:
         return "sum"
+    if options.loss_reduction == "pass_mean":
+        return "mean"
     if options.loss_reduction != AUTO:
         return cast(Reduction, options.loss_reduction)
     return "step_mean" if items is not None and items.told else "mean"

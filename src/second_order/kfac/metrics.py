@@ -17,7 +17,6 @@ from second_order.errors import SecondOrderError
 from second_order.kfac.checkpoint import gather_factors
 from second_order.kfac.group_options import values_by_layer
 from second_order.kfac.layers import SILENT, Layers
-from second_order.kfac.options import KFACOptions
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve import Solves
 from second_order.kronecker.block import KroneckerBlock
@@ -26,6 +25,7 @@ from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import condition_estimate
+from second_order.optimizers.config import KFACOptions
 from second_order.stages import ELSEWHERE
 
 __all__ = ["ACCOUNTS", "NAMES", "fitted_curvature", "metrics_of"]

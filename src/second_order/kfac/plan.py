@@ -39,6 +39,7 @@ from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.layers import Approximation
 from second_order.kronecker.model_blocks import BlockRules
+from second_order.optimizers.config import KFACOptions
 
 __all__ = [
     "Item",
@@ -47,6 +48,7 @@ __all__ = [
     "Planner",
     "StepPlan",
     "System",
+    "block_rules",
     "compile_step",
     "dims_of",
     "distkfac_plan",
@@ -56,6 +58,23 @@ __all__ = [
     "sum_statistics",
     "with_one_worker",
 ]
+
+MAX_EXACT_DIM = 256
+"""Entries up to which the exact block of a norm is a full matrix; above, it is the diagonal."""
+
+
+def block_rules(
+    options: KFACOptions, doubly_factored: Mapping[str, tuple[int, int]] | str | None = None
+) -> BlockRules:
+    """The rules for which modules become blocks."""
+    return BlockRules(
+        max_factor_dim=options.max_factor_dim,
+        doubly_factored={} if doubly_factored is None else doubly_factored,
+        max_exact_dim=MAX_EXACT_DIM if options.exact_blocks else None,
+        other_matrices=options.other_matrices,
+        approximation=options.kfac_approx,
+    )
+
 
 Pair: TypeAlias = tuple[int, int]
 """A rank for A, and for G."""

@@ -23,10 +23,10 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.layers import Layers
-from second_order.kfac.options import KFACOptions, check_clip
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.bank import CPU_BANK_BYTES, Bank, Gradients
 from second_order.kronecker.block import KroneckerBlock
+from second_order.optimizers.config import KFACOptions, check_clip
 from second_order.options import AUTO, PEAK_LR, Scalar
 from second_order.stages import span
 

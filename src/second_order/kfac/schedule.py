@@ -28,8 +28,8 @@ from second_order.budget import IntervalBudget
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.kfac.layers import Layers
-from second_order.kfac.options import BUDGETED, KFACOptions, PerStep, check_decay
 from second_order.kronecker.block import KroneckerBlock
+from second_order.optimizers.config import KFACOptions, PerStep, check_decay
 from second_order.options import AUTO, check_interval, value_at
 from second_order.stages import ELSEWHERE
 
@@ -272,7 +272,11 @@ class Cadence:
         self._training, self._options, self._layers = training, options, layers
         self.updated_at = 0  # the step of the last update of the running averages
         self.drift = None  # the layers' intervals where refreshes follow what they change
-        given = {name: getattr(options, name) for name in BUDGETED}
+        self.given = {
+            "factor_update_steps": options.statistics_interval,
+            "inv_update_steps": options.refresh_interval,
+        }
+        given: dict[str, Any] = dict(self.given)
         if options.by_drift:
             self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN)
             given["inv_update_steps"] = None if options.overhead is None else AUTO
@@ -288,7 +292,7 @@ class Cadence:
     def takes_statistics(self) -> bool:
         """Whether statistics are due at this step."""
         name, step = "factor_update_steps", self._training.steps
-        if self._options.factor_update_steps is None:
+        if self._options.statistics_interval is None:
             return bool(self.due())
         return self.dense(step) or step % self.interval(name, step) == 0
 
@@ -318,7 +322,7 @@ class Cadence:
         the parameters to look at it by. Callables are not asked before their turn.
         """
         step, options, drift = self._training.steps, self._options, self.drift
-        of_step = options.kl_clip, *(getattr(options, name) for name in BUDGETED)
+        of_step = options.kl_clip, *self.given.values()
         if self.dense(step) or any(map(callable, of_step)):
             return step
         if drift is not None:
@@ -326,7 +330,7 @@ class Cadence:
         else:
             refresh = multiple(self.interval("inv_update_steps", step), step)
         found = [refresh - options.follows_steps]
-        if options.factor_update_steps is not None:
+        if options.statistics_interval is not None:
             found.append(multiple(self.interval("factor_update_steps", step), step))
         if self._layers.newcomers_at > step:
             found.append(self._layers.newcomers_at)
@@ -337,11 +341,11 @@ class Cadence:
 
         A callable is not asked before its turn: one that raises on one rank would part the others.
         """
-        return callable(self._options.inv_update_steps) or bool(self.due(coming=1))
+        return callable(self._options.refresh_interval) or bool(self.due(coming=1))
 
     def interval(self, option: str, step: int) -> int:
         """What an option says of a step, or the budget has chosen for it; 1 while it measures."""
-        every = self.budget.chosen.get(option) or getattr(self._options, option)
+        every = self.budget.chosen.get(option) or self.given[option] or AUTO
         if callable(every):
             every = every(step)
             check_interval(f"{option} at step {step}: {option}", every)
@@ -367,12 +371,10 @@ class Cadence:
         costly = not loading and refresh >= max(SHORT, COSTLY * base)
         if not costly or not training.first_time("cost of a refresh"):
             return
-        every, remedy = options.inv_update_steps, "a larger inv_update_steps makes them rarer"
+        every, remedy = options.refresh_interval, "a larger inv_update_steps makes them rarer"
         when = f"every {every} steps" if isinstance(every, int) else "as inv_update_steps says"
         if drift is not None:
             when, remedy = "as often as layers drift", "overhead=0.5 or the like makes them rarer"
-        elif every == AUTO:
-            when = f"as overhead={options.overhead} allows"
         if training.steps + 1 < self.budget.until:
             when = f"at every step until step {self.budget.until}, then {when}"
         cheaper = "solver='inverse' is cheaper, " if options.solver == "eigen" else ""
@@ -386,7 +388,7 @@ class Cadence:
         """The averages' weight of the past at an update."""
         past, steps = self._options.factor_decay, self._training.steps
         since = steps - self.updated_at if age is None else age
-        if self._options.factor_update_steps is not None and not exactly:
+        if self._options.statistics_interval is not None and not exactly:
             since = 1
             if not self.dense(steps):
                 every = self.interval("factor_update_steps", steps)

@@ -25,7 +25,6 @@ from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
 from second_order.kfac.group_options import values_by_layer
 from second_order.kfac.layers import Layers
-from second_order.kfac.options import KFACOptions, check_damping
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.bank import of_groups
@@ -40,6 +39,7 @@ from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
 from second_order.kronecker.stacks import as_stack, in_groups, numbers_of
+from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 
@@ -56,6 +56,7 @@ __all__ = [
     "stacked_means",
 ]
 
+MAX_CONSECUTIVE_FAILURES = 3  # refreshes in a row without an inverse of a layer
 PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
 Solved: TypeAlias = dict[str, Decomposition]
@@ -176,7 +177,7 @@ class Solves:
     ) -> None:
         self.training, self.options, self.layers = training, options, layers
         self.budget, self.drift, self.traces = budget, drift, traces
-        self.solver, self.solve_dtype = SOLVERS[options.solver], options.solve_dtype
+        self.solver, self.solve_dtype = SOLVERS[options.solver], options.inv_dtype
         self.damping: Damping = math.nan  # γ as the option has it
         self.own_dampings: dict[KroneckerBlock, float] = {}  # of layers whose groups have one
         self.mean_curvature = 0.0  # of all layers
@@ -240,7 +241,7 @@ class Solves:
             self.wanted = set(self.plan)
             raise
         self.layers.tell_of_silence(agreed)
-        most = self.options.max_consecutive_failures
+        most = MAX_CONSECUTIVE_FAILURES
         hopeless = [repr(block.name) for block in agreed if block.state.failures >= most]
         if hopeless:
             raise DecompositionError(
@@ -378,7 +379,7 @@ class Solves:
         mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
         mine.sort(key=lambda item: (like[item[0].shape], item[1]))
         problems = [self.problem(block, letter, block.weight.device) for block, letter in mine]
-        attempts = self.solver.decompose(problems, options.inv_dtype, options.symmetry_aware)
+        attempts = self.solver.decompose(problems, options.inv_dtype, True)
         compared, changes = self._changes(ready, mine, attempts)
         reads = [attempts.errors], self.layers.overflown, [*unsure.values()], changes
         errors, over, weights, changed, *asked.told = numbers_of(*reads, *asked.groups)
@@ -457,7 +458,7 @@ class Solves:
     def damp(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Tensor]:
         """Tell γ and the scale of layers, of those that are alike at once; their damped means."""
         options, traces = self.options, dict[KroneckerBlock, Tensor]()
-        least = options.damping_floor * self.mean_curvature
+        least = options.floor * self.mean_curvature
         own = self.own_dampings
         for alike, means in stacked_means(blocks):
             of_layers = means.prod(0).mean(-1, keepdim=True)
@@ -610,7 +611,7 @@ class Solves:
             for k in shape.letters:
                 heads, diagonal = self.heads if k == "A" else 0, k in shape.diagonals
                 if plan.row.size > 1:
-                    sizes = shape.groups, shape.dims[k], diagonal, options.symmetry_aware
+                    sizes = shape.groups, shape.dims[k], diagonal, True
                     shapes[block, k] = ((),) * heads + tuple(self.solver.kept_shapes(*sizes))
                 if k in solve.solved:
                     parts = solve.solved.pop(k)

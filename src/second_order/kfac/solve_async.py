@@ -29,7 +29,6 @@ from torch import Tensor
 
 from second_order.contract.training import PendingAverage
 from second_order.errors import DecompositionError
-from second_order.kfac.options import DistKFACOptions, half_the_cores
 from second_order.kfac.solve import (
     FactorCopies,
     Refreshed,
@@ -40,8 +39,9 @@ from second_order.kfac.solve import (
 )
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Attempts, Problem
+from second_order.optimizers.config import DistKFACOptions
 
-__all__ = ["SolvesOnThreads", "WorkerPool", "solve"]
+__all__ = ["SolvesOnThreads", "WorkerPool", "half_the_cores", "own_cores", "solve"]
 
 T = TypeVar("T")
 Decompose: TypeAlias = Callable[[Sequence[Problem]], Attempts]
@@ -171,6 +171,19 @@ def retrieve(
     return tuple(moved)
 
 
+def own_cores() -> int:
+    """This process's share of the cores."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+    return cores // max(int(local) if local.isdigit() else 1, 1)
+
+
+def half_the_cores() -> int:
+    """Number of threads that leave half of this process's share of the cores to others; 1 to 4."""
+    return min(max(own_cores() // 2, 1), 4)
+
+
 class SolvesOnThreads(Solves):
     """The inverses of a training's layers, solved on the threads of a pool."""
 
@@ -234,9 +247,7 @@ class SolvesOnThreads(Solves):
         if not ready:
             return
         options, streams = self.options, self._streams
-        decompose = partial(
-            self.solver.decompose, dtype=options.inv_dtype, triangular=options.symmetry_aware
-        )
+        decompose = partial(self.solver.decompose, dtype=options.inv_dtype, triangular=True)
         on_cuda = self._own.inverse_device == "cuda"
         device = self.training.device if on_cuda else torch.device("cpu")
         every: list[dict[str, Problem]] = []
@@ -249,8 +260,7 @@ class SolvesOnThreads(Solves):
             every.append(problems)
         fetches = take_snapshots([*map(_tensors_of, every)], device, streams)
         for block, problems, fetch in zip(ready, every, fetches, strict=True):
-            if options.save_inverses:
-                self.under_way[block].copies = partial(_by_letter, list(problems), fetch)
+            self.under_way[block].copies = partial(_by_letter, list(problems), fetch)
             self.under_way[block].ticket = self.pool.submit(
                 partial(solve, fetch, problems, decompose, streams)
             )
@@ -264,7 +274,7 @@ class SolvesOnThreads(Solves):
 
         They go into checkpoints, which any rank can write.
         """
-        for block in blocks if self.options.save_inverses else ():
+        for block in blocks:
             solve, factors = self.under_way.get(block), block.factors
             if solve is None or solve.snapshot is not None or factors is None:
                 continue

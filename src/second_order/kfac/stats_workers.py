@@ -38,11 +38,11 @@ from second_order.distributed.roles import Roles, assign_roles, endless, whole_m
 from second_order.kfac.curvature import KFAC, OfLayers
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import NAMES
-from second_order.kfac.options import DistKFACOptions, KFACOptions
 from second_order.kfac.plan import System, dims_of, distkfac_plan
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import GradientScale
 from second_order.kronecker.factors import StatisticsSums
+from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.report import Summary
 
 __all__ = ["StatsWorker", "StatsWorkers", "with_stats_workers"]
@@ -288,7 +288,7 @@ class StatsWorker(OfLayers):
             for batch in endless(batches):
                 if not self._fetch():
                     break
-                self.layers.collector.gradient_scale = GradientScale(1, None)
+                self.layers.collector.gradient_scale = GradientScale(None)
                 # While everything is frozen, messages without statistics keep both sides in step.
                 if any(p.requires_grad for p in self.training.model.parameters()):
                     with torch.enable_grad():

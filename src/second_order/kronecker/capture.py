@@ -457,19 +457,18 @@ for _function in (Capture.enter_root, Capture.leave_root):
 
 @dataclass(frozen=True)
 class GradientScale:
-    """The factor for captured gradients that undoes a GradScaler and accumulation."""
+    """The factor for captured gradients that undoes a GradScaler."""
 
-    accumulation_steps: int
     scaler: Any
 
     def __call__(self, gradient: Tensor) -> Tensor | float:
         """The factor, as a number or as a scalar on the gradient's device."""
         if self.scaler is None or not self.scaler.is_enabled():
-            return float(self.accumulation_steps)
+            return 1.0
         # scale(1) is the scale as a tensor: get_scale() would wait for the device.
         one = torch.ones((), dtype=torch.float32, device=gradient.device)
         scale: Tensor = self.scaler.scale(one)
-        return self.accumulation_steps / scale
+        return 1.0 / scale
 
 
 @dataclass

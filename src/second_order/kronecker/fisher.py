@@ -79,8 +79,8 @@ def logits_of(output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise TypeError(
             f"labels cannot be drawn: no tensor of logits is in the model's output of type {kind}; "
-            f"pass likelihood= a callable that takes the output, draws labels from it and returns "
-            f"their summed negative log-likelihood"
+            f"pass a callable that takes the output, draws labels from it and returns "
+            f"their summed negative log-likelihood: fisher= of an optimizer, likelihood= of measure"
         )
     return output
 

@@ -72,7 +72,6 @@ from second_order.options import (
     check_group_options,
     check_learning_rate,
     check_rank,
-    check_rest,
     check_whole,
     rate_of_groups,
     split_base_keywords,
@@ -131,7 +130,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     ) -> None:
         name = type(self).__name__
         check_base(base, SecondOrderOptimizer)
-        layers = check_rest(rest, rest_layers, rest_kwargs, SecondOrderOptimizer)
+        if rest is not None:
+            check_base(rest, SecondOrderOptimizer, "rest")
         keywords = split_base_keywords(base, own_keywords, base_kwargs, rest, rest_kwargs)
         for each in keywords:
             check_learning_rate(each.get("lr", 0.0))
@@ -177,12 +177,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if rest is None:
             self._base = base(nameless(groups), **base_kwargs)
         else:
-            self._base = TwoBases(groups, model, (base, rest), keywords, layers)
+            self._base = TwoBases(groups, model, (base, rest), keywords, rest_layers)
             groups = self._base.param_groups
             for pattern in self._base.unmatched:
-                training.warn(
-                    f"rest_layers: the pattern {pattern!r} matches no module of the model"
-                )
+                training.warn(f"rest: the pattern {pattern!r} matches no module of the model")
         super().__init__([*map(whole_group, groups)], {**self._base.defaults, PEAK_LR: 0.0})
         for group, of_base in zip(self.param_groups, self._base.param_groups, strict=True):
             # A base may have changed its entries: torchao's make tensors of learning rates.
@@ -511,7 +509,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
 
         It has what decides every later step, inverses included: ``summary()`` says how many bytes
-        these add, and ``save_inverses=False`` leaves them out. Tensors are shared, not copied.
+        these add. Tensors are shared, not copied.
 
         Raises:
             SecondOrderError: If other processes keep some of it, :meth:`consolidate` has not

@@ -11,38 +11,39 @@ every step:                       inverses that are solved are sent to all gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
-from second_order.kfac.options import (
-    AUTO,
-    FORGETFUL,
-    DistKFACOptions,
-    KFACOptions,
-    checked_doubly_factored,
-)
-from second_order.kfac.plan import System, distkfac_plan
+from second_order.kfac.plan import System, block_rules, distkfac_plan
 from second_order.kfac.solve_async import SolvesOnThreads
 from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.config import (
+    AutoScalar,
+    DistKFACOptions,
+    Fisher,
+    KFACOptions,
+    PerStep,
+    ScriptOptions,
+    SecondBase,
+    TraceRule,
+)
 from second_order.optimizers.kaisa import KroneckerOptimizer
-from second_order.optimizers.keywords import RestOptions, settled, signed, typed
-from second_order.options import picked
+from second_order.optimizers.keywords import Rate, documented
+from second_order.options import Interval, Schedule, check_patterns
 
 __all__ = ["DistKFAC"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DistKFACKeywords(KFACOptions, DistKFACOptions, RestOptions):
-    """The keywords of DistKFAC."""
-
-
-@signed(DistKFACKeywords, defaults={"exact_blocks": True})
+@documented(DistKFACOptions, KFACOptions, ScriptOptions)
 class DistKFAC(KroneckerOptimizer):
     """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
 
@@ -63,41 +64,112 @@ class DistKFAC(KroneckerOptimizer):
 
     DistributedDataParallel is then made after the optimizer, with
     ``process_group=optimizer.worker_group``. Of solves that are not waited for, ``overhead`` counts
-    what the training thread spends on them alone. ``factor_decay=None`` is ``PerStep(0.95)``, under
-    any base.
+    what the training thread spends on them alone.
 
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
 
     _curvature: KFAC | StatsWorker
 
-    @typed(DistKFACKeywords)
-    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
-        values, common = settled(DistKFAC, lr, keywords)
-        if values["factor_decay"] is None:
-            values["factor_decay"] = FORGETFUL
-        options, own = KFACOptions.of(values), picked(DistKFACOptions, values)
-        if own.stats_workers and values["factor_update_steps"] == AUTO:
-            raise ValueError(
-                f"factor_update_steps='auto' measures statistics of the training passes, and with "
-                f"stats_workers={own.stats_workers} other processes take them all the time; give "
-                f"a number, 20 perhaps, for when they are gone"
-            )
-        wide = checked_doubly_factored(own.doubly_factored)
+    def __init__(
+        self,
+        params: ParamsOrModel,
+        lr: Rate | None = None,
+        *,
+        stats_workers: int = 0,
+        helper_timeout: float = 60.0,
+        inverse_threads: int | None = None,
+        inverse_device: str = "cpu",
+        async_inverse: bool = True,
+        max_staleness: int | None = None,
+        deterministic: bool = False,
+        conv_factors: str = "kfc",
+        doubly_factored: Mapping[str, tuple[int, int]] | Literal["auto"] | None = "auto",
+        damping: AutoScalar = "auto",
+        damping_floor: float | Literal["auto"] = "auto",
+        relative_damping: bool = True,
+        preconditioner_scale: Literal["gradient", "newton"] = "gradient",
+        kl_clip: AutoScalar | None = "auto",
+        step_scale: bool | Literal["auto"] = "auto",
+        factor_decay: Schedule | PerStep | Literal["auto"] = "auto",
+        solver: Literal["inverse", "eigen"] = "inverse",
+        inv_update_steps: Interval | TraceRule | Literal["auto"] = "auto",
+        factor_update_steps: Interval | Literal["auto"] = "auto",
+        overhead: float | None = None,
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        rest: type[torch.optim.Optimizer] | SecondBase | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        fisher: Fisher = "empirical",
+        kfac_approx: Literal["expand", "reduce"] = "expand",
+        loss_reduction: str = "auto",
+        grad_scaler: Any = None,
+        gradient_averaging: str | bool = "auto",
+        process_group: Any = None,
+        exact_blocks: bool = True,
+        other_matrices: str = "auto",
+        skip_layers: Sequence[str] = (),
+        max_factor_dim: int = 8192,
+        factor_dtype: torch.dtype = torch.float32,
+        debug: bool | int = False,
+        **base_kwargs: Any,
+    ) -> None:
+        options = KFACOptions(
+            damping=damping,
+            damping_floor=damping_floor,
+            relative_damping=relative_damping,
+            preconditioner_scale=preconditioner_scale,
+            kl_clip=kl_clip,
+            step_scale=step_scale,
+            factor_decay=factor_decay,
+            solver=solver,
+            inv_update_steps=inv_update_steps,
+            factor_update_steps=factor_update_steps,
+            overhead=overhead,
+            fisher=fisher,
+            kfac_approx=kfac_approx,
+            loss_reduction=loss_reduction,
+            exact_blocks=exact_blocks,
+            other_matrices=other_matrices,
+            skip_layers=check_patterns(skip_layers),
+            max_factor_dim=max_factor_dim,
+            factor_dtype=factor_dtype,
+        ).resolved(base)
+        script = ScriptOptions(
+            base=base,
+            rest=rest,
+            model=model,
+            grad_scaler=grad_scaler,
+            gradient_averaging=gradient_averaging,
+            process_group=process_group,
+            debug=debug,
+        )
+        own = DistKFACOptions(
+            stats_workers=stats_workers,
+            helper_timeout=helper_timeout,
+            inverse_threads=inverse_threads,
+            inverse_device=inverse_device,
+            async_inverse=async_inverse,
+            max_staleness=max_staleness,
+            deterministic=deterministic,
+            conv_factors=conv_factors,
+            doubly_factored=doubly_factored,
+        )
         system = System(
             partial(distkfac_plan, keeps_all=True),
-            replace(options.block_rules, doubly_factored=wide),
+            block_rules(options, own.wide_layers),
             str(replace(own, inverse_threads=None)),  # ranks may have other numbers of cores
-            conv_approximation="reduce" if own.conv_factors == "cheap" else None,
+            conv_approximation="reduce" if conv_factors == "cheap" else None,
             solves=partial(SolvesOnThreads, own=own),
             waits=own.staleness == 0,
         )
         super().__init__(
             params,
+            lr,
+            script=script,
+            base_kwargs=base_kwargs,
             curvature=partial(with_stats_workers, options=options, system=system, own=own),
-            helper_role="stats" if own.stats_workers else None,
-            helpers=own.stats_workers,
-            **common,
+            helper_role="stats" if stats_workers else None,
+            helpers=stats_workers,
         )
 
     @property

@@ -10,80 +10,130 @@ every step:                 the owner preconditions its layers' mean gradients; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.distributed.assignment import OwnerAssignment
 from second_order.kfac.curvature import KFAC
-from second_order.kfac.options import KFACOptions
-from second_order.kfac.plan import System, dpkfac_plan
+from second_order.kfac.plan import System, block_rules, dpkfac_plan
 from second_order.kfac.precondition import OwnerHook
 from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.config import (
+    AutoScalar,
+    DPKFACOptions,
+    Fisher,
+    KFACOptions,
+    PerStep,
+    ScriptOptions,
+    SecondBase,
+    TraceRule,
+)
 from second_order.optimizers.kaisa import KroneckerOptimizer
-from second_order.optimizers.keywords import RestOptions, settled, signed, typed
-from second_order.options import check_keywords, keyword, one_of, picked
+from second_order.optimizers.keywords import Rate, documented
+from second_order.options import Interval, Schedule, check_patterns
 
 __all__ = ["DPKFAC"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class DPKFACOptions:
-    """The keywords that DPKFAC alone has.
-
-    Attributes:
-        assignment: Who owns which layer: "balanced" gives the next largest layer to the process
-            with the least memory taken, "round_robin" layer i to process i mod P, as the paper.
-        gradient_exchange: "owner" sums a layer's gradients at its owner alone and sends them back
-            preconditioned: the volume of an all-reduce in all. "all_reduce" averages all gradients
-            everywhere first, half as much again; it is what happens under DistributedDataParallel,
-            which has averaged them already (but see :meth:`register_owner_hook`).
-    """
-
-    assignment: OwnerAssignment = keyword("balanced", one_of("balanced", "round_robin"))
-    gradient_exchange: str = keyword("owner", one_of("owner", "all_reduce"))
-
-    def __post_init__(self) -> None:
-        check_keywords(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DPKFACKeywords(KFACOptions, DPKFACOptions, RestOptions):
-    """The keywords of DPKFAC."""
-
-
-@signed(DPKFACKeywords)
+@documented(DPKFACOptions, KFACOptions, ScriptOptions)
 class DPKFAC(KroneckerOptimizer):
     """K-FAC whose layers' owners build the factors from their own batches.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
-    ``optimizer = DPKFAC(model, lr=0.1, momentum=0.9)``; the rest of the script stays as it is.
+    ``optimizer = DPKFAC(model.parameters(), lr=0.1, momentum=0.9)``; the rest of the script stays
+    as it is.
 
-    Each layer belongs to one process, which alone keeps its factors and its inverse. Its factors
-    see that process's share of the data only: an average over more steps instead of over more
-    processes. With one process it is :class:`KAISA`.
+    Each layer belongs to one process, and only this process has its factors and its inverse. Its
+    factors see that process's share of the data only: an average over more steps instead of over
+    more processes. With one process it is :class:`KAISA`.
 
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
 
     _curvature: KFAC
 
-    @typed(DPKFACKeywords)
-    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
-        values, common = settled(DPKFAC, lr, keywords)
-        options, own = KFACOptions.of(values), picked(DPKFACOptions, values)
+    def __init__(
+        self,
+        params: ParamsOrModel,
+        lr: Rate | None = None,
+        *,
+        assignment: Literal["balanced", "round_robin"] = "balanced",
+        gradient_exchange: str = "owner",
+        damping: AutoScalar = "auto",
+        damping_floor: float | Literal["auto"] = "auto",
+        relative_damping: bool = True,
+        preconditioner_scale: Literal["gradient", "newton"] = "gradient",
+        kl_clip: AutoScalar | None = "auto",
+        step_scale: bool | Literal["auto"] = "auto",
+        factor_decay: Schedule | PerStep | Literal["auto"] = "auto",
+        solver: Literal["inverse", "eigen"] = "inverse",
+        inv_update_steps: Interval | TraceRule | Literal["auto"] = "auto",
+        factor_update_steps: Interval | Literal["auto"] = "auto",
+        overhead: float | None = None,
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        rest: type[torch.optim.Optimizer] | SecondBase | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        fisher: Fisher = "empirical",
+        kfac_approx: Literal["expand", "reduce"] = "expand",
+        loss_reduction: str = "auto",
+        grad_scaler: Any = None,
+        gradient_averaging: str | bool = "auto",
+        process_group: Any = None,
+        exact_blocks: bool = False,
+        other_matrices: str = "auto",
+        skip_layers: Sequence[str] = (),
+        max_factor_dim: int = 8192,
+        factor_dtype: torch.dtype = torch.float32,
+        debug: bool | int = False,
+        **base_kwargs: Any,
+    ) -> None:
+        options = KFACOptions(
+            damping=damping,
+            damping_floor=damping_floor,
+            relative_damping=relative_damping,
+            preconditioner_scale=preconditioner_scale,
+            kl_clip=kl_clip,
+            step_scale=step_scale,
+            factor_decay=factor_decay,
+            solver=solver,
+            inv_update_steps=inv_update_steps,
+            factor_update_steps=factor_update_steps,
+            overhead=overhead,
+            fisher=fisher,
+            kfac_approx=kfac_approx,
+            loss_reduction=loss_reduction,
+            exact_blocks=exact_blocks,
+            other_matrices=other_matrices,
+            skip_layers=check_patterns(skip_layers),
+            max_factor_dim=max_factor_dim,
+            factor_dtype=factor_dtype,
+        ).resolved(base)
+        script = ScriptOptions(
+            base=base,
+            rest=rest,
+            model=model,
+            grad_scaler=grad_scaler,
+            gradient_averaging=gradient_averaging,
+            process_group=process_group,
+            debug=debug,
+        )
+        own = DPKFACOptions(assignment=assignment, gradient_exchange=gradient_exchange)
         system = System(
-            partial(dpkfac_plan, assignment=own.assignment),
-            options.block_rules,
+            partial(dpkfac_plan, assignment=assignment),
+            block_rules(options),
             str(own),
-            owners=own.gradient_exchange,
+            owners=gradient_exchange,
         )
         super().__init__(
             params,
+            lr,
+            script=script,
+            base_kwargs=base_kwargs,
             curvature=lambda training: KFAC(training, options, system),
-            **common,
         )
 
     def register_owner_hook(self, ddp: DistributedDataParallel) -> None:

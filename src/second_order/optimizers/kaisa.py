@@ -10,29 +10,33 @@ every step:                 the layer's gradient workers precondition its gradie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from second_order.contract.training import Curvature
-from second_order.distributed.assignment import AssignmentCost
+from second_order.contract.training import Curvature, Training
+from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
-from second_order.kfac.options import AUTO, KFACOptions, check_dtype
-from second_order.kfac.plan import System, kaisa_plan
+from second_order.kfac.plan import System, block_rules, kaisa_plan
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.keywords import RestOptions, settled, signed, typed
-from second_order.options import (
-    check_flag,
-    check_keywords,
-    check_number,
-    keyword,
-    one_of,
-    picked,
+from second_order.optimizers.config import (
+    AutoScalar,
+    Fisher,
+    KAISAOptions,
+    KFACOptions,
+    PerStep,
+    ScriptOptions,
+    SecondBase,
+    TraceRule,
+    is_auto,
 )
+from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
+from second_order.options import Interval, Schedule, check_patterns
 from second_order.planning.machine import AutoFraction
 
 __all__ = ["KAISA", "KroneckerOptimizer"]
@@ -43,6 +47,27 @@ class KroneckerOptimizer(SecondOrderOptimizer):
 
     options_by_layer = True
     _curvature: Curvature
+
+    def __init__(
+        self,
+        params: ParamsOrModel,
+        lr: Rate | None,
+        *,
+        script: ScriptOptions,
+        base_kwargs: Mapping[str, Any],
+        curvature: Callable[[Training], Curvature],
+        helper_role: Role | None = None,
+        helpers: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            **script.arguments(),
+            base_kwargs=with_rate(lr, base_kwargs),
+            own_keywords=keywords_of(type(self)),
+            curvature=curvature,
+            helper_role=helper_role,
+            helpers=helpers,
+        )
 
     def curvature(
         self, *, dtype: torch.dtype = torch.float32, gather: bool = False
@@ -73,88 +98,110 @@ class KroneckerOptimizer(SecondOrderOptimizer):
         return curvature.fitted(dtype, gather)
 
 
-@dataclass(frozen=True, kw_only=True)
-class KAISAOptions:
-    """The keywords that KAISA alone has.
-
-    Attributes:
-        grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
-            communication in a step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
-            "auto" measures the network and a few matrix products at construction, and takes what
-            :func:`second_order.plan` would predict to be fastest; a checkpoint remembers it. Where
-            FSDP2 has sharded the model it is always one: a gradient's rows meet there. Below 1.0 a
-            layer's inverse is on some processes alone: call :meth:`consolidate` before you save.
-        factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
-            sends statistics to the process that decomposes the factor, and nobody else keeps it:
-            half the traffic, and memory that falls with the number of processes; a checkpoint then
-            needs :meth:`consolidate`, or ``torch.distributed.checkpoint``. "pipelined" is
-            "all_reduce" in buckets that leave while the backward pass still runs (Shi et al. 2021):
-            the same training.
-        exchange_dtype: Dtype in which statistics and decompositions travel, where they do; None:
-            that in which they are kept. ``torch.bfloat16`` halves the bytes of float32, and rounds
-            to 8 bits; all processes get the same numbers. Statistics of the first 20 steps, and
-            gradients, travel as they are.
-        assignment: Balance the "compute" (n³) or the "memory" (n²) of factors over processes.
-        colocate_factors: One process decomposes both factors of a layer; False spreads them.
-    """
-
-    grad_worker_fraction: float | Literal["auto"] = keyword(
-        1.0,
-        partial(check_number, low=0.0, high=1.0, remedy="1.0 is the default, and 'auto' measures"),
-        AUTO,
-    )
-    factor_exchange: str = keyword("all_reduce", one_of("all_reduce", "reduce", "pipelined"))
-    exchange_dtype: torch.dtype | None = keyword(None, check_dtype, None)
-    assignment: AssignmentCost = keyword("compute", one_of("compute", "memory"))
-    colocate_factors: bool = keyword(True, check_flag)
-
-    def __post_init__(self) -> None:
-        check_keywords(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class KAISAKeywords(KAISAOptions, KFACOptions, RestOptions):
-    """The keywords of KAISA."""
-
-
-@signed(KAISAKeywords)
+@documented(KAISAOptions, KFACOptions, ScriptOptions)
 class KAISA(KroneckerOptimizer):
     """K-FAC on one process or many, around any first-order optimizer.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
-    ``optimizer = KAISA(model, lr=0.1, momentum=0.9)``; the rest of the script stays as it is.
+    ``optimizer = KAISA(model.parameters(), lr=0.1, momentum=0.9)``; the rest of the script stays as
+    it is.
 
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
 
-    @typed(KAISAKeywords)
-    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
-        values, common = settled(KAISA, lr, keywords)
-        options, own = KFACOptions.of(values), picked(KAISAOptions, values)
-        for name in ("factor_dtype", "inv_dtype"):
-            kept, sent = getattr(options, name), own.exchange_dtype
-            if sent is not None and sent.itemsize > kept.itemsize:
-                raise ValueError(
-                    f"exchange_dtype={sent} is wider than {name}={kept}: more would travel than is "
-                    f"kept; use exchange_dtype=None"
-                )
-        fraction = own.grad_worker_fraction
+    def __init__(
+        self,
+        params: ParamsOrModel,
+        lr: Rate | None = None,
+        *,
+        grad_worker_fraction: float | Literal["auto"] = 1.0,
+        factor_exchange: str = "all_reduce",
+        exchange_dtype: torch.dtype | None = None,
+        colocate_factors: bool = True,
+        damping: AutoScalar = "auto",
+        damping_floor: float | Literal["auto"] = "auto",
+        relative_damping: bool = True,
+        preconditioner_scale: Literal["gradient", "newton"] = "gradient",
+        kl_clip: AutoScalar | None = "auto",
+        step_scale: bool | Literal["auto"] = "auto",
+        factor_decay: Schedule | PerStep | Literal["auto"] = "auto",
+        solver: Literal["inverse", "eigen"] = "inverse",
+        inv_update_steps: Interval | TraceRule | Literal["auto"] = "auto",
+        factor_update_steps: Interval | Literal["auto"] = "auto",
+        overhead: float | None = None,
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        rest: type[torch.optim.Optimizer] | SecondBase | None = None,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        fisher: Fisher = "empirical",
+        kfac_approx: Literal["expand", "reduce"] = "expand",
+        loss_reduction: str = "auto",
+        grad_scaler: Any = None,
+        gradient_averaging: str | bool = "auto",
+        process_group: Any = None,
+        exact_blocks: bool = False,
+        other_matrices: str = "auto",
+        skip_layers: Sequence[str] = (),
+        max_factor_dim: int = 8192,
+        factor_dtype: torch.dtype = torch.float32,
+        debug: bool | int = False,
+        **base_kwargs: Any,
+    ) -> None:
+        options = KFACOptions(
+            damping=damping,
+            damping_floor=damping_floor,
+            relative_damping=relative_damping,
+            preconditioner_scale=preconditioner_scale,
+            kl_clip=kl_clip,
+            step_scale=step_scale,
+            factor_decay=factor_decay,
+            solver=solver,
+            inv_update_steps=inv_update_steps,
+            factor_update_steps=factor_update_steps,
+            overhead=overhead,
+            fisher=fisher,
+            kfac_approx=kfac_approx,
+            loss_reduction=loss_reduction,
+            exact_blocks=exact_blocks,
+            other_matrices=other_matrices,
+            skip_layers=check_patterns(skip_layers),
+            max_factor_dim=max_factor_dim,
+            factor_dtype=factor_dtype,
+        ).resolved(base)
+        script = ScriptOptions(
+            base=base,
+            rest=rest,
+            model=model,
+            grad_scaler=grad_scaler,
+            gradient_averaging=gradient_averaging,
+            process_group=process_group,
+            debug=debug,
+        )
+        own = KAISAOptions(
+            grad_worker_fraction=grad_worker_fraction,
+            factor_exchange=factor_exchange,
+            exchange_dtype=exchange_dtype,
+            colocate_factors=colocate_factors,
+        )
+        own.check_with(options)
         plan = partial(
             kaisa_plan,
-            cost=own.assignment,
-            colocate=own.colocate_factors,
-            keeps_all=own.factor_exchange != "reduce",
+            cost="compute",
+            colocate=colocate_factors,
+            keeps_all=factor_exchange != "reduce",
         )
+        chooses = is_auto(grad_worker_fraction)
         system = System(
-            partial(plan, fraction=1.0 if fraction == AUTO else float(fraction)),
-            options.block_rules,
+            partial(plan, fraction=1.0 if chooses else float(grad_worker_fraction)),
+            block_rules(options),
             str(own),
-            pipelined=own.factor_exchange == "pipelined",
-            exchange_dtype=own.exchange_dtype,
-            chooser=AutoFraction(options, plan) if fraction == AUTO else None,
+            pipelined=factor_exchange == "pipelined",
+            exchange_dtype=exchange_dtype,
+            chooser=AutoFraction(options, plan) if chooses else None,
         )
         super().__init__(
             params,
+            lr,
+            script=script,
+            base_kwargs=base_kwargs,
             curvature=lambda training: KFAC(training, options, system),
-            **common,
         )

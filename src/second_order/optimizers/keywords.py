@@ -21,7 +21,17 @@ from torch import Tensor, nn
 from second_order.optimizers.base import ParamsOrModel
 from second_order.options import keyword
 
-__all__ = ["BaseOptions", "CommonOptions", "Rate", "RestOptions", "settled", "signed", "typed"]
+__all__ = [
+    "BaseOptions",
+    "CommonOptions",
+    "Rate",
+    "documented",
+    "keywords_of",
+    "settled",
+    "signed",
+    "typed",
+    "with_rate",
+]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -98,25 +108,6 @@ class CommonOptions(BaseOptions):
     debug: bool | int = keyword(False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RestOptions(CommonOptions):
-    """The keywords of every optimizer with Kronecker factors, who may have a second base.
-
-    Attributes:
-        rest: Class of a second base. ``base`` then trains hidden weights alone: weights of modules,
-            of two dimensions or more (of two exactly with ``torch.optim.Muon``). ``rest`` trains
-            embeddings, the output head (the last Linear), norms, biases and lone parameters. None:
-            one base for all.
-        rest_layers: Patterns of modules, as for ``skip_layers``, that ``rest`` trains besides, with
-            all that is inside them.
-        rest_kwargs: Arguments of ``rest`` where the two are to differ, as ``{"lr": 1e-3}``.
-    """
-
-    rest: type[torch.optim.Optimizer] | None = keyword(None)
-    rest_layers: Sequence[str] = keyword(())
-    rest_kwargs: Mapping[str, Any] | None = keyword(None)
-
-
 def typed(
     kind: Callable[P, Any],
 ) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, ParamsOrModel, P], None]]:
@@ -158,6 +149,43 @@ def signed(
     return sign
 
 
+LR = (
+    "The base's learning rate, a float or a tensor; schedulers work as usual. You can leave it out "
+    "if every parameter group has its own. A group that you add without one later then gets the "
+    "first group's."
+)
+
+
+def documented(*kinds: type) -> Callable[[type[T]], type[T]]:
+    """Add the meaning of each keyword, as the options' dataclasses have it, to a docstring."""
+    meanings = {"params": PARAMS, "lr": LR, "**base_kwargs": BASE_KWARGS}
+    for kind in kinds:
+        meanings |= _meanings(kind)
+
+    def document(optimizer: type[T]) -> type[T]:
+        wrap = textwrap.TextWrapper(
+            100, initial_indent=" " * 4, subsequent_indent=" " * 8, break_on_hyphens=False
+        )
+        names = ["params", *keywords_of(optimizer), "**base_kwargs"]
+        args = [wrap.fill(f"{name}: {meanings[name]}") for name in names]
+        text = inspect.getdoc(optimizer) or ""
+        optimizer.__doc__ = "\n".join([text, "\nArgs:", *args, "", RAISES])
+        return optimizer
+
+    return document
+
+
+def keywords_of(optimizer: type) -> list[str]:
+    """The names of an optimizer's own keywords, without those of its base."""
+    parameters = inspect.signature(optimizer).parameters.values()
+    return [p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD]
+
+
+def with_rate(lr: Rate | None, base_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the base optimizer, with the learning rate if one is given."""
+    return dict(base_kwargs) if lr is None else {"lr": lr, **base_kwargs}
+
+
 def _meanings(kind: type) -> dict[str, str]:
     """The texts under "Attributes:" in the docstring of a dataclass, or else of what it extends."""
     found: dict[str, str] = {}
@@ -185,4 +213,4 @@ def settled(
     return values, {**common, "base_kwargs": base_kwargs, "own_keywords": [*values, "lr"]}
 
 
-TAKEN = {each.name for each in fields(RestOptions) if "check" in each.metadata}
+TAKEN = {each.name for each in fields(CommonOptions) if "check" in each.metadata}

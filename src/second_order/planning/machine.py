@@ -37,14 +37,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from second_order.contract.training import Training
 from second_order.distributed.world import World
 from second_order.kfac.group_options import excluded_params
-from second_order.kfac.options import KFACOptions, own_cores
-from second_order.kfac.plan import Planner, dims_of
+from second_order.kfac.plan import Planner, block_rules, dims_of
+from second_order.kfac.solve_async import own_cores
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.model_blocks import find_blocks
 from second_order.kronecker.solvers import SOLVERS
 from second_order.kronecker.triangles import pack_upper_triangular
-from second_order.options import AUTO, value_at
+from second_order.optimizers.config import KFACOptions
+from second_order.options import value_at
 
 __all__ = [
     "DEFAULT_NETWORKS",
@@ -521,7 +522,7 @@ class AutoFraction:
         if not alone:
             links = measure_network(world, training.device)
         sizes = {id(p): p.numel() for p in training.training_params()}
-        how = options.factor_dtype, options.symmetry_aware, options.block_rules
+        how = options.factor_dtype, True, block_rules(options)
         excluded = excluded_params(training.groups)
         blocks, _ = find_blocks(model, sizes, options.skip_layers, {}, *how, excluded=excluded)
         workers = self.fastest(blocks, world.size, machine, links)
@@ -544,8 +545,8 @@ class AutoFraction:
     ) -> float:
         """Seconds a step of the four stages on the busiest rank, with so many gradient workers."""
         options, eigen = self.options, self.options.solver == "eigen"
-        every = options.inv_update_steps
-        steps = USUAL if every in (None, AUTO) else max(int(value_at(every, 0)), 1)
+        every = options.refresh_interval
+        steps = USUAL if every is None else max(int(value_at(every, 0)), 1)
         plan = self.planner(workers, ranks)([dims_of(block) for block in blocks], ranks)
         # Seconds of solves and bytes of inverses by solver; of gradients by the row's first rank.
         solving, products = [0.0] * ranks, [0.0] * ranks
@@ -557,8 +558,7 @@ class AutoFraction:
                     continue
                 n, solver = shape.dims[letter], layer.solver(letter)
                 solving[solver] += shape.groups * machine.decomposition(options.solver, n)
-                whole = eigen or not options.symmetry_aware
-                inverses[solver] += 4 * shape.groups * (n * n if whole else n * (n + 1) // 2)
+                inverses[solver] += 4 * shape.groups * (n * n if eigen else n * (n + 1) // 2)
                 # A gradient has as many elements as both sizes multiplied.
                 flops = 2 * n * shape.groups * shape.dims["A"] * shape.dims["G"]
                 products[first] += (2 if eigen else 1) * machine.dense(flops)

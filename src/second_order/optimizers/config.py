@@ -1,0 +1,706 @@
+"""Every keyword of the optimizers with Kronecker factors: its default, its meaning and its check.
+
+    ScriptOptions     the base optimizer, and what describes the script
+    KFACOptions       the keywords that KAISA, DPKFAC and DistKFAC share
+    KAISAOptions, DPKFACOptions, DistKFACOptions     the keywords that only one of them has
+
+Each optimizer repeats its keywords in a signature of its own, so that editors and ``help()`` show
+them. A test compares the two. This module imports no other folder, and every folder may read it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from second_order.options import (
+    AUTO,
+    Interval,
+    Scalar,
+    Schedule,
+    check_choice,
+    check_count,
+    check_flag,
+    check_interval,
+    check_number,
+    check_patterns,
+    check_scalar,
+    check_timeout,
+    check_whole,
+    is_adaptive,
+)
+
+__all__ = [
+    "DAMPING",
+    "INTERVALS",
+    "SCHEDULES",
+    "DPKFACOptions",
+    "DecayingClip",
+    "DistKFACOptions",
+    "KAISAOptions",
+    "KFACOptions",
+    "PerStep",
+    "ScriptOptions",
+    "SecondBase",
+    "TraceRule",
+    "check_clip",
+    "check_damping",
+    "check_decay",
+]
+
+Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
+Fisher: TypeAlias = Literal["empirical"] | Likelihood
+AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
+
+# Chosen by benchmarks/progress/defaults.py.
+DAMPING = 0.1  # of a layer's mean curvature
+FLOOR = 0.25  # of the mean curvature of all layers
+
+INTERVALS = ("factor_update_steps", "inv_update_steps")
+INTERVAL = 10
+"""Steps between two refreshes under a TraceRule, and between two updates of the statistics."""
+
+
+# ------------------------------------------------------------------------------ values of keywords
+
+
+@dataclass(frozen=True)
+class PerStep:
+    """A weight of the past that counts steps, however rare updates are; a ``factor_decay``.
+
+    Attributes:
+        decay: Weight of the past per step, in [0, 1). About 1 / (1 - decay) steps are remembered.
+        share: The share of the steps taken so far that is remembered while that is fewer, at least
+            two steps. None: the number of steps taken does not count. Curvature changes fastest
+            early in training, so that old statistics soon mislead.
+
+    Raises:
+        TypeError: For a value that is no number.
+        ValueError: For a value outside its bounds.
+    """
+
+    decay: float
+    share: float | None = None
+
+    def __post_init__(self) -> None:
+        check_decay(self.decay)
+        if self.share is not None:
+            remedy = "1 / 3, say, or None"
+            check_number("share", self.share, low=0.0, open_low=True, high=1.0, remedy=remedy)
+
+
+@dataclass(frozen=True)
+class DecayingClip:
+    """The bound on a step's squared Fisher norm, c₀ ζᵏ (Ba et al. 2017, section 5); a ``kl_clip``.
+
+    Attributes:
+        start: c₀, the bound at the first step.
+        decay: ζ, the factor by which the bound shrinks every ``every`` steps.
+        every: Number of steps between two decays. The paper uses half an epoch.
+
+    Raises:
+        TypeError: For a value that is no number.
+        ValueError: For a value outside its bounds.
+    """
+
+    start: float = 0.01
+    decay: float = 0.96
+    every: int = 100
+
+    def __post_init__(self) -> None:
+        check_number("start", self.start, low=0.0, open_low=True, open_high=True, remedy="0.01")
+        check_number("decay", self.decay, low=0.0, open_low=True, high=1.0, remedy="0.96")
+        check_count("every", self.every, "steps")
+
+    def __call__(self, step: int) -> float:
+        """The bound κ at a step."""
+        return max(self.start * self.decay ** (step // self.every), sys.float_info.min)
+
+
+@dataclass(frozen=True)
+class TraceRule:
+    """Refresh a layer only if its curvature has moved; an ``inv_update_steps`` (THOR, Chen 2021).
+
+    The measure is the trace of A ⊗ G + γ, compared with its value at the layer's last refresh.
+
+    Attributes:
+        upper: A layer is refreshed if its trace has changed by more than this share, or γ has.
+        lower: A layer whose trace has changed by less than this share is never looked at again.
+            0: every layer is looked at each time.
+        every: Steps from one look at the traces to the next; number or callable.
+
+    Raises:
+        TypeError: For a value that is no number.
+        ValueError: For a value outside its bounds, or ``lower`` above ``upper``.
+    """
+
+    upper: float = 0.1  # chosen on small tasks at commit 750a6e5
+    lower: float = 0.0
+    every: Interval = INTERVAL
+
+    def __post_init__(self) -> None:
+        for name in ("upper", "lower"):
+            number = getattr(self, name)
+            check_number(name, number, low=0.0, open_high=True, remedy="TraceRule() has 0.1 and 0")
+        if self.lower > self.upper:
+            raise ValueError(f"TraceRule(upper={self.upper}, lower={self.lower}): swap the two")
+        check_interval("every", self.every)
+
+
+@dataclass(frozen=True)
+class SecondBase:
+    """A second base optimizer, with the layers that it trains; a ``rest``.
+
+        rest=SecondBase(torch.optim.AdamW, layers=["head"], keywords={"lr": 1e-3})
+
+    Attributes:
+        kind: Class of the optimizer.
+        layers: Patterns of modules, as for ``skip_layers``, that it also trains, with all that is
+            inside them.
+        keywords: Its arguments where they differ from those of ``base``.
+
+    Raises:
+        TypeError: If ``layers`` or ``keywords`` have the wrong type.
+    """
+
+    kind: type[torch.optim.Optimizer]
+    layers: Sequence[str] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_patterns(self.layers, "layers")
+        if not isinstance(self.keywords, Mapping):
+            raise TypeError(
+                f"keywords={self.keywords!r} is not a mapping; write keywords={{'lr': 1e-3}}"
+            )
+
+
+# --------------------------------------------------------------------------------------- checks
+
+
+def check_damping(value: Any) -> None:
+    """Raise unless a damping is a finite number of at least 0, or a tensor of one."""
+    remedy = "'auto' is 0.1 of the mean curvature"
+    check_scalar("damping", value, low=0.0, open_high=True, remedy=remedy)
+
+
+def check_decay(value: Any) -> None:
+    """Raise unless a factor_decay is a PerStep, or lies in [0, 1)."""
+    if not isinstance(value, PerStep):
+        remedy = "'auto' counts steps"
+        check_number("factor_decay", value, low=0.0, high=1.0, open_high=True, remedy=remedy)
+
+
+def check_clip(value: Any) -> None:
+    """Raise unless a kl_clip is a positive number, or a tensor of one."""
+    remedy = "use a positive number, 'auto', or None for no clip"
+    check_scalar("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
+
+
+def check_dtype(name: str, value: Any) -> None:
+    """Raise unless factors can be stored and sent in a dtype."""
+    if value not in (torch.float32, torch.float64, torch.bfloat16):
+        raise ValueError(
+            f"{name}={value} is not one of float32, float64 and bfloat16 "
+            f"(float16 overflows at 65504); use torch.float32"
+        )
+
+
+def is_auto(value: Any) -> TypeGuard[str]:
+    """Whether a keyword is left to the optimizer."""
+    return isinstance(value, str) and value == AUTO
+
+
+# ------------------------------------------------------------------------------------- keywords
+
+STEP_DECAY = PerStep(0.995)
+ADAPTIVE_STEP_DECAY = PerStep(0.978, share=1 / 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptOptions:
+    """The base optimizer, and the keywords that describe the script.
+
+    Attributes:
+        base: Class of the first-order optimizer that takes the step with the preconditioned
+            gradients.
+        rest: Class of a second base optimizer, or a :class:`~second_order.SecondBase`. ``base``
+            then only trains hidden weights: weights of modules with two or more dimensions (exactly
+            two with ``torch.optim.Muon``). ``rest`` trains embeddings, the output head (the last
+            Linear), norms, biases and parameters outside of modules. None: one base for all.
+        model: The model, if you pass parameters and choose the model yourself. None: the smallest
+            module that contains all of them, and the frozen network around it. Wrappers
+            (DistributedDataParallel, ``torch.compile``) are removed.
+        grad_scaler: The ``GradScaler`` that scales the loss, if there is one.
+        gradient_averaging: "auto" averages gradients over the processes that train, after all of
+            them have received the first one's parameters, unless DistributedDataParallel does. True
+            or False: always or never.
+        process_group: The processes to work with. None: the default group, if there is one.
+        debug: Compare the parameters, and all other state that the processes share, bit for bit:
+            before the first step and every 100 steps for True, or every so many steps. If they
+            differ, every process raises :class:`~second_order.RankMismatchError` with the name of
+            the tensor and the ranks. Not saved in checkpoints.
+    """
+
+    base: type[torch.optim.Optimizer] = torch.optim.SGD
+    rest: type[torch.optim.Optimizer] | SecondBase | None = None
+    model: nn.Module | Sequence[nn.Module] | None = None
+    grad_scaler: Any = None
+    gradient_averaging: str | bool = AUTO
+    process_group: Any = None
+    debug: bool | int = False
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of ``SecondOrderOptimizer``, which checks them."""
+        found = {each.name: getattr(self, each.name) for each in fields(self)}
+        rest = found.pop("rest")
+        if isinstance(rest, SecondBase):
+            return {
+                **found,
+                "rest": rest.kind,
+                "rest_layers": rest.layers,
+                "rest_kwargs": rest.keywords,
+            }
+        return {**found, "rest": rest}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KFACOptions:
+    """The keywords that systems with Kronecker factors share.
+
+    Attributes:
+        damping: γ, added to the curvature before it is inverted; number or callable, at least 0. A
+            larger γ is more cautious: the step turns from the natural to the plain gradient.
+            "auto": 0.1. A number may be a tensor, which a schedule fills in place. If it is on a
+            device, the host does not read it, so its value is not checked.
+        damping_floor: The share of the mean curvature over all layers to which a layer's mean
+            curvature is raised in its γ. The mean over layers is the square of the mean square
+            root. "auto": 0.25 with ``relative_damping``, otherwise 0, which is no floor.
+        relative_damping: γ of a layer is ``damping`` times the layer's mean curvature, tr A tr G /
+            (dim A dim G), so it does not depend on the scale of the loss. False: γ is ``damping``,
+            as in the papers. KAISA's published code has smaller factors, and so another γ for the
+            same step: see "Where it differs from the paper" in its docs.
+        preconditioner_scale: "gradient": P = (A ⊗ G + γ)⁻¹ ∇ is multiplied by c + γ, where c is
+            the layer's mean curvature, so that it has the gradient's scale. If the curvature is the
+            same in all directions, the gradient stays as it is. "newton": P itself, which is as
+            long as an approximate Newton step. A Newton step grows as gradients shrink, so give it
+            a ``kl_clip``. Adaptive bases remember the size of past gradients, Adam for a thousand
+            steps, and need "gradient".
+        kl_clip: κ, the bound on the change lr² Σ P·∇ that one step makes to the model's predictions
+            (Pauloski et al. 2022, 5.1); number, tensor of one, callable or None for no bound. A
+            number is the bound at the learning rate's peak and shrinks with lr² when a schedule
+            lowers it; a callable is used as it is. "auto": Σ |P·∇|, without lr, may be at most four
+            times its running average over some twenty steps, so that a batch of outliers cannot
+            undo many steps. With "newton", "auto" is no bound.
+        step_scale: Whether to multiply the steps of preconditioned weights by a factor τ that
+            follows what the steps do to the loss. "auto": with the scale "gradient", unless the
+            base is schedule-free.
+        factor_decay: Weight of the past in the running averages of A and G at an update, in [0, 1);
+            number, callable or :class:`~second_order.PerStep`. "auto": the number of steps
+            remembered does not depend on the intervals: some 45 (0.978 to the power of the steps
+            since the last update) under an adaptive base such as Adam, and two hundred (0.995)
+            under others.
+        solver: "inverse" damps A and G separately and computes their Cholesky inverses. "eigen"
+            applies (A ⊗ G + γ I)⁻¹ exactly, which costs several times as much and gains nothing on
+            most of the tasks that the defaults were chosen on.
+        inv_update_steps: Steps from one refresh of the inverses to the next; number or callable.
+            "auto": each layer has its own interval, 1 to 32 steps. It is halved if the old and the
+            new inverse give the gradient different directions, and doubled if they agree. A
+            :class:`~second_order.TraceRule` refreshes layers whose curvature has moved.
+        factor_update_steps: Steps from one update of the statistics to the next; number or
+            callable. "auto": at each refresh if these are "auto", otherwise every 10 steps, or as
+            often as refreshes if these are more frequent.
+        overhead: With ``inv_update_steps="auto"``: the largest share of the time of ordinary steps
+            that statistics and refreshes may take, above 0 and up to 10. None: no limit.
+        fisher: Whose gradients the factors are made of. "empirical": those of your own backward
+            pass. Otherwise labels are sampled from the distribution that the model's outputs give,
+            at the price of a further backward pass to the layers' outputs whenever statistics are
+            due: "categorical" (logits, classes on the last dimension), "bernoulli" (logits),
+            "gaussian" (means), or a callable ``output -> summed negative log-likelihood of labels
+            that it has sampled``.
+        kfac_approx: For layers applied at many positions: "expand" if each position has a loss term
+            (language models), "reduce" if positions are pooled (Eschenhagen et al. 2023). Fused
+            experts count as other matrices then.
+        loss_reduction: What the loss of a backward pass is. "mean": the mean over the terms of the
+            pass, divided by the number of passes per step, which is counted. "pass_mean": the mean
+            over the terms of the pass; losses of several passes are added up. "sum": the sum over
+            the terms of the pass. "step_mean": their sum divided by the number of terms in all
+            passes of the step, on all processes, and times the number of processes, over which
+            gradients are averaged. "auto": "step_mean" if the model's forward is given
+            ``num_items_in_batch``, as by transformers' Trainer; otherwise "mean".
+        exact_blocks: Gains and biases of norms have exact blocks, and so have biases that train
+            alone; False leaves them to the base. Norms of other classes are found by what they
+            compute. Above 256 entries a block is its diagonal.
+        other_matrices: "gradient": matrices without a rule, such as those of recurrent layers or
+            parameters outside of modules, and those of layers that are too large, get factors from
+            the gradient itself, as in Shampoo; a side longer than ``max_factor_dim`` its diagonal.
+            "base" leaves them to the base. "auto": "gradient" under an adaptive base if such
+            matrices are a tenth of the parameters or more and FSDP2 has not sharded them; otherwise
+            "base".
+        skip_layers: Patterns of module names or class names, such as ``["head", "blocks.*.mlp"]``,
+            that only the base trains, with all that is inside them.
+        max_factor_dim: Largest size of a factor. Layers with a larger one, A of the inputs or G of
+            the outputs, fall back to the base, and a warning names them: memory grows with its
+            square, a decomposition with its cube. The A of an embedding is diagonal, of any size.
+        factor_dtype: Dtype in which factors are stored and sent: float32, float64 or bfloat16.
+            Inverses are in float32 at least.
+        adaptive: Whether the base is adaptive; not a keyword.
+    """
+
+    damping: AutoScalar = AUTO
+    damping_floor: float | Literal["auto"] = AUTO
+    relative_damping: bool = True
+    preconditioner_scale: Literal["gradient", "newton"] = "gradient"
+    kl_clip: AutoScalar | None = AUTO
+    step_scale: bool | Literal["auto"] = AUTO
+    factor_decay: Schedule | PerStep | Literal["auto"] = AUTO
+    solver: Literal["inverse", "eigen"] = "inverse"
+    inv_update_steps: Interval | TraceRule | Literal["auto"] = AUTO
+    factor_update_steps: Interval | Literal["auto"] = AUTO
+    overhead: float | None = None
+    fisher: Fisher = "empirical"
+    kfac_approx: Literal["expand", "reduce"] = "expand"
+    loss_reduction: str = AUTO
+    exact_blocks: bool = False
+    other_matrices: str = AUTO
+    skip_layers: Sequence[str] = ()
+    max_factor_dim: int = 8192
+    factor_dtype: torch.dtype = torch.float32
+    adaptive: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("relative_damping", self.relative_damping)
+        self._check_numbers()
+        self._check_intervals()
+        check_flag("exact_blocks", self.exact_blocks)
+        check_choice("preconditioner_scale", self.preconditioner_scale, ("gradient", "newton"))
+        check_choice("step_scale", self.step_scale, (AUTO, True, False))
+        check_choice("solver", self.solver, ("inverse", "eigen"))
+        if not callable(self.fisher):
+            kinds = ("empirical", "categorical", "bernoulli", "gaussian")
+            check_choice("fisher", self.fisher, kinds)
+        check_choice("kfac_approx", self.kfac_approx, ("expand", "reduce"))
+        reductions = (AUTO, "mean", "pass_mean", "sum", "step_mean")
+        check_choice("loss_reduction", self.loss_reduction, reductions)
+        check_choice("other_matrices", self.other_matrices, (AUTO, "base", "gradient"))
+        check_patterns(self.skip_layers)
+        check_count("max_factor_dim", self.max_factor_dim, "rows")
+        check_dtype("factor_dtype", self.factor_dtype)
+
+    def _check_numbers(self) -> None:
+        """Check damping, clip and memory."""
+        if not is_auto(self.damping) and not callable(self.damping):
+            check_damping(self.damping)
+        if is_auto(self.damping) and not self.relative_damping:
+            raise ValueError(
+                "damping='auto' is relative to the layer's mean curvature; with "
+                "relative_damping=False give a number, 1e-3 perhaps"
+            )
+        if not is_auto(self.damping_floor):
+            remedy = "0 for no floor; 'auto' is 0.25"
+            check_number("damping_floor", self.damping_floor, low=0.0, high=1.0, remedy=remedy)
+        if self.kl_clip is not None and not is_auto(self.kl_clip) and not callable(self.kl_clip):
+            check_clip(self.kl_clip)
+        if not is_auto(self.factor_decay) and not callable(self.factor_decay):
+            check_decay(self.factor_decay)
+
+    def _check_intervals(self) -> None:
+        """Check intervals and the limit of the overhead."""
+        by_rule = isinstance(self.inv_update_steps, TraceRule)
+        if not by_rule and not is_auto(self.inv_update_steps):
+            check_interval("inv_update_steps", self.inv_update_steps)
+        if not is_auto(self.factor_update_steps):
+            check_interval("factor_update_steps", self.factor_update_steps)
+        if self.overhead is None:
+            return
+        remedy = "0.15, say"
+        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
+        if not is_auto(self.inv_update_steps):
+            raise ValueError(
+                f"overhead={self.overhead} with inv_update_steps={self.inv_update_steps!r} would "
+                f"do nothing; leave one of them out"
+            )
+
+    def resolved(self, base: Any) -> KFACOptions:
+        """The same options with a value for each "auto", as the base and the others ask for."""
+        adaptive = is_adaptive(base)
+        # A schedule-free base keeps other points than the weights, which would not be scaled.
+        schedule_free = all(callable(getattr(base, name, None)) for name in ("train", "eval"))
+        grafted = self.preconditioner_scale == "gradient"
+        found: dict[str, Any] = {"adaptive": adaptive, "skip_layers": tuple(self.skip_layers)}
+        if is_auto(self.damping):
+            found["damping"] = DAMPING
+        if is_auto(self.damping_floor):
+            found["damping_floor"] = FLOOR if self.relative_damping else 0.0
+        if is_auto(self.kl_clip) and not grafted:
+            found["kl_clip"] = None
+        if is_auto(self.step_scale):
+            found["step_scale"] = grafted and not schedule_free
+        if is_auto(self.factor_decay):
+            found["factor_decay"] = ADAPTIVE_STEP_DECAY if adaptive else STEP_DECAY
+        if is_auto(self.factor_update_steps) and not self.by_drift:
+            found["factor_update_steps"] = self._usual_update_steps()
+        if is_auto(self.other_matrices) and not adaptive:
+            found["other_matrices"] = "base"
+        return replace(self, **found)
+
+    def _usual_update_steps(self) -> int:
+        """The interval of the statistics if refreshes have an interval: that one, at most 10."""
+        every = self.refresh_interval
+        return min(every, INTERVAL) if isinstance(every, int) else INTERVAL
+
+    @property
+    def by_drift(self) -> bool:
+        """Whether refreshes follow what they change."""
+        return is_auto(self.inv_update_steps)
+
+    @property
+    def trace_rule(self) -> TraceRule | None:
+        """The rule that keeps the inverses of layers whose curvature has not moved."""
+        return self.inv_update_steps if isinstance(self.inv_update_steps, TraceRule) else None
+
+    @property
+    def refresh_interval(self) -> Interval | None:
+        """Steps from one refresh to the next; None if refreshes follow what they change."""
+        every = self.inv_update_steps
+        if isinstance(every, TraceRule):
+            return every.every
+        return None if isinstance(every, str) else every
+
+    @property
+    def statistics_interval(self) -> Interval | None:
+        """Steps from one update of the statistics to the next; None for one at each refresh."""
+        every = self.factor_update_steps
+        return None if isinstance(every, str) else every
+
+    @property
+    def likelihood(self) -> Likelihood | None:
+        """The distribution that labels are sampled from; None if they are the data's."""
+        return None if self.fisher == "empirical" else self.fisher
+
+    @property
+    def samples(self) -> bool:
+        """Whether labels are sampled from the model's outputs."""
+        return self.fisher != "empirical"
+
+    @property
+    def follows_steps(self) -> bool:
+        """Whether the step scale follows what steps do to the loss, once resolved."""
+        return self.step_scale is True
+
+    @property
+    def floor(self) -> float:
+        """The floor of the mean curvature in γ, once resolved."""
+        return 0.0 if isinstance(self.damping_floor, str) else self.damping_floor
+
+    @property
+    def inv_dtype(self) -> torch.dtype:
+        """The dtype in which inverses are computed, stored, sent and applied."""
+        return torch.promote_types(self.factor_dtype, torch.float32)
+
+    def describe(self) -> str:
+        """Damping, clip and memory for the summary: the values that "auto" has led to."""
+        relative = " of the mean curvature" if self.relative_damping else ""
+        damping = "by a schedule"
+        if not callable(self.damping):
+            damping = f"{float(self.damping):g}{relative}"
+
+        clip = f"{self.kl_clip}"
+        if self.kl_clip is None:
+            clip = "none"
+        elif is_auto(self.kl_clip):
+            clip = "four times the usual change"
+        elif callable(self.kl_clip):
+            clip = "by a schedule"
+        elif isinstance(self.kl_clip, Tensor):
+            clip = f"{self.kl_clip.item()}"
+
+        memory = f"weight of the past {self.factor_decay} per update"
+        if isinstance(self.factor_decay, PerStep):
+            memory = f"factors remember {1 / (1 - self.factor_decay.decay):.0f} steps"
+        elif callable(self.factor_decay):
+            memory = "weight of the past by a schedule"
+        return f"damping {damping}; clip {clip}; {memory}"
+
+
+SCHEDULES = "damping", "factor_decay", "kl_clip", "factor_update_steps", "inv_update_steps"
+"""The shared keywords that can be callables of the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KAISAOptions:
+    """The keywords that only KAISA has.
+
+    Attributes:
+        grad_worker_fraction: Share of the processes that precondition a layer. 1.0: all, least
+            communication per step (COMM-OPT). 1 / processes, or 0: one, least memory (MEM-OPT).
+            "auto" takes the share that :func:`second_order.plan` predicts to be fastest. A
+            checkpoint remembers it. If FSDP2 has sharded the model, it is always one process,
+            because a gradient's rows meet there. Below 1.0 only some processes have a layer's
+            inverse: call :meth:`consolidate` before you save.
+        factor_exchange: "all_reduce" gives every process every factor's running average. "reduce"
+            sends statistics to the process that decomposes the factor, and no other keeps it: half
+            the traffic, and memory that falls with the number of processes. A checkpoint then needs
+            :meth:`consolidate`, or ``torch.distributed.checkpoint``. "pipelined" is "all_reduce" in
+            buckets that leave while the backward pass still runs (Shi et al. 2021): the same
+            training.
+        exchange_dtype: Dtype in which statistics and decompositions are sent; None: that in which
+            they are stored. ``torch.bfloat16`` halves the bytes of float32, and rounds to 8 bits;
+            all processes get the same numbers. Statistics of the first 20 steps, and gradients, are
+            sent as they are.
+        colocate_factors: One process decomposes both factors of a layer; False: two processes.
+    """
+
+    grad_worker_fraction: float | Literal["auto"] = 1.0
+    factor_exchange: str = "all_reduce"
+    exchange_dtype: torch.dtype | None = None
+    colocate_factors: bool = True
+
+    def __post_init__(self) -> None:
+        if not is_auto(self.grad_worker_fraction):
+            check_number(
+                "grad_worker_fraction",
+                self.grad_worker_fraction,
+                low=0.0,
+                high=1.0,
+                remedy="1.0 is the default, and 'auto' chooses",
+            )
+        choices = ("all_reduce", "reduce", "pipelined")
+        check_choice("factor_exchange", self.factor_exchange, choices)
+        if self.exchange_dtype is not None:
+            check_dtype("exchange_dtype", self.exchange_dtype)
+        check_flag("colocate_factors", self.colocate_factors)
+
+    def check_with(self, options: KFACOptions) -> None:
+        """Raise ValueError if more would be sent than is stored."""
+        sent, stored = self.exchange_dtype, options.factor_dtype
+        if sent is not None and sent.itemsize > stored.itemsize:
+            raise ValueError(
+                f"exchange_dtype={sent} is wider than factor_dtype={stored}: more would be sent "
+                f"than is stored; use exchange_dtype=None"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPKFACOptions:
+    """The keywords that only DPKFAC has.
+
+    Attributes:
+        assignment: Which process owns which layer. "balanced" gives the next largest layer to the
+            process with the least memory taken, "round_robin" layer i to process i mod P, as in the
+            paper.
+        gradient_exchange: "owner" sums a layer's gradients at its owner alone and sends them back
+            preconditioned: the volume of an all-reduce in all. "all_reduce" averages all gradients
+            everywhere first, which is half as much again. DistributedDataParallel does so in any
+            case (but see :meth:`register_owner_hook`).
+    """
+
+    assignment: Literal["balanced", "round_robin"] = "balanced"
+    gradient_exchange: str = "owner"
+
+    def __post_init__(self) -> None:
+        check_choice("assignment", self.assignment, ("balanced", "round_robin"))
+        check_choice("gradient_exchange", self.gradient_exchange, ("owner", "all_reduce"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistKFACOptions:
+    """The keywords that only DistKFAC has.
+
+    Attributes:
+        stats_workers: Number of ranks that compute statistics instead of training. If all of them
+            are lost, the others take statistics from their own passes again.
+        helper_timeout: Seconds without a message after which a stats worker counts as lost.
+        inverse_threads: Threads of this process that compute inverses. None: half the cores that
+            the process has, at least 1 and at most 4.
+        inverse_device: Device that computes inverses: "cpu", or "cuda" on a stream of their own.
+        async_inverse: False waits for every inverse, as ``max_staleness=0`` does.
+        max_staleness: Steps after which a step waits for an inverse. None: never, except that with
+            ``inv_update_steps="auto"`` the step before the layer's next refresh waits. 0 is the
+            synchronous algorithm.
+        deterministic: Use inverses exactly ``max_staleness`` steps after the snapshot of factors
+            that they are computed from (with ``inv_update_steps="auto"`` at most the layer's
+            interval less one), even if they are ready earlier: runs can be repeated bit for bit.
+        conv_factors: "kfc", or "cheap": the inputs of a convolution are averaged over locations,
+            and its gradients summed, before they are squared (Ba et al. 2017, appendix A).
+        doubly_factored: (locations, channels) of the inputs of wide Linears that receive a
+            flattened feature map, by the layers' names. Three small factors take the place of A and
+            G (Ba et al. 2017, section 4). "auto": layers with more than ``max_factor_dim`` inputs,
+            with the channels of the convolution before them. None: no layer.
+    """
+
+    stats_workers: int = 0
+    helper_timeout: float = 60.0
+    inverse_threads: int | None = None
+    inverse_device: str = "cpu"
+    async_inverse: bool = True
+    max_staleness: int | None = None
+    deterministic: bool = False
+    conv_factors: str = "kfc"
+    doubly_factored: Mapping[str, tuple[int, int]] | Literal["auto"] | None = AUTO
+
+    def __post_init__(self) -> None:
+        check_whole("stats_workers", self.stats_workers, 0, "0 for none")
+        check_timeout("helper_timeout", self.helper_timeout)
+        if self.inverse_threads is not None:
+            check_count("inverse_threads", self.inverse_threads, "threads")
+        check_choice("inverse_device", self.inverse_device, ("cpu", "cuda"))
+        check_flag("async_inverse", self.async_inverse)
+        check_flag("deterministic", self.deterministic)
+        check_choice("conv_factors", self.conv_factors, ("kfc", "cheap"))
+        self._check_doubly_factored()
+        if self.max_staleness is not None:
+            check_whole("max_staleness", self.max_staleness, 0, "None for no bound")
+        if not self.async_inverse and self.max_staleness:
+            raise ValueError(
+                f"async_inverse=False waits for every inverse, so that max_staleness="
+                f"{self.max_staleness} has no meaning; leave it out"
+            )
+        if not self.deterministic or not self.async_inverse:
+            return
+        if self.max_staleness is None:
+            raise ValueError(
+                "deterministic=True uses inverses after exactly max_staleness steps; give "
+                "max_staleness, 10 perhaps"
+            )
+        if self.stats_workers:
+            raise ValueError(
+                f"deterministic=True does not work with stats_workers={self.stats_workers}: when "
+                f"their statistics arrive depends on the machine; use stats_workers=0"
+            )
+
+    def _check_doubly_factored(self) -> None:
+        chosen = self.doubly_factored
+        if chosen is None or is_auto(chosen):
+            return
+        valid = isinstance(chosen, Mapping)
+        entries: Any = chosen.items() if isinstance(chosen, Mapping) else ()
+        for name, pair in entries:
+            is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+            whole = is_pair and all(type(number) is int for number in pair)
+            valid = valid and isinstance(name, str) and whole
+        if not valid:
+            raise ValueError(
+                f"doubly_factored={chosen!r} is not 'auto', None, or a dict of layer names and "
+                f"(locations, channels), both whole numbers"
+            )
+
+    @property
+    def staleness(self) -> int | None:
+        """Steps after which a step waits for an inverse; 0 for the synchronous algorithm."""
+        return self.max_staleness if self.async_inverse else 0
+
+    @property
+    def wide_layers(self) -> Mapping[str, tuple[int, int]] | str:
+        """The doubly factored layers, or "auto"."""
+        chosen = self.doubly_factored
+        if chosen is None:
+            return {}
+        if isinstance(chosen, str):
+            return chosen
+        return {name: (pair[0], pair[1]) for name, pair in chosen.items()}
