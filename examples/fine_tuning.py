@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,29 @@ from digits import batches, load_split
 from processes import processes, spread
 from second_order import DHO2
 
-__all__ = ["BODY_STEPS", "HEADS", "fine_tuned", "judged", "known_body", "noisy"]
+__all__ = [
+    "BODY_STEPS",
+    "HEADS",
+    "HEAD_ON_FROZEN_BODY",
+    "fine_tuned",
+    "judged",
+    "known_body",
+    "noisy",
+]
 
 KNOWN = 5  # classes that the body learns
 BODY_STEPS = 200
 FEATURES = 256
 NOISE = 0.1  # standard deviation; that of the pixels is 1
 HEADS = ("linear", "two-layer")
+# A product costs a small share of a gradient, so there are many pairs, and the steps are long.
+HEAD_ON_FROZEN_BODY: dict[str, Any] = {
+    "largest": 70,
+    "lanczos_iterations": 100,
+    "warmup_steps": 0,
+    "newton_scale": 0.5,
+    "subspace_momentum": 0.0,
+}
 
 
 def body() -> nn.Sequential:
@@ -110,8 +127,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int) -> None:
 
     optimizer: torch.optim.Optimizer
     if args.optimizer == "dho2":
-        # As the body is frozen, the settings are those of preset="fine-tuning".
-        optimizer = DHO2(model, lr=args.lr, base=torch.optim.Adam)
+        optimizer = DHO2(model, lr=args.lr, base=torch.optim.Adam, **HEAD_ON_FROZEN_BODY)
         curved = parts(2 * args.batch_size, seed=1)
         optimizer.curvature_closure = lambda: loss_of(net, next(curved))
     else:

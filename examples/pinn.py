@@ -97,7 +97,10 @@ def main() -> None:
             net,
             lr=args.lr,
             base=torch.optim.Adam,
-            preset="full-batch",
+            # Every gradient is of the examples of the curvature batch: no noise to average out.
+            warmup_steps=100,
+            newton_scale=0.5,
+            subspace_momentum=0.0,
             curvature_closure=lambda: loss_of(net, points),
         )
     else:

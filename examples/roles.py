@@ -32,7 +32,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--helpers", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--final-update", choices=("within", "guarded", "paper", "additive"))
+    parser.add_argument("--final-update", choices=("guarded", "paper"))
     parser.add_argument("--usual-loop", action="store_true", help="no serve(): step() everywhere")
     return parser.parse_args()
 

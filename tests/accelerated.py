@@ -153,7 +153,6 @@ def reference(
     smallest: int = 1,
     alpha: float = 0.1,
     decay: float = 1.0,
-    added: int = EPOCH,
     curved: Sequence[Batch] = CURVED,
     with_update: Callable[[int], bool] = lambda epoch: True,
     fall: float = 0.5,
@@ -182,11 +181,7 @@ def reference(
         optimizer.step()
         if place == EPOCH - 1 and epoch >= 0:
             end, total = vector(model), torch.stack(gradients).sum(0)
-            if kind == "additive":
-                mean = torch.stack(gradients[-added:]).mean(0)
-                after = end - V @ (alpha / u * (V.T @ mean))
-            else:
-                after = end - V @ (alpha / u * (V.T @ total) + V.T @ (end - c))
+            after = end - V @ (alpha / u * (V.T @ total) + V.T @ (end - c))
             pair = loss_at(end, here).item(), loss_at(after, here).item()
             losses.append(pair)
             if with_update(epoch) and (kind != "guarded" or pair[1] <= (1 - fall) * pair[0]):

@@ -282,10 +282,6 @@ a Newton step that does not follow the schedule
     scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)  =>  scales.append(scale)
 uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
     scale = -float(given) if group.get("maximize") else float(given)  =>  scale = float(given)
-presets over what is given  <-  presets::what_is_given_goes_before_the_preset
-    {**PRESETS[name], **given}, values  =>  {**given, **PRESETS[name]}, values
-half a model as a frozen body  <-  presets::a_frozen_body_is_seen
-    LARGE_BODY = 0.75  =>  LARGE_BODY = 0.4
 
 == fosi/curvature.py
 a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
@@ -301,9 +297,6 @@ parameters without a gradient move
     [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
 
 == fosi/eigenpairs.py
-momentum does not fade at the step at which pairs change
-  <-  mrdho2_within::the_next_epochs_steps_are_those_of_dense_hessians
-    self.first_used > training.steps  =>  False
 the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
   - loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
   + loss > (1.0 + TOLERATED_RISE) * self.batch_loss
@@ -326,22 +319,13 @@ gradients go to the sum of another point
   + self.start = self.total = None
 an update where the loss falls at all  <-  mrdho2::the_guard_asks_for_half_the_loss
     after <= before - LEAST_FALL * abs(before)  =>  after <= before
-an additive update of all the epoch's gradients
-  <-  mrdho2::the_additive_update_takes_the_last_gradients
-    if self.total is None or (adds and self.epoch_step < last):  =>  if self.total is None:
 a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_is_its_closed_form
-    None if adds else before - self.start,  =>  None,
-pairs of two epochs ago
-  <-  mrdho2_within::pairs_that_are_not_finite_leave_the_next_epoch_to_the_base
-    self.pairs.drop()  # those before are two epochs old by now  =>  pass
+    before - self.start,  =>  0 * before,
 eigenvectors of the accelerators in another order
   <-  mrdho2::final_updates_of_a_network_are_those_of_dense_hessians
     for tensors, _ in found], -1)  =>  for tensors, _ in found[::-1]], -1)
-no warm-up with accelerators  <-  mrdho2_within::the_base_alone_warms_up_for_the_paper_too
+no warm-up with accelerators  <-  mrdho2::the_base_alone_warms_up
     if not self.helped or self._warming_up:  =>  if not self.helped:
-a checkpoint without the pairs in use
-  <-  mrdho2_within::a_checkpoint_continues_with_the_pairs_in_use
-    return self._within and self.helped  =>  return False
 
 == fosi/sharded_base.py
 the scheduler does not reach a base in pieces

@@ -102,7 +102,6 @@ SCENES: dict[str, tuple[Any, str, dict[str, Any], tuple[int, ...]]] = {
     "DHO2, row": (DHO2, "mlp", {**SPLIT, **MOMENTUM, "layout": "row"}, (1, 2)),
     "DHO2, column, Adam": (DHO2, "mlp", {**SPLIT, **ADAM, "layout": "column"}, (1, 2)),
     "MRDHO2, paper": (MRDHO2, "mlp", {**EPOCHS, **MOMENTUM, "final_update": "paper"}, (2, 3)),
-    "MRDHO2, additive": (MRDHO2, "mlp", {**EPOCHS, **ADAM, "final_update": "additive"}, (2,)),
     "MRDHO2, guarded": (MRDHO2, "mlp", {**EPOCHS, **MOMENTUM, "final_update": "guarded"}, (2,)),
 }
 

@@ -42,7 +42,7 @@ PAPER = "DHO2"
 ACCURACY = 0.97
 RATES = {"Adam": (0.003, 0.01, 0.03), "RMSprop": (0.001, 0.003, 0.01), "DHO2": (0.003, 0.01, 0.03)}
 CHOSEN_ON = (100, 101)
-FinalUpdate = Literal["paper", "guarded", "within"]
+FinalUpdate = Literal["paper", "guarded"]
 
 # ---------------------------------------------------------------------------------------- memory
 
@@ -141,7 +141,7 @@ def train_with_accelerator(trials: list[Trial], update: FinalUpdate, interval: i
     return [with_accelerator(trial, update, interval) for trial in trials]
 
 
-UPDATES: tuple[FinalUpdate, ...] = ("paper", "guarded", "within")
+UPDATES: tuple[FinalUpdate, ...] = ("paper", "guarded")
 
 
 def training(scale: Scale, processes: Processes) -> list[Row]:

@@ -53,7 +53,11 @@ RATES = {
     "GRU": (0.003, 0.01, 0.03, 0.06),
     "cached features": (0.01, 0.03, 0.06, 0.1),
 }
-SETTINGS: dict[str, dict[str, Any]] = {"PINN": {"preset": "full-batch"}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "linear head": fine_tuning.HEAD_ON_FROZEN_BODY,
+    "two-layer head": fine_tuning.HEAD_ON_FROZEN_BODY,
+    "PINN": {"warmup_steps": 100, "newton_scale": 0.5, "subspace_momentum": 0.0},
+}
 """Options of DHO2 where the defaults are not those for the task."""
 
 

@@ -129,7 +129,6 @@ SETTINGS: dict[type[SecondOrderOptimizer], dict[str, Any]] = {
     },
     DHO2: {
         **EXTREME_EIGENPAIRS,
-        "preset": "general",
         "lr_scale_clip": None,  # [F]: 3 for SGD, 1 for Adam
         "lr_scale_guard": False,
         "warm_start": False,  # [D] algorithm 1: starts from a random vector

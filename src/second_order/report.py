@@ -211,8 +211,7 @@ class EpochReport:
     Attributes:
         epoch: Number of the epoch.
         waited: Seconds that this worker stood still for the accelerators at the epoch's end.
-        applied: Whether the final update was made; with "within", whether the next epoch's steps
-            use the eigenpairs.
+        applied: Whether the final update was made.
         reason: Why not, or "".
         loss_before: Loss of the accelerators' batch without the update; only if guarded.
         loss_after: Loss of that batch with the update; only if guarded.

@@ -198,7 +198,6 @@ CHOICES: list[tuple[str, Any, str]] = [
         r"lanczos_dtype=torch\.bfloat16 is not one of torch\.float32, torch\.float64",
     ),
     ("hvp", "retain", "'retained', 'recomputed', 'differences'; did you mean 'retained'"),
-    ("preset", "finetuning", "preset='finetuning' is not one of 'auto', .*'fine-tuning'"),
     ("curvature", "gauss", "curvature='gauss' is not one of .*'gauss-newton'"),
     ("layout", "rows", "layout='rows' is not one of 'row', 'column'; did you mean 'row'"),
     ("subspace_momentum", "mean", "subspace_momentum='mean' is not one of 'average', 'base'"),

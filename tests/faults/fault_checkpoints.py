@@ -23,7 +23,7 @@ checkpoint = partial(fault, group="checkpoints", moments=("between",))
 
 def summing(system: System) -> bool:
     """Whether its checkpoints have a sum of an epoch's gradients."""
-    return system.kind is MRDHO2 and system.options["final_update"] != "within"
+    return system.kind is MRDHO2
 
 
 def part_with(state: dict[str, Any], name: str) -> dict[str, Any]:

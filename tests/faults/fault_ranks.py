@@ -186,7 +186,7 @@ OTHERS: dict[str, tuple[Callable[[System], bool], Callable[[System], dict[str, A
     ),
     "another final update": (
         lambda s: several(s) and s.kind is MRDHO2,
-        lambda s: {"final_update": "paper"},
+        lambda s: {"final_update": "guarded"},
     ),
     "another solver": (several_kfac, lambda s: {"solver": "eigen", "damping": 0.3}),
     "an option out of bounds": (lambda s: True, lambda s: {"lr": -1.0}),

@@ -85,10 +85,10 @@ STATS = {**KFAC, "stats_workers": 1, "helper_timeout": PATIENCE}
 
 FOSI: dict[str, Any] = {**SGD, "largest": 2, "smallest": 1}
 NEWTON = {**FOSI, "warmup_steps": 1, "curvature_interval": 3}
-COLUMN, FULL = {**NEWTON, "layout": "column"}, {**NEWTON, "preset": "full-batch"}
+COLUMN = {**NEWTON, "layout": "column"}
+LONG = {**NEWTON, "newton_scale": 0.5, "subspace_momentum": 0.0}
 BY_BUDGET = {**FOSI, "warmup_steps": 1, "overhead": 10.0}
-EPOCHS = {**FOSI, "epoch_steps": 3, "final_update": "additive", "helper_timeout": PATIENCE}
-WITHIN = {**EPOCHS, "final_update": "within", "warmup_steps": 2}
+EPOCHS = {**FOSI, "epoch_steps": 3, "final_update": "paper", "helper_timeout": PATIENCE}
 MOMENTS = {"first": 1, "refresh": 4, "between": 5}
 BUDGET_MOMENTS = {"first": 1, "refresh": 1, "between": 12}  # later ones come by the clock
 
@@ -106,11 +106,10 @@ SYSTEMS = [
     System("DHO2 1", DHO2, 1, NEWTON, moments=MOMENTS),
     System("DHO2 2, row", DHO2, 2, NEWTON, moments=MOMENTS),
     System("DHO2 2, column", DHO2, 2, COLUMN, moments=MOMENTS),
-    System("DHO2 1, full-batch", DHO2, 1, FULL, moments=MOMENTS),
+    System("DHO2 1, long steps", DHO2, 1, LONG, moments=MOMENTS),
     System("DHO2 2, auto", DHO2, 2, BY_BUDGET, steps=14, moments=BUDGET_MOMENTS, exact=False),
     System("MRDHO2 1+1", MRDHO2, 2, EPOCHS, helpers=1, steps=9),
     System("MRDHO2 2+1", MRDHO2, 3, EPOCHS, helpers=1, steps=9),
-    System("MRDHO2 2+1, within", MRDHO2, 3, WITHIN, helpers=1, steps=11),
     System("KAISA 2, pipelined", KAISA, 2, PIPELINED),
     System("DPKFAC 2, by trace", DPKFAC, 2, TRACE),
 ]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerated import (
     BATCHES,
     CASE,
@@ -28,6 +29,10 @@ from accelerated import (
 )
 from ranks import agreed, assert_same_trajectory, replaced, vector
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import EpochReport, SecondOrderWarning
@@ -120,8 +125,8 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
     world: World, world_size: int, accelerators: int
 ) -> None:
     """Invariant 27; and the guard lets pass what lowers the loss, and nothing else."""
-    kinds = ["paper", "guarded", "guarded", "additive"]
-    alphas = [ALPHA, ALPHA, 1.0, ALPHA]
+    kinds = ["paper", "guarded", "guarded"]
+    alphas = [ALPHA, ALPHA, 1.0]
     choices = [
         {"final_update": kind, "newton_scale": alpha}
         for kind, alpha in zip(kinds, alphas, strict=True)
@@ -134,8 +139,6 @@ def test_equation_17_on_a_quadratic_is_its_closed_form(
         per_worker = [result[i] for result in results[: world_size - accelerators]]
         updated = alone.clone()
         updated[inside] = 1 - alpha * phi[inside]
-        if kind == "additive":
-            updated[inside] = alone[inside] - alpha * phi[inside] / 5
         expected, verdicts = torch.ones(20, dtype=torch.float64), set()
         for epoch, amplitudes in enumerate(agreed([each for each, _ in per_worker])):
             before, after = (0.5 * (u * (expected * f) ** 2).sum() for f in (alone, updated))
@@ -181,7 +184,7 @@ def test_the_guard_asks_for_half_the_loss(before: float, after: float, reason: s
 
 CHOICES: list[dict[str, Any]] = [
     {"final_update": "paper", **MOMENTUM},
-    {"final_update": "additive", "base": ADAM, "lr": 0.02},
+    {"final_update": "paper", "base": ADAM, "lr": 0.02},
     {"final_update": "guarded", "newton_scale": 0.3},
 ]
 
@@ -253,17 +256,6 @@ def test_accelerators_weigh_their_examples_and_ddp_spans_the_workers(
     assert_same_trajectory(found, reference("paper")[0], rtol=1e-7)
 
 
-def added(rank: int, world_size: int) -> dict[str, Any]:
-    with replaced(module, {"ADDED_STEPS": 3}):
-        return train(rank, world_size, {"final_update": "additive"})
-
-
-def test_the_additive_update_takes_the_last_gradients(world: World) -> None:
-    """Ten of them, which these epochs are too short for."""
-    found = trajectory_of(world.run(added, 2))
-    assert_same_trajectory(found, reference("additive", added=3)[0], rtol=1e-7)
-
-
 def test_weights_are_not_rounded_to_the_vectors_dtype(world: World) -> None:
     narrow = {"lanczos_dtype": torch.float32, "lanczos_iterations": 20, "lanczos_tol": 1e-6}
     (found,) = world.run(several, 2, [narrow])[0]
@@ -301,7 +293,65 @@ def test_without_eigenpairs_it_is_the_base_bit_for_bit(world: World) -> None:
                 assert told == [True] * (workers - 1)
 
 
+def warmed(rank: int, world_size: int) -> list[dict[str, Any]]:
+    return [train(rank, world_size, {**MOMENTUM, "warmup_steps": w}) for w in (0, 4, 100)]
+
+
+def test_the_base_alone_warms_up(world: World) -> None:
+    """An epoch of it makes c the point where the base has arrived; 100 steps are all there are."""
+    at_once, later, never = ([r[i] for r in world.run(warmed, 2)] for i in range(3))
+    assert_same_trajectory(at_once[0]["trajectory"], reference("paper", **MOMENTUM)[0], rtol=1e-7)
+    base = base_alone(**MOMENTUM)
+    assert all(map(torch.equal, never[0]["trajectory"], base))
+    assert (never[0]["epochs"], never[1]["served"]) == ([], 0)
+    found = later[0]["trajectory"]
+    assert all(map(torch.equal, found[:7], base))
+    assert not torch.allclose(found[7], base[7], rtol=1e-6), "the first final update"
+    assert [report.epoch for report in later[0]["epochs"]] == [0, 1]
+
+
+def test_without_accelerators_it_is_dho2() -> None:
+    """With an interval of an epoch."""
+    model = CASE.model()
+    closure = lambda: loss_of(model, CURVED[0])  # noqa: E731
+    with pytest.warns(SecondOrderWarning, match="as DHO2 does"):
+        optimizer = mrdho2(model, curvature_closure=closure, **MOMENTUM)
+    found = worker(model, optimizer, 0, 1)
+    base = base_alone(**MOMENTUM)
+    assert all(map(torch.equal, found[:EPOCH], base))
+    assert not torch.allclose(found[EPOCH], base[EPOCH], rtol=1e-6)
+
+
 # Checkpoints.
+
+
+def kept_by_dcp(rank: int, world_size: int, path: Any) -> list[Any] | None:
+    """c and the sum of gradients of an epoch under way, and what a new optimizer reads of them."""
+    found: list[Any] = []
+    for again in (False, True):
+        model = CASE.model()
+        optimizer = mrdho2(model, **MOMENTUM)
+        with optimizer:
+            if optimizer.role == "accelerator":
+                optimizer.serve(CURVED, lambda batch, model=model: loss_of(model, batch))
+                continue
+            if not again:
+                worker(model, optimizer, rank, 1, BATCHES[: EPOCH + 2])
+            state = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+            if again:
+                dcp.load(state, checkpoint_id=path, no_dist=True)
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            else:
+                dcp.save(state, checkpoint_id=path, no_dist=True)
+            epochs = optimizer._curvature
+            found.append([None if t is None else t.clone() for t in (epochs.start, epochs.total)])
+    return found or None
+
+
+def test_a_distributed_checkpoint_has_an_epochs_start_and_sum(world: World, tmp_path: Any) -> None:
+    (start, total), read = world.run(kept_by_dcp, 2, tmp_path / "saved")[0]
+    assert float(start.abs().max()) > 0.1
+    assert all(map(torch.equal, (start, total), read))
 
 
 RESUMED = {"final_update": "paper", "newton_scale": 0.3, **MOMENTUM}

@@ -38,19 +38,14 @@ __all__ = ["FOSICurvature"]
 
 
 class FOSICurvature(Curvature):
-    """The curvature of FOSI: eigenpairs, and the step that uses them.
-
-    ``settings`` is a line for the summary, on where the options come from.
-    """
+    """The curvature of FOSI: eigenpairs, and the step that uses them."""
 
     computes_pairs = True  # whether eigenpairs are this process's to renew
 
-    def __init__(
-        self, training: Training, options: FOSIOptions, closure: Closures | None, settings: str = ""
-    ) -> None:
+    def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
         super().__init__(training)
         check_one_vector(training)
-        self.options, self.settings = options, settings
+        self.options = options
         spread = options.layout == "row"
         self.vector = ParameterVector(training, spread=spread, dtype=options.lanczos_dtype)
         if closure is not None:
@@ -342,7 +337,7 @@ class FOSICurvature(Curvature):
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
         found = self.options, self.pairs, self.found()[0]
-        return pair_summary(self.training, self.vector, *found, self.settings)
+        return pair_summary(self.training, self.vector, *found)
 
 
 def _no_closure(name: str, step: int) -> Any:

@@ -8,10 +8,8 @@
     add     p <- p + g, every step
     end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" asks for a verdict first
 
-With "within" there is no p, and no update at the end: the next epoch's steps use û and V̂, those of
-:class:`~second_order.fosi.curvature.FOSICurvature`. The first `warmup_steps` are of no epoch. The
-workers agree on each of these, so that their weights stay equal. All ranks keep the counts of a
-checkpoint about the epoch under way.
+The first `warmup_steps` are of no epoch. The workers agree on each of these, so that their weights
+stay equal. All ranks keep the counts of a checkpoint about the epoch under way.
 """
 
 from __future__ import annotations
@@ -47,7 +45,6 @@ from second_order.sharded import is_checkpointing
 
 __all__ = ["LEAST_FALL", "Divided", "Team", "Worker", "answers", "correction", "refusal"]
 
-ADDED_STEPS = 10  # how many of an epoch's last gradients "additive" averages
 # Share by which the loss of the accelerators' batch must fall for "guarded". Smaller
 # falls on one batch at one moment tell little of where training ends.
 LEAST_FALL = 0.5
@@ -66,7 +63,7 @@ class Divided(FOSICurvature):
         super().__init__(training, options, closure)
         self.epoch = self.epoch_step = 0  # the epoch under way, and how many of its steps are taken
         self.start: Tensor | None = None  # c, flat; None if there is to be no final update
-        self.total: Tensor | None = None  # p, alike; None with "within", too
+        self.total: Tensor | None = None  # p, alike
         self.helped = False  # whether accelerators are at work for this worker
         # Workers wait until they agree on what has come: ``waited`` is long on all where one waits.
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
@@ -156,8 +153,6 @@ class Worker(Team):
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self._within = options.final_update == "within"
-        self._added = min(ADDED_STEPS, options.epoch_steps)
         self._parts: list[Tensor] = []  # views of p with the shapes of parameters
         self._found: tuple[Tensor, Tensor] | None = None  # of the last eigenpairs that came
         self._asked = -1  # the epoch whose eigenpairs are under way
@@ -169,16 +164,14 @@ class Worker(Team):
         super().begin()
         self.helped = True
 
-    @property
-    def steps_by_pairs(self) -> bool:
-        """Whether the steps of an epoch use the last one's eigenpairs."""
-        return self._within and self.helped
+    steps_by_pairs = False  # not those of an epoch: its end is
 
     def parameters_changed(self) -> None:
         """Drop the final update: other parameters train now than at the epoch's start."""
         if self.start is not None:
-            what = "eigenpairs" if self._within else "final update"
-            self.training.warn(f"the parameters that train have changed: this epoch has no {what}")
+            self.training.warn(
+                "the parameters that train have changed: this epoch has no final update"
+            )
             self._let_go()
             self.training.publish()
         super().parameters_changed()
@@ -213,9 +206,7 @@ class Worker(Team):
         if self.helped and self.epoch_step and counts_of(saved).get("epoch_sums", 1.0):
             params = self.vector.params
             self.start = load_vector(saved, START, params, lanczos_dtype(params))
-            if not self._within:
-                self.total = load_vector(saved, SUM, params, self.vector.dtype)
-                self.start = None if self.total is None else self.start  # of "within"
+            self.total = load_vector(saved, SUM, params, self.vector.dtype)
 
     # ---------------------------------------------------------------------------------- an epoch
 
@@ -226,15 +217,13 @@ class Worker(Team):
         return not begun and self.training.steps < (self.options.warmup_steps or 0)
 
     def precondition(self, pending: PendingAverage) -> None:
-        """Add the step's gradients to p, or split them by the last epoch's eigenpairs."""
+        """Add the step's gradients to p."""
         super().precondition(pending)
         if not self.helped or self._warming_up:
             return
         if self._asked != self.epoch:
             self._begin()
-        adds = self.options.final_update == "additive"
-        last = self.options.epoch_steps - self._added
-        if self.total is None or (adds and self.epoch_step < last):
+        if self.total is None:
             return
         params = self.vector.params
         if not self._parts:  # views: packing small gradients first would cost more than adding them
@@ -250,8 +239,7 @@ class Worker(Team):
         elsewhere = []
         if self.start is None or self.epoch_step == 0:
             self.start, self._parts = self.vector.flat(), []
-            if not self._within:
-                self.total = torch.zeros_like(self.start, dtype=self.vector.dtype)
+            self.total = torch.zeros_like(self.start, dtype=self.vector.dtype)
         else:
             elsewhere = [self.start]
         self._asked, self._request = self.epoch, self._request + 1
@@ -289,8 +277,6 @@ class Worker(Team):
             tally.failures += report.reason == UNSOUND
             if report.products:
                 tally.add(self.training.steps + 1 - self.options.epoch_steps, report.products)
-            if self.subspace is not None and not (self._within and report.applied):
-                self.pairs.drop()  # those before are two epochs old by now
             self.training.publish()  # frees c and p
         self.mailbox.tell("steps", self._taken)
 
@@ -301,10 +287,9 @@ class Worker(Team):
         found, waited = answers(training, self.mailbox, self._expected(), patience)
         if not found:
             return EpochReport(self.epoch, waited, False, GONE)
-        if self.start is None or (self.total is None and not self._within):
+        if self.start is None or self.total is None:
             return EpochReport(self.epoch, waited, False, "other parameters train now")
-        sound = all(note["finite"] for _, note in found)  # all workers are told the same
-        if not sound or (self._within and not math.isfinite(found[0][1]["loss"])):
+        if not all(note["finite"] for _, note in found):  # all workers are told the same
             if training.first_time("unsound"):
                 training.warn(
                     f"the accelerators' eigenpairs of epoch {self.epoch} are not finite; the base "
@@ -314,16 +299,10 @@ class Worker(Team):
         (values, residuals, _), note = found[0]
         self._found, products = (values, residuals), int(note["products"])
         rows = torch.cat([tensors[2].to(training.device, vector.dtype) for tensors, _ in found], -1)
-        if self.total is None:
-            self.pairs.tell_steps()
-            self.pairs.first_used, largest = training.steps + 1, min(options.largest, len(values))
-            pairs = values.double(), residuals.double(), largest, note["loss"]
-            self.pairs.use(lambda: self.pairs.basis_of(rows, len(values)), *pairs)
-            return EpochReport(self.epoch, waited, True, products=products)
-        before, adds = vector.flat(), options.final_update == "additive"
+        before = vector.flat()
         change, sound_step = correction(
-            None if adds else before - self.start,
-            self.total / self._added if adds else self.total,
+            before - self.start,
+            self.total,
             Basis(rows, vector.chunks, training.world, len(values)),
             newton_rates(values, options.eigenvalue_floor),
             vector.chunks,
@@ -384,7 +363,7 @@ def refusal(before: float, after: float) -> str:
 
 
 def correction(
-    moved: Tensor | None,
+    moved: Tensor,
     gradient: Tensor,
     basis: Basis,
     rates: Tensor,
@@ -393,16 +372,16 @@ def correction(
 ) -> tuple[Tensor, Flag]:
     """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2: the final update.
 
-    Of V̂, this worker's vectors are in the basis; p is ``gradient``, ``(n,)``, w_E − c is ``moved``,
-    or None to leave out the last term; α of each group is in ``scales``. Returns the update, zeros
-    if it is not finite, and whether it is.
+    Of V̂, this worker's vectors are in the basis; p is ``gradient``, ``(n,)``, w_E − c is ``moved``;
+    α of each group is in ``scales``. Returns the update, zeros if it is not finite, and whether it
+    is.
     """
 
     def coefficients(x: Tensor) -> Tensor:
         return basis.coefficients([x[chunk.columns] for chunk in chunks])
 
     newton = coefficients(gradient) * rates[basis.mine].to(gradient)
-    undone = torch.zeros_like(newton) if moved is None else coefficients(moved.to(gradient))
+    undone = coefficients(moved.to(gradient))
     steps = [-(scale * newton + undone) for scale in scales]
     result = torch.zeros_like(gradient)
     parts = [result[chunk.columns] for chunk in chunks]

@@ -128,7 +128,6 @@ def pair_summary(
     options: FOSIOptions,
     pairs: RefreshedPairs,
     values: Tensor,
-    settings: str,
 ) -> Summary:
     """A table of every parameter; ``values`` are û of the last pairs."""
     tally, names = pairs.tally, training.names()
@@ -154,5 +153,5 @@ def pair_summary(
     notes = [found if len(values) else "no eigenpairs yet: the base steps alone", taken]
     title = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
     layout = "row" if vector.sharded else options.layout
-    notes = [*filter(None, [settings]), *notes, *pairs.budget.said(tally.step)]
+    notes += pairs.budget.said(tally.step)
     return Summary(training.titled(title, f"layout {layout}"), rows, notes=notes)

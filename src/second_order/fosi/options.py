@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from second_order.contract.training import Training
 from second_order.distributed.roles import whole_models
@@ -31,24 +31,19 @@ from second_order.options import (
     check_whole,
     keyword,
     one_of,
-    picked,
     value_at,
 )
 from second_order.sharded import is_dtensor
 
 __all__ = [
-    "PRESETS",
     "EpochOptions",
     "FOSIOptions",
     "FinalUpdate",
     "Layout",
     "PairOptions",
-    "check_given",
     "check_one_vector",
     "check_shards",
-    "frozen_body",
     "newton_scales",
-    "suited",
 ]
 
 Layout: TypeAlias = Literal["row", "column"]
@@ -56,8 +51,7 @@ Layout: TypeAlias = Literal["row", "column"]
 WARM_PRODUCTS = 20
 """Products that a warm start may take whatever the number of pairs."""
 
-PresetName: TypeAlias = Literal["auto", "general", "fine-tuning", "full-batch"]
-FinalUpdate: TypeAlias = Literal["within", "guarded", "paper", "additive"]
+FinalUpdate: TypeAlias = Literal["guarded", "paper"]
 
 
 def check_momentum(name: str, value: Any) -> None:
@@ -83,7 +77,7 @@ class FOSIOptions:
     """The options of the FOSI step, and DHO2's keywords, checked.
 
     Attributes:
-        largest: k, how many of the largest eigenpairs get Newton steps; 10, or 70 for fine-tuning.
+        largest: k, how many of the largest eigenpairs get Newton steps.
         smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from them.
         curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
             callable of the step; "auto": as often as ``overhead`` allows.
@@ -92,11 +86,10 @@ class FOSIOptions:
             ``overhead``, and each computation comes once it is paid for; the first three are timed,
             and the costs, in steps of the base, are kept, in checkpoints, too.
         warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
-            or with "auto" until they are paid for; or 0 for fine-tuning, and 100 for full batches:
-            then they are paid for before the second ones.
-        newton_scale: α, the length of a Newton step; 1.0 is a full one. 0.1, or 0.5 for fine-tuning
-            and full batches. A number is α at the largest learning rate of the schedule and follows
-            it from there; a callable of the step is taken as it is.
+            or with "auto" until they are paid for.
+        newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
+            largest learning rate of the schedule and follows it from there; a callable of the step
+            is taken as it is.
         lr_scale_clip: Bound on s = |λ₁| / |λ_k|, by which the base's steps are stretched once the k
             steepest directions are out of their way. None for the published values: 3 for SGD, 1
             for other bases, which scale their steps themselves.
@@ -104,8 +97,7 @@ class FOSIOptions:
             loss of the curvature batch does not rise; halve it where that has risen. A learning
             rate that the base bears alone may be too long times 3. False for s as published.
         lanczos_iterations: m, Hessian-vector products of a refresh at most; None for max(4(k + l),
-            2 ln n), or 100 with the 70 pairs of fine-tuning. Where none is set, and l is 0, a warm
-            start takes max(2k, 20) of these at most.
+            2 ln n). Where none is set, and l is 0, a warm start takes max(2k, 20) of these at most.
         lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
         lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
         eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when steps
@@ -113,8 +105,7 @@ class FOSIOptions:
         subspace_momentum: Momentum inside the eigenvectors' span. "average": the base's β, as a
             running average, so that α means the same whatever the base's momentum. "base": just as
             the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
-            and β = 0.9 is "average" with α = 0.1). A number: a running average with that β. None
-            for "average", or 0.0 for fine-tuning and full batches.
+            and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
         warm_start: Start a refresh from the last eigenvectors.
         trust_region: Shorten Newton steps where the eigenpairs are wrong about them: one is at most
             ten times as long as usual, in units of the loss; where V̂ᵀg changes along the steps
@@ -201,9 +192,7 @@ class EpochOptions(FOSIOptions):
         accelerators: A, how many ranks compute eigenpairs.
         epoch_steps: E, steps between two final updates.
         final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
-            batches falls by at least half with it. "additive" adds a Newton step on the mean of the
-            last gradients to what the base has done. "within" makes no update at the end: each step
-            of the next epoch is DHO2's, with these eigenpairs.
+            batches falls by at least half with it.
         helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch (for
             eigenpairs, and again for the verdict of "guarded"), after which accelerators are given
             up.
@@ -303,80 +292,14 @@ def check_one_vector(training: Training) -> None:
         )
 
 
-SETTLED = "largest", "lanczos_iterations", "warmup_steps", "newton_scale", "subspace_momentum"
-PRESETS: dict[str, dict[str, Any]] = {
-    # Gradients are noisy and everything trains: few pairs, short Newton steps.
-    "general": dict(zip(SETTLED, (10, None, None, 0.1, "average"), strict=True)),
-    # Little trains, behind a frozen body: a product costs a small share of a gradient.
-    "fine-tuning": dict(zip(SETTLED, (70, 100, 0, 0.5, 0.0), strict=True)),
-    # Every gradient is of the examples of the curvature batch: no noise to average out.
-    "full-batch": dict(zip(SETTLED, (10, None, 100, 0.5, 0.0), strict=True)),
-}
-"""Settings for kinds of training; what is given by name goes before them."""
-
-LARGE_BODY = 0.75
-"""The share of the parameters that a frozen body has at least, for "auto" to see fine-tuning."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class PairOptions:
-    """The keywords of DHO2 that settle others, and the closure that MRDHO2 has, too.
+    """The closure that DHO2 and MRDHO2 evaluate.
 
     Attributes:
-        preset: What the training is like, for the options that are None by default: "general";
-            "fine-tuning", where a small part trains behind a frozen body; "full-batch", where every
-            gradient is of all examples, and the curvature batch is these; "auto": fine-tuning if
-            three quarters of the model's parameters are frozen and come before the first that
-            trains, else general. Options that are given go before it.
         curvature_closure: Returns the loss of the curvature batch, or (loss, number of examples) if
             processes have unequal batches; or a sequence of such functions, one a micro-batch. May
             be assigned later, or given to :meth:`step`.
     """
 
-    preset: PresetName = keyword(AUTO, one_of(AUTO, *PRESETS))
     curvature_closure: LossFn | Sequence[LossFn] | None = keyword(None)
-
-
-def check_given(values: Mapping[str, Any]) -> None:
-    """Check options before anything is made of them; those that a preset sets may be None."""
-    check_choice("preset", values["preset"], (AUTO, *PRESETS))
-    given = {name: values[name] for name in PRESETS["general"] if values[name] is not None}
-    picked(FOSIOptions, {**values, **PRESETS["general"], **given})
-
-
-def suited(values: Mapping[str, Any], training: Training) -> tuple[FOSIOptions, str]:
-    """The options of a training, by checked values, and a line that tells where they come from."""
-    name, why = values["preset"], ""
-    if name == "auto":
-        share = frozen_body(training)
-        name = "fine-tuning" if share >= LARGE_BODY else "general"
-        why = f", as a frozen body holds {share:.1%} of the parameters" if share else ""
-    given = {key: values[key] for key in PRESETS[name] if values[key] is not None}
-    chosen, smallest = {**PRESETS[name], **given}, values["smallest"]
-    most = chosen["lanczos_iterations"]
-    fits = most is None or chosen["largest"] + smallest <= most
-    if "lanczos_iterations" in given:
-        chosen["largest"] = chosen["largest"] if fits else max(most - smallest, 0)
-    elif "largest" in given or not fits:
-        chosen["lanczos_iterations"] = None
-    shown = ", ".join(f"{key}={chosen[key]!r}" for key in PRESETS[name] if key not in given)
-    said = f"settings: {name}{why}: {shown or 'all given'}"
-    return picked(FOSIOptions, {**values, **chosen}), said
-
-
-def frozen_body(training: Training) -> float:
-    """The share of the parameters that are frozen and come before the first that trains.
-
-    Autograd's graph begins at the first parameter that trains. The order is that in which modules
-    were registered, which is that of the forward pass in most models. Embeddings do not count, on
-    either side: looking up costs nothing. 0.0 where the model is not known.
-    """
-    if not training.known:
-        return 0.0
-    tables = [m for m in training.model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    looked_up = {id(p) for table in tables for p in table.parameters()}
-    params = [p for p in training.model.parameters() if id(p) not in looked_up]
-    trained = {id(p) for p in training.training_params()}
-    first = next((i for i, p in enumerate(params) if id(p) in trained), 0)
-    whole = sum(p.numel() for p in params)
-    return sum(p.numel() for p in params[:first]) / whole if whole else 0.0

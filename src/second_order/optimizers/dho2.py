@@ -24,19 +24,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from second_order.contract.training import Training
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
-from second_order.fosi.options import (
-    PRESETS,
-    FOSIOptions,
-    PairOptions,
-    check_given,
-    suited,
-)
+from second_order.fosi.options import FOSIOptions, PairOptions
 from second_order.lanczos.closure import check_closure
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.keywords import CommonOptions, settled, signed, typed
+from second_order.options import picked
 from second_order.report import CurvatureReport
 
 __all__ = ["DHO2", "EigenpairOptimizer"]
@@ -102,7 +96,7 @@ class DHO2Keywords(FOSIOptions, PairOptions, CommonOptions):
     """The keywords of DHO2."""
 
 
-@signed(DHO2Keywords, defaults=dict.fromkeys(PRESETS["general"]))
+@signed(DHO2Keywords)
 class DHO2(EigenpairOptimizer):
     """Newton steps along the Hessian's extreme eigenvectors, a first-order optimizer for the rest.
 
@@ -118,10 +112,11 @@ class DHO2(EigenpairOptimizer):
     @typed(DHO2Keywords)
     def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
         values, common = settled(DHO2, lr, keywords)
-        check_given(values)
-
-        def steps_of(training: Training) -> FOSICurvature:
-            options, settings = suited(values, training)
-            return FOSICurvature(training, options, values["curvature_closure"], settings)
-
-        super().__init__(params, curvature=steps_of, needs_model=False, **common)
+        options = picked(FOSIOptions, values)
+        closure = values["curvature_closure"]
+        super().__init__(
+            params,
+            curvature=lambda training: FOSICurvature(training, options, closure),
+            needs_model=False,
+            **common,
+        )

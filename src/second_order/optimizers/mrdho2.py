@@ -10,9 +10,8 @@ at the end:  w <- w_E − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂�
 
 The last line is the paper's equation 17. It replaces what the base has done in the span of V̂ by one
 Newton step on the summed gradient, which is stable only while α (1 − (1 − ηu)^E) / (ηu) < 2 for
-each eigenvalue u at a learning rate η. So "guarded" asks the accelerators for the loss without and
-with it, and makes it where that falls by half; "additive" keeps w_E and adds a Newton step on the
-mean of the last gradients.
+each eigenvalue u at a learning rate η. So "guarded", the default, asks the accelerators for the
+loss without and with it, and makes it where that falls by half.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class MRDHO2Keywords(PairOptions, EpochOptions, CommonOptions):
     """The keywords of MRDHO2."""
 
 
-WITHOUT = "preset curvature_interval overhead lr_scale_guard subspace_momentum warm_start"
+WITHOUT = "curvature_interval overhead lr_scale_guard subspace_momentum warm_start"
 
 
 @signed(MRDHO2Keywords, without=f"{WITHOUT} trust_region layout".split())
