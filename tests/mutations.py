@@ -725,26 +725,18 @@ a checkpoint of any shape is accepted
     if tuple(saved[letter].shape) not in allowed:  =>  if False:
 
 == kronecker/capture.py
-an input that was changed in place is taken for the same
-  <-  sharing::an_input_that_is_changed_in_place_is_another_one
-  -  or last[1] != x._version
 forwards that checkpoints repeat are new ones
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
-    metadata.setdefault(_FIRST_REPEATED, outer) != outer  =>  False
+    metadata.setdefault(mark, pass_id) != pass_id  =>  False
 gradients beside the loss as examples  <-  examples::gradients_beside_the_loss_are_no_examples
-    if self._accumulated and not autograd.reaches_parameters(call.module, self.fsdp):  =>  if False:
+    if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
 the view of a layer's output hooked, which an operation in place replaces
   <-  explained::operations_in_place_lose_nothing
     if edge.node.name() != "ViewBackward0":  =>  if True:
 gradients beside the loss as examples, in a graph
   <-  compiled::evaluation_attacks_and_frozen_layers_give_nothing
-    if not autograd.reaches_parameters(module, self.fsdp):  =>  if False:
-the product of one tensor is formed for each layer
-  <-  sharing::the_product_of_one_tensor_is_formed_once_and_changes_nothing
-    known = last[2]  =>  known = None
-an A with the bias's row for a layer without bias
-  <-  sharing::layers_of_one_input_with_and_without_a_bias
-    block.trains_bias), self.last_a, None  =>  True), self.last_a, None
+  - if not autograd.reaches_parameters(module, self.fsdp):
+  + if False:
 no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
   - return 1.0 / scale
   + return 1.0 / torch.ones_like(scale)
@@ -752,12 +744,12 @@ no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
 == kronecker/convolutions.py
 a convolution's G without the number of locations
   <-  invariants_factors::6_every_convolution_has_the_factors_of_its_patches
-    g = gram(rows_d, False, packed).div_(locations)  =>  g = gram(rows_d, False, packed)
+    g.div_(locations)  =>  pass
 padding 'same' the other way round
   <-  invariants_factors::6_weight_times_patches_is_the_convolution
     (total // 2, total - total // 2)  =>  (total - total // 2, total // 2)
 one end of the window counts twice  <-  autocorrelation::autocorrelations_equal_patches
-    left = by_tap(-first, last)  =>  left = by_tap(first, last)
+    left = torch.cat([-first, last])  =>  left = torch.cat([first, last])
 
 == kronecker/decompositions.py
 eigenvectors of factors that are not scaled  <-  solvers::the_first_rung_will_do_at_any_scale
@@ -891,7 +883,7 @@ the largest factor that is allowed is refused
     or largest <= self.max_factor_dim:  =>  or largest < self.max_factor_dim:
 experts that reduce takes for examples of their own
   <-  experts::experts_are_not_told_of_sequences
-    if self.rules.approximation == "reduce":  =>  if False:
+    if self._rules.approximation == "reduce":  =>  if False:
 
 == kronecker/layer_curvature.py
 a curvature object of another covariance
@@ -930,23 +922,17 @@ rows without an example in a device's A
 
 == kronecker/rows.py
 padded rows in N  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-    return live.count  =>  return float(group.number)
+    if all_terms or self._type(group) == "examples":  =>  if True:
 examples beyond a hinge leave A
   <-  rows::examples_without_a_gradient_are_terms_and_take_part
     if not self._positions:  =>  if False:
-labels of examples that are ignored are terms
-  <-  rows::labels_of_examples_that_a_cross_entropy_ignores_are_no_terms
-    return None if bool(certain.all()) else live.mask  =>  return None
-any loss whose gradients add up to zero ignores labels
-  <-  rows::examples_without_a_gradient_are_terms_and_take_part
-    if bool(off) or not float(c) > 0:  =>  if False:
 a row without a gradient at one layer leaves its A
   <-  rows::padding_leaves_a_and_prompts_stay
   - self.alive = live.mask if before is None else before | live.mask.to(before.device)
   + self.alive = live.mask
 passes that have nothing in common count together
   <-  rows::separate_losses_of_layers_without_anything_in_common_are_of_their_own_terms
-    known = related  =>  pass
+    known = [p for p in known if not layers.isdisjoint(p.layers)]  =>  pass
 
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
@@ -969,11 +955,6 @@ rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_le
 tensors out of order taken for a stack
   <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
     part.storage_offset() != at  =>  False
-
-== kronecker/standardised.py
-gradients of standardised weights without their scale
-  <-  standardised::factors_are_those_of_the_computed_weight
-    d = d * scale.unsqueeze(-1)  =>  d = d * 1.0
 
 == kronecker/triangles.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking

@@ -22,8 +22,8 @@ from second_order.kronecker.factors import (
     sums_of,
     update_averages,
 )
-from second_order.kronecker.layers import FactorShape
-from second_order.kronecker.queued import PairQueue, QueuedPair, Rows, SeenRows, WaitingPair
+from second_order.kronecker.layers import FactorShape, all_rows, rows_in
+from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
 from second_order.kronecker.rows import BackwardPass, PairRows
 from second_order.kronecker.stacks import as_stack, in_groups, own_stack
 
@@ -85,20 +85,22 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
     for layer, pass_id, kind in calls:
         x, d = pair(layer, kind)
         rows = PairRows("", tuple(d.shape[:-1]), d.flatten(0, 1))
-        groups = passes[pass_id].groups_of(rows)
-        passes[pass_id].begin(rows, groups[0], nn.Linear(*SIZES[layer]), x, False)
-        of = SeenRows(passes[pass_id], groups, rows.gradient)
+        group = passes[pass_id].group_of(rows)
+        of = SeenRows(passes[pass_id], group, rows.gradient)
         seen.append((layer, pass_id, x, d, of))
         found[layer].expect(pass_id)
         form = partial(pair_statistics, nn.Linear(*SIZES[layer], bias=bias), x, d, dtype=F64)
         form = partial(form, bias=bias, approximation=approximation)
-        waiting = WaitingPair((x, d), d, lambda live, form=form: form(rows=live))
-        what = waiting if formed else Rows(x, d, bias, approximation)
-        queue._pairs.append(QueuedPair(what, found[layer], pass_id, lambda _: scale, layer, of))
+        what: Any = LinearPair(x, d, bias, approximation)
+        if formed:
+            what = lambda live, form=form: form(rows=live)  # noqa: E731
+        queued = QueuedPair(what, (x, d), found[layer], pass_id, lambda _: scale, layer, of)
+        queue._pairs.append(queued)
     queue.flush()
     for layer, pass_id, x, d, of in seen:
         module = nn.Linear(*SIZES[layer], bias=bias)
-        live = of.of.rows_in(of.groups)
+        mask = of.of.mask(of.group)
+        live = all_rows(of.group.number) if mask is None else rows_in(mask)
         options = {"bias": bias, "approximation": approximation, "triangular": triangular}
         each = pair_statistics(module, x, d, dtype=F64, rows=live, **options)
         expected[layer].add(each, scale, pass_id)
@@ -118,11 +120,12 @@ def test_a_pair_that_is_kept_is_of_the_step_that_brought_it() -> None:
     pairs = [pair(i, "plain") for i in range(3)]
     for i, (staged, (x, d)) in enumerate(zip(layers, pairs, strict=True)):
         staged.expect(0)
-        queue._pairs.append(QueuedPair(Rows(x, d, True, "expand"), staged, 0, lambda _: 1.0, i))
-        staged.settle = queue.flush
+        what = LinearPair(x, d, True, "expand")
+        queue._pairs.append(QueuedPair(what, (x, d), staged, 0, lambda _: 1.0, i))
     layers[0].clear()
     pairs[1][0].zero_()
-    heads = [each.head[1] for each in sums_of(layers)]  # flushes
+    queue.flush()
+    heads = [each.head[1] for each in sums_of(layers)]
     assert list(map(float, heads)) == [0.0, 0.0, 6.0]
     assert [int(each.dropped) for each in layers] == [0, 1, 0]
     assert [each.keeps for each in layers] == [True, False, True]
@@ -133,8 +136,8 @@ def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
 
     def add(x: Tensor) -> int:
         staged.expect(0)
-        what = Rows(x, torch.ones(1, 2), False, "expand")
-        queue.add(QueuedPair(what, staged, 0, lambda _: 1.0, 0))
+        what = LinearPair(x, torch.ones(1, 2), False, "expand")
+        queue.add(QueuedPair(what, (what.x, what.d), staged, 0, lambda _: 1.0, 0))
         return len(queue._pairs)
 
     assert [add(torch.ones(1, 3)) for _ in range(2)] == [1, 2]

@@ -1,65 +1,13 @@
-"""One A for layers that are fed by the same tensor (Ba et al. 2017, appendix C)."""
+"""Layers that are fed by the same tensor."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
 import torch
-from contract import KRONECKER, factors, make, take
-from models import Attention
-from ranks import replaced
+from contract import factors, make, take
 from reference import cross_entropy, empirical_factors
 from torch import Tensor, nn
 
 from second_order import KAISA
-from second_order.kronecker import layers
-from second_order.kronecker.layers import gram
-
-WIDTH = 6
-
-
-def train(model: Attention, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        x = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), torch.arange(4) % 3).backward()
-        optimizer.step()
-
-
-def averages(optimizer: Any) -> dict[str, Tensor]:
-    return {block.name: block.factors.stored["A"] for block in optimizer._curvature.layers.blocks}
-
-
-@pytest.mark.parametrize("system", KRONECKER)
-def test_the_product_of_one_tensor_is_formed_once_and_changes_nothing(system: Any) -> None:
-    """A of q, k and v; when their inputs part, and come together again, each has its own."""
-    runs, counts = [], []
-    for one_tensor in (True, False):
-        torch.manual_seed(0)
-        model = Attention()
-        options = {"max_staleness": 0} if system.__name__ == "DistKFAC" else {}
-        optimizer = system(model, lr=0.1, inv_update_steps=1, **options)
-        formed: list[int] = []
-
-        def counted(*args: Any, formed: list[int] = formed) -> Tensor:
-            formed.append(1)
-            return gram(*args)
-
-        for steps, one in (
-            (range(6), one_tensor),
-            (range(6, 9), False),
-            (range(9, 12), one_tensor),
-        ):
-            model.one_tensor = one
-            with replaced(layers, {"gram": counted}):
-                train(model, optimizer, steps)
-        runs.append((model, averages(optimizer)))
-        counts.append(len(formed))
-    assert counts[1] - counts[0] == 2 * 9, "A of two layers, in nine passes"
-    (model, found), (other, apart) = runs
-    assert all(map(torch.equal, model.parameters(), other.parameters()))
-    assert all(torch.equal(found[name], apart[name]) for name in found)
 
 
 class SomeBiases(nn.Module):

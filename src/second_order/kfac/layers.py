@@ -273,11 +273,9 @@ class Layers:
             fsdp=fsdp,
             sampled=sampled,
             drawn_rows=sampled and not callable(likelihood),
+            heard=self.heard,
             queue=PairQueue(self._timed),
         )
-        if self.heard is not None:
-            self.collector.heard = self.heard
-            self.collector.asks = True
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
         self._sampler = None if likelihood is None else LabelSampler(likelihood, rank)
@@ -290,8 +288,7 @@ class Layers:
         self, taken: Callable[[KroneckerBlock], bool], counted: KroneckerBlock | None = None
     ) -> None:
         """Hook the layers whose statistics this process takes, and the one it counts terms of."""
-        self.collector.counted = counted
-        self.collector.watch(filter(taken, self.blocks))
+        self.collector.watch(filter(taken, self.blocks), counted)
         watched = [b for b in self.blocks if taken(b) or b is counted]
         self.capture.attach(self._training.model, [m for b in watched for m in b.watched])
 
@@ -407,7 +404,6 @@ class Layers:
         after = (factor for each in averages for factor in each.stored.values())
         if any(map(operator.is_not, before, after)):
             self._training.publish()  # frees those that have become slices of a stack
-        self.collector.last_a = None
 
     def micro_batches(self, blocks: Sequence[KroneckerBlock]) -> int:
         """The number that each pass's loss was divided by: the passes with "auto", else 1."""

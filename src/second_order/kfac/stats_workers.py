@@ -342,7 +342,6 @@ class StatsWorker(OfLayers):
         for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
                 parts[layer.solver("A")][block.name] = sums[block]
-        self.layers.collector.last_a = None
         if self.mailbox is not None:
             for rank, each in enumerate(parts):
                 flat, note = statistics_of(each, self._edition)

@@ -56,6 +56,11 @@ class LayerState:
     unlooked: int = LOOK_EVERY  # steps with statistics since the two were compared
     work: int = 0  # operations of the passes in the last step with statistics, on this process
 
+    def note_pair(self, work: int) -> None:
+        """Note a captured pair, and the operations of the step's passes so far."""
+        self.heard = True
+        self.work = work
+
     def agreed(self) -> dict[str, Any]:
         """The entries of a checkpoint that are the same on all ranks."""
         values = int(self.silent), int(self.asked), self.failures
@@ -121,7 +126,7 @@ class KroneckerBlock:
         self.state = LayerState()
         self._expected_version = 0  # version of the weight's gradient at the next pass
         self._arrived: weakref.ref[Tensor] | None = None  # the weight's first gradient
-        self.last_backward = -1  # the number of the pass that brought the last pair
+        self._last_backward = -1  # the number of the pass that brought the last pair
         self._reset()
 
     def _key_parameter(self) -> nn.Parameter:
@@ -161,6 +166,18 @@ class KroneckerBlock:
     def without_gradient(self) -> bool:
         """Whether no parameter of the block has a gradient."""
         return all(p.grad is None for p in self.params)
+
+    def begin_pass(self, backward: int, pass_id: int, unreduced: bool) -> None:
+        """Drop statistics whose gradients have been dropped, as the first pair of a pass comes.
+
+        ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
+        """
+        begins = self._last_backward != backward and not self.staged.knows(pass_id)
+        self._last_backward = backward
+        if begins:
+            self.follow_requires_grad()
+            if self.starts_anew(unreduced):
+                self.staged.clear()
 
     def starts_anew(self, unreduced: bool = False) -> bool:
         """Whether gradients of staged statistics have been set to None or to zero; ask each pass.

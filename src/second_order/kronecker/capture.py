@@ -25,10 +25,10 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,23 +50,15 @@ from second_order.kronecker.layers import (
     all_rows,
     linear_statistics,
 )
-from second_order.kronecker.queued import PairQueue, QueuedPair, Rows, SeenRows, WaitingPair
-from second_order.kronecker.rows import (
-    BackwardPass,
-    LateCount,
-    LatePair,
-    LateRows,
-    Ledger,
-    Terms,
-    rows_of,
-)
+from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
+from second_order.kronecker.rows import BackwardPass, LateRows, Ledger, Terms, rows_of
 from second_order.sharded import FSDPParams
 from second_order.stages import span
 
 __all__ = ["Capture", "GradientScale", "StatisticsCollector"]
 
 Sampler = Callable[[Any, int], Tensor]
-ALONE = -1  # the number of an input of which it is not known what else is called on it
+ALONE = -1  # the number of an input whose memory is a graph's, or of which nothing is known
 TRANSFORMED = (
     "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
     "of them, and backward() on its loss"
@@ -104,38 +96,84 @@ _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward
 _FIRST_PASS = "second_order: the first backward pass through a compiled graph"
 
 
-@dataclass
-class _Call:
-    """A call of a layer whose output's gradient is awaited."""
+@dataclass(frozen=True)
+class _Product:
+    """A product of a layer's call, whose output's gradient is awaited."""
 
     module: nn.Module
-    read: Callable[[], Tensor] | None  # the input; None once autograd has freed its own
-    source: int  # a number of the input, as in `StatisticsCollector.consume`
-    outer: int = autograd.NO_PASS  # the backward pass in which the layer was called, if any
-    used: bool = False  # a backward pass has come through this call
+    edge: GradientEdge  # at which it comes
+    x: Any = None  # the input; None where autograd alone has it
+    source: int = ALONE  # a number of the input, as in `StatisticsCollector.consume`
     shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
     thirds: tuple[int, ...] = ()  # of an attention, the product whose gradient is awaited
     assembly: Assembly | None = None  # puts an attention's pair together
-    drawn: tuple[Tensor, Tensor, int] | None = None  # the pair of drawn labels, and their number
 
-    def pair(self, gradient: Tensor, node: Any = None) -> tuple[Tensor, Tensor] | None:
+
+class _Call:
+    """What waits for the gradient of a product; a hook of the node, which must not hold the node.
+
+    It keeps the input as autograd keeps its own.
+    """
+
+    def __init__(self, capture: Capture, product: _Product, sampled: bool) -> None:
+        self._capture = weakref.ref(capture)
+        self._output = product.edge.output_nr
+        self.module, self.source = product.module, product.source
+        self._shape, self._thirds = product.shape, product.thirds
+        self._assembly = product.assembly
+        self._outer, self._repeated = _repeated_in()
+        self._drawn: tuple[Tensor, Tensor, int] | None = None  # pair of drawn labels, its number
+        self._read: Callable[[], Any] | None = None  # None: autograd alone has the input
+        x = product.x
+        if x is not None:
+            # Detached, as x may be changed in place and have the node behind it.
+            keep = x.kept if isinstance(x, Routed) else partial(autograd.keep, x)
+            self._read = x.detach().detach if sampled else keep()
+        self._freed = False
+
+    def __call__(self, gradients: tuple[Any, ...]) -> None:
+        """Take the gradients of the node's outputs."""
+        capture, gradient = self._capture(), gradients[self._output]
+        if capture is None or self._freed or gradient is None or autograd.is_drawing():
+            return
+        with capture.timed():
+            capture.take(self, gradient)
+            if not autograd.keeps_graph():
+                # Autograd frees its own inputs now, however long the loss is kept.
+                self._freed, self._read = True, None
+
+    def pair(self, gradient: Tensor, node: Any = None) -> tuple[Any, Tensor] | None:
         """The pair of the call; None if others of its products are awaited."""
-        assert self.read is not None
-        x = input_of(node) if self.read is input_of else self.read()
+        x = input_of(node) if self._read is None else self._read()
         x, d = x.detach(), gradient.detach()
-        if self.assembly is not None:
-            return self.assembly.add(self.thirds, x, d)
-        return x, d if self.shape is None else d.reshape(self.shape)
+        if self._assembly is not None:
+            return self._assembly.add(self._thirds, x, d)
+        return x, d if self._shape is None else d.reshape(self._shape)
 
+    def begin_pass(self) -> tuple[int, bool]:
+        """The number of the pass that has come, and whether another came through before.
 
-def _node_hook(
-    capture: weakref.ref[Capture], call: _Call, output: int, gradients: tuple[Any, ...]
-) -> None:
-    alive, gradient = capture(), gradients[output]
-    if alive is None or call.read is None or gradient is None or autograd.is_drawing():
-        return
-    with alive.timed():
-        alive.take(call, gradient)
+        A reentrant checkpoint runs a backward pass inside another, in which the forward was
+        repeated: the outer one is meant.
+        """
+        again, self._repeated = self._repeated, True
+        inner = self._outer == autograd.NO_PASS
+        return (autograd.current_pass() if inner else self._outer), again
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the call has no other product."""
+        return self._assembly is None
+
+    def keep_drawn(self, gradient: Tensor, node: Any, number: int) -> None:
+        """Keep the pair of drawn labels until the user's own pass comes by."""
+        pair = self.pair(gradient, node)
+        self._drawn = None if pair is None else (*pair, number)
+
+    def pop_drawn(self) -> tuple[Tensor, Tensor, int] | None:
+        """The pair of drawn labels, and the number of their pass; once."""
+        drawn, self._drawn = self._drawn, None
+        return drawn
 
 
 def _node_of(output: Tensor) -> GradientEdge:
@@ -162,8 +200,13 @@ def _repeated_in() -> tuple[int, bool]:
     outer = autograd.current_pass()
     if outer == autograd.NO_PASS:
         return outer, False
+    return outer, _seen_before(_FIRST_REPEATED, outer)
+
+
+def _seen_before(mark: str, pass_id: int) -> bool:
+    """Whether another backward pass has come through the node that runs now, which gets a mark."""
     metadata = getattr(autograd.current_node(), "metadata", {})
-    return outer, bool(metadata.setdefault(_FIRST_REPEATED, outer) != outer)
+    return bool(metadata.setdefault(mark, pass_id) != pass_id)
 
 
 class Capture:
@@ -266,111 +309,107 @@ class Capture:
             return
         attention = is_attention(module)
         both = (module, cast(nn.Module, module.out_proj)) if attention else (module,)
-        layers = [layer for layer in both if layer in self._observed]
+        layers = [each for each in both if each in self._observed and self._consumer.wants(each)]
         if autograd.transformed():
             self.missed.update(dict.fromkeys(layers, TRANSFORMED))
             return
-        wanted = [layer for layer in layers if self._consumer.wants(layer)]
-        if not (wanted and torch.is_grad_enabled()):
+        if self._sampler is not None and not self._inside_root:
             return
+        if not layers or not torch.is_grad_enabled():
+            return
+        if isinstance(output, tuple) and output:  # a router's logits, an attention's output
+            output = output[0]
+        with self.timed():
+            if attention:
+                products = self._of_attention(module, args, kwargs, output)
+            else:
+                products = self._of_layer(module, args, kwargs, output)
+            for product in products:
+                if product.module in layers:
+                    self._wait_for(product)
+
+    def _of_layer(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
+    ) -> list[_Product]:
+        """The product of a layer whose output is that of its product."""
         x: Any = input_in(args, kwargs)
         if is_experts(module):
             x = Routed.of_call(args, kwargs)
-        if isinstance(output, tuple) and output:  # a router's logits, an attention's output
-            output = output[0]
-        if not attention and not (isinstance(x, (Tensor, Routed)) and isinstance(output, Tensor)):
+        if not isinstance(x, (Tensor, Routed)) or not isinstance(output, Tensor):
             self.missed[module] = NOT_TENSORS
-        elif output.requires_grad:
-            with self.timed():
-                if attention:
-                    self._observe_attention(module, args, kwargs, output, wanted)
-                    return
-                last, node, shape = self._last_input, _node_of(output), output.shape
-                if isinstance(x, Routed):
-                    self._remember(module, node, x, ALONE, shape=shape)
-                    return
-                rows, flat = x.shape[:-1], len(shape) == 2 < x.dim()
-                if flat and rows.numel() == len(output):  # a router's, of (batch, positions, in)
-                    shape = torch.Size((*rows, shape[-1]))
-                if last is None or last[1] != x._version or last[0]() is not x:
-                    self._sources += 1
-                    self._last_input = weakref.ref(x), x._version
-                self._remember(module, node, autograd.as_used(x), self._sources, shape=shape)
+            return []
+        if not output.requires_grad:
+            return []
+        shape = output.shape
+        if isinstance(x, Routed):
+            return [_Product(module, _node_of(output), x, shape=shape)]
+        rows = x.shape[:-1]
+        if len(shape) == 2 < x.dim() and rows.numel() == len(output):
+            shape = torch.Size((*rows, shape[-1]))  # a router's, of (batch, positions, in)
+        last = self._last_input
+        if last is None or last[1] != x._version or last[0]() is not x:
+            self._sources += 1
+            self._last_input = weakref.ref(x), x._version
+        return [_Product(module, _node_of(output), autograd.as_used(x), self._sources, shape)]
 
-    def _observe_attention(
-        self,
-        module: nn.Module,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        output: Tensor,
-        wanted: Sequence[nn.Module],
-    ) -> None:
-        """Wait for the gradients of an attention's products."""
-        inputs, products = projections(module, args, kwargs, output, self.fsdp)
+    def _of_attention(
+        self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor
+    ) -> list[_Product]:
+        """The products of an attention."""
+        if not output.requires_grad:
+            return []
+        inputs, found = projections(module, args, kwargs, output, self.fsdp)
         whole, apart = Assembly(len(inputs[0])), Assembly(len(inputs[0]))
         saving: Any = autograd.saving_hooks(True)  # a checkpoint's save nothing
         checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
-        for owner, node, thirds in products:
-            if owner not in wanted:
-                continue
-            if owner is not module and checkpointed:
-                self.missed[owner] = CHECKPOINTED
-                continue
-            # Of the output's projection autograd alone has the input.
-            x = autograd.as_used(inputs[thirds[0]]) if owner is module else None
-            assembly, edge = whole if owner is module else apart, GradientEdge(node, 0)
+        products = []
+        for owner, node, thirds in found:
+            edge = GradientEdge(node, 0)
             self._sources += 1
-            self._remember(owner, edge, x, self._sources, thirds=thirds, assembly=assembly)
+            if owner is module:
+                x = autograd.as_used(inputs[thirds[0]])
+                products.append(_Product(owner, edge, x, self._sources, None, thirds, whole))
+            elif checkpointed:
+                # Of the output's projection autograd alone has the input.
+                self.missed[owner] = CHECKPOINTED
+            else:
+                products.append(_Product(owner, edge, None, self._sources, None, thirds, apart))
+        return products
 
-    def _remember(
-        self, module: nn.Module, edge: GradientEdge, x: Any, source: int, **more: Any
-    ) -> None:
+    def _wait_for(self, product: _Product) -> None:
         """Wait for the gradient that comes to a node; no hook of the node may hold it."""
-        sampled = self._sampler is not None
-        if sampled and not self._inside_root:
-            return
-        read: Any = input_of
-        if x is not None:
-            # Detached, as x may be changed in place and have the node behind it.
-            keep = x.kept if isinstance(x, Routed) else partial(autograd.keep, x)
-            read = x.detach().detach if sampled else keep()
-        call = _Call(module, read, source, *_repeated_in(), **more)
-        if sampled:
-            self._pending.append((call, edge))
-        hook = partial(_node_hook, weakref.ref(self), call, edge.output_nr)
-        cast(Any, edge.node).register_prehook(hook)
+        call = _Call(self, product, self._sampler is not None)
+        if self._sampler is not None:
+            self._pending.append((call, product.edge))
+        cast(Any, product.edge.node).register_prehook(call)
 
     # --------------------------------------------------------------------------------- gradients
 
     def take(self, call: _Call, gradient: Tensor) -> None:
         """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
-        if self._accumulated and not autograd.reaches_parameters(call.module, self.fsdp):
-            self.missed[call.module] = NOT_ACCUMULATED
-        elif self._sampler is not None:
-            drawn, call.drawn = call.drawn, None
+        module = call.module
+        if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
+            self.missed[module] = NOT_ACCUMULATED
+            return
+        if self._sampler is not None:
+            drawn = call.pop_drawn()
             if drawn is not None:
-                x, d, number = drawn
-                self.emit(call.module, x, d, number, call.source, False)
-            if call.assembly is None:
+                self.emit(module, *drawn, call.source, False)
+            if call.is_whole:
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
-                    self._consumer.look(call.module, *cast(Any, call.pair(gradient)))
-        else:
-            # A reentrant checkpoint runs a backward pass inside another, in which the forward was
-            # repeated: the outer one is meant.
-            pass_id = autograd.current_pass() if call.outer == autograd.NO_PASS else call.outer
-            try:
-                pair = call.pair(gradient)
-            except RuntimeError as error:
-                if "inplace operation" not in str(error):
-                    raise
-                # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
-                self.missed[call.module] = CHANGED
-                return
-            again, call.used = call.used, True
-            if pair is not None:
-                self.emit(call.module, *pair, pass_id, call.source, again)
-        if not autograd.keeps_graph():
-            call.read = None  # autograd frees its own inputs now, however long the loss is kept
+                    self._consumer.look(module, *cast(Any, call.pair(gradient)))
+            return
+        try:
+            pair = call.pair(gradient)
+        except RuntimeError as error:
+            if "inplace operation" not in str(error):
+                raise
+            # Legal where the layer worked on a copy, as of a transposed input; ours is gone.
+            self.missed[module] = CHANGED
+            return
+        pass_id, again = call.begin_pass()
+        if pair is not None:
+            self.emit(module, *pair, pass_id, call.source, again)
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Take a pair that the backward of a compiled graph delivers; its memory is the graph's."""
@@ -383,8 +422,7 @@ class Capture:
             # The node is the whole graph's; a forward makes a new one, a second backward does not.
             # A backward that is compiled as a whole has no nodes, and runs once.
             pass_id = autograd.current_pass()
-            metadata = getattr(autograd.current_node(), "metadata", {})
-            again = bool(metadata.setdefault(_FIRST_PASS, pass_id) != pass_id)
+            again = _seen_before(_FIRST_PASS, pass_id)
             self.emit(module, x, gradient, pass_id, ALONE, again)
 
     def emit(
@@ -443,8 +481,8 @@ class Capture:
             raise RuntimeError(NOT_DRAWN) from error
         # These pairs count once the user's own backward comes by, and not before.
         for (call, edge), gradient in zip(pending, gradients, strict=True):
-            if gradient is not None and (pair := call.pair(gradient, edge.node)) is not None:
-                call.drawn = (*pair, self.root_calls)
+            if gradient is not None:
+                call.keep_drawn(gradient, edge.node, self.root_calls)
         self.root_calls += 1
 
 
@@ -473,52 +511,66 @@ class GradientScale:
 
 @dataclass
 class StatisticsCollector:
-    """Turns captured pairs into staged statistics."""
+    """Turns captured pairs into staged statistics.
+
+    A pair's sums are made at once on the CPU, and at the end of its pass on a device. Rows without
+    a gradient so far wait for the end: another layer may have one for them.
+
+    Attributes:
+        approximation: Of dimensions that share a weight.
+        factor_dtype: In which statistics are formed, or float32 if that is wider.
+        reduction: What the loss of a pass is.
+        gradient_scale: A further factor of captured gradients.
+        conv_approximation: For convolutions; None for the same.
+        heard: Called as the statistics of a layer have grown, in passes: so the host reads from
+            the device which rows count.
+        sampled: The pairs are of drawn labels, and say nothing of the gradient.
+        drawn_rows: A label is drawn for each row of the layer called last.
+        queue: Pairs on devices.
+        ledger: The passes since the last step.
+    """
 
     approximation: Approximation
-    factor_dtype: torch.dtype  # in which statistics are formed, or float32 if that is wider
-    reduction: Callable[[], Reduction]  # what the loss of a pass is
-    gradient_scale: Callable[[Tensor], Tensor | float]  # a further factor of captured gradients
-    conv_approximation: Approximation | None = None  # for convolutions; None for the same
+    factor_dtype: torch.dtype
+    reduction: Callable[[], Reduction]
+    gradient_scale: Callable[[Tensor], Tensor | float]
+    conv_approximation: Approximation | None = None
     warn: Callable[[str], None] = warnings.warn
-    blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)  # of each module
-    counted: KroneckerBlock | None = None  # whose rows are seen, whether it gets pairs or not
     fsdp: FSDPParams | None = None
-    heard: Callable[[KroneckerBlock], None] = lambda block: None  # of statistics that have grown
-    sampled: bool = False  # the pairs are of drawn labels, and say nothing of the gradient
-    drawn_rows: bool = False  # a label is drawn for each row of the layer called last
-    # Statistics leave during the passes, so the host reads from the device which rows count.
-    asks: bool = False
-    # Of one input and pass; to be let go when the step's statistics are taken.
-    last_a: tuple[tuple[int, int, bool], KroneckerBlock, PairStatistics] | None = None
-    queue: PairQueue = field(default_factory=PairQueue)  # of pairs on devices
-    ledger: Ledger = field(default_factory=Ledger)  # of the passes since the last step
+    heard: Callable[[KroneckerBlock], None] | None = None
+    sampled: bool = False
+    drawn_rows: bool = False
+    queue: PairQueue = field(default_factory=PairQueue)
+    ledger: Ledger = field(default_factory=Ledger)
+    _blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
+    counted: KroneckerBlock | None = None  # whose rows are seen, whether it gets pairs or not
     _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
     _told: bool = False  # of losses that go back apart
     _unheard: list[KroneckerBlock] = field(default_factory=list)  # whose passes are still running
 
-    def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
+    def watch(
+        self, blocks: Iterable[KroneckerBlock], counted: KroneckerBlock | None = None
+    ) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
-        self.blocks.clear()
+        self.counted = counted
+        self._blocks.clear()
         self._places.clear()
         for place, block in enumerate(blocks):
             self._places[block] = place
             for module in block.watched:
-                self.blocks.setdefault(module, []).append(block)
+                self._blocks.setdefault(module, []).append(block)
 
     def _training(self, module: nn.Module) -> list[KroneckerBlock]:
-        return [block for block in self.blocks.get(module, ()) if block.trainable]
+        return [block for block in self._blocks.get(module, ()) if block.trainable]
 
-    def _counted(self, module: nn.Module) -> list[KroneckerBlock]:
-        """The block whose rows are looked at, if it is a module's and trains."""
+    def _counts(self, module: nn.Module) -> bool:
+        """Whether a module is of the block whose rows are looked at, and trains."""
         block = self.counted
-        if block is None or not block.trainable or module not in block.watched:
-            return []
-        return [block]
+        return block is not None and block.trainable and module in block.watched
 
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module trains now."""
-        return bool(self._training(module) or self._counted(module))
+        return bool(self._training(module)) or self._counts(module)
 
     def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
@@ -542,67 +594,58 @@ class StatisticsCollector:
         in a row on one tensor, -1 if that is not known; ``again``: a backward pass has come through
         this call of the layer before.
         """
-        training, counted = self._training(module), self._counted(module)
+        blocks = self._training(module)
+        counted = [cast(KroneckerBlock, self.counted)] if self._counts(module) else []
+
+        # Statistics go where gradients have been set to zero.
         # With drawn labels one backward pass brings pairs of several calls of the model.
         backward = autograd.current_pass() if self.sampled else pass_id
-        for block in {*training, *counted}:
-            begins = block.last_backward != backward and not block.staged.knows(pass_id)
-            block.last_backward = backward
-            if begins:
-                block.follow_requires_grad()
-                unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
-                if block.starts_anew(unreduced):
-                    block.staged.clear()
+        unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
+        for block in dict.fromkeys((*blocks, *counted)):
+            block.begin_pass(backward, pass_id, unreduced)
+
+        # Whether the pair can be the layer's.
         if not self.sampled:
             self.look(module, x, d)
-        fitting = [block for block in training if block.fits_pair(module, x, d)]
-        for block in training:
-            if block not in fitting:
+        fitting = []
+        for block in blocks:
+            if block.fits_pair(module, x, d):
+                fitting.append(block)
+            else:
                 block.judge(1.0)
-        if not (fitting or counted):
+        if not fitting and not counted:
             return
 
         # The rows of the pair, among those of the whole pass.
         current = self._pass_of(pass_id, module)
-        if again and any(block.staged.knows_others(pass_id) for block in fitting):
-            current.again = True
-            if not self._told:
-                self._told = True
-                self.warn(LOSSES_APART)
-        kind = (fitting or counted)[0].kinds.get(module)
-        rows = rows_of(module, kind, x, d)
-        groups = current.groups_of(rows)
+        repeats = again and any(block.staged.knows_others(pass_id) for block in fitting)
+        if repeats and current.repeat() and not self._told:
+            self._told = True
+            self.warn(LOSSES_APART)
+        rows = rows_of(module, (fitting or counted)[0].kinds.get(module), x, d)
+        group = current.group_of(rows)
         on_host = d.device.type == "cpu"
-        live: LiveRows | None = None
-        if on_host or self.asks:
-            live = current.see(rows, groups, module, x, self.drawn_rows)
-        else:
-            current.begin(rows, groups[0], module, x, self.drawn_rows)
-            if source == ALONE:  # the memory of a graph's pairs is the graph's
-                current.read_labels()
-        seen = SeenRows(current, groups, rows.gradient)
+        reads = on_host or self.heard is not None
+        current.see(rows, group, module, drawn=self.drawn_rows, reads=reads)
         for block in counted:
             block.staged.note(pass_id)
             current.layers[id(block.staged)] = block.staged
 
-        pair = _Pair(module, x, d, source, seen)
+        # Its sums, now or at the end of the pass.
+        pair = _Pair(module, x, d, SeenRows(current, group, rows.gradient))
         for block in fitting:
             if block.state.unexplained:
                 continue
             current.layers[id(block.staged)] = block.staged
-            block.staged.settle = self.settle
-            block.staged.expect(current.number, again=again)
-            if on_host:
-                assert live is not None
-                self._add(block, pair, live)
-            else:
-                self._keep(block, pair, live)
             inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
-            block.staged.work += 6 * d.numel() * inputs
-            block.state.work = block.staged.work
-            block.state.heard = True
+            block.staged.expect(current.number, again=again, work=6 * d.numel() * inputs)
+            block.state.note_pair(block.staged.work)
+            if on_host:
+                self._add(block, pair, current.alive(group))
+            else:
+                self._keep(block, pair, source)
             self._unheard.append(block)
-        if self.asks and current.decided:
+        if self.heard is not None and current.decided:
             self._tell()
 
     # ------------------------------------------------------------------- passes begin and end
@@ -614,17 +657,13 @@ class StatisticsCollector:
         if found is not None and pass_id == autograd.NO_PASS and found.first is module:
             # Without numbers, the layer called last begins another pass.
             self._end(found)
-            found.number = -found.serial - 1
-            passes[found.number] = passes.pop(pass_id)
+            passes[found.renumber()] = passes.pop(pass_id)
             found = None
         if found is None:
-            self.ledger.prune(block.staged for block in self._places)
-            reduce = self.approximation == "reduce"
-            found = passes[pass_id] = BackwardPass(pass_id, reduce, self.gradient_scale)
+            found = passes[pass_id] = BackwardPass(pass_id, self.approximation == "reduce")
         # Within a reentrant checkpoint another pass runs.
         runs = now == pass_id or (self.sampled and now != autograd.NO_PASS)
-        if runs and not found.ending:
-            found.ending = True
+        if runs and found.will_end():
             autograd.after_pass(partial(self._end_timed, found))
         return found
 
@@ -634,21 +673,14 @@ class StatisticsCollector:
 
     def _end(self, ended: BackwardPass) -> None:
         """Settle a pass: all its layers have been seen."""
-        ended.ending = False
-        devices = {staged.device for staged in ended.layers.values()}
-        with torch.no_grad(), ExitStack() as plainly:
-            for kind in {device.type for device in devices}:
-                plainly.enter_context(torch.autocast(kind, enabled=False))
-            for device in devices:
-                plainly.enter_context(ieee_matmul(device))
-            ended.read_labels()
+        with torch.no_grad():
             self.queue.flush()
             for late in ended.late:
                 late.settle(ended)
-            terms = ended.count_terms()
+            terms = ended.terms()
             mean = self.reduction() == "mean"
             end_pass(ended.layers.values(), ended.number, terms if mean else None)
-        ended.forget()
+        ended.end()
         for block in self._places:
             if id(block.staged) in ended.layers:
                 block.end_pass()
@@ -668,146 +700,86 @@ class StatisticsCollector:
     def _tell(self) -> None:
         """Tell of layers whose statistics have grown, and are sums that only grow."""
         blocks, self._unheard = self._unheard, []
-        for block in blocks:
-            self.heard(block)
+        if self.heard is not None:
+            for block in blocks:
+                self.heard(block)
 
     # --------------------------------------------------------------------- from pairs to sums
 
     def _add(self, block: KroneckerBlock, pair: _Pair, live: LiveRows) -> None:
         """Add a pair while its pass goes on; rows without a gradient so far are left to the end."""
-        d, current, number = pair.d, pair.seen.of, pair.seen.of.number
-        scale = self.gradient_scale(d)
-        undecided = live.mask is not None and not self._final(block, pair.seen)
-        positions = len(pair.seen.groups[0].shape) > 1
-        counted = block.shape.exact and not (self.approximation == "reduce" and positions)
-        whole = undecided and not counted and not _is_rows(block, pair, self.approximation)
+        current, group = pair.seen.of, pair.seen.group
+        scale, staged = self.gradient_scale(pair.d), block.staged
+        cleared = staged.cleared
 
-        def add(rows: LiveRows) -> None:
-            with span("capture"), ieee_matmul(d.device):
-                key = (pair.source, number)
-                found = self._statistics(block, pair.module, pair.x, d, key, rows)
-                block.staged.bring(found, scale, number)
-
-        if whole:
-            current.late.append(LatePair(pair.seen.groups, block.staged, add))
-            return
-        add(live)
-        if undecided:
-            assert live.mask is not None
-            index = (~live.mask).nonzero().squeeze(1)
-            add_inputs = partial(block.staged.bring_inputs, pass_id=number)
-            if counted:
-                ones = d.new_ones(block.shape.groups, 1)
-                current.late.append(LateCount(pair.seen.groups[0], index, ones, add_inputs))
-                return
-            wide = torch.promote_types(self.factor_dtype, torch.float32)
-            x = pair.linear_rows(block)[index].to(wide)
-            shape, packed = block.shape, block.staged.triangular and d.device.type == "cpu"
-            current.late.append(
-                LateRows(
-                    pair.seen.groups[0],
-                    index,
-                    x,
-                    block.trains_bias,
-                    packed,
-                    shape.groups,
-                    add_inputs,
+        def add(x: Any, d: Tensor, rows: LiveRows) -> None:
+            if staged.cleared == cleared:
+                staged.bring(
+                    self._statistics(block, pair.module, x, d, rows), scale, current.number
                 )
-            )
 
-    @staticmethod
-    def _final(block: KroneckerBlock, seen: SeenRows) -> bool:
-        """Whether it does not matter which rows turn out to take part."""
-        if all(g.examples or g.everything for g in seen.groups):
-            return True
-        return all(group.selected for group in seen.groups)
+        if live.mask is None or group.selected:
+            add(pair.x, pair.d, live)
+        elif not self._has_single_rows(block, pair):
+            current.late.append(LateRows(group, None, partial(add, pair.x, pair.d)))
+        else:
+            add(pair.x, pair.d, live)
+            index = (~live.mask).nonzero().squeeze(1)
+            leading = len(group.shape)
+            x = pair.x.reshape(group.number, *pair.x.shape[leading:])[index]
+            zeros = pair.d.new_zeros(()).expand(len(index), *pair.d.shape[leading:])
+            current.late.append(LateRows(group, index, partial(add, x, zeros)))
 
-    def _keep(self, block: KroneckerBlock, pair: _Pair, live: LiveRows | None) -> None:
+    def _has_single_rows(self, block: KroneckerBlock, pair: _Pair) -> bool:
+        """Whether some rows of a pair are a pair of the layer."""
+        rows = pair.seen.group.shape
+        if not isinstance(pair.x, Tensor) or is_attention(pair.module):
+            return False
+        if self.approximation == "reduce" and len(rows) > 1:
+            return False
+        kind = block.kinds.get(pair.module)
+        fits = pair.x.shape[: len(rows)] == pair.d.shape[: len(rows)] == rows
+        return fits and (kind is None or kind.rows is None)
+
+    def _keep(self, block: KroneckerBlock, pair: _Pair, source: int) -> None:
         """Keep a pair on a device until its pass ends, or many have come."""
+        x, d, group = pair.x, pair.d, pair.seen.group
+        rows = None if group.certain else pair.seen
+        form = partial(self._statistics, block, pair.module, x, d)
+        plain = type(block) is KroneckerBlock
+        what: Any = form
+        tensors = (x, d) if isinstance(x, Tensor) else (x.hidden, x.index, x.weights, d)
+        if plain and block.kinds[pair.module].statistics is linear_statistics:
+            what = LinearPair(x, d, block.trains_bias, self.approximation)
+        elif group.certain:
+            what = form(all_rows(group.number))
+            tensors = tuple(what.factors.values())
         staged, number = block.staged, pair.seen.of.number
-        what = self._queued(block, pair, live)
-        certain = isinstance(what, PairStatistics) or all(g.examples for g in pair.seen.groups)
-        rows = None if certain else pair.seen
-        partly = partial(self._add, block, pair)
-        queued = QueuedPair(
-            what, staged, number, self.gradient_scale, self._places[block], rows, partly
-        )
+        place, partly = self._places[block], partial(self._add, block, pair)
+        queued = QueuedPair(what, tensors, staged, number, self.gradient_scale, place, rows, partly)
         # The memory of a graph's pairs, which have no source, is the graph's.
-        self.queue.add(queued, keep=pair.source >= 0 and staged.keeps)
-
-    def _queued(
-        self, block: KroneckerBlock, pair: _Pair, live: LiveRows | None
-    ) -> Rows | PairStatistics | WaitingPair:
-        """What is kept of a pair on a device."""
-        module, x, d = pair.module, pair.x, pair.d
-        if type(block) is KroneckerBlock and block.kinds[module].statistics is linear_statistics:
-            return Rows(x, d, block.trains_bias, self.approximation)
-
-        def form(rows: LiveRows) -> PairStatistics:
-            with span("capture"), ieee_matmul(d.device):
-                return self._statistics(block, module, x, d, (ALONE, ALONE), rows)
-
-        groups = pair.seen.groups
-        if all(g.examples or g.everything for g in groups):
-            return form(all_rows(sum(group.number for group in groups)))
-        held = (x, d) if isinstance(x, Tensor) else (x.hidden, x.index, x.weights, d)
-        return WaitingPair(held, d, form)
+        self.queue.add(queued, keep=source >= 0 and staged.keeps)
 
     def _statistics(
-        self,
-        block: KroneckerBlock,
-        module: nn.Module,
-        x: Any,
-        d: Tensor,
-        key: tuple[int, int],
-        rows: LiveRows,
+        self, block: KroneckerBlock, module: nn.Module, x: Any, d: Tensor, rows: LiveRows
     ) -> PairStatistics:
+        """The sums of a pair, of the rows that take part."""
         approximation = self.approximation
         if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
             approximation = self.conv_approximation
-        # Layers fed by one tensor have one A: the last one's may serve (Ba et al. 2017, app. C).
-        plain = isinstance(module, nn.Linear) and type(block) is KroneckerBlock and key[0] >= 0
-        plain = plain and not block.shape.marginal
-        mine, last, known = (*key, block.trains_bias), self.last_a, None
-        if plain and last is not None and last[0] == mine and last[1] is not block:
-            known = last[2]
         wide = torch.promote_types(self.factor_dtype, torch.float32)
         packed = block.staged.triangular and d.device.type == "cpu"  # else all layers' at once
-        form = Form(block.trains_bias, approximation, packed, known, rows)
+        form = Form(block.trains_bias, approximation, packed, rows)
         x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
-        pair = block.statistics(module, x, d.to(wide), form)
-        if known is not None and pair.factors["A"] is known.factors["A"]:
-            return replace(pair, factors={**pair.factors, "A": pair.factors["A"].clone()})
-        if plain:
-            self.last_a = (mine, block, pair)
-        return pair
+        plain = torch.autocast(d.device.type, enabled=False)
+        with torch.no_grad(), plain, span("capture"), ieee_matmul(d.device):
+            return block.statistics(module, x, d.to(wide), form)
 
 
-@dataclass(frozen=True)
-class _Pair:
+class _Pair(NamedTuple):
     """A captured pair, and its rows."""
 
     module: nn.Module
     x: Any
     d: Tensor
-    source: int
     seen: SeenRows
-
-    def linear_rows(self, block: KroneckerBlock) -> Tensor:
-        """The rows of the input, ``(rows, in)``."""
-        rows = block.kinds[self.module].rows
-        x = self.x if rows is None else rows(self.module, self.x, self.d)[0]
-        return cast(Tensor, x).reshape(-1, x.shape[-1])
-
-
-def _is_rows(block: KroneckerBlock, pair: _Pair, approximation: Approximation) -> bool:
-    """Whether A is a sum over rows of the input, one by one."""
-    kind, shape = block.kinds.get(pair.module), block.shape
-    if kind is None or type(block) is not KroneckerBlock or not isinstance(pair.x, Tensor):
-        return False
-    if approximation == "reduce" and len(pair.seen.groups[0].shape) > 1:
-        return False
-    if shape.marginal or shape.diagonal_a or len(pair.seen.groups) > 1:
-        return False
-    linear = kind.statistics is linear_statistics or kind.rows is not None
-    return linear or is_attention(pair.module)

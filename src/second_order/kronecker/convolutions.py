@@ -16,16 +16,14 @@ input; its bias, which is added at locations of the output, is apart.
 Rows are whole images or signals. Sources: Grosse & Martens 2016, eq. 30-35 (KFC), Ba et al. 2017,
 appendix A (reduce).
 
-Shapes: padded input (N, C, H', W'); groups g of c = C / g channels; kernel k₁ x k₂, dilation
-d₁ x d₂, output H x W with H' = H + (k₁ - 1) d₁ and W' = W + (k₂ - 1) d₂.
+This is done on CPUs, without groups and dilation; all else has its patches. Shapes: padded input
+(N, C, H', W'), kernel k₁ x k₂, output H x W with H' = H + k₁ - 1 and W' = W + k₂ - 1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache, reduce
 from typing import TypeAlias, cast
 
 import torch
@@ -40,23 +38,18 @@ from second_order.kronecker.layers import (
     LayerKind,
     PairStatistics,
     gram,
-    symmetric,
+    with_ones,
 )
+from second_order.kronecker.triangles import pack_upper_triangular
 
-__all__ = ["CONV", "extract_patches", "pad_input", "patch_second_moment", "sum_patches"]
+__all__ = ["CONV", "extract_patches", "pad_input", "patch_second_moment"]
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 AUTOCORRELATION_ELEMENTS = 2**20  # least elements of a patch matrix spared
 
-# Elements of matrices of zeros and ones. On one core a product was 3 to 10 times faster than
-# patches for usual layers, and 5 to 200 times slower for windows of 10 to 400 in a long signal.
-TAPS_AT_ONCE, TAPS_A_DIMENSION = 2**16, 2**12
-
 # Positions to a piece: oneDNN adds one after the other: half a million in float32 were off by 2e-4.
 LONGEST_SUM = 2**14
-
-BAND_ROWS = 256  # rows that are copied at a time
 
 
 # ------------------------------------------------------------------------------------------ patches
@@ -100,191 +93,123 @@ def extract_patches(x: Tensor, conv: Convolution) -> Tensor:
     return torch.unflatten(x, 1, (conv.groups, -1))
 
 
-def sum_patches(x: Tensor, conv: Convolution) -> Tensor:
-    """The sum of all patches of each example, without the patches where that is faster.
-
-    Every tap of the kernel meets some of the inputs: a product of the input with a matrix of zeros
-    and ones. ``(N, groups, in)``, with the order of ``conv.weight.flatten(1)``.
-    """
-    dims, sizes = len(conv.kernel_size), zip(x.shape[2:], conv.kernel_size, strict=True)
-    if any(size * kernel > TAPS_A_DIMENSION for size, kernel in sizes):
-        patches = extract_patches(x, conv)
-        return patches.sum(tuple(range(3 + dims, 3 + 2 * dims))).flatten(2)
-    sides = padding_per_side(conv)
-    if conv.padding_mode != "zeros":
-        x, sides = pad_input(x, conv), [(0, 0)] * len(sides)
-    each = zip(x.shape[2:], conv.kernel_size, conv.stride, conv.dilation, sides, strict=True)
-    met = [_taps_met(*one, x.dtype, x.device) for one in each]
-    if math.prod(conv.kernel_size) * x.shape[2:].numel() > TAPS_AT_ONCE:
-        # The taps of one spatial dimension do not ask for those of another.
-        x = x @ met[-1].mT
-        for i in reversed(range(dims - 1)):
-            x = met[i] @ x.flatten(3 + i)
-    else:
-        all_met = reduce(torch.kron, met)
-        if x.is_contiguous():
-            x = x.flatten(2) @ all_met.mT
-        else:  # channels last, as a rule
-            x = (all_met @ x.movedim(1, -1).flatten(1, -2)).mT
-    return torch.unflatten(x.flatten(1), 1, (conv.groups, -1))
-
-
-@lru_cache(maxsize=256)
-def _taps_met(
-    size: int,
-    kernel: int,
-    stride: int,
-    dilation: int,
-    side: tuple[int, int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """A matrix ``(kernel, size)``: 1 where a tap meets an input along one dimension."""
-    with torch.inference_mode(False):
-        outputs = (size + sum(side) - dilation * (kernel - 1) - 1) // stride + 1
-        met = torch.zeros(kernel, size, dtype=dtype, device="cpu")
-        for tap in range(kernel):
-            first = tap * dilation - side[0]
-            last = first + (outputs - 1) * stride
-            met[tap, first if first >= 0 else first % stride : max(0, last + 1) : stride] = 1.0
-        return met.to(device)
-
-
 # ------------------------------------------------------------- second moments without patches
 
 
-def patch_second_moment(
-    x: Tensor, kernel: tuple[int, int], dilation: tuple[int, int] = (1, 1), groups: int = 1
-) -> Iterator[tuple[int, Tensor]]:
+def patch_second_moment(x: Tensor, kernel: tuple[int, int]) -> Tensor:
     """Sum over examples and output positions of the outer products of the patches, at stride 1.
 
-    The sum is made in bands of rows, so that the whole ``(groups, c k₁ k₂, c k₁ k₂)`` need not
-    exist; the taps of a channel are next to each other, as in ``weight.flatten(1)``.
-
-    Of the padded input ``(N, C, H', W')``. Yields the first row of each band, and the band as
-    :func:`~second_order.kronecker.triangles.write_band` takes it.
+    ``x`` is the padded input ``(N, C, H', W')``. Returns ``(C k₁ k₂, C k₁ k₂)``. The taps of a
+    channel are next to each other, as in ``weight.flatten(1)``.
     """
-    c, taps = x.shape[1] // groups, kernel[0] * kernel[1]
+    dim = x.shape[1] * math.prod(kernel)
     x = x.contiguous(memory_format=torch.channels_last)  # a quarter faster for narrow layers
-    blocks = _tap_blocks(x, x, kernel, dilation, groups).view(taps, groups, c, taps, c)
-    channels = max(1, BAND_ROWS // taps)
-    for first in range(0, c, channels):
-        # The taps of the second index move from the outermost place to the innermost.
-        band = blocks[:, :, first : first + channels, :, first:].permute(1, 2, 3, 4, 0)
-        yield first * taps, band.flatten(3).flatten(1, 2)
+    blocks = _tap_blocks(x, x, kernel).flatten(0, 1).flatten(2, 3)  # (taps, C, taps, C)
+    # The taps of the second index move from the outermost place to the innermost.
+    return blocks.permute(1, 2, 3, 0).reshape(dim, dim)
 
 
-def _tap_blocks(
-    x: Tensor, y: Tensor, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
-) -> Tensor:
-    """Blocks of the second moment by pairs of taps, ``(k₁, k₂, g, c, k₁, k₂, c)``.
+def _tap_blocks(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """Blocks of the second moment by pairs of taps, ``(k₁, k₂, C, k₁, k₂, C)``.
 
-    [i', j', :, a, i, j, b] is the sum of y[a, s + (i, j)] x[b, s + (i', j')]; y is x with a sign
+    [i', j', a, i, j, b] is the sum of y[a, s + (i, j)] x[b, s + (i', j')]. ``y`` is x with a sign
     for each example, its weight in the sum.
     """
-    (k1, k2), (d1, d2) = kernel, dilation
-    height, width = x.shape[2] - (k1 - 1) * d1, x.shape[3] - (k2 - 1) * d2
-    c = x.shape[1] // groups
-    blocks = x.new_empty(k1, k2, groups, c, k1, k2, c)
-    blocks[..., 0, 0, :] = _correlation(x, y[:, :, :height, :width], kernel, dilation, groups)
+    k1, k2 = kernel
+    channels = x.shape[1]
+    height = x.shape[2] - k1 + 1
+    width = x.shape[3] - k2 + 1
+    blocks = x.new_empty(k1, k2, channels, k1, k2, channels)
+
+    # Pairs that start with a corner of the first row.
+    blocks[..., 0, 0, :] = _correlation(x, y[:, :, :height, :width], (k1, k2))
     if k1 > 1 and k2 > 1:
-        left, last = x[:, :, d1:, : width + (k2 - 2) * d2], y[:, :, :height, (k2 - 1) * d2 :]
-        blocks[1:, :-1, ..., 0, -1, :] = _correlation(
-            left, last, (k1 - 1, k2 - 1), dilation, groups
-        )
+        left = x[:, :, 1:, : width + k2 - 2]
+        last = y[:, :, :height, k2 - 1 :]
+        blocks[1:, :-1, :, 0, -1, :] = _correlation(left, last, (k1 - 1, k2 - 1))
+
+    # All pairs that start in the first row, then all pairs.
     if k2 > 1:
-        _shift_columns(blocks, _column_change(x, y, kernel, dilation, groups))
+        _shift_columns(blocks, _column_change(x, y, kernel))
     for j in range(k2):
-        row = blocks[0, :, :, :, 0, j]
+        row = blocks[0, :, :, 0, j]
         row[j] = (row[j] + row[j].mT) / 2
-        row[:j] = blocks[0, j, :, :, 0, :j].permute(2, 0, 3, 1)
+        row[:j] = blocks[0, j, :, 0, :j].permute(1, 2, 0)
     if k1 > 1:
-        _shift_rows(blocks, _row_change(x, y, kernel, dilation, groups))
+        _shift_rows(blocks, _row_change(x, y, kernel))
     return blocks
 
 
-def _correlation(
-    x: Tensor, y: Tensor, taps: tuple[int, int], dilation: tuple[int, int], groups: int
-) -> Tensor:
-    """Correlate: [i', j', :, a, b] sums y[a, s] x[b, s + (i', j')], all i', j' below ``taps``."""
-    c = x.shape[1] // groups
+def _correlation(x: Tensor, y: Tensor, taps: tuple[int, int]) -> Tensor:
+    """Correlate: [i', j', a, b] sums y[a, s] x[b, s + (i', j')], all i', j' below ``taps``."""
+    channels = x.shape[1]
     examples = max(1, LONGEST_SUM // y[0, 0].numel())
-    parts = [
-        conv2d_weight(some, (x.shape[1], c, *taps), weighted, dilation=dilation, groups=groups)
-        for some, weighted in zip(x.split(examples), y.split(examples), strict=True)
-    ]
-    sums: Tensor = sum(parts[1:], parts[0])
-    return sums.view(groups, c, c, *taps).permute(3, 4, 0, 1, 2)
+    total = x.new_zeros(channels, channels, *taps)
+    for some, weighted in zip(x.split(examples), y.split(examples), strict=True):
+        total += conv2d_weight(some, total.shape, weighted)
+    return total.permute(2, 3, 0, 1)
 
 
 def _ends(x: Tensor, dim: int, size: int) -> tuple[Tensor, Tensor]:
     return x.narrow(dim, 0, size), x.narrow(dim, x.shape[dim] - size, size)
 
 
-def _column_change(
-    x: Tensor, y: Tensor, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
-) -> Tensor:
+def _column_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     """The change of the blocks of the first row of taps when both taps move a column to the right.
 
-    ``(k₁, k₂ - 1, g, c, k₂ - 1, c)``: [i', j', ..., j, :] leads from j, j' to the next.
+    ``(k₁, k₂ - 1, C, k₂ - 1, C)``: [i', j', :, j, :] leads from j, j' to the next.
     """
-    taps, c = kernel[1] - 1, x.shape[1] // groups
-    height = x.shape[2] - (kernel[0] - 1) * dilation[0]
+    taps = kernel[1] - 1
+    channels = x.shape[1]
+    height = x.shape[2] - kernel[0] + 1
+    first, last = _ends(y[:, :, :height], 3, taps)
 
-    def by_tap(first: Tensor, last: Tensor) -> Tensor:
-        ends = torch.cat([first, last]).permute(0, 2, 3, 1)
-        return ends.reshape(*ends.shape[:2], taps, dilation[1], groups, c)
-
-    # (2 N, H, k₂ - 1, d₂, g, c) and (2 N, k₁, k₂ - 1, d₂, g, c, H) as matrices of rows
-    right = by_tap(*_ends(x, 3, taps * dilation[1])).unfold(1, height, dilation[0])
-    right = right.permute(4, 0, 6, 3, 1, 2, 5).reshape(groups, -1, kernel[0] * taps * c)
-    first, last = _ends(y[:, :, :height], 3, taps * dilation[1])
-    left = by_tap(-first, last).permute(4, 0, 1, 3, 2, 5).reshape(groups, -1, taps * c)
-    change: Tensor = left.mT @ right
-    return change.view(groups, taps, c, kernel[0], taps, c).permute(3, 4, 0, 2, 1, 5)
+    # (2 N, H, k₂ - 1, C) and (2 N, k₁, k₂ - 1, C, H) as matrices of rows
+    left = torch.cat([-first, last]).permute(0, 2, 3, 1)
+    left = left.reshape(-1, taps * channels)
+    right = torch.cat(_ends(x, 3, taps)).permute(0, 2, 3, 1).unfold(1, height, 1)
+    right = right.permute(0, 4, 1, 2, 3).reshape(-1, kernel[0] * taps * channels)
+    change = (left.mT @ right).view(taps, channels, kernel[0], taps, channels)
+    return change.permute(2, 3, 1, 0, 4)
 
 
 def _shift_columns(blocks: Tensor, change: Tensor) -> None:
     """Complete the blocks whose first tap is in the first row."""
     k2 = blocks.shape[1]
     for j in range(k2 - 1):
-        out = blocks[:, j + 1 :, :, :, 0, j + 1]
-        torch.add(blocks[:, j:-1, :, :, 0, j], change[:, j:, :, :, j], out=out)
+        out = blocks[:, j + 1 :, :, 0, j + 1]
+        torch.add(blocks[:, j:-1, :, 0, j], change[:, j:, :, j], out=out)
     for j in reversed(range(1, k2 - 1)):
-        out = blocks[1:, :j, :, :, 0, j]
-        torch.sub(blocks[1:, 1 : j + 1, :, :, 0, j + 1], change[1:, :j, :, :, j], out=out)
+        out = blocks[1:, :j, :, 0, j]
+        torch.sub(blocks[1:, 1 : j + 1, :, 0, j + 1], change[1:, :j, :, j], out=out)
 
 
-def _row_change(
-    x: Tensor, y: Tensor, kernel: tuple[int, int], dilation: tuple[int, int], groups: int
-) -> Tensor:
+def _row_change(x: Tensor, y: Tensor, kernel: tuple[int, int]) -> Tensor:
     """The change of the blocks when both taps move a row down.
 
-    ``(k₁ - 1, k₂, g, k₁ - 1, c, k₂, c)``: [i', ..., i, :, :, :] leads from i, i' to the next.
+    ``(k₁ - 1, k₂, k₁ - 1, C, k₂, C)``: [i', :, i, :, :, :] leads from i, i' to the next.
     """
-    taps, c = kernel[0] - 1, x.shape[1] // groups
+    taps = kernel[0] - 1
+    channels = x.shape[1]
 
     def as_channels(first: Tensor, last: Tensor) -> Tensor:
-        # The rows of a tap as channels (g, k₁ - 1, c) of an image of d₁ rows.
-        ends = torch.cat([first, last]).permute(0, 2, 3, 1)
-        ends = ends.reshape(ends.shape[0], taps, dilation[0], -1, groups, c)
-        return ends.permute(0, 2, 3, 4, 1, 5).flatten(3).permute(0, 3, 1, 2)
+        # The rows of a tap as channels (k₁ - 1, C) of an image of one row.
+        ends = torch.cat([first, last]).permute(0, 3, 2, 1)
+        return ends.flatten(2).unsqueeze(1).permute(0, 3, 1, 2)
 
-    right = as_channels(*_ends(x, 2, taps * dilation[0]))
-    first, last = _ends(y, 2, taps * dilation[0])
-    left = as_channels(-first, last)
-    change = _tap_blocks(right, left, (1, kernel[1]), (1, dilation[1]), groups)
-    change = change.view(kernel[1], groups, taps, c, kernel[1], taps, c)
-    return change.movedim(5, 0)
+    first, last = _ends(y, 2, taps)
+    right = as_channels(*_ends(x, 2, taps))
+    change = _tap_blocks(right, as_channels(-first, last), (1, kernel[1]))
+    return change.view(kernel[1], taps, channels, kernel[1], taps, channels).movedim(4, 0)
 
 
 def _shift_rows(blocks: Tensor, change: Tensor) -> None:
     """Complete all blocks from those whose first tap is in the first row."""
     for i in range(blocks.shape[0]):
         if i > 0:
-            out = blocks[i:, :, :, :, i]
-            torch.add(blocks[i - 1 : -1, :, :, :, i - 1], change[i - 1 :, :, :, i - 1], out=out)
-        blocks[:i, :, :, :, i] = blocks[i, :, :, :, :i].permute(3, 4, 1, 5, 0, 2)
+            out = blocks[i:, :, :, i]
+            torch.add(blocks[i - 1 : -1, :, :, i - 1], change[i - 1 :, :, i - 1], out=out)
+        blocks[:i, :, :, i] = blocks[i, :, :, :i].permute(2, 3, 4, 0, 1)
 
 
 # --------------------------------------------------------------------------------------- statistics
@@ -298,18 +223,18 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     4.9 times as fast at 16 x 16 positions and above with 16 to 128 channels, 1.7 at 8 x 8. Below a
     million patch elements, or with a window of less than twice the kernel's reach, it is slower.
     """
-    usual = isinstance(conv, nn.Conv1d | nn.Conv2d) and x.device.type == "cpu"
-    if not usual or any(stride > 1 for stride in conv.stride):
+    plain = isinstance(conv, nn.Conv1d | nn.Conv2d) and conv.groups == 1
+    if not plain or x.device.type != "cpu" or any(n > 1 for n in (*conv.stride, *conv.dilation)):
         return False
-    padded = [n + sum(p) for n, p in zip(x.shape[2:], padding_per_side(conv), strict=True)]
-    reach = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size, strict=True)]
-    outputs = [n - r for n, r in zip(padded, reach, strict=True)]
-    positions, taps = x.shape[0] * math.prod(outputs), math.prod(conv.kernel_size)
-    return (
-        taps > 1
-        and all(n > 2 * r for n, r in zip(outputs, reach, strict=True))
-        and positions * min(x.shape[1] * taps, 1024) >= AUTOCORRELATION_ELEMENTS
-    )
+    positions = len(x)
+    windows = zip(x.shape[2:], padding_per_side(conv), conv.kernel_size, strict=True)
+    for size, sides, kernel in windows:
+        output = size + sum(sides) - kernel + 1
+        if output <= 2 * (kernel - 1):
+            return False
+        positions *= output
+    taps = math.prod(conv.kernel_size)
+    return taps > 1 and positions * min(x.shape[1] * taps, 1024) >= AUTOCORRELATION_ELEMENTS
 
 
 def _autocorrelation_gram(
@@ -318,14 +243,15 @@ def _autocorrelation_gram(
     """:func:`gram` of the patches of the padded input ``x``, computed without patches."""
     if x.dim() == 3:  # of one dimension: an image of one row
         x = x.unsqueeze(2)
-    (k1, k2), (d1, d2) = (1, *conv.kernel_size)[-2:], (1, *conv.dilation)[-2:]
-    dim, column = conv.weight[0].numel(), None
-    height, width = x.shape[2] - (k1 - 1) * d1, x.shape[3] - (k2 - 1) * d2
+    k1, k2 = (1, *conv.kernel_size)[-2:]
+    height = x.shape[2] - k1 + 1
+    width = x.shape[3] - k2 + 1
+    moment = patch_second_moment(x, (k1, k2)).unsqueeze(0)
     if homogeneous:
-        windows = x.sum(0).unfold(1, height, d1).unfold(2, width, d2)  # (C, k₁, k₂, H, W)
-        column = windows.sum((-2, -1)).view(conv.groups, dim)
-    bands = patch_second_moment(x, (k1, k2), (d1, d2), conv.groups)
-    return symmetric(bands, x, dim, column, examples * (height * width), triangular)
+        windows = x.sum(0).unfold(1, height, 1).unfold(2, width, 1)  # (C, k₁, k₂, H, W)
+        column = windows.sum((-2, -1)).view(1, -1)
+        moment = with_ones(moment, column, examples * (height * width))
+    return pack_upper_triangular(moment) if triangular else moment
 
 
 def _live_images(
@@ -350,37 +276,46 @@ def _live_images(
 def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
     """Statistics of a convolution, whose rows are patches of x, or a transposed one, those of d."""
     conv = cast(Convolution, module)
-    dims, groups, packed = len(conv.kernel_size), conv.groups, form.triangular
+    dims = len(conv.kernel_size)
+    spatial = tuple(range(-dims, 0))
+    packed = form.triangular
     x, d, examples = _live_images(x, d, dims, form)
-    count = len(d)
+
+    # Gradients as maps (N, groups, *features, *locations).
     if conv.transposed:
-        d = extract_patches(d, conv)  # (N, groups, out / groups, *kernel, *locations)
-        for i, size in enumerate(x.shape[2:]):  # output padding can make room for more
-            d = d.narrow(3 + dims + i, 0, size)
-        d = d.flatten(3 + dims).flatten(2, 2 + dims)
-        maps = x.flatten(2).unflatten(1, (groups, -1))  # (N, groups, in, T)
+        outputs = extract_patches(d, conv)
+        for dim in spatial:  # output padding can make room for more
+            outputs = outputs.narrow(dim, 0, x.shape[dim])
     else:
-        d = d.flatten(2).unflatten(1, (groups, -1))
-    locations = d.shape[-1]  # (N, groups, out, T)
-    if form.approximation == "reduce":
-        means = maps.mean(-1) if conv.transposed else sum_patches(x, conv).div_(locations)
-        g = gram(d.sum(-1).transpose(0, 1), False, packed)
-        a = gram(means.transpose(0, 1), form.bias, packed, examples)
-        return PairStatistics({"A": a, "G": g}, examples)
-    # Copied along the locations, which lie next to each other in most inputs.
-    rows_d = d.permute(1, 2, 0, 3).reshape(groups, -1, count * locations).mT
-    g = gram(rows_d, False, packed).div_(locations)
-    if _spares_patches(conv, x):
+        outputs = d.unflatten(1, (conv.groups, -1))
+    locations = outputs.shape[-dims:].numel()
+    reduces = form.approximation == "reduce"
+    rows = outputs.sum(spatial).flatten(2).transpose(0, 1) if reduces else _rows(outputs, dims)
+    g = gram(rows, False, packed)
+    if not reduces:
+        g.div_(locations)
+
+    # Inputs alike.
+    if not reduces and _spares_patches(conv, x):
         a = _autocorrelation_gram(pad_input(x, conv), conv, form.bias, packed, examples)
         return PairStatistics({"A": a, "G": g}, examples)
-    if conv.transposed:
-        columns = maps.permute(1, 2, 0, 3)
-    else:  # from (N, groups, C / groups, *kernel, *output)
-        order = (1, *range(2, 3 + dims), 0, *range(3 + dims, 3 + 2 * dims))
-        columns = extract_patches(x, conv).permute(order)
-    columns = columns.reshape(groups, -1, count * locations)
-    a = gram(columns.mT, form.bias, packed, examples * locations)
+    inputs = x.unflatten(1, (conv.groups, -1)) if conv.transposed else extract_patches(x, conv)
+    if reduces:
+        means = inputs.mean(spatial).flatten(2).transpose(0, 1)
+        a = gram(means, form.bias, packed, examples)
+    else:
+        a = gram(_rows(inputs, dims), form.bias, packed, examples * locations)
     return PairStatistics({"A": a, "G": g}, examples)
+
+
+def _rows(maps: Tensor, dims: int) -> Tensor:
+    """Maps ``(N, groups, *features, *locations)`` as rows ``(groups, N x locations, features)``.
+
+    They are copied along the locations, which lie next to each other in most inputs.
+    """
+    columns = maps.movedim(0, -dims - 1)
+    number = columns.shape[-dims - 1 :].numel()
+    return columns.reshape(len(columns), -1, number).mT
 
 
 def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:

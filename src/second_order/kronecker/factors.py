@@ -8,7 +8,7 @@ Everything is decided on the device, so that no update waits for the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
@@ -71,13 +71,11 @@ class StagedStatistics:
         revision: A number that changes whenever the sums may have.
         cleared: The revision of the last :meth:`clear`.
         explanation: The gradient in these passes beside the pairs, where they are compared.
-        settle: Brings what passes have yet to bring, if there may be any.
         since: A number that is larger than those of all passes before the last :meth:`clear`.
         keeps: Whether pairs may be kept until their pass ends.
     """
 
     explanation: Explanation | None = None
-    settle: Callable[[], None] | None = None
     keeps = True
 
     def __init__(
@@ -122,9 +120,13 @@ class StagedStatistics:
         """Note a backward pass that brings a pair."""
         self._passes.add(pass_id)
 
-    def expect(self, pass_id: int, *, again: bool = False) -> None:
-        """Count a pair of a backward pass, which :func:`put` brings; arguments as :meth:`add`'s."""
+    def expect(self, pass_id: int, *, again: bool = False, work: int = 0) -> None:
+        """Count a pair of a backward pass, which :func:`put` brings; arguments as :meth:`add`'s.
+
+        ``work``: operations of its layer.
+        """
         self.note(pass_id)
+        self.work += work
         self.pairs += 1
         self.revision += 1
         if not again:
@@ -160,20 +162,14 @@ class StagedStatistics:
         record = torch.cat([_number(pair.examples, means[0]), *means, *routed]).to(self.dtype)
         if not math.isfinite(record.sum()):  # nobody waits for an answer
             record.zero_()
-            # Not in place: another layer may have been given the same A.
             found = {k: torch.zeros_like(factor) for k, factor in found.items()}
             self.dropped += 1
         put([(self, pass_id, found, record)])
 
-    def bring_inputs(self, a: Tensor, examples: int | Tensor, pass_id: int) -> None:
-        """Add more rows to the A of a pair that was brought before."""
-        a = _stored(a, self.triangular).to(self.dtype)
-        mean = mean_eigenvalue(a, self.shape.dims["A"])
-        opened = self._open.get(pass_id)
-        if opened is None:  # the layer's statistics have been dropped since
-            return
-        opened.factors["A"].add_(a)
-        opened.record[: 1 + self.shape.groups] += torch.cat([_number(examples, mean), mean])
+    def drop_changed(self) -> None:
+        """Drop a pair that was changed while it was kept; none is to be kept again."""
+        self.keeps = False
+        self.dropped.add_(1)
 
     def sums(self, micro_batches: int = 1) -> StatisticsSums:
         """The sums of the step, as :func:`sums_of` gives them."""
@@ -282,8 +278,6 @@ def sums_of(
     the mean over its uses, and G their sum (the lumped statistics of Ba et al. 2017, appendix C).
     """
     for each in staged:
-        if each.settle is not None:
-            each.settle()
         for pass_id in [*each._open]:  # passes that nothing has ended, as with losses that are sums
             end_pass([each], pass_id, None)
     keys = [(each.device, each.factor_dtype, each._record is None) for each in staged]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import second_order.kronecker.convolutions  # noqa: F401 - whose kinds come before a user's
 from second_order.kronecker.exact import GAINS, NORMALISATIONS, Gain
-from second_order.kronecker.experts import is_router
+from second_order.kronecker.experts import ROUTER_SIZES
 from second_order.kronecker.layers import (
     KINDS,
     FactorShape,
@@ -46,17 +46,20 @@ from second_order.kronecker.layers import (
     linear_statistics,
     rows_of_embedding,
 )
-from second_order.kronecker.standardised import STANDARDISED, is_standardised
 
 __all__ = ["found_kind", "register_layer", "ties_of"]
 
 TIED_EMBEDDING, TIED_OUTPUT = "tied embedding", "tied output"
 TRANSPOSED = "transposed linear"
-TRANSPOSED_CLASSES = ("transformers.pytorch_utils.Conv1D",)
-"""Classes of Linears whose weight is (in, out), by their full names."""
+LIKE_LINEARS: dict[str, Key] = {"transformers.pytorch_utils.Conv1D": TRANSPOSED}
+"""Other packages' classes of Linears, by their full names."""
 
-SIZE_NAMES = (("out_features", "in_features"), ("out_channels", "in_channels"))
-"""Names of the sizes of a product, as torch's Linear and torch_geometric's Linear have them."""
+SIZE_NAMES = (
+    ("out_features", "in_features"),  # torch.nn.Linear
+    ("out_channels", "in_channels"),  # torch_geometric.nn.Linear
+    ROUTER_SIZES,  # transformers' routers of experts
+)
+"""Names of the sizes of a weight, (out, in)."""
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -72,7 +75,7 @@ def _attention_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -
     each: list[PairStatistics] = []
     for third, (part, of) in enumerate(zip(x, d, strict=True)):
         own = None if form.rows is None else form.rows.third(third)
-        each.append(linear_statistics(module, part, of, replace(form, known=None, rows=own)))
+        each.append(linear_statistics(module, part, of, replace(form, rows=own)))
     # The examples are the queries, which have loss terms; A is a mean over each third's own rows.
     counts = [at_least_one(pair.examples) for pair in each]
     more = [counts[0] / count for count in counts]
@@ -152,56 +155,63 @@ def ties_of(kinds: Mapping[nn.Module, Key | None]) -> dict[nn.Module, Key]:
 def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
     """The key of a module's kind, or why it has none.
 
-    A module of an unknown class is taken for a Linear if its weight has the sizes that the module
-    names (:data:`SIZE_NAMES`), until its first statistics show whether it is one: see
-    :mod:`second_order.kronecker.explanation`. So is a router of experts.
+    The kind of its class, if it has the class's forward. Else that of a Linear, if the class is in
+    :data:`LIKE_LINEARS` or the weight has the sizes that the module names (:data:`SIZE_NAMES`). Its
+    first statistics then show whether it is one: see :mod:`second_order.kronecker.explanation`.
     """
-    key, kind = key_of(module), type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        return None, f"{kind} has no Kronecker factors here"
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    forward = type(module).forward
+        return None, "torch.jit has compiled it and runs no hooks; train the plain module"
+    key, name = key_of(module), type(module).__name__
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-    standardised = key is nn.Conv2d and is_standardised(module)
-    if standardised or (isinstance(key, type) and (forward is key.forward or scaled)):
-        key = STANDARDISED if standardised else cast(Key, key)
-        weight = module._parameters.get(KINDS[key].weight)
-        if isinstance(weight, nn.parameter.UninitializedParameter):
-            reason = "run one forward before making the optimizer"
-            return None, f"its weight is not initialised yet: {reason}"
-        if getattr(module, "sparse", False):
-            return None, "its gradient is sparse"
-        if getattr(module, "scale_grad_by_freq", False):
-            return None, "its gradient is scaled by how often entries are looked up"
-        if isinstance(weight, nn.Parameter):
-            return key, None
-        if isinstance(module, nn.MultiheadAttention):
-            return None, "its queries, keys and values have weights of their own"
-        return None, "its weight is computed (parametrization, weight norm or pruning)"
-    if (
-        isinstance(weight, nn.Parameter)
-        and not isinstance(module, nn.Embedding)
-        and not isinstance(weight, nn.parameter.UninitializedParameter)
-        and weight.dim() == 2
-        and min(weight.shape) > 1
-        and weight.is_floating_point()
-        and (bias is None or bias.dim() == 1)
-        and not any(True for child in module.children() for _ in child.parameters())
-    ):
-        names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
-        if any(name in TRANSPOSED_CLASSES for name in names):
-            return TRANSPOSED, None
-        if is_router(module):
-            return "linear", None
-        for out_name, in_name in SIZE_NAMES:
-            sizes = getattr(module, out_name, None), getattr(module, in_name, None)
-            if weight.shape == sizes:
-                return "linear", None
-            if weight.shape == sizes[::-1]:
-                return TRANSPOSED, None
+    if isinstance(key, type) and (scaled or type(module).forward is key.forward):
+        reason = _why_unusable(module, module._parameters.get(KINDS[key].weight))
+        return (key, None) if reason is None else (None, reason)
+    like = None if isinstance(module, nn.Embedding) else _like_linear(module)
+    if like is not None:
+        return like, None
     if isinstance(key, type):
-        return None, f"{kind} overrides {key.__name__}.forward"
-    return None, f"{kind} has no Kronecker factors here"
+        return None, f"{name} overrides {key.__name__}.forward"
+    return None, f"{name} has no Kronecker factors here"
+
+
+def _why_unusable(module: nn.Module, weight: Tensor | None) -> str | None:
+    """Why a module of a known kind has no factors, if it has none."""
+    if isinstance(weight, nn.parameter.UninitializedParameter):
+        return "its weight is not initialised yet: run one forward before making the optimizer"
+    if getattr(module, "sparse", False):
+        return "its gradient is sparse"
+    if getattr(module, "scale_grad_by_freq", False):
+        return "its gradient is scaled by how often entries are looked up"
+    if weight is not None and weight.numel() == 0:
+        return f"its weight is empty: {tuple(weight.shape)}"
+    if weight is not None:
+        return None
+    if isinstance(module, nn.MultiheadAttention):
+        return "its queries, keys and values have weights of their own"
+    return "its weight is computed (parametrization, weight norm or pruning)"
+
+
+def _like_linear(module: nn.Module) -> Key | None:
+    """The kind of Linear that a module of another class looks like."""
+    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
+    if weight is None or isinstance(weight, nn.parameter.UninitializedParameter):
+        return None
+    matrix = weight.dim() == 2 and min(weight.shape) > 1 and weight.is_floating_point()
+    if not matrix or (bias is not None and bias.dim() != 1):
+        return None
+    if any(True for child in module.children() for _ in child.parameters()):
+        return None
+    for base in type(module).__mro__:
+        like = LIKE_LINEARS.get(f"{base.__module__}.{base.__qualname__}")
+        if like is not None:
+            return like
+    for out_name, in_name in SIZE_NAMES:
+        sizes = (getattr(module, out_name, None), getattr(module, in_name, None))
+        if weight.shape == sizes:
+            return "linear"
+        if weight.shape == sizes[::-1]:
+            return TRANSPOSED
+    return None
 
 
 # ------------------------------------------------------------------------- users' own classes
@@ -272,7 +282,7 @@ def register_layer(
 
     def statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
         x, d = rows_of(module, x, d)
-        return linear_statistics(module, x, d, replace(form, known=None))
+        return linear_statistics(module, x, d, form)
 
     KINDS[kind] = LayerKind(
         statistics,

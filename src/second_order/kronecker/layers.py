@@ -23,16 +23,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.triangles import (
-    GATHERED_UP_TO,
-    Blocks,
-    blocks_of,
-    empty_symmetric,
-    pack_from_upper,
-    packed_length,
-    write_band,
-    write_last_row,
-)
+from second_order.kronecker.triangles import pack_upper_triangular, packed_length
 
 __all__ = [
     "CONVOLUTIONS",
@@ -45,8 +36,6 @@ __all__ = [
 ]
 
 Approximation: TypeAlias = Literal["expand", "reduce"]
-
-LOOKED_AT = 32  # entries of each row that are looked at before all are
 
 
 @dataclass(frozen=True)
@@ -107,12 +96,6 @@ class LiveRows:
             return rows[self.mask]
         return rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
 
-    def same(self, other: LiveRows) -> bool:
-        """Whether both are known to be the same rows; False where a device would have to tell."""
-        if self.mask is None or other.mask is None:
-            return self.mask is other.mask and bool(self.count == other.count)
-        return _answers_at_once(self.mask.device) and torch.equal(self.mask, other.mask)
-
     def third(self, which: int) -> LiveRows:
         """Those of queries, keys or values, where the rows are of all three in turn."""
         if self.mask is None:
@@ -130,22 +113,7 @@ class LiveRows:
 
 def live_rows(d: Tensor) -> LiveRows:
     """The rows of ``(rows, ...)`` that have an entry other than zero."""
-    if not _answers_at_once(d.device):
-        mask = d.flatten(1).any(1)
-        return LiveRows(mask, mask.sum())
-    # Few rows have zeros in all their first entries: only those are looked at in full.
-    look = d[:, :LOOKED_AT]
-    while look.dim() > 2:
-        look = look.select(-1, look.shape[-1] // 2)
-    suspects = (look == 0).all(1).nonzero().squeeze(1)
-    if len(suspects) == 0:
-        return LiveRows(None, len(d))
-    dead = suspects[~d[suspects].flatten(1).any(1)]
-    if len(dead) == 0:
-        return LiveRows(None, len(d))
-    mask = torch.ones(len(d), dtype=torch.bool, device=d.device)
-    mask[dead] = False
-    return LiveRows(mask, len(d) - len(dead))
+    return rows_in(d.flatten(1).any(1))
 
 
 def all_rows(number: int) -> LiveRows:
@@ -179,7 +147,6 @@ class PairStatistics:
 
     factors: dict[str, Tensor]  # the sums by letter, (groups, n, n), triangles, or diagonals
     examples: int | Tensor  # on a device a scalar tensor, which the host does not read
-    live: LiveRows | None = None  # the rows that A is a sum over, if another layer may use it
     routed: Tensor | None = None  # examples of each group, if these have their own, (groups,)
 
 
@@ -190,7 +157,6 @@ class Form:
     bias: bool  # the homogeneous coordinate belongs to A
     approximation: Approximation  # of dimensions that share the weight (Eschenhagen et al. 2023)
     triangular: bool = False  # symmetric sums are upper triangles
-    known: PairStatistics | None = None  # of another Linear with the same input: its A may serve
     rows: LiveRows | None = None  # that A is a sum over; None for those with a gradient
 
     def live(self, d: Tensor) -> LiveRows:
@@ -215,56 +181,37 @@ def gram(
     ``homogeneous`` appends a 1 to every row, without a copy of the rows; or to so many ``ones``, if
     the others are zero. Of shape ``(groups, n, n)``, or those as triangles.
     """
-    _, rows, dim = x.shape
-    column = x.sum(1) if homogeneous else None
+    groups, rows, dim = x.shape
     # On one core, 128 rows of the upper triangle at a time are wide enough to be as fast as the
     # whole product: 576 and 1152 dimensions took 0.65 of the time. A GPU would see many small
     # kernels instead.
     strip = 128 if x.device.type == "cpu" else dim
-    # `bmm` is `@` without the views that it takes around it.
-    bands = (
-        (start, torch.bmm(x[..., start : start + strip].mT, x[..., start:]))
-        for start in range(0, dim, strip)
-    )
-    return symmetric(bands, x, dim, column, rows if ones is None else ones, triangular)
+    if dim <= strip:
+        matrix = torch.bmm(x.mT, x)  # `@` without the views that it takes around it
+    else:
+        matrix = x.new_empty(groups, dim, dim)
+        for start in range(0, dim, strip):
+            stop = min(start + strip, dim)
+            band = torch.bmm(x[..., start:stop].mT, x[..., start:])
+            matrix[:, start:stop, start:] = band
+            matrix[:, stop:, start:stop] = band[..., stop - start :].mT
+    if homogeneous:
+        matrix = with_ones(matrix, x.sum(1), rows if ones is None else ones)
+    return pack_upper_triangular(matrix) if triangular else matrix
 
 
-def symmetric(
-    bands: Iterable[tuple[int, Tensor]],
-    x: Tensor,
-    dim: int,
-    column: Tensor | None,
-    rows: int | Tensor,
-    triangular: bool,
-) -> Tensor:
-    """A symmetric matrix from bands of its rows, as for :func:`write_band`, of the dtype of ``x``.
+def with_ones(matrix: Tensor, column: Tensor, ones: int | Tensor) -> Tensor:
+    """The sum of outer products of rows, from that without the 1 that each is to have appended.
 
-    ``column``, ``(groups, dim)``, is the sum of ``rows`` rows; None without a row of ones.
+    ``column``, ``(groups, dim)``, is the sum of the rows, and ``ones`` their number.
     """
-    total, matrix = dim + (column is not None), None
-    target: Tensor | Blocks | None = None  # where the bands go
-    small = triangular and total <= GATHERED_UP_TO  # by way of the whole matrix
-    for start, band in bands:
-        if matrix is None and band.shape[-2] == total and (small or not triangular):
-            return pack_from_upper(band) if small else band
-        if matrix is None:
-            matrix = empty_symmetric(x, band.shape[0], total, triangular and not small)
-            target = blocks_of(matrix, total) if matrix.dim() == 2 else matrix
-        assert target is not None
-        if small:
-            matrix[:, start : start + band.shape[-2], start:dim] = band
-        else:
-            write_band(target, total, start, band)
-    assert matrix is not None
-    assert target is not None
-    if column is not None:
-        last = nn.functional.pad(column, (0, 1))
-        last[:, -1] = rows
-        if small:
-            matrix[..., -1] = last
-        else:
-            write_last_row(target, total, last)
-    return pack_from_upper(matrix) if small else matrix
+    groups, dim = column.shape
+    whole = matrix.new_empty(groups, dim + 1, dim + 1)
+    whole[:, :dim, :dim] = matrix
+    whole[:, :dim, dim] = column
+    whole[:, dim, :dim] = column
+    whole[:, dim, dim] = ones
+    return whole
 
 
 # ------------------------------------------------------------------------------------------ Linears
@@ -274,11 +221,8 @@ def linear_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> Pa
     """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``."""
     x, d, live = form_rows(x, d, form)
     g = gram(d.unsqueeze(0), False, form.triangular)
-    known = form.known
-    if known is not None and known.live is not None and known.live.same(live):
-        return PairStatistics({"A": known.factors["A"], "G": g}, live.count, known.live)
     a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
-    return PairStatistics({"A": a, "G": g}, live.count, live)
+    return PairStatistics({"A": a, "G": g}, live.count)
 
 
 def form_rows(x: Tensor, d: Tensor, form: Form) -> tuple[Tensor, Tensor, LiveRows]:

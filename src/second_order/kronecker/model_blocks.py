@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from second_order.kronecker.experts import EXPERTS, is_experts
 from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
 from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Approximation, FactorShape, Key
-from second_order.kronecker.standardised import is_standardised
 from second_order.patterns import first_match
 from second_order.sharded import plain_type
 
@@ -138,23 +137,36 @@ def find_blocks(
     """
     rules = BlockRules() if rules is None else rules
     rules.check(model)
-    search = _Search(model, owned, known, (factor_dtype, triangular), rules)
-    search.barred.update(excluded)
-    patterns, everything = list(skip), dict(model.named_modules(remove_duplicate=False))
+    search = _Search(model, owned, known, (factor_dtype, triangular), rules, excluded)
+    patterns = list(skip)
+    everything = dict(model.named_modules(remove_duplicate=False))
     channels: int | None = None
     for name, module in model.named_modules():
         if isinstance(module, CONVOLUTIONS):
             channels = module.out_channels
-        fed_by, channels = channels, None if isinstance(module, nn.Linear) else channels
+        fed_by = channels
+        if isinstance(module, nn.Linear):
+            channels = None
         own = {id(p) for p in module.parameters(recurse=False)} & owned.keys()
-        if own:
-            pattern = first_match(patterns, everything, name)
-            skipped = EXCLUDED if own <= excluded else ""
-            skipped = f"skip_layers: {pattern!r}" if pattern else skipped
-            search.sort(name, module, skipped, fed_by)
-    blocks = [block for key in search.sharing for block in search.blocks_of(key)]
+        if not own:
+            continue
+        pattern = first_match(patterns, everything, name)
+        if pattern:
+            search.leave_out(name, module, f"skip_layers: {pattern!r}")
+        elif own <= excluded:
+            search.leave_out(name, module, EXCLUDED)
+        else:
+            search.sort(name, module, fed_by)
+    blocks = search.blocks()
     blocks += search.others(blocks)
     return blocks, search.left_by(blocks)
+
+
+class _Member(NamedTuple):
+    """A module with a weight that it may share with others."""
+
+    name: str
+    module: nn.Module
 
 
 class _Search:
@@ -167,215 +179,236 @@ class _Search:
         known: Mapping[int, KroneckerBlock],
         stored: tuple[torch.dtype, bool],
         rules: BlockRules,
+        excluded: Set[int],
     ) -> None:
-        self.model, self.owned, self.known = model, owned, known
-        self.stored, self.rules = stored, rules
-        # By weight, the modules that have it; nothing in the place of exact blocks.
-        self.sharing: dict[int, list[tuple[str, nn.Module]]] = {}
-        self.exact: dict[int, ExactBlock] = {}  # by what they come after
-        self.experts: dict[int, KroneckerBlock] = {}  # by their weight
-        self.in_exact: set[int] = set()
-        self.rows: list[tuple[LeftToBase, list[int]]] = []  # and the parameters that each may have
-        self.left: set[nn.Module] = set()
-        self.barred: set[int] = set()  # parameters that are the base's, whatever the rules
-        self.locations: dict[nn.Module, int] = {}
-        found = {module: found_kind(module) for module in model.modules()}
-        self.reasons = {module: reason for module, (_, reason) in found.items()}
-        self.keys = {module: key for module, (key, _) in found.items()}
-        self.ties = ties_of(self.keys)
-        self.keys.update(self.ties)
-        named = [(module, KINDS[key]) for module, key in self.keys.items() if key is not None]
-        tensors = [m._parameters.get(n) for m, kind in named for n in (kind.weight, kind.bias)]
-        self.layers_own = {id(p) for p in tensors if p is not None}
+        self._model, self._owned, self._known = model, owned, known
+        self._stored, self._rules = stored, rules
+        # By weight, in the order of the modules: a block, or the modules that have it.
+        self._places: dict[int, KroneckerBlock | list[_Member]] = {}
+        self._in_exact: set[int] = set()
+        self._rows: list[tuple[LeftToBase, list[int]]] = []  # and the parameters each may have
+        self._left: set[nn.Module] = set()
+        self._barred = set(excluded)  # parameters that are the base's, whatever the rules
+        self._locations: dict[nn.Module, int] = {}
+        self._keys: dict[nn.Module, Key | None] = {}
+        self._reasons: dict[nn.Module, str | None] = {}
+        for module in model.modules():
+            self._keys[module], self._reasons[module] = found_kind(module)
+        self._ties = ties_of(self._keys)
+        self._keys.update(self._ties)
+        self._layers_own: set[int] = set()
+        for module, key in self._keys.items():
+            if key is not None:
+                kind = KINDS[key]
+                params = (module._parameters.get(name) for name in (kind.weight, kind.bias))
+                self._layers_own.update(id(p) for p in params if p is not None)
 
-    def leave(self, name: str, module: nn.Module, reason: str, **more: Any) -> None:
-        """Leave a module's parameters to the base, or some ``alone``, of another ``kind``."""
-        alone, unexpected = more.get("alone"), more.get("unexpected", False)
-        kind = more.get("kind", plain_type(module).__name__)
-        norm = alone is None and _is_norm(module)
-        row = LeftToBase(name.lstrip(".") or "(model)", kind, reason, 0, unexpected, norm)
-        params = module.parameters(recurse=False) if alone is None else alone
-        self.rows.append((row, list(map(id, params))))
-        if alone is None:
-            self.left.add(module)
+    # -------------------------------------------------------------------------- module by module
 
-    def add_exact(self, name: str, module: nn.Module, after: int, letters: Sequence[str]) -> bool:
-        """Add an exact block of some of a module's parameters, if the rules ask for one."""
-        named = [module._parameters.get(letter) for letter in letters]
-        params = [p for p in named if p is not None and id(p) in self.owned.keys() - self.in_exact]
-        if self.rules.max_exact_dim is None or not params:
-            return False
-        block = self.known.get(id(params[0]))
-        if not isinstance(block, ExactBlock) or block.owned != params:
-            block = ExactBlock(name, module, params, self.rules.max_exact_dim, *self.stored)
-        self.exact[after] = block
-        self.in_exact.update(map(id, params))
-        return True
+    def leave(self, name: str, module: nn.Module, reason: str, *, unexpected: bool = False) -> None:
+        """Leave a module's parameters to the base."""
+        kind, norm = plain_type(module).__name__, _is_norm(module)
+        row = LeftToBase(name or "(model)", kind, reason, 0, unexpected, norm)
+        self._rows.append((row, [id(p) for p in module.parameters(recurse=False)]))
+        self._left.add(module)
 
-    def add_experts(self, name: str, module: nn.Module) -> None:
-        """Add the blocks of fused experts, one for each of their weights."""
-        own = module._parameters
-        for letter in (each for each in EXPERTS if own.get(each) is not None):
-            key, weight = EXPERTS[letter], cast(nn.Parameter, own[letter])
-            full, kind, bias = f"{name}.{letter}".lstrip("."), KINDS[key], own.get(f"{letter}_bias")
-            reason = self.rules.too_large(kind.shape(module, bias is not None))
-            if self.rules.approximation == "reduce":
-                reason = UNTOLD
-            if id(weight) in self.barred:
-                reason = EXCLUDED
-            if reason is not None:
-                alone = [p for p in (weight, bias) if p is not None]
-                self.leave(full, module, reason, alone=alone, kind=LONE, unexpected=True)
-            elif id(weight) in self.owned:
-                block = self.known.get(id(weight))
-                bias = bias if id(bias) in self.owned else None
-                if block is None or block.keys != [key] or block.bias is not bias:
-                    block = KroneckerBlock([full], [module], bias, *self.stored, [key])
-                self.experts[id(weight)] = block
-                self.sharing.setdefault(id(weight), [])
+    def leave_alone(
+        self, name: str, params: Iterable[Tensor | None], reason: str, *, unexpected: bool = False
+    ) -> None:
+        """Leave some parameters of a module to the base."""
+        row = LeftToBase(name.lstrip("."), LONE, reason, 0, unexpected)
+        self._rows.append((row, [id(p) for p in params if p is not None]))
 
-    def sort(self, name: str, module: nn.Module, skipped: str, fed_by: int | None) -> None:
-        """Find out what a module is: a layer, the place of an exact block, or the base's.
+    def leave_out(self, name: str, module: nn.Module, reason: str) -> None:
+        """Leave a module to the base, as the user asks for."""
+        self._barred.update(id(p) for p in module.parameters(recurse=False))
+        self.leave(name, module, reason)
+        key = self._keys[module]
+        self._join(name, module, "weight" if key is None else KINDS[key].weight)
 
-        ``skipped`` is why the user leaves it to the base; "" if not.
-        """
-        own, rules = dict(module.named_parameters(recurse=False)), self.rules
-        if is_experts(module) and not skipped:
-            self.add_experts(name, module)
+    def _join(self, name: str, module: nn.Module, letter: str) -> None:
+        """Put a module in the place of its weight, if it is the optimizer's."""
+        weight = module._parameters.get(letter)
+        if weight is not None and id(weight) in self._owned:
+            place = self._places.setdefault(id(weight), [])
+            if isinstance(place, list):
+                place.append(_Member(name, module))
+
+    def sort(self, name: str, module: nn.Module, fed_by: int | None) -> None:
+        """Find out what a module is: a layer, the place of an exact block, or the base's."""
+        own = dict(module.named_parameters(recurse=False))
+        key, gain = self._keys[module], gain_of(module)
+        if is_experts(module):
+            self._add_experts(name, module)
             return
-        key, weight, bar = self.keys[module], own.get("weight"), ""
-        if skipped:
-            bar = skipped
-        elif isinstance(module, torch.jit.ScriptModule):
-            bar = "torch.jit has compiled it and runs no hooks; train the plain module"
-        elif weight is not None and weight.numel() == 0:
-            bar = f"its weight is empty: {tuple(weight.shape)}"
-        elif key is None and all(id(p) in self.layers_own for p in own.values()):
+        if key is None and all(id(p) in self._layers_own for p in own.values()):
             return  # another name of a layer's bias, as BERT's head has it
-        reason, unexpected = bar or self.reasons[module], bool(bar and not skipped)
-        kind, gain = KINDS[nn.Linear if key is None else key], gain_of(module)
-        weight = own.get(kind.weight)
-        if skipped or getattr(module, "sparse", False):
-            self.barred.update(map(id, own.values()))
-        if not bar and gain is not None:
-            after = id(own.get(gain.weight))
-            letters = [letter for letter in (gain.weight, gain.bias) if letter]
-            if after not in self.exact and self.add_exact(name, module, after, letters):
-                self.sharing.setdefault(after, [])
+        if gain is not None:
+            block = self._exact_block(name, module, [gain.weight, gain.bias or ""])
+            if block is not None:
+                self._places.setdefault(id(block.weight), block)
                 return
-        if reason is None and (weight is None or id(weight) not in self.owned):
-            if not is_attention(module) and self.add_exact(name, module, id(module), (kind.bias,)):
-                self.sharing.setdefault(id(module), [])
-                return
-            reason = "its weight is not in the optimizer's groups"
-        if reason is None:
-            locations = self.locations[module] = rules.locations(name, module, fed_by)
-            wider = kind.with_bias and own.get(kind.bias) is not None and not locations
-            reason = rules.too_large(replace(kind.shape(module, wider), locations=locations))
-            unexpected = reason is not None
-        if reason is not None and not bar and key is None and _has_lone(module):
+        reason, unexpected = self._reasons[module], False
+        if key is not None:
+            kind = KINDS[key]
+            weight = own.get(kind.weight)
+            if weight is None or id(weight) not in self._owned:
+                reason = "its weight is not in the optimizer's groups"
+            else:
+                locations = self._rules.locations(name, module, fed_by)
+                wider = kind.with_bias and own.get(kind.bias) is not None and not locations
+                shape = replace(kind.shape(module, wider), locations=locations)
+                reason = self._rules.too_large(shape)
+                unexpected = reason is not None
+                self._locations[module] = locations
+        if getattr(module, "sparse", False):
+            self._barred.update(map(id, own.values()))
+        if reason is not None and key is None and _has_lone(module):
             for letter, p in own.items():
-                self.leave(f"{name}.{letter}", module, reason, alone=[p], kind=LONE)
-            self.left.add(module)
+                self.leave_alone(f"{name}.{letter}", [p], reason)
+            self._left.add(module)
         elif reason is not None:
             self.leave(name, module, reason, unexpected=unexpected)
-        if weight is not None and id(weight) in self.owned:
-            self.sharing.setdefault(id(weight), []).append((name, module))
-        if is_standardised(module) and reason is None and own.get("gain") is not None:
-            self.leave(f"{name}.gain", module, "a lone gain", alone=[own["gain"]], kind=LONE)
+        self._join(name, module, "weight" if key is None else KINDS[key].weight)
 
-    def blocks_of(self, key: int) -> list[KroneckerBlock]:
-        """The blocks in the place of a weight: its own, and those of biases that are apart."""
-        members = self.sharing[key]
-        if not members:
-            return [self.experts[key] if key in self.experts else self.exact[key]]
-        if key in self.exact:  # an exact block would not see what the other module does with it
-            norm = self.exact[key]
-            self.in_exact.difference_update(map(id, norm.owned))
-            self.leave(norm.name, norm.modules[0], TIED, alone=norm.owned)
-            return []
-        names, modules = [name for name, _ in members], [module for _, module in members]
-        keys, tied = [self.keys[m] for m in modules], all(m in self.ties for m in modules)
-        reason = None if self.left.isdisjoint(modules) else TIED
-        if reason is None:
-            kinds = [KINDS[cast(Key, key)] for key in keys]
-            first, own = modules[0], kinds[0]
-            found = [m._parameters.get(k.bias) for m, k in zip(modules, kinds, strict=True)]
-            shapes = {(plain_type(m), cast(Tensor, getattr(m, own.weight)).shape) for m in modules}
-            if not tied and (len(set(map(id, found))) > 1 or len(shapes) > 1):
-                reason = "tied weights with separate biases or types"
+    def _add_experts(self, name: str, module: nn.Module) -> None:
+        """Add the blocks of fused experts, one for each of their weights."""
+        own = module._parameters
+        for letter, key in EXPERTS.items():
+            weight, bias = own.get(letter), own.get(f"{letter}_bias")
+            if weight is None:
+                continue
+            full, kind = f"{name}.{letter}".lstrip("."), KINDS[key]
+            reason = self._rules.too_large(kind.shape(module, bias is not None))
+            if self._rules.approximation == "reduce":
+                reason = UNTOLD
+            if id(weight) in self._barred:
+                reason = EXCLUDED
+            if reason is not None:
+                self.leave_alone(full, [weight, bias], reason, unexpected=True)
+            elif id(weight) in self._owned:
+                bias = bias if id(bias) in self._owned else None
+                block = self._known.get(id(weight))
+                if block is None or block.keys != [key] or block.bias is not bias:
+                    block = KroneckerBlock([full], [module], bias, *self._stored, [key])
+                self._places[id(weight)] = block
+
+    def _exact_block(
+        self, name: str, module: nn.Module, letters: Sequence[str]
+    ) -> ExactBlock | None:
+        """An exact block of some of a module's parameters, if the rules ask for one."""
+        named = [module._parameters.get(letter) for letter in letters]
+        ours = self._owned.keys() - self._in_exact
+        params = [p for p in named if p is not None and id(p) in ours]
+        if self._rules.max_exact_dim is None or not params:
+            return None
+        block = self._known.get(id(params[0]))
+        if not isinstance(block, ExactBlock) or block.owned != params:
+            block = ExactBlock(name, module, params, self._rules.max_exact_dim, *self._stored)
+        self._in_exact.update(map(id, params))
+        return block
+
+    # -------------------------------------------------------------------------- weight by weight
+
+    def blocks(self) -> list[KroneckerBlock]:
+        """The blocks of all weights, and of biases that are apart."""
+        found: list[KroneckerBlock] = []
+        for key, place in self._places.items():
+            if isinstance(place, KroneckerBlock):
+                found.append(place)
+            else:
+                found += self._blocks_of(key, place)
+        return found
+
+    def _blocks_of(self, key: int, members: Sequence[_Member]) -> list[KroneckerBlock]:
+        """The blocks of a weight and its bias."""
+        names, modules = [m.name for m in members], [m.module for m in members]
+        tied = all(module in self._ties for module in modules)
+        reason = None if self._left.isdisjoint(modules) else TIED
+        if reason is None and not tied and not self._alike(modules):
+            reason = "tied weights with separate biases or types"
         if reason is not None:
             for name, module in members:
-                if module not in self.left:
+                if module not in self._left:
                     self.leave(name, module, reason)
             return []
-        biases = [b if b is not None and id(b) in self.owned else None for b in found]
-        bias, locations = None if tied else biases[0], self.locations[first]
-        thawed = cast(Tensor, getattr(first, own.weight)).requires_grad
-        frozen = bias is not None and bias.requires_grad and not thawed
-        apart = "doubly factored" if locations else ""
-        if not own.with_bias:
-            apart = "standardised" if is_standardised(first) else "multiplied at other positions"
-            apart = "tied to an embedding" if tied else apart
+        first, keys = modules[0], [self._keys[module] for module in modules]
+        kind, locations = KINDS[cast(Key, keys[0])], self._locations[modules[0]]
         blocks: list[KroneckerBlock] = []
-        if apart or (frozen and not is_attention(first)):
-            count = len(members) if tied else 1
-            for (name, module), each in list(zip(members, biases, strict=True))[:count]:
-                if each is None or id(each) in self.in_exact:
-                    continue
-                if self.add_exact(name, module, id(each), (own.bias,)):
-                    blocks.append(self.exact[id(each)])
-                    bias = None  # also once the weight thaws
-                elif apart:
+        bias: nn.Parameter | None = None
+        apart = ""
+        if locations:
+            apart = "doubly factored"
+        elif tied:
+            apart = "tied to an embedding"
+        elif not kind.with_bias:
+            apart = "multiplied at other positions"
+        if apart:
+            # Their biases have blocks of their own.
+            for name, module in members if tied else members[:1]:
+                block = self._exact_block(name, module, [kind.bias])
+                own = module._parameters.get(kind.bias)
+                if block is not None:
+                    blocks.append(block)
+                elif id(own) in self._owned.keys() - self._in_exact:
                     reason = f"its weight is {apart}, and there are no exact blocks"
-                    self.leave(f"{name}.{own.bias}", module, reason, alone=[each])
-            bias = None if apart else bias
-        block = self.known.get(key)
+                    self.leave_alone(f"{name}.{kind.bias}", [own], reason)
+        elif id(first._parameters.get(kind.bias)) in self._owned:
+            bias = first._parameters[kind.bias]
+        block = self._known.get(key)
         same = block is not None and block.modules == modules and block.bias is bias
         if locations and not (same and isinstance(block, DoublyFactoredBlock)):
-            block = DoublyFactoredBlock(names, modules, locations, *self.stored)
+            block = DoublyFactoredBlock(names, modules, locations, *self._stored)
         elif not locations and not (same and block is not None and block.keys == keys):
-            block = KroneckerBlock(names, modules, bias, *self.stored, keys)
+            block = KroneckerBlock(names, modules, bias, *self._stored, keys)
         return [*blocks, cast(KroneckerBlock, block)]
+
+    def _alike(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether modules that share a weight are of one class, and share their bias, too."""
+        biases = {id(m._parameters.get(KINDS[cast(Key, self._keys[m])].bias)) for m in modules}
+        return len(biases) == len({plain_type(module) for module in modules}) == 1
 
     def others(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
         """The blocks of matrices that no rule knows."""
-        rules = self.rules
+        rules = self._rules
         found: list[KroneckerBlock] = []
         if rules.other_matrices == "base":
             return []
-        taken = self.barred | self.taken_by(blocks)
-        for name, module in self.model.named_modules():
+        taken = self._barred | self._taken_by(blocks)
+        for name, module in self._model.named_modules():
             for letter, p in module.named_parameters(recurse=False):
                 vector = p.dim() < 2 or p.numel() == 0 or min(folded(p.shape)) == 1
-                if id(p) not in self.owned or id(p) in taken or vector:
+                if id(p) not in self._owned or id(p) in taken or vector:
                     continue
                 taken.add(id(p))
-                block = self.known.get(id(p))
+                block = self._known.get(id(p))
                 if not isinstance(block, GradientBlock) or block.modules != [module]:
                     full = f"{name}.{letter}".lstrip(".")
-                    block = GradientBlock(full, module, p, rules.max_factor_dim, *self.stored)
-                found += [] if rules.too_large(block.shape) else [block]
-        least = MUCH * sum(self.owned.values()) if rules.other_matrices == "auto" else 0.0
+                    block = GradientBlock(full, module, p, rules.max_factor_dim, *self._stored)
+                if not rules.too_large(block.shape):
+                    found.append(block)
+        least = MUCH * sum(self._owned.values()) if rules.other_matrices == "auto" else 0.0
         return found if sum(block.weight.numel() for block in found) >= least else []
 
-    def taken_by(self, blocks: Sequence[KroneckerBlock]) -> set[int]:
+    def _taken_by(self, blocks: Sequence[KroneckerBlock]) -> set[int]:
         """The ids of the parameters in blocks."""
-        return {id(p) for b in blocks for p in (b.weight, b.bias) if p is not None} | self.in_exact
+        params = [p for block in blocks for p in (block.weight, block.bias) if p is not None]
+        return {id(p) for p in params} | self._in_exact
 
     def left_by(self, blocks: Sequence[KroneckerBlock]) -> list[LeftToBase]:
         """What is left to the base, each parameter counted once."""
-        theirs = {id(block.weight) for block in blocks if isinstance(block, GradientBlock)}
-        counted, left = self.taken_by(blocks), []
-        for row, params in self.rows:
-            mine = [key for key in dict.fromkeys(params) if key in self.owned]
-            size = sum(self.owned[key] for key in mine if key not in counted)
+        by_gradient = {id(block.weight) for block in blocks if isinstance(block, GradientBlock)}
+        counted = self._taken_by(blocks)
+        left: list[LeftToBase] = []
+        for row, params in self._rows:
+            mine = [key for key in dict.fromkeys(params) if key in self._owned]
+            size = sum(self._owned[key] for key in mine if key not in counted)
             counted.update(mine)
-            if theirs.isdisjoint(mine):
+            if by_gradient.isdisjoint(mine):
                 left.append(replace(row, parameters=size))
             elif size:
                 left.append(replace(row, parameters=size, reason=VECTORS_LEFT, in_part=True))
-        strays = sum(size for key, size in self.owned.items() if key not in counted)
+        strays = sum(size for key, size in self._owned.items() if key not in counted)
         if strays:
             left.append(LeftToBase("(no module)", LONE, "not in a module of the model", strays))
         return left

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,14 +33,14 @@ from second_order.kronecker.stacks import as_stack, in_groups, most_elements, ow
 from second_order.kronecker.triangles import pack_upper_triangular
 from second_order.stages import span
 
-__all__ = ["PairQueue", "QueuedPair", "Rows", "WaitingPair"]
+__all__ = ["LinearPair", "PairQueue", "QueuedPair", "SeenRows"]
 
 QUEUED_BYTES = 2**26
 """Bytes up to which pairs are kept."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class LinearPair:
     """A pair of a Linear, ``(..., in)`` and ``(..., out)``, whose sums are to be made."""
 
     x: Tensor
@@ -62,20 +62,11 @@ class Rows:
         return (*self.sizes, *ends, self.bias, self.approximation)
 
 
-@dataclass(frozen=True)
-class WaitingPair:
-    """A pair of another layer, whose sums are to be made when it is known which rows take part."""
-
-    held: Sequence[Tensor]  # what is kept
-    gradient: Tensor
-    form: Callable[[LiveRows], PairStatistics]
-
-
 class SeenRows(NamedTuple):
-    """The rows of a pair, and their gradients, ``(parts rows, out)``."""
+    """The rows of a pair, and their gradients, ``(rows, out)``."""
 
     of: BackwardPass
-    groups: Sequence[RowGroup]
+    group: RowGroup
     gradient: Tensor
 
 
@@ -83,24 +74,28 @@ class SeenRows(NamedTuple):
 class QueuedPair:
     """A pair, which its layer expects.
 
-    ``rows`` are None where all of them count; ``partly`` adds the pair while its pass goes on, and
-    leaves some rows to the end.
+    Attributes:
+        what: A Linear's pair; the sums of another layer's; or what makes these, of the rows that
+            take part.
+        tensors: What is kept.
+        rows: None if all of them count.
+        partly: Adds the pair while its pass goes on, and leaves some rows to the end.
+        place: Of the layer in the model.
     """
 
-    what: Rows | PairStatistics | WaitingPair
+    what: LinearPair | PairStatistics | Callable[[LiveRows], PairStatistics]
+    tensors: Sequence[Tensor]
     staged: StagedStatistics
     pass_id: int
     scale: Callable[[Tensor], Tensor | float]  # of gradients
-    place: int  # of the layer in the model
+    place: int
     rows: SeenRows | None = None
     partly: Callable[[LiveRows], None] | None = None
-    live: LiveRows | None = field(default=None, init=False)  # the rows that take part
     _cleared: int = field(init=False)
     _versions: list[int] = field(init=False)  # of the tensors
-    _stream: Any = field(init=False)  # on which the pair comes into being; None but for CUDA
 
     def __post_init__(self) -> None:
-        self._cleared, self._stream = self.staged.cleared, _stream_of(self.staged.device)
+        self._cleared = self.staged.cleared
         self._versions = [tensor._version for tensor in self.tensors]
 
     @property
@@ -110,45 +105,15 @@ class QueuedPair:
             return False
         if [tensor._version for tensor in self.tensors] != self._versions:
             # In the very pass that brought it: this layer's are not to be kept again.
-            self.staged.keeps = False
-            self.staged.dropped += 1
+            self.staged.drop_changed()
             return False
         return True
 
     @property
-    def key(self) -> Hashable:
-        """What pairs have in common that are added up together."""
-        own = self.what.key if isinstance(self.what, Rows) else None
-        mask = None if self.live is None else self.live.mask
-        return own, self.staged.shape, self.staged.triangular, id(mask)
-
-    @property
     def size(self) -> int:
         """Elements of the pair and of its sums."""
-        to_make = self.staged.shape.dims.values() if isinstance(self.what, Rows) else ()
+        to_make = self.staged.shape.dims.values() if isinstance(self.what, LinearPair) else ()
         return sum(map(Tensor.numel, self.tensors)) + sum(n**2 for n in to_make)
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """What is kept."""
-        what = self.what
-        if isinstance(what, Rows):
-            return what.x, what.d
-        if isinstance(what, WaitingPair):
-            return what.held
-        return list(what.factors.values())
-
-    def wait(self) -> None:
-        """Let the running stream come after the pair's, and its memory stay until it has."""
-        now = _stream_of(self.staged.device)
-        if now != self._stream:
-            now.wait_stream(self._stream)
-            for tensor in self.tensors:
-                tensor.record_stream(now)
-
-
-def _stream_of(device: torch.device) -> Any:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 class PairQueue:
@@ -178,86 +143,104 @@ class PairQueue:
         """
         with self._lock:
             taken, self._pairs, self._bytes = self._pairs, [], 0
-            for pair in taken:
-                pair.wait()
-            _bring_all(taken, ended)
+            with torch.no_grad():
+                ready = _ready([pair for pair in taken if pair.wanted], ended)
+            _bring_all(ready)
 
 
-def _look_at_rows(pairs: Sequence[QueuedPair], ended: bool) -> None:
-    """Find the rows with a gradient, where it is not known that all of them count."""
-    todo: list[tuple[SeenRows, int, Tensor]] = []
-    for pair in pairs:
-        if pair.rows is None:
-            continue
-        passed, groups, gradient = pair.rows
-        for part, group in enumerate(groups):
-            if group.everything or group.examples or (ended and not passed.masked(group)):
-                continue
-            todo.append((pair.rows, part, gradient.chunk(len(groups))[part]))
-    keys = [(id(seen.groups[part]), d.shape, d.dtype, d.device) for seen, part, d in todo]
-    sizes = [d.numel() for _, _, d in todo]
-    most = most_elements(todo[0][2].device) if todo else 0
-    for together in in_groups(keys, sizes, most):
-        seen, part, _ = todo[together[0]]
-        whole = as_stack([todo[i][2] for i in together])
-        mask = whole.any(-1)
-        seen.groups[part].add(LiveRows(mask[0] if len(together) == 1 else mask.any(0), 0))
+# ------------------------------------------------------------------------ which rows take part
 
 
-def _read_rows(pairs: Sequence[QueuedPair]) -> None:
-    """Read which groups' rows have all had a gradient."""
-    groups = {id(g): g for pair in pairs if pair.rows for g in pair.rows.groups}
-    unknown = [g for g in groups.values() if g.alive is not None]
-    if unknown:
-        flags = [cast(Tensor, g.alive).all().to(unknown[0].alive.device) for g in unknown]  # type: ignore[union-attr]
-        for group, everything in zip(unknown, torch.stack(flags).tolist(), strict=True):
-            if everything:
-                group.add(all_rows(group.number))
+class _Ready(NamedTuple):
+    """A pair whose sums can be made."""
+
+    pair: QueuedPair
+    what: LinearPair | PairStatistics
+    live: LiveRows | None  # the rows that take part; None for all
+
+    @property
+    def key(self) -> Hashable:
+        """What pairs have in common that are added up together."""
+        own = self.what.key if isinstance(self.what, LinearPair) else None
+        mask = None if self.live is None else self.live.mask
+        return own, self.pair.staged.shape, self.pair.staged.triangular, id(mask)
 
 
-def _decide_rows(pairs: Sequence[QueuedPair], ended: bool) -> list[QueuedPair]:
+def _ready(pairs: Sequence[QueuedPair], ended: bool) -> list[_Ready]:
     """Look at which rows take part; returns the pairs whose sums can be made."""
     _look_at_rows(pairs, ended)
     if not ended:
         _read_rows(pairs)
-    masks: dict[Hashable, LiveRows | None] = {}
-    ready: list[QueuedPair] = []
+    masks: dict[int, LiveRows] = {}
+    ready: list[_Ready] = []
     for pair in pairs:
+        what, live = pair.what, None
         if pair.rows is not None:
-            passed, groups, _ = pair.rows
-            if not ended and not all(g.everything or g.examples for g in groups):
+            group = pair.rows.group
+            if not ended and not group.certain:
                 assert pair.partly is not None
-                pair.partly(passed.alive_in(groups))
+                pair.partly(pair.rows.of.alive(group))
                 continue
-            key = tuple(map(id, groups))
-            if key not in masks:
-                masks[key] = passed.rows_in(groups)
-            pair.live = masks[key]
-        if isinstance(pair.what, WaitingPair):
-            with span("capture"), ieee_matmul(pair.what.gradient.device):
-                live = all_rows(0) if pair.live is None else pair.live
-                pair.what = pair.what.form(live)
-        ready.append(pair)
+            if id(group) not in masks:
+                mask = pair.rows.of.mask(group)
+                masks[id(group)] = all_rows(group.number) if mask is None else rows_in(mask)
+            live = masks[id(group)]
+        if callable(what):
+            what = what(all_rows(0) if live is None else live)
+        ready.append(_Ready(pair, what, live))
     return ready
 
 
-def _bring_all(taken: Iterable[QueuedPair], ended: bool) -> None:
-    """Bring pairs that are still wanted, the first of each layer before the second ones."""
-    wanted = [pair for pair in taken if pair.wanted]
-    with torch.no_grad():
-        wanted = _decide_rows(wanted, ended)
+def _look_at_rows(pairs: Sequence[QueuedPair], ended: bool) -> None:
+    """Find the rows with a gradient, where it is not known that all of them count."""
+    todo: list[SeenRows] = []
+    for pair in pairs:
+        rows = pair.rows
+        if rows is None or rows.group.certain or (ended and not rows.of.masked(rows.group)):
+            continue
+        todo.append(rows)
+    if not todo:
+        return
+    keys = [(id(r.group), r.gradient.shape, r.gradient.dtype, r.gradient.device) for r in todo]
+    sizes = [rows.gradient.numel() for rows in todo]
+    for together in in_groups(keys, sizes, most_elements(todo[0].gradient.device)):
+        mask = as_stack([todo[i].gradient for i in together]).any(-1)
+        alive = mask[0] if len(together) == 1 else mask.any(0)
+        todo[together[0]].group.add(LiveRows(alive, 0))
+
+
+def _read_rows(pairs: Sequence[QueuedPair]) -> None:
+    """Read which groups' rows have all had a gradient."""
+    groups = {id(pair.rows.group): pair.rows.group for pair in pairs if pair.rows}
+    unknown = {key: group.alive for key, group in groups.items() if group.alive is not None}
+    if unknown:
+        device = next(iter(unknown.values())).device
+        flags = torch.stack([alive.all().to(device) for alive in unknown.values()])
+        for key, everything in zip(unknown, flags.tolist(), strict=True):
+            if everything:
+                groups[key].add(all_rows(groups[key].number))
+
+
+# ----------------------------------------------------------------------------- from pairs to sums
+
+
+def _bring_all(ready: Iterable[_Ready]) -> None:
+    """Bring pairs to their layers, the first of each layer before the second ones."""
     turns: Counter[int] = Counter()  # pairs of one layer come one after the other
-    kept: list[tuple[int, int, QueuedPair]] = []
-    for pair in wanted:
-        turn = turns[id(pair.staged)] = turns[id(pair.staged)] + 1
-        kept.append((turn, pair.place, pair))
-    kept.sort(key=lambda each: each[:2])
-    keys = [(p.staged.device, turn, _columns(p.staged)) for turn, _, p in kept]
+    ordered: list[tuple[int, int, _Ready]] = []
+    for each in ready:
+        turns[id(each.pair.staged)] += 1
+        ordered.append((turns[id(each.pair.staged)], each.pair.place, each))
+    ordered.sort(key=lambda entry: entry[:2])
+    keys = []
+    for turn, _, each in ordered:
+        staged = each.pair.staged
+        keys.append((staged.device, turn, _columns(staged)))
     for group in in_groups(keys):
         device = keys[group[0]][0]
         plain = torch.autocast(device.type, enabled=False)
         with torch.no_grad(), plain, span("capture"), ieee_matmul(device):
-            _bring([kept[i][2] for i in group])
+            _bring([ordered[i][2] for i in group])
 
 
 def _columns(staged: StagedStatistics) -> int:
@@ -265,44 +248,54 @@ def _columns(staged: StagedStatistics) -> int:
     return 1 + staged.shape.numbers * staged.shape.groups
 
 
-def _bring(pairs: Sequence[QueuedPair]) -> None:
+def _bring(ready: Sequence[_Ready]) -> None:
     """Bring pairs of different layers, with records of one length, to their statistics."""
-    sizes, most = [pair.size for pair in pairs], most_elements(pairs[0].staged.device)
-    groups = in_groups([pair.key for pair in pairs], sizes, most)
-    pairs = [pairs[i] for group in groups for i in group]
-    staged = [pair.staged for pair in pairs]
-    size = len(pairs), _columns(staged[0])
-    records = torch.empty(size, dtype=staged[0].dtype, device=staged[0].device)
+    first = ready[0].pair.staged
+    sizes = [each.pair.size for each in ready]
+    groups = in_groups([each.key for each in ready], sizes, most_elements(first.device))
+    ready = [ready[i] for group in groups for i in group]
+
+    # The sums of equal layers by the same operations.
+    size = (len(ready), _columns(first))
+    records = torch.empty(size, dtype=first.dtype, device=first.device)
     found: list[dict[str, Tensor]] = []
     start = 0
     for group in groups:
-        alike, here = pairs[start : start + len(group)], records[start : start + len(group)]
-        found.append(_sums(alike, here))
-        start += len(group)
+        end = start + len(group)
+        found.append(_sums(ready[start:end], records[start:end]))
+        start = end
+
+    # Those that are not finite count nothing.
     bad = records.sum(1) * 0.0 != 0.0
     records.masked_fill_(bad.unsqueeze(1), 0.0)
-    own_stack([vars(each) for each in staged], "dropped").add_(bad)
-    parts: list[dict[str, Tensor]] = []
+    own_stack([vars(each.pair.staged) for each in ready], "dropped").add_(bad)
+    start = 0
+    news = []
     for group, stacks in zip(groups, found, strict=True):
-        unsound = bad[len(parts) : len(parts) + len(group)]
-        for each in stacks.values():
-            each.masked_fill_(unsound.view(-1, *[1] * (each.dim() - 1)), 0.0)
-        columns = (each.unbind() for each in stacks.values())
-        parts += [dict(zip(stacks, each, strict=True)) for each in zip(*columns, strict=True)]
-    ready = zip(pairs, parts, records.unbind(), strict=True)
-    put([(pair.staged, pair.pass_id, factors, record) for pair, factors, record in ready])
+        unsound = bad[start : start + len(group)]
+        for stack in stacks.values():
+            stack.masked_fill_(unsound.view(-1, *[1] * (stack.dim() - 1)), 0.0)
+        parts = {letter: stack.unbind() for letter, stack in stacks.items()}
+        for i in range(len(group)):
+            pair = ready[start + i].pair
+            factors = {letter: part[i] for letter, part in parts.items()}
+            news.append((pair.staged, pair.pass_id, factors, records[start + i]))
+        start += len(group)
+    put(news)
 
 
-def _sums(pairs: Sequence[QueuedPair], records: Tensor) -> dict[str, Tensor]:
+def _sums(ready: Sequence[_Ready], records: Tensor) -> dict[str, Tensor]:
     """The sums of pairs that are alike, new and as they are stored; fills in records."""
-    first, shape = pairs[0], pairs[0].staged.shape
-    if isinstance(first.what, Rows):
-        whats = [cast(Rows, pair.what) for pair in pairs]
-        factors = _products(whats, first.live, records[:, 0], first.staged.dtype)
+    first = ready[0].pair
+    shape = first.staged.shape
+    if isinstance(ready[0].what, LinearPair):
+        pairs = [cast(LinearPair, each.what) for each in ready]
+        factors = _products(pairs, ready[0].live, records[:, 0], first.staged.dtype)
     else:
-        formed = [cast(PairStatistics, pair.what) for pair in pairs]
-        letters = formed[0].factors
-        factors = {k: torch.stack([each.factors[k] for each in formed]) for k in letters}
+        formed = [cast(PairStatistics, each.what) for each in ready]
+        factors = {}
+        for letter in formed[0].factors:
+            factors[letter] = torch.stack([each.factors[letter] for each in formed])
         numbers = [each.examples for each in formed]
         if any(isinstance(number, Tensor) for number in numbers) or len({*numbers}) > 1:
             here = records.device
@@ -329,7 +322,7 @@ def _sums(pairs: Sequence[QueuedPair], records: Tensor) -> dict[str, Tensor]:
 
 
 def _products(
-    pairs: Sequence[Rows], live: LiveRows | None, examples: Tensor, wide: torch.dtype
+    pairs: Sequence[LinearPair], live: LiveRows | None, examples: Tensor, wide: torch.dtype
 ) -> dict[str, Tensor]:
     """A and G, ``(n, 1, size, size)``, of n Linears' pairs of equal shape; fills in examples.
 
@@ -338,22 +331,25 @@ def _products(
     """
     first = pairs[0]
     sizes = first.sizes
-    narrow_x, narrow_d = (
-        part.dtype.itemsize == 2 and len(sizes) == 1 for part in (first.x, first.d)
-    )
+    narrow_x = first.x.dtype.itemsize == 2 and len(sizes) == 1
+    narrow_d = first.d.dtype.itemsize == 2 and len(sizes) == 1
     x = as_stack([pair.x.reshape(*sizes, pair.x.shape[-1]) for pair in pairs]).to(wide)
     d = as_stack([pair.d.reshape(*sizes, pair.d.shape[-1]) for pair in pairs]).to(wide)
     mask = None if live is None else live.mask
     number: int | Tensor = sizes[0] if live is None or mask is None else live.count
     if len(sizes) > 1:
         each = all_rows(0) if mask is None else LiveRows(mask.repeat(len(pairs)), 0)
-        means = reduced(x.flatten(0, 1), d.flatten(0, 1), each)
-        x, d = (part.unflatten(0, (len(pairs), -1)) for part in means)
+        x, d = reduced(x.flatten(0, 1), d.flatten(0, 1), each)
+        x = x.unflatten(0, (len(pairs), -1))
+        d = d.unflatten(0, (len(pairs), -1))
         if mask is not None:
             part = rows_in(mask).parts(sizes[0])
             mask, number = part.mask, part.count
-    examples.copy_(number) if isinstance(number, Tensor) else examples.fill_(number)
-    x = nn.functional.pad(x, (0, 1), value=1.0) if pairs[0].bias else x
+    if isinstance(number, Tensor):
+        examples.copy_(number)
+    else:
+        examples.fill_(number)
+    x = nn.functional.pad(x, (0, 1), value=1.0) if first.bias else x
     if mask is not None:
         x = x * mask.to(x.device).unsqueeze(-1)
     with ieee_matmul(x.device, wide, narrow=narrow_x):
