@@ -242,38 +242,3 @@ def test_the_clip_shortens_exact_blocks_with_all_others() -> None:
     assert nu < 0.5
     for free, clipped in zip(*found, strict=True):
         torch.testing.assert_close(clipped, nu * free, rtol=1e-9, atol=0)
-
-
-# Biases alone.
-
-
-def with_frozen_weight(kind: str) -> tuple[nn.Sequential, Batch]:
-    torch.manual_seed(0)
-    first, shape, features = {
-        "Linear": (nn.Linear(4, 5), (4,), 5),
-        "Conv1d": (nn.Conv1d(2, 3, 2), (2, 5), 12),
-        "Conv2d": (nn.Conv2d(4, 4, 2, groups=2), (4, 3, 3), 16),
-        "Conv3d": (nn.Conv3d(1, 2, 2), (1, 2, 3, 2), 4),
-    }[kind]
-    model = nn.Sequential(first, nn.Tanh(), nn.Flatten(), nn.Linear(features, CLASSES)).double()
-    first.weight.requires_grad_(False)
-    return model, (torch.randn(4, *shape, dtype=F64), torch.randint(CLASSES, (4,)))
-
-
-def bias_fisher(model: nn.Module, batch: Batch, layer: str) -> Tensor:
-    """The part of the bias in the exact block of a layer: its column is each row's last."""
-    fisher = ref.empirical_fisher(model, *batch, cross_entropy, layer)
-    weight = model.get_submodule(layer).weight
-    assert isinstance(weight, Tensor)
-    width = weight[0].numel() + 1
-    return fisher[width - 1 :: width, width - 1 :: width]
-
-
-@each_solver
-@pytest.mark.parametrize("kind", ["Linear", "Conv1d", "Conv2d", "Conv3d"])
-def test_a_bias_whose_weight_is_frozen(kind: str, solver: str) -> None:
-    model, batch = with_frozen_weight(kind)
-    expected = bias_fisher(model, batch, "0")
-    gradient, step, optimizer = solved(model, batch, ["0.bias"], solver=solver)
-    close(curvature(optimizer, "0.bias"), expected)
-    close(step, ref.dense_solve(expected, gradient, 0.03), rtol=1e-8)

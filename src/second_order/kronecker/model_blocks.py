@@ -243,7 +243,7 @@ class _Search:
             return
         if key is None and all(id(p) in self._layers_own for p in own.values()):
             return  # another name of a layer's bias, as BERT's head has it
-        if gain is not None:
+        if gain is not None and id(own.get(gain.weight)) not in self._in_exact:
             block = self._exact_block(name, module, [gain.weight, gain.bias or ""])
             if block is not None:
                 self._places.setdefault(id(block.weight), block)
