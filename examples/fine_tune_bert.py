@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import BertConfig, BertForMaskedLM, BertForTokenClassification
 
+from groups import decayed_groups
 from processes import processes, spread
-from second_order import KAISA, parameter_groups
+from second_order import KAISA
 
 KINDS = ("code", "comment", "string")
 MASK, VOCABULARY = 256, 257  # bytes, and one that hides them
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
         print("pre-training: hidden bytes")
     first = BertForMaskedLM(config)
     model = spread(first, world_size)
-    groups = parameter_groups(first, weight_decay=0.1)
+    groups = decayed_groups(first, weight_decay=0.1)
     train(model, optimizer_of(groups), fill_in, draw, args.pretrain_steps, rank)
 
     if rank == 0:
@@ -133,7 +134,7 @@ def run(args: argparse.Namespace, rank: int, world_size: int) -> None:
     rules = {"^classifier": {"lr": 2 * args.lr}, "embeddings": {"lr": 0.8**args.layers * args.lr}}
     for i in range(args.layers):  # the nearer to the input, the slower
         rules[rf"layer\.{i}\."] = {"lr": 0.8 ** (args.layers - 1 - i) * args.lr}
-    groups = parameter_groups(net, weight_decay=0.1, rules=rules)
+    groups = decayed_groups(net, weight_decay=0.1, rules=rules)
     optimizer = optimizer_of(groups)
     train(model, optimizer, tell_apart, draw, args.steps, rank)
 

@@ -48,7 +48,7 @@ def main() -> None:
     writer = writer_for(args.logdir)
     if writer is None:
         print("no TensorBoard here: pip install tensorboard writes curves to", args.logdir)
-    print("step   loss ", *(f"{name:>14}" for name in SHOWN), "  solving", sep="")
+    print("step   loss ", *(f"{name:>14}" for name in SHOWN), sep="")
     with KAISA(model, lr=0.1, momentum=0.9, inv_update_steps=10) as optimizer:
         order = batches(len(data.train_images), 128, seed=0)
         for step, index in enumerate(islice(order, args.steps)):
@@ -64,10 +64,8 @@ def main() -> None:
                 writer.add_scalar("loss", float(loss.detach()), step)
                 for name, value in found.items():
                     writer.add_scalar(f"second_order/{name}", value, step)
-            seconds = {n: s for n, s in found.items() if n.startswith("total_seconds/")}
-            share = found["total_seconds/solve"] / sum(seconds.values())
             numbers = "".join(f"{found[name]:14.4g}" for name in SHOWN)
-            print(f"{step:4}  {loss.detach():5.3f} {numbers}  {share:7.1%}")
+            print(f"{step:4}  {loss.detach():5.3f} {numbers}")
     if writer is not None:
         writer.close()
         print("curves:", args.logdir)

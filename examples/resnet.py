@@ -15,9 +15,10 @@ from torch.nn.functional import cross_entropy, relu
 from torch.optim.lr_scheduler import OneCycleLR
 
 from digits import batches, load_split
+from groups import decayed_groups
 from image_files import Cifar10
 from processes import processes, spread
-from second_order import KAISA, parameter_groups
+from second_order import KAISA
 
 
 class Block(nn.Module):
@@ -88,7 +89,7 @@ def train_on(args: argparse.Namespace, rank: int, world_size: int) -> None:
     test: Cifar10 | Digits = Cifar10(args.cifar, train=False) if args.cifar else Digits(train=False)
     net = resnet(train[0][0].shape[0], args.width, args.depth)
     model = spread(net, world_size)
-    groups = parameter_groups(net, weight_decay=5e-4)
+    groups = decayed_groups(net, weight_decay=5e-4)
     optimizer: torch.optim.Optimizer
     if args.optimizer == "kaisa":
         optimizer = KAISA(groups, lr=args.lr, momentum=0.9)

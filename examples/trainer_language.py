@@ -33,8 +33,9 @@ from transformers import (
     TrainingArguments,
 )
 
+from groups import decayed_groups
 from language_model import VOCABULARY, text
-from second_order import KAISA, parameter_groups
+from second_order import KAISA
 
 MASK = VOCABULARY
 HIDDEN_SHARE = 0.15
@@ -144,7 +145,7 @@ def main() -> None:
     model = model_of(args.model, args.width, args.layers, args.length)
     # The Trainer wraps the model in DistributedDataParallel afterwards, which averages gradients.
     optimizer = KAISA(
-        parameter_groups(model, weight_decay=0.1),
+        decayed_groups(model, weight_decay=0.1),
         lr=args.lr,
         betas=(0.9, 0.95),
         base=torch.optim.AdamW,

@@ -1,7 +1,7 @@
-"""Trainings whose parts take as long as told, for the tests of intervals by budget.
+"""Trainings whose parts take as long as told, for the tests of the throttle.
 
-Time is what the tests make it: `Time.spend` moves the clock that the budget reads, and nothing else
-does.
+Time is what the tests make it: `Time.spend` moves the clock that the throttle reads, and nothing
+else does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Time:
 
 
 class Run:
-    """A training whose parts take as long as told: S = 5, R = 40, T = 100, the rest 1000.
+    """A training whose parts take as long as told: S = 5, R = 40, T = 100.
 
     Attributes:
         updates: The steps of statistics.
@@ -76,15 +76,14 @@ class Run:
         auto = {} if "overhead" in options else {"overhead": 0.1}
         self.optimizer = make(System, self.model, **{**AUTO, **auto, **options})
         self.curvature = self.optimizer._curvature
-        self.budget = self.curvature.budget
-        meter = self.optimizer._training.meter
-        meter.now, meter._since = self.time, 0.0
-        self.budget.begin()
+        self.throttle = self.curvature.throttle
+        if self.throttle is not None:
+            self.throttle.clock = lambda _: self.time()
         self.updates: list[int] = []
         self.refreshes: list[int] = []
         self.decays: dict[int, float] = {}
-        curvature, layers, solves = self.curvature, self.curvature.layers, self.curvature.solves
-        take_in, refresh, finish = layers.take_in, solves.refresh, curvature.clip.bound
+        layers, solves = self.curvature.layers, self.curvature.solves
+        take_in, refresh = layers.take_in, solves.refresh
         consume = layers.collector.consume
 
         def taking(sums: Any, decay: float) -> None:
@@ -104,7 +103,6 @@ class Run:
             consume(*args)
 
         layers.take_in, solves.refresh = taking, refreshing
-        curvature.clip.bound = self.time.before(finish, 1000.0)
         layers.collector.consume = consuming
 
     @property
@@ -131,5 +129,5 @@ class Run:
         return self
 
 
-MEASURED = 20  # steps, where an interval is "auto"
-CHOSEN = {"factor_update_steps": 2, "inv_update_steps": 6}  # of S = 5, R = 40, T = 100, 0.1
+TIMED = 10  # steps until the throttle knows its interval
+LEAST = 5  # steps between refreshes then: (5 + 40) / (0.1 * 100)

@@ -15,12 +15,23 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import SecondBase
+from second_order.contract.two_bases import base_of, name_of
 
 if TYPE_CHECKING:
     from reference import Batch
 
 optim = torch.optim
 Muon, AdamW, SGD = optim.Muon, optim.AdamW, optim.SGD
+
+
+def trained_by(optimizer: Any) -> dict[str, str]:
+    """The class of the base that trains each parameter, by the parameter's name."""
+    names = optimizer.training.names()
+    found = {}
+    for group in optimizer.param_groups:
+        base = name_of(base_of(optimizer.training.base, group))
+        found |= {names[id(p)]: base for p in group["params"]}
+    return found
 
 
 class Speaker(nn.Module):

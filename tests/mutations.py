@@ -50,27 +50,15 @@ def read(table: str) -> list[Mutant]:
 
 
 MUTANTS = read(r"""
-== budget.py
-a budget without a third
-  <-  intervals::intervals_by_hand intervals::the_bound_holds_unless_intervals_are_the_longest
-    f = _steps(3 * S, budget)  =>  f = _steps(2 * S, budget)
-refreshes whose probe is free  <-  refresh_budget::refreshes_come_when_they_are_paid_for
-    self.spent += whole / max(T, LEAST)  =>  pass
-refreshes that are not paid for
-  <-  refresh_budget::a_warm_up_that_is_given_is_kept_and_paid_for_afterwards
-    self.spent += self.price * (products + 1)  =>  pass
-a probe that nobody has earned
-  <-  refresh_budget::a_probe_waits_until_it_is_earned_at_a_usual_price
-    earned = self._training.steps * self._overhead >= self.usual_probe  =>  earned = True
-refreshes at the price of the first
-  <-  refresh_budget::the_price_is_the_median_of_the_first_three_refreshes
-    statistics.median(self.prices)  =>  self.prices[0]
-refreshes that wait for as many products as the first took
-  <-  refresh_budget::a_warm_start_is_cheaper_than_the_first_refresh
-    expected = min(products, most)  =>  expected = products
-refreshes whose price no checkpoint keeps
-  <-  refresh_budget::a_resumed_run_is_the_run_that_was_never_stopped
-    self.prices = [each for each in known if each]  =>  pass
+== contract/throttle.py
+a throttle that each rank has for itself  <-  throttle::all_ranks_take_the_largest_interval
+    if world.size > 1:  =>  if False:
+a throttle by the largest duration  <-  throttle::outliers_do_not_count
+    R = statistics.median(  =>  R = max(
+a throttle of shorter intervals  <-  throttle::refreshes_take_no_more_than_the_overhead
+    return math.ceil(R / (overhead * T))  =>  return math.floor(R / (overhead * T))
+a throttle that no checkpoint keeps  <-  throttle::a_checkpoint_has_the_interval
+    self.interval = part.whole(THROTTLE[0], 0)  =>  pass
 
 == contract/arguments.py
 a GradScaler that parts the ranks
@@ -115,9 +103,6 @@ hooks that stay when their optimizer goes
   <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
   -     weakref.finalize(self, handle.remove).atexit = False
   -
-the largest rate, a tensor, in another place at each step
-  <-  graphs::quiet_steps_ask_for_the_same_of_the_same_memory
-    torch.maximum(peak, tensor.reshape(()), out=peak)  =>  peak = torch.maximum(peak, tensor)
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
@@ -128,12 +113,9 @@ names of a group that is added are left out
     if known or not any(NAMES in other for other in others):  =>  if True:
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
     for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
-warnings between two collectives
-  <-  deferred_warnings::errors_are_raised_one_at_a_time_after_the_work
-    while self.waiting and not self.held:  =>  while self.waiting:
 warnings again and again
   <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
-    new = key not in known  =>  new = True
+    new = key not in self.warned  =>  new = True
 gradients from before a freeze are not averaged
   <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
     if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
@@ -381,12 +363,6 @@ statistics from before a load  <-  contract_state::statistics_from_before_a_load
   -
 
 == kfac/curvature.py
-graphs that keep the weight of one of the first changes
-  <-  graphs::the_usual_change_is_that_of_steps_without_graphs
-    (self._just_loaded or not usual.full)  =>  self._just_loaded
-graphs that keep the usual change that was loaded
-  <-  graphs::the_usual_change_is_that_of_steps_without_graphs
-    (self._just_loaded or not usual.full)  =>  not usual.full
 messages forget since the beginning of a resumed run
   <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
   -         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
@@ -548,22 +524,16 @@ inverses of another scale than the run's  <-  resume::inverses_of_another_scale_
     if (scale > 0) != scaled:  =>  if False:
 
 == kfac/schedule.py
-drift without the layers that have no inverse
-  <-  graphs::layers_that_drift_are_next_due_at_the_first_step_that_has_any
-    if block.solved else tick, step)  =>  if block.solved else LATEST, step)
 factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
     decay ** max(since, 1)  =>  decay
 a young training remembers as much as an old one
   <-  defaults::a_young_training_remembers_a_share_of_its_steps
     decay = min(decay, 1 - 1 / max(2.0, past.share * step))  =>  pass
 newcomers wait for the interval  <-  robustness::a_newcomer_is_solved_as_soon_as_it_has_statistics
-    step == self._layers.newcomers_at or self.budget.measuring  =>  self.budget.measuring
-factors forget by the step, not by the update
+    return step == self._layers.newcomers_at  =>  return False
+factors forget by the update, not by the step
   <-  distkfac::without_a_decay_factors_forget_evenly_in_time
-    since = min(every, steps - self.budget.until + 1)  =>  pass
-a budget that pays for threads
-  <-  budget::waiting_for_threads_counts_where_all_solves_are_waited_for
-    {"wait": "R" if waits else "apart"}  =>  {"wait": "R"}
+    since = steps - self.updated_at if age is None else age  =>  since = 1
 intervals that never fall  <-  drift::intervals_grow_where_nothing_changes_and_fall_where_all_does
     if cosine < bounds.apart:  =>  if False:
 intervals that grow after one refresh alike  <-  drift::what_a_refresh_changes_by_hand
@@ -1101,10 +1071,6 @@ forward passes end although a layer is called again
     self._calls[module] == 1 for  =>  True for
 
 == optimizers/base.py
-a step that is recorded counts  <-  graphs::a_graph_replayed_trains_as_steps_do
-    if recorded:  # and  =>  if False:  # and
-replays leave capture as it is  <-  graphs::a_graph_replayed_trains_as_steps_do
-    self._curvature.watch()  =>  pass
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state
@@ -1171,7 +1137,7 @@ colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
 
 == options.py
 a tensor on the device is waited for
-  <-  graphs::hyperparameters_on_the_device_are_not_waited_for
+  <-  device_hyperparameters::hyperparameters_on_the_device_are_not_waited_for
     if value.device.type != "cpu":  =>  if value.device.type == "meta":
 two bases: special keywords without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
@@ -1196,20 +1162,8 @@ solves on threads that hold up the step
   -         self.clock = before
   -
 
-== profiling.py
-a profile without the backward pass  <-  profiling::the_time_of_a_step_is_shared_out
-    with self.optimizer._training.meter.stage("backward"):  =>  if True:
-
-== recipes.py
-gains decay  <-  recipes::vectors_and_norms_do_not_decay
-    {id(p) for p in inner.parameters() if p.ndim <= 1}  =>  set()
-
 == report.py
 frozen parameters in the summary's share  <-  summary::only_what_trains_is_counted_and_named
   - sum(row.parameters for row in self.rows if row.status != "frozen")
   + sum(row.parameters for row in self.rows)
-
-== stages.py
-an instrument that counts no bytes  <-  statistics::all_accounts_together_are_the_whole_time
-    spent[1] += total - self._bytes  =>  spent[1] += 0
 """)

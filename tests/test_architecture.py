@@ -6,13 +6,12 @@
     planning                               what it will cost: it runs optimizers, which ask it
     measuring                              the curvature of a trained model, without an optimizer
     kfac        fosi                       two wings that know nothing of each other
-    budget                                 how often curvature is renewed, by the clock
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
-    distributed options                    recipes
+    distributed options
     safetensors files                      of what is saved
     report  errors  patterns  stages  sharded   know nothing at all
 
-`python -m second_order` (`__main__`) has a file for each command: `profiling`, `planning.plan`.
+`python -m second_order` (`__main__`) is the command of `planning.plan`.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -51,7 +50,6 @@ BELOW: dict[str, set[str]] = {
     "sharded": set(),
     "patterns": {"sharded"},
     "stages": set(),
-    "budget": {"contract", "distributed", "options"},
     "kronecker": {"errors", "patterns", "sharded", "stages", "files", "safetensors"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "sharded", "stages"},
@@ -59,33 +57,31 @@ BELOW: dict[str, set[str]] = {
     "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
     "kfac": {
         *("errors", "report", "patterns", "sharded", "stages", "options", "contract", "kronecker"),
-        *("distributed", "budget"),
+        "distributed",
     },
     "fosi": {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
-        *("distributed", "budget"),
+        "distributed",
     },
     "planning": {
         *("kronecker", "distributed", "kfac", "options", "contract", "stages", "optimizers"),
-        *("report", "budget", "errors", "fosi"),
+        *("report", "errors", "fosi"),
     },
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
-        *("kfac", "fosi", "sharded", "planning"),
+        *("kfac", "fosi", "sharded", "stages", "planning"),
     },
     "integrations": {"optimizers"},
     "measuring": {
         *("errors", "files", "report", "patterns", "sharded", "kronecker", "distributed"),
         *("stages", "safetensors"),
     },
-    "recipes": {"errors", "options", "contract"},
     "papers": {"kfac", "optimizers"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "recipes", "planning", "measuring"),
+        *("files", "planning", "measuring"),
     },
-    "profiling": {"files", "report", "stages"},
-    "__main__": {"profiling", "planning"},
+    "__main__": {"planning"},
 }
 
 

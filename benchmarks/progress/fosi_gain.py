@@ -120,7 +120,9 @@ def reach(name: str, optimizer: str, lr: float, seed: int, **options: Any) -> Ga
     if optimizer == "DHO2":
         closure = aim.curved(model, seed)
         made = DHO2(model, lr=lr, base=torch.optim.Adam, curvature_closure=closure, **options)
-        made._training.meter.now = time.process_time
+        throttle = made._curvature.pairs.throttle
+        if throttle is not None:
+            throttle.clock = lambda device: time.process_time()
     else:
         made = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=lr)
     first = math.inf

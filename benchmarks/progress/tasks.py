@@ -33,7 +33,9 @@ import second_order
 from images import IMAGES, MissingDataError
 from muon import newton_schulz
 from second_order.optimizers.config import PerStep
+from second_order.stages import recorded_by
 from soap import SOAP
+from stage_seconds import StageSeconds
 from task import OF_LANGUAGE, Task
 from unseen import UNSEEN, regression
 
@@ -247,57 +249,53 @@ def train(job: Job, ended: Callable[[Any], None] = lambda optimizer: None) -> Ru
     peaks = [group["lr"] for group in optimizer.param_groups]
     run = Run(job)
     seconds = 0.0
-    judging = 0.0  # wall-clock seconds of the judgements before the last step
-    pause = 0.0  # and of the judgement after it
-    for step, batch in zip(range(task.steps), task.batches(job.seed), strict=False):
-        judging += pause
-        pause = 0.0
-        start = now()
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * job.share_of_rate(step)
-        optimizer.zero_grad()
-        task.loss_of(model, batch).backward()
-        optimizer.step()
-        judged = (step + 1) % task.every == 0
-        if judged and not on_cpu:
-            torch.cuda.synchronize()
-        seconds += now() - start
-        if judged:
-            paused_at = time.perf_counter()
-            model.eval()
-            with torch.no_grad():
-                run.losses.append(float(f"{task.judge(model):.5g}"))
-            model.train()
-            run.seconds.append(round(seconds, 3))
-            pause = time.perf_counter() - paused_at
-            if not math.isfinite(run.losses[-1]):
-                break
+    judging = 0.0  # wall-clock seconds of the judgements
+    timer = StageSeconds()
+    with recorded_by(timer.stage):
+        for step, batch in zip(range(task.steps), task.batches(job.seed), strict=False):
+            start = now()
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["lr"] = peak * job.share_of_rate(step)
+            optimizer.zero_grad()
+            task.loss_of(model, batch).backward()
+            optimizer.step()
+            judged = (step + 1) % task.every == 0
+            if judged and not on_cpu:
+                torch.cuda.synchronize()
+            seconds += now() - start
+            if judged:
+                paused_at = time.perf_counter()
+                model.eval()
+                with torch.no_grad():
+                    run.losses.append(float(f"{task.judge(model):.5g}"))
+                model.train()
+                run.seconds.append(round(seconds, 3))
+                judging += time.perf_counter() - paused_at
+                if not math.isfinite(run.losses[-1]):
+                    break
+    timer.stop()
     if task.at_end is not None:
         model.eval()
         run.end = {name: float(f"{found:.5g}") for name, found in task.at_end(model).items()}
-    read_metrics(run, optimizer, judging)
+    read_metrics(run, optimizer, timer, judging)
     ended(optimizer)
     return run
 
 
-def read_metrics(run: Run, optimizer: Any, judging: float) -> None:
-    """Note what an optimizer measured of itself, if it is one of ours.
+def read_metrics(run: Run, optimizer: Any, timer: StageSeconds, judging: float) -> None:
+    """Note the seconds by stage and the refresh interval, if the optimizer is one of ours.
 
     Args:
-        run: Gets the seconds by account and the refresh interval.
+        run: Gets the numbers.
         optimizer: That of the run.
-        judging: Seconds of judgements, which the optimizer counted as time between steps.
+        timer: Has timed the steps.
+        judging: Seconds of judgements, which the timer counted as time between steps.
     """
     if not isinstance(optimizer, second_order.SecondOrderOptimizer):
         return
-    metrics = optimizer.statistics()
-    for name, value in metrics.items():
-        kind, _, account = name.partition("/")
-        if kind == "total_seconds" and value > 0:
-            run.accounts[account] = value
-    run.accounts["elsewhere"] -= judging
-    run.accounts = {account: round(value, 4) for account, value in run.accounts.items()}
-    interval = metrics.get("drift/interval", math.nan)
+    timer.seconds["elsewhere"] -= judging
+    run.accounts = {stage: round(value, 4) for stage, value in timer.seconds.items()}
+    interval = optimizer.statistics().get("drift/interval", math.nan)
     if math.isfinite(interval):
         run.refresh_interval = interval
 

@@ -11,20 +11,21 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
+
+from second_order.stages import RANGES, recorded_by
 
 __all__ = [
     "CATEGORIES",
     "RANGES",
     "Span",
+    "bytes_by_stage",
     "moved_bytes",
     "peak_bytes",
     "profiled",
@@ -33,7 +34,6 @@ __all__ = [
     "stage_milliseconds",
 ]
 
-RANGES = "second_order."
 
 # --------------------------------------------------------------------------------- bytes sent
 
@@ -65,32 +65,21 @@ _FIRST_ARGUMENT = {
 _ONE_SOURCE = {"broadcast": 1, "scatter": 2}
 _INPUT_NAMES = ("input", "input_tensor", "input_list", "input_tensor_list", "scatter_list")
 
-# Tried in this order on the names of the package's functions, from the innermost caller outwards.
-_BY_FUNCTION = (
-    ("averaging", re.compile("averag")),
-    ("factors", re.compile("statistic|factor")),
-    ("inverses", re.compile("decompos|invers|solv|agreement|refresh|install")),
-    ("gradients", re.compile("gradient|precondition")),
-)
-_BY_RANGE = {
+_BY_STAGE = {
     "average_gradients": "averaging",
-    "capture": "factors",
     "statistics": "factors",
+    "statistics_exchange": "factors",
     "solve": "inverses",
+    "solve_exchange": "inverses",
+    "wait": "inverses",
     "precondition": "gradients",
+    "precondition_exchange": "gradients",
 }
 
 
-def _category(frame: FrameType | None, ranges: list[str]) -> str:
-    """What a collective carries, by the functions that called it, or else by the open ranges."""
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).startswith(RANGES):
-            for category, pattern in _BY_FUNCTION:
-                if pattern.search(frame.f_code.co_name):
-                    return category
-        frame = frame.f_back
-    names = (name.removeprefix(RANGES) for name in reversed(ranges))
-    return next((_BY_RANGE[name] for name in names if name in _BY_RANGE), "other")
+def _category(stage: str) -> str:
+    """What a collective carries, by the stage in which it is called."""
+    return _BY_STAGE.get(stage, "other")
 
 
 def _nbytes(value: Any) -> int:
@@ -147,31 +136,34 @@ def moved_bytes() -> AbstractContextManager[Counter[str]]:
     return sent_bytes(_moved)
 
 
+def bytes_by_stage() -> AbstractContextManager[Counter[str]]:
+    """Bytes that this process hands to torch.distributed meanwhile, by stage; "" outside of all."""
+    return sent_bytes(by=str)
+
+
 @contextmanager
 def sent_bytes(
     count: Callable[[str, tuple[Any, ...], dict[str, Any]], float] = _handed_over,
+    by: Callable[[str], str] = _category,
 ) -> Iterator[Counter[str]]:
     """Bytes that this process hands to torch.distributed meanwhile, by category."""
     sent: Counter[str] = Counter()
-    ranges: list[str] = []
-    enter: Any = record_function.__enter__
-    leave: Any = record_function.__exit__
+    stages = [""]
 
-    def entered(self: Any) -> Any:
-        ranges.append(self.name)
-        return enter(self)
-
-    def left(self: Any, *error: Any) -> None:
-        ranges.pop()
-        leave(self, *error)
+    @contextmanager
+    def stage(name: str) -> Iterator[None]:
+        stages.append(name)
+        try:
+            yield
+        finally:
+            stages.pop()
 
     def call(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        sent[_category(sys._getframe(1), ranges)] += round(count(name, args, kwargs))
+        sent[by(stages[-1])] += round(count(name, args, kwargs))
         return function(*args, **kwargs)
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(record_function, "__enter__", entered))
-        stack.enter_context(patch.object(record_function, "__exit__", left))
+        stack.enter_context(recorded_by(stage))
         for name in sorted(_FIRST_ARGUMENT | _SECOND_ARGUMENT):
             function = getattr(dist, name, None)
             if function is not None:

@@ -33,13 +33,10 @@ if TYPE_CHECKING:
     from second_order.optimizers.mrdho2 import MRDHO2
     from second_order.planning.machine import Interconnect, Machine, calibrate
     from second_order.planning.plan import Plan, plan
-    from second_order.recipes import parameter_groups
     from second_order.report import (
         CurvatureReport,
         EpochReport,
         LayerRow,
-        Recipe,
-        RecipeRow,
         Summary,
     )
 
@@ -65,8 +62,6 @@ __all__ = [
     "PerStep",
     "Plan",
     "RankMismatchError",
-    "Recipe",
-    "RecipeRow",
     "SecondBase",
     "SecondOrderError",
     "SecondOrderOptimizer",
@@ -79,7 +74,6 @@ __all__ = [
     "lanczos",
     "load_checkpoint",
     "measure",
-    "parameter_groups",
     "plan",
     "register_layer",
     "save_checkpoint",
@@ -106,8 +100,7 @@ _NAMES_IN = {
     "optimizers.mrdho2": "MRDHO2",
     "planning.machine": "Interconnect Machine calibrate",
     "planning.plan": "Plan plan",
-    "recipes": "parameter_groups",
-    "report": "CurvatureReport EpochReport LayerRow Recipe RecipeRow Summary",
+    "report": "CurvatureReport EpochReport LayerRow Summary",
 }
 _HOMES = {name: home for home, names in _NAMES_IN.items() for name in names.split()}
 

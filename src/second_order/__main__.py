@@ -1,7 +1,4 @@
-"""Commands: ``python -m second_order profile train.py`` shows where the time of a step goes.
-
-And ``python -m second_order plan train.py`` what every system would cost, on how many ranks.
-"""
+"""The command ``python -m second_order plan train.py``: what every system would cost."""
 
 from __future__ import annotations
 
@@ -9,13 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from second_order import profiling
 from second_order.planning import plan
 
 __all__ = ["main"]
-
-COMMANDS = (profiling.add_command, plan.add_command)
-"""Functions that add a command each: its arguments, and as ``run`` what it does with them."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,8 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m second_order")
     commands = parser.add_subparsers(title="commands", required=True, metavar="command")
-    for add in COMMANDS:
-        add(commands)
+    plan.add_command(commands)
     chosen = parser.parse_args(arguments)
     status: int = chosen.run(chosen)
     return status

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Recipe", "RecipeRow", "Summary"]
+__all__ = ["CurvatureReport", "EpochReport", "LayerRow", "Summary"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +48,7 @@ class Summary:
         age: A line on the age of inverses, where they are computed beside training.
         intervals: A line on the intervals that are chosen by their cost.
         settings: A line on damping, clip and memory, as they follow from what was given.
+        groups: A line for each parameter group, if there are several: what trains it, and how.
     """
 
     title: str
@@ -59,6 +59,7 @@ class Summary:
     age: str = ""
     intervals: str = ""
     settings: str = ""
+    groups: Sequence[str] = ()
 
     @property
     def factor_bytes(self) -> int:
@@ -104,62 +105,7 @@ class Summary:
             f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order state "
             f"of this process: {size}"
         )
-        return "\n".join([self.title, share, *aligned(table, {2, 6}), *closing])
-
-
-@dataclass(frozen=True)
-class RecipeRow:
-    """One line of the recipe: how a parameter is trained.
-
-    Attributes:
-        name: Name of the parameter.
-        shape: Shape of the parameter.
-        base: The first-order optimizer that trains it.
-        lr: The parameter's learning rate now.
-        weight_decay: The parameter's weight decay; None if the base has none.
-        status: "preconditioned", "plain gradient", or "frozen".
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    base: str
-    lr: float
-    weight_decay: float | None
-    status: str
-
-    @property
-    def parameters(self) -> int:
-        """Number of elements of the parameter."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A table of how each parameter is trained, by which base; ``print`` it, or read its rows.
-
-    Attributes:
-        title: The optimizer and its bases.
-        rows: One row for each parameter, in the order of the groups.
-    """
-
-    title: str
-    rows: Sequence[RecipeRow]
-
-    def __str__(self) -> str:
-        table = [("parameter", "shape", "base", "lr", "weight decay", "gradient")]
-        for row in self.rows:
-            shape = "x".join(map(str, row.shape)) or "scalar"
-            decay = "" if row.weight_decay is None else f"{row.weight_decay:g}"
-            table.append((row.name, shape, row.base, f"{row.lr:g}", decay, row.status))
-        total = sum(row.parameters for row in self.rows)
-        closing = []
-        for base in dict.fromkeys(row.base for row in self.rows):
-            mine = [row for row in self.rows if row.base == base]
-            count = sum(row.parameters for row in mine)
-            share = f"{count / total:.1%}" if total else "none"
-            tensors = f"{len(mine)} tensor{'s' if len(mine) > 1 else ''}"
-            closing.append(f"{base}: {count:,} parameters ({share}) in {tensors}")
-        return "\n".join([self.title, *aligned(table, {3, 4}), *closing])
+        return "\n".join([self.title, share, *aligned(table, {2, 6}), *closing, *self.groups])
 
 
 def aligned(table: Sequence[Sequence[str]], right: set[int]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import warnings
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ from contract import (
 from models import ZOO
 from stacks import CASE, usual_loop
 from torch import nn
-
-from second_order import SecondOrderWarning, parameter_groups
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
@@ -164,80 +161,3 @@ def test_other_groups_and_another_state_are_refused_with_a_way(System: Any) -> N
             each.state = {**state}
         assert each.param_groups is groups is optimizer._base.param_groups
         assert each.state is state
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(4), nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Words(nn.Module):
-    """A model as language models are: embeddings, blocks, a norm, a head that may be tied."""
-
-    def __init__(self, tied: bool = False) -> None:
-        super().__init__()
-        self.words = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 7)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.words(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def settings(groups: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """What is said of a parameter, which is in one group only."""
-    (group,) = [g for g in groups if name in g["param_names"]]
-    return {k: v for k, v in group.items() if k not in ("params", "param_names")}
-
-
-def assert_complete(groups: list[dict[str, Any]], model: nn.Module) -> None:
-    """Every parameter that trains, once, by its name."""
-    named = dict(model.named_parameters())
-    pairs = [pair for g in groups for pair in zip(g["param_names"], g["params"], strict=True)]
-    assert sorted(name for name, _ in pairs) == sorted(n for n in named if named[n].requires_grad)
-    assert all(named[name] is p for name, p in pairs)
-
-
-def test_vectors_and_norms_do_not_decay() -> None:
-    model = Words()
-    model.blocks[0].norm = nn.LayerNorm((2, 4))  # its gain is a matrix
-    groups = parameter_groups(model, weight_decay=0.1)
-    assert_complete(groups, model)
-    assert len(groups) == 2
-    for name in ("blocks.0.norm.weight", "blocks.0.up.bias", "norm.weight", "head.bias"):
-        assert settings(groups, name) == {"weight_decay": 0.0}
-    for name in ("words.weight", "blocks.1.up.weight", "head.weight"):
-        assert settings(groups, name) == {"weight_decay": 0.1}
-
-
-def test_rules_override_by_name_and_the_first_counts() -> None:
-    model = Words()
-    rules = {r"blocks\.0\.": {"lr": 0.01}, r"up\.weight$": {"lr": 0.02, "weight_decay": 0.7}}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        groups = parameter_groups(model, weight_decay=0.2, rules=rules)
-    assert_complete(groups, model)
-    assert settings(groups, "blocks.0.up.weight") == {"lr": 0.01, "weight_decay": 0.2}
-    assert settings(groups, "blocks.1.up.weight") == {"lr": 0.02, "weight_decay": 0.7}
-    assert settings(groups, "head.bias") == {"weight_decay": 0.0}
-
-
-def test_what_matches_nothing_is_told() -> None:
-    with pytest.warns(SecondOrderWarning, match=r"rules: 'decoder' is in no parameter's name"):
-        parameter_groups(Words(), rules={"decoder": {"lr": 1.0}})
-
-
-def test_errors_name_the_value_and_the_remedy() -> None:
-    with pytest.raises(ValueError, match=r"weight_decay=-0.1 is outside \[0, inf\]"):
-        parameter_groups(Words(), weight_decay=-0.1)
-    with pytest.raises(TypeError, match=r"model=list is not a torch\.nn\.Module"):
-        parameter_groups([])  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from contract import DHO2, KAISA, asking, each_kronecker, make, same, take
+from contract import KAISA, each_kronecker, make, same, take
 from divided import (
     BATCHES,
     CASE,
@@ -21,12 +21,12 @@ from divided import (
     backward,
     each_pair,
     optim,
+    trained_by,
     two,
 )
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
-from reference import cross_entropy
 from torch import nn
 
 from second_order import (
@@ -102,7 +102,7 @@ def in_windows() -> nn.Module:
 def test_hidden_weights_go_to_the_base(build: Any, base: Any, layers: Any, hidden: Any) -> None:
     model = build()
     optimizer = KAISA(model, lr=0.1, base=base, rest=SecondBase(AdamW, layers=layers))
-    found = {row.name: row.base for row in optimizer.recipe().rows}
+    found = trained_by(optimizer)
     assert found.keys() == {name for name, _ in model.named_parameters()}
     assert {name for name, base in found.items() if base != "AdamW"} == set(hidden)
 
@@ -265,43 +265,14 @@ def test_a_pattern_that_matches_nothing_is_told() -> None:
 
 
 @each_kronecker
-def test_the_recipe_tells_who_trains_what_and_how(System: Any) -> None:
-    model = CASE.model()
-    model.norm.weight.requires_grad_(False)
-    optimizer = two(System, "Muon AdamW apart", list(model.parameters()), model=model)
-    recipe = optimizer.recipe()
-    rows = {row.name: (row.base, row.lr, row.weight_decay, row.status) for row in recipe.rows}
-    assert rows["up.weight"] == ("Muon", 0.02, 0.1, "preconditioned")
-    assert rows["up.bias"] == ("AdamW", 3e-3, 0.0, "preconditioned")
-    assert rows["norm.weight"] == ("AdamW", 3e-3, 0.0, "frozen")
-    assert rows["places"] == ("AdamW", 3e-3, 0.0, "plain gradient")
-    text = str(recipe)
-    assert text.startswith(f"{System.__name__} over Muon and AdamW, step 0\n")
-    assert re.search(r"\nup\.weight +7x4 +Muon +0\.02 +0\.1 +preconditioned\n", text)
-    assert text.endswith(
-        "\nMuon: 63 parameters (44.1%) in 2 tensors\nAdamW: 80 parameters (55.9%) in 8 tensors"
-    )
-    assert "KAISA over Muon and AdamW, lr" in str(optimizer.summary()) or System is not KAISA
-
-
-def test_one_base_has_a_recipe_too() -> None:
-    model = ZOO["mlp"].model()
-    kronecker = make(KAISA, model, skip_layers=["4"]).recipe()
-    assert {row.base for row in kronecker.rows} == {"SGD"}
-    statuses = [row.status for row in kronecker.rows]
-    assert statuses == ["preconditioned"] * 4 + ["plain gradient"] * 2
-    unused = ZOO["unused"]
-    idle = unused.model()
-    optimizer = make(KAISA, idle)
-    take(idle, optimizer, unused.batch())
-    told = {row.name: row.status for row in optimizer.recipe().rows}
-    assert told["unused.weight"] == "plain gradient" != told["first.weight"]
-    optimizer = make(DHO2, model, base=optim.Rprop)
-    assert {(row.weight_decay, row.status) for row in optimizer.recipe().rows} == {
-        (None, "plain gradient")
-    }
-    for batch in ZOO["mlp"].batches(2):
-        optimizer.zero_grad()
-        cross_entropy(model(batch[0]), batch[1]).backward()
-        optimizer.step(**asking(model, optimizer, batch))
-    assert {row.status for row in optimizer.recipe().rows} == {"preconditioned"}
+def test_the_summary_tells_which_base_trains_what(System: Any) -> None:
+    optimizer = two(System, "Muon AdamW apart", CASE.model())
+    lines = optimizer.summary().groups
+    assert len(lines) == len(optimizer.param_groups)
+    assert [line for line in lines if "Muon, lr 0.02, weight_decay 0.1: " in line]
+    for name, base in trained_by(optimizer).items():
+        (line,) = [line for line in lines if name in re.split(r"[ ,]+", line)]
+        assert f": {base}, lr " in line
+    assert str(optimizer.summary()).endswith("\n".join(lines))
+    alone = make(System, ZOO["mlp"].model())
+    assert not alone.summary().groups

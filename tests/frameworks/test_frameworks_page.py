@@ -19,7 +19,8 @@ from stacks import trainable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from second_order import DPKFAC, KAISA, parameter_groups
+from groups import decayed_groups
+from second_order import DPKFAC, KAISA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,7 +37,7 @@ Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 def with_groups(model: nn.Module) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, weight_decay=0.1)
+    groups = decayed_groups(model, weight_decay=0.1)
     return KAISA(groups, lr=5e-3, base=torch.optim.AdamW)
 
 

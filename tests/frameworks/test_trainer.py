@@ -10,7 +10,7 @@ import torch
 from contract import EXACT, each_kronecker, each_of_five
 from stacks import assert_as_usual, optimizer_of, trainable
 
-from second_order import parameter_groups
+from groups import decayed_groups
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -121,7 +121,7 @@ def test_a_class_and_its_keywords(hf: Any, System: Any, groups: str, tmp_path: P
     keywords: dict[str, Any] = {"lr": hf.LR}
 
     def decayed(model: Any) -> Any:
-        return parameter_groups(model, weight_decay=0.1)
+        return decayed_groups(model, weight_decay=0.1)
 
     class Made(System):
         """The class with the options of these tests, and the closure if it needs one."""

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from budgeted import Run
 from contract import KRONECKER, each_kronecker, make, take
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +18,7 @@ from reference import to_matrix
 from threaded import Gate, solving
 from torch import Tensor, nn
 
-from second_order import DistKFAC, SecondOrderWarning
+from second_order import DistKFAC
 from second_order.kfac.schedule import (
     LONGEST,
     SMALL,
@@ -250,24 +248,6 @@ def test_a_number_is_the_interval_whatever_drifts(System: Any) -> None:
         assert optimizer.statistics()["factor_update_steps"] == 10
     assert found == [0, 10, 20]
     assert optimizer._curvature.drift is None
-
-
-def test_a_budget_that_forbids_what_drift_wants_is_told_of_once() -> None:
-    """A refresh every 16 steps is allowed; the data are others at each."""
-    run = Run(**BY_DRIFT, overhead=0.04)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SecondOrderWarning)
-        for step in range(70):
-            x, y = MLP.batch(12, seed=step)
-            run.time.spend(run.T)
-            take(run.model, run.optimizer, (10.0 ** (step // 16 % 2 * 2) * x, y), MLP.loss)
-    told = [str(w.message) for w in caught if "overhead" in str(w.message)]
-    assert run.budget.chosen == {"inv_update_steps": 15}
-    assert run.refreshes == [0, 1, 2, 3, 4, 16, 32, 48, 64]
-    assert len(told) == 1
-    assert "overhead=0.04 leaves a refresh every 16 steps" in told[0]
-    assert "want one oftener" in told[0]
-    assert "intervals by budget, overhead 0.04: inverses every 15" in str(run.optimizer.summary())
 
 
 def test_solves_on_threads_are_waited_for_by_the_step_before_the_next() -> None:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Muon
 
+from instruments import bytes_by_stage
 from second_order import DPKFAC, KAISA, DistKFAC
 from second_order.kfac import sharded_gradients
 
@@ -327,7 +328,8 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
         assert any(isinstance(p, DTensor) for p in model.parameters())
     options = {"async_inverse": False} if System is DistKFAC else {}
     optimizer = System(model, **OPTIONS, **options)
-    go_on(model, optimizer, shares(rank, world_size))
+    with bytes_by_stage() as sent:
+        go_on(model, optimizer, shares(rank, world_size))
     curvature = optimizer.curvature(dtype=torch.float64)
     generator = torch.Generator().manual_seed(3)
     covered = {n: size for layer in curvature.values() for n, size in layer.shapes.items()}
@@ -335,9 +337,9 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
     params = curvature.apply({n: p.detach() for n, p in model.named_parameters() if n in v})
     found = optimizer.statistics()
     numbers = {n: found[n] for n in ("clip", "trace_A/max", "trace_G/min", "layers/solved")}
-    accounts = {n for n, value in found.items() if n.startswith("bytes/") and value > 0}
+    stages = {name for name, nbytes in sent.items() if nbytes > 0}
     solved = curvature.solve(v, damping=0.1) | {f"F {n}": x for n, x in params.items()}
-    return {"solved": solved, "numbers": numbers, "accounts": accounts}
+    return {"solved": solved, "numbers": numbers, "stages": stages}
 
 
 @pytest.mark.parametrize("System", [KAISA, DPKFAC, DistKFAC])
@@ -350,7 +352,7 @@ def test_sharded_models_have_the_curvature_of_whole_ones(world: World, System: A
         for name, x in result["solved"].items():
             torch.testing.assert_close(x, expected["solved"][name], rtol=1e-9, atol=1e-12)
         assert result["numbers"] == pytest.approx(expected["numbers"], rel=1e-9, nan_ok=True)
-        assert result["accounts"] == sharded[0]["accounts"]
+        assert result["stages"] == sharded[0]["stages"]
 
 
 class Strange(nn.Module):

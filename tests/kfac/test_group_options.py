@@ -14,7 +14,7 @@ from tables import keywords_of
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
-from second_order import KAISA, RankMismatchError, TraceRule, parameter_groups
+from second_order import KAISA, RankMismatchError, TraceRule
 
 if TYPE_CHECKING:
     from pool import World
@@ -202,9 +202,10 @@ def test_wrong_values_in_groups_raise(option: str, value: Any) -> None:
 def test_a_layer_in_two_groups_is_named(option: str, value: Any) -> None:
     """At construction, and by a group that is added, after which everything is as before."""
     model = MLP.model()
-    rules = {r"2\.weight": {option: value}}
+    others = [p for name, p in model.named_parameters() if name != "2.weight"]
+    apart = [{"params": [model[2].weight], option: value}, {"params": others}]
     with pytest.raises(ValueError, match=f"layer '2' has its weight .*different '{option}'"):
-        make(KAISA, parameter_groups(model, rules=rules))
+        make(KAISA, apart)
     weights = [{"params": [p for p in model.parameters() if p.dim() > 1]}]
     optimizer = make(KAISA, weights)
     with pytest.raises(ValueError, match="layer '0' has its weight"):

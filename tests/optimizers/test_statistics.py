@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -14,14 +15,15 @@ from contract import each_kronecker, each_of_five, make, same, take
 from models import ZOO
 from ranks import kaisa, shard
 
-from instruments import sent_bytes
+from instruments import bytes_by_stage
 from second_order import DHO2, DPKFAC, KAISA, DistKFAC
-from second_order import stages as module
 from second_order.fosi import metrics as eigenpair_statistics
 from second_order.kfac import metrics as kronecker_statistics
-from second_order.stages import Meter
+from second_order.stages import recorded_by, stage
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pool import World
 
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
@@ -115,57 +117,21 @@ def test_the_newton_share_is_that_of_the_movement() -> None:
         assert found["gradient_share"] == report.gradient_share
 
 
-def test_all_accounts_together_are_the_whole_time() -> None:
-    """By a clock that is told."""
-    now = 100.0
-    meter = Meter(now=lambda: now)
-    now += 1.0
-    with meter.stage("statistics"):
-        now += 2.0
-        with meter.stage("exchange"):
-            now += 4.0
-            module.sent(640)
-        now += 8.0
-        with meter.stage("capture"):
-            now += 16.0
-    with meter.stage("exchange"):
-        now += 32.0
-    with pytest.raises(KeyError), meter.stage("solve"):
-        raise KeyError
-    now += 64.0
-    accounts = ("statistics", "statistics_exchange", "exchange", "solve", "elsewhere", "base")
-    assert set(meter.read(accounts).values()) == {0.0}
-    meter.lap()
-    found = meter.read(accounts)
-    seconds = [found[f"seconds/{name}"] for name in accounts]
-    assert seconds == [26.0, 4.0, 32.0, 0.0, 65.0, 0.0]
-    assert found["bytes/statistics_exchange"] == 640
-    assert sum(found[f"bytes/{name}"] for name in accounts) == 640
-    with meter.stage("base"):
-        now += 128.0
-    meter.lap()
-    found = meter.read(accounts)
-    assert found["seconds/base"] == found["total_seconds/base"] == 128.0
-    assert (found["seconds/statistics"], found["total_seconds/statistics"]) == (0.0, 26.0)
-
-
-def bytes_of_steps(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
-    """Of a step, as the accounts have them, and as torch.distributed is given them."""
-    model, found = MLP.model(), []
+def names_and_bytes(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
+    """The names of the metrics, the bytes of the last step by stage, and the clip."""
+    model = MLP.model()
     optimizer = make(System, model, **options)
     for batch in BATCHES[:2]:
-        with sent_bytes() as sent:
+        with bytes_by_stage() as sent:
             take(model, optimizer, shard(batch, rank, world_size), MLP.loss)
-        if rank == 0:  # nothing is sent: the others need not ask
+        if rank == 0:  # nothing is sent: the other ranks need not call it
             optimizer.statistics()
-        found.append(sum(sent.values()))
-    told = optimizer.statistics()
-    mine = {name: told[name] for name in told if name.startswith("bytes/")}
-    return sorted(told), found[-1], mine, told.get("clip")
+    metrics = optimizer.statistics()
+    return sorted(metrics), dict(sent), metrics.get("clip")
 
 
 @pytest.mark.parametrize(
-    ("System", "options", "accounts"),
+    ("System", "options", "stages"),
     [
         (KAISA, {"grad_worker_fraction": 0.5}, ["statistics_exchange", "precondition_exchange"]),
         (DPKFAC, {"kl_clip": 1e-5}, ["precondition_exchange", "average_gradients"]),
@@ -174,25 +140,61 @@ def bytes_of_steps(rank: int, world_size: int, System: Any, options: dict[str, A
     ],
     ids=["KAISA", "DPKFAC", "DistKFAC", "DHO2"],
 )
-def test_every_byte_is_on_an_account_and_the_names_are_those_of_all_ranks(
-    world: World, System: Any, options: dict[str, Any], accounts: list[str]
+def test_every_message_has_a_stage_and_the_names_are_those_of_all_ranks(
+    world: World, System: Any, options: dict[str, Any], stages: list[str]
 ) -> None:
-    results = world.run(bytes_of_steps, 2, System, options)
-    for names, sent, mine, clip in results:
+    results = world.run(names_and_bytes, 2, System, options)
+    for names, sent, clip in results:
         assert names == results[0][0]
-        assert clip == results[0][3]
-        assert sum(mine.values()) == sent > 0
-        assert all(mine[f"bytes/{name}"] > 0 for name in accounts)
-        assert mine["bytes/elsewhere"] == 0
+        assert clip == results[0][2]
+        assert all(sent[name] > 0 for name in stages)
+        assert sent.get("", 0) == 0
+
+
+def test_stages_are_ranges_of_a_profiler_that_runs() -> None:
+    model = MLP.model()
+    optimizer = make(KAISA, model, factor_update_steps=1, inv_update_steps=1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        take(model, optimizer, BATCHES[0], MLP.loss)
+    names = {event.name for event in profile.events()}
+    stages = {"statistics", "solve", "precondition", "base"}
+    assert names >= {f"second_order.{stage}" for stage in stages}
+    assert isinstance(stage("base"), nullcontext)  # without a profiler
+
+
+def test_a_recorder_replaces_the_profiler_meanwhile() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def noted(name: str) -> Iterator[None]:
+        seen.append(name)
+        yield
+
+    with recorded_by(noted), stage("solve"):
+        pass
+    with stage("base"):
+        pass
+    assert seen == ["solve"]
 
 
 def test_the_page_has_every_name_and_no_other() -> None:
     page = (Path(__file__).parents[2] / "docs" / "instruments.md").read_text("utf-8")
-    page = page.split("## The profile")[0]
+    page = page.split("## Stages of a step")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
     expected = {"step", *kronecker_statistics.NAMES, *eigenpair_statistics.NAMES}
     expected |= set(eigenpair_statistics.EPOCH_NAMES)
-    expected |= {"seconds/…", "total_seconds/…", "bytes/…", "total_bytes/…"}
-    accounts = {*kronecker_statistics.ACCOUNTS, *eigenpair_statistics.ACCOUNTS}
-    assert named == expected | accounts
+    assert named == expected
+
+
+def test_the_page_has_every_stage_and_no_other() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "instruments.md").read_text("utf-8")
+    page = page.split("## Stages of a step")[1].split("\n## ")[0]
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    listed = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+    entered: set[str] = set()
+    for path in (root / "src").rglob("*.py"):
+        entered |= set(re.findall(r'\bstage\("(\w+)"\)', path.read_text("utf-8")))
+    entered -= {"judge"}  # on accelerators, which take no steps
+    assert listed == entered | {"wait"}

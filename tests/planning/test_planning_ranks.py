@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import second_order.planning.record as recording
+from instruments import bytes_by_stage
 from second_order import DPKFAC, KAISA, DistKFAC, Interconnect, Machine
 from second_order.distributed import buckets
 from second_order.kfac.plan import gradient_owners
@@ -41,16 +42,18 @@ def recorded(name: str, options: dict[str, Any], rank: int, ranks: int) -> Recor
     return record(make, network(), lambda model: model(X), MACHINE, LINKS, rank, ranks)
 
 
-def accounts(rank: int, world_size: int, name: str, options: dict[str, Any]) -> dict[str, float]:
-    """The bytes of a step by account, as the optimizer has counted them."""
+def bytes_of_a_step(
+    rank: int, world_size: int, name: str, options: dict[str, Any]
+) -> dict[str, float]:
+    """The bytes of a step by stage."""
     model = network()
     with OF_FACTORS[name](model, **EVERY, **options) as optimizer:
         for _ in range(2):
-            model.zero_grad()
-            loss_of(model(X)).backward()
-            optimizer.step()
-        told = optimizer.statistics()
-    return {k.removeprefix("bytes/"): v for k, v in told.items() if k.startswith("bytes/")}
+            with bytes_by_stage() as sent:
+                model.zero_grad()
+                loss_of(model(X)).backward()
+                optimizer.step()
+    return dict(sent)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +69,8 @@ def test_processes_send_what_is_recorded(
     world: World, name: str, options: dict[str, Any], ranks: int
 ) -> None:
     # The ranks' comparison is not recorded.
-    besides = {"elsewhere", "compare"}
-    for rank, seen in enumerate(world.run(accounts, ranks, name, options)):
+    besides = {"", "elsewhere", "compare"}
+    for rank, seen in enumerate(world.run(bytes_of_a_step, ranks, name, options)):
         planned = recorded(name, options, rank, ranks).sent
         same = {k: v for k, v in planned.items() if k not in besides}
         assert same == {k: v for k, v in seen.items() if v and k not in besides}
@@ -188,7 +191,7 @@ def test_every_decomposition_of_a_plan_is_valid(monkeypatch: pytest.MonkeyPatch)
     recorded("KAISA", {}, 0, 1)
     assert seen == {math.inf}
     seen.clear()
-    accounts(0, 1, "KAISA", {})
+    bytes_of_a_step(0, 1, "KAISA", {})
     assert seen == {RESIDUAL_TOLERANCE}
 
 

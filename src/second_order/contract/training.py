@@ -1,26 +1,20 @@
 """What an optimizer and its curvature share: groups, warnings, averages, and how they call it.
 
-    prepare        plan anew, refresh what is due          before gradients travel
-    precondition   p.grad <- what the base is to see
-    step_base      the base's step
-    correct        what is left to do to the parameters, and what the coming passes are to leave
-
-Warnings wait while the ranks may wait for each other. Whoever turns them into errors
-(``python -W error``) would otherwise end one rank's step between two collectives, and leave the
-other ranks in the second.
+prepare        plan anew, refresh what is due          before gradients travel
+precondition   p.grad <- what the base is to see
+step_base      the base's step
+correct        what is left to do to the parameters, and what the coming passes are to leave
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,21 +25,17 @@ from second_order.errors import SecondOrderWarning
 from second_order.options import PEAK_LR
 from second_order.report import Summary
 from second_order.sharded import caller, ddp_under_way, is_dtensor, reshard
-from second_order.stages import Meter
 
 __all__ = [
     "ARRIVED",
     "NAMES",
     "Curvature",
-    "DeferredWarnings",
-    "PeakRates",
     "PendingAverage",
     "Routed",
     "RunningDDP",
     "Training",
-    "capturing",
-    "check_capture",
     "check_step",
+    "follow_peak_rates",
     "members_of",
     "named_like",
     "nameless",
@@ -53,7 +43,7 @@ __all__ = [
     "start_average",
     "trainable",
     "unhooked",
-    "warns_at_its_end",
+    "warn",
     "whole_group",
 ]
 
@@ -149,6 +139,12 @@ def check_step(training: Training, matters: str, closure: Any, unwatched: bool) 
             f"backward() has returned. Make one optimizer of the model, {training.name}(model, "
             f"lr=...), and call step() after backward()"
         )
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{training.name}.step() cannot be recorded in a CUDA graph, because Python decides at "
+            f"each step what is due: call it outside of torch.cuda.graph(). torch.compile(model) "
+            f"saves launches in the forward and backward pass"
+        )
     training.require_group("step()")
     for group in training.groups:
         if group.get("train_mode") is False:
@@ -182,62 +178,25 @@ def check_step(training: Training, matters: str, closure: Any, unwatched: bool) 
         )
 
 
-def capturing() -> bool:
-    """Whether operations of this thread are recorded for a CUDA graph, and not computed."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+def follow_peak_rates(groups: Iterable[dict[str, Any]]) -> None:
+    """Keep the largest learning rate of each group, that of the schedule to come included.
 
-
-def check_capture(training: Training, quiet_until: int) -> int:
-    """Raise, before anything has changed, unless a CUDA graph can record the coming step.
-
-    Returns the step up to which the graph holds.
+    Rates may be tensors on a device, which schedules fill in place: the host does not read them.
     """
-    if training.world.size > 1:
-        raise RuntimeError(
-            f"{training.name}.step() cannot be recorded in a CUDA graph by one of "
-            f"{training.world.size} processes: they compare on the CPU what each is about to do. "
-            f"Call step() after the graph of the passes"
-        )
-    if quiet_until <= training.steps:
-        raise RuntimeError(
-            f"{training.name}.step() cannot be recorded in a CUDA graph at step {training.steps}, "
-            f"at which more may be due than at each step: record while optimizer.quiet_until "
-            f"({quiet_until}) is larger than optimizer.training.steps, and take this step without "
-            f"a graph"
-        )
-    return quiet_until
+    for group in groups:
+        peak = group[PEAK_LR]
+        for name in RATES:
+            if name in group:
+                peak = _larger(peak, group[name])
+        group[PEAK_LR] = peak
 
 
-class PeakRates:
-    """Keeps the largest learning rate of each group, that of the schedule to come included.
-
-    Where any is a tensor, so is the largest, which a group then keeps in one place: schedules fill
-    theirs in place, and a device is not waited for.
-    """
-
-    def __init__(self) -> None:
-        self._seen: dict[int, list[Any]] = {}  # the largest and the rates of a group with tensors
-
-    def follow(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Look at the rates of a step."""
-        for i, group in enumerate(groups):
-            rates = [group[name] for name in (PEAK_LR, *RATES) if name in group]
-            tensors = [rate.detach() for rate in rates if isinstance(rate, Tensor)]
-            if not tensors:
-                group[PEAK_LR] = max(rates)
-                continue
-            seen = self._seen.get(i, ())
-            if len(seen) == len(rates) and all(map(operator.is_, seen, rates)):
-                peak, tensors = tensors[0], tensors[1:2]  # the others are constant
-            else:
-                peak = tensors[-1].reshape(()).clone()
-                for number in rates:
-                    if not isinstance(number, Tensor):
-                        peak.clamp_(min=number)
-            for tensor in tensors:
-                torch.maximum(peak, tensor.reshape(()), out=peak)
-            group[PEAK_LR] = peak
-            self._seen[i] = [peak, *rates[1:]]
+def _larger(peak: Any, rate: Any) -> Any:
+    if isinstance(peak, Tensor) and isinstance(rate, Tensor):
+        return torch.maximum(peak, rate.detach().reshape(()))
+    if isinstance(rate, Tensor):
+        return rate.detach().reshape(()).clamp(min=peak)
+    return peak.clamp(min=rate) if isinstance(peak, Tensor) else max(peak, rate)
 
 
 def unhooked(base: torch.optim.Optimizer) -> Callable[[], None]:
@@ -248,61 +207,9 @@ def unhooked(base: torch.optim.Optimizer) -> Callable[[], None]:
     return functools.partial(step, base)
 
 
-class DeferredWarnings:
-    """Warnings of an optimizer; within methods that :func:`warns_at_its_end` they wait.
-
-    One that is an error is raised at that end, and the remaining ones at the end of the next.
-    """
-
-    def __init__(self) -> None:
-        self.known: set[str] = set()  # keys of warnings that are given once, and have been
-        self.waiting: list[str] = []  # hooks append to it: they run while others may wait
-        self.held = 0  # number of methods that run, and warn at their end
-
-    def warn(self, message: str) -> None:
-        """Warn, now or at the end of the outermost method that runs."""
-        self.waiting.append(message)
-        self.tell()
-
-    def tell(self, error: BaseException | None = None) -> None:
-        """Warn of all that waits, at the first frame outside of this package and torch.
-
-        Beside an error, warnings that are errors become notes of it.
-        """
-        while self.waiting and not self.held:
-            frame, level = sys._getframe(), 1
-            ours = ("second_order.", "torch.")
-            while frame.f_back and frame.f_globals.get("__name__", "").startswith(ours):
-                frame, level = frame.f_back, level + 1
-            message = self.waiting.pop(0)
-            try:
-                warnings.warn(message, SecondOrderWarning, stacklevel=level)
-            except SecondOrderWarning:
-                if error is None:
-                    raise
-                if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(message)
-
-
-def warns_at_its_end(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Decorate an optimizer's method: warnings wait until it has returned."""
-
-    @functools.wraps(method)
-    def told(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        deferred = self._training.warnings
-        deferred.held += 1
-        try:
-            result = method(self, *args, **kwargs)
-        except BaseException as error:
-            deferred.held -= 1
-            deferred.tell(error)
-            raise
-        deferred.held -= 1
-        if deferred.waiting:
-            deferred.tell()
-        return result
-
-    return told
+def warn(message: str) -> None:
+    """Give a SecondOrderWarning."""
+    warnings.warn(message, SecondOrderWarning, stacklevel=3)
 
 
 class RunningDDP:
@@ -342,15 +249,13 @@ class Training:
     world: World  # the processes that train together; on a helper, those that help together
     averages: bool  # the optimizer averages gradients over the processes
     scaler: Any  # the GradScaler that scales the loss, or None
-    warnings: DeferredWarnings = field(default_factory=DeferredWarnings)
+    warned: set[str] = field(default_factory=set)  # keys of warnings that appeared
     steps: int = 0  # number of steps taken
     trained: set[Tensor] = field(default_factory=set)  # what trained at the last step
     base: torch.optim.Optimizer = None  # type: ignore[assignment]
     base_name: str = ""  # in messages
     groups: list[dict[str, Any]] = field(default_factory=list)  # one list with the base's
     publish: Callable[[], None] = lambda: None  # shows counters and curvature in ``state``
-    meter: Meter = field(default_factory=Meter)
-    peaks: PeakRates = field(default_factory=PeakRates)
     running_ddp: RunningDDP = field(default_factory=RunningDDP)
     ddp_hooks: list[Any] = field(default_factory=list)  # handles of hooks that see it
     # The modules' entries that parameters had when they were last looked for.
@@ -427,14 +332,13 @@ class Training:
 
     def first_time(self, key: str) -> bool:
         """True once for each key, so that a warning is given once."""
-        known = self.warnings.known
-        new = key not in known
-        known.add(key)
+        new = key not in self.warned
+        self.warned.add(key)
         return new
 
     def warn(self, message: str) -> None:
-        """Warn at the first frame outside, now or once no rank waits for another."""
-        self.warnings.warn(message)
+        """Give a SecondOrderWarning."""
+        warn(message)
 
     def titled(self, *what: str) -> str:
         """The first line of a summary: the optimizer, its base, ``what``, and the step."""
@@ -519,7 +423,6 @@ class Curvature:
     parts_suffice = False  # torch.distributed.checkpoint may save each rank's part by itself
     base_in_parts = False  # each rank has a part of the base's state, and no other the same one
     scaler_matters = ""  # why a GradScaler has to be announced; "" if it need not be
-    accounts: tuple[str, ...] = ()  # of seconds and bytes, that metrics() goes with
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -576,11 +479,6 @@ class Curvature:
     def watch(self) -> None:
         """Turn capture on or off for the coming passes, as the coming step needs."""
 
-    @property
-    def quiet_until(self) -> int:
-        """The first step, from the coming one on, that does not do what those before it do."""
-        return self.training.steps
-
     def drop_pending(self) -> None:
         """Drop statistics of the backward passes since the last step."""
 
@@ -625,10 +523,6 @@ class Curvature:
         return {}
 
     # ------------------------------------------------------------------------------- what is told
-
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters whose gradients are preconditioned, or whose steps are corrected."""
-        return []
 
     def summary(self) -> Summary:
         """A table of the parameters and layers that are preconditioned."""

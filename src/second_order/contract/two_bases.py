@@ -13,7 +13,7 @@ optimizer.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,8 @@ from second_order.contract.training import (
 )
 from second_order.options import check_flag
 from second_order.patterns import first_match, unmatched_patterns
-from second_order.report import Recipe, RecipeRow
 
-__all__ = ["REST", "TwoBases", "base_of", "name_of", "recipe_of", "switch_of"]
+__all__ = ["REST", "TwoBases", "base_of", "group_lines", "name_of", "switch_of"]
 
 REST = "rest"
 """The entry of a group that says whether ``rest`` trains it; absent where there is one base."""
@@ -177,18 +176,22 @@ def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.opti
     return base.parts[bool(group[REST])] if isinstance(base, TwoBases) else base
 
 
-def recipe_of(training: Training, preconditioned: Iterable[Tensor]) -> Recipe:
-    """A table of how each parameter in the groups is trained."""
-    names, ours, rows = training.names(), {*map(id, preconditioned)}, []
-    for group in training.groups:
-        base, decay = name_of(base_of(training.base, group)), group.get("weight_decay")
-        decay = None if decay is None else float(decay)
-        known = [names.get(id(p), "(not in the model)") for p in group["params"]]
-        for p, name in zip(group["params"], group.get(NAMES) or known, strict=True):
-            status = "preconditioned" if id(p) in ours else "plain gradient"
-            status = status if p.requires_grad else "frozen"
-            rows.append(RecipeRow(name, tuple(p.shape), base, float(group["lr"]), decay, status))
-    return Recipe(f"{training.name} over {training.base_name}, step {training.steps}", rows)
+def group_lines(training: Training) -> list[str]:
+    """What trains each parameter group, and with which settings; nothing for a single group."""
+    if len(training.groups) == 1:
+        return []
+    lines = []
+    names = training.names()
+    for i, group in enumerate(training.groups):
+        members = group.get(NAMES) or [
+            names.get(id(p), "(not in the model)") for p in group["params"]
+        ]
+        settings = [f"lr {float(group['lr']):g}"]
+        if "weight_decay" in group:
+            settings.append(f"weight_decay {float(group['weight_decay']):g}")
+        base = name_of(base_of(training.base, group))
+        lines.append(f"group {i}: {base}, {', '.join(settings)}: {', '.join(members)}")
+    return lines
 
 
 def switch_of(

@@ -31,7 +31,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from second_order.distributed.groups import explained
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError
-from second_order.stages import sent
 
 __all__ = ["Address", "Mailbox", "Message", "Patience", "await_goodbyes", "connected", "open_store"]
 
@@ -188,7 +187,6 @@ class Mailbox:
         """
         if self._thread.is_alive():
             copies = [t.detach().cpu() for t in tensors]
-            sent(sum(copy.nbytes for copy in copies))
             self._outgoing.put((name, copies, note))
             self._wake.put(None)
 

@@ -41,7 +41,6 @@ from second_order.distributed.groups import (
     wait_for_gloo_at_exit,
 )
 from second_order.sharded import chunk
-from second_order.stages import sent
 
 __all__ = [
     "BUCKET_BYTES",
@@ -239,7 +238,6 @@ class World:
             other = torch.empty_like(flat)
             while distance < self.size:
                 there, here = ((self.rank + d) % self.size for d in (distance, -distance))
-                sent(flat.nbytes)
                 going: Any = dist.isend(flat, group=self.group, group_dst=there, tag=ROUNDS_TAG)
                 dist.recv(other, group=self.group, group_src=here, tag=ROUNDS_TAG)
                 going.wait()
@@ -332,7 +330,6 @@ class World:
 
     def _all_reduced(self, flat: Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
         """Start to all-reduce a flat tensor in place."""
-        sent(flat.nbytes)
         return dist.all_reduce(flat, op, group=self.group, async_op=True)
 
     # ------------------------------------------------------------------------------ deliveries
@@ -420,7 +417,6 @@ class World:
 
     def _all_gathered(self, share: Tensor) -> Tensor:
         """All ranks' shares of one size, by rank, in a flat tensor."""
-        sent(share.nbytes)
         whole = share.new_empty(len(share) * self.size)
         new, old = "all_gather_single", "all_gather_into_tensor"  # its name before torch 2.13
         getattr(dist, new if hasattr(dist, new) else old)(whole, share, group=self.group)
@@ -461,7 +457,6 @@ class World:
         self, flat: Tensor, parts: list[int], received: list[int], buffer: Tensor | None = None
     ) -> tuple[Tensor, dist.Work]:
         """Start to send ``parts`` elements to each rank, and to receive ``received`` from each."""
-        sent(flat.nbytes)
         if buffer is None:
             buffer = flat.new_empty(sum(received))
         return buffer, self._all_to_all_single(buffer, flat, received, parts)
@@ -489,7 +484,6 @@ class World:
         """Give every rank the first rank's values, in place, in buckets."""
         for bucket in _buckets(tensors) if self.size > 1 else ():
             flat = self._stage(flatten(bucket))
-            sent(flat.nbytes if self.rank == 0 else 0)
             self._broadcast_from_first(flat)
             scatter(flat, bucket)
 

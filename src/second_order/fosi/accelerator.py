@@ -35,6 +35,7 @@ from second_order.fosi.epochs import Divided, Team, Worker
 from second_order.fosi.options import EpochOptions
 from second_order.lanczos.spectrum import mean_loss
 from second_order.lanczos.vector_space import row_bounds
+from second_order.stages import stage
 
 __all__ = ["Accelerating", "divided_curvature", "loss_by_epoch"]
 
@@ -206,7 +207,7 @@ class Accelerating(Team):
 
         self._loss_fn = self._together(prepare)
         measured = vector.hessian(self._loss_fn, options.hvp, options.curvature)
-        with self.training.meter.stage("lanczos"), closing(measured), measured as space:
+        with stage("lanczos"), closing(measured), measured as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             loss = space.loss()
 
@@ -232,7 +233,7 @@ class Accelerating(Team):
         assert self._loss_fn is not None
         vector, world, losses = self.vector, self.training.world, []
         for moved in (False, True):
-            with self.training.meter.stage("judge"):
+            with stage("judge"):
                 self._together(partial(self._take, tensors, note, moved=moved))
                 loss = mean_loss(self._loss_fn, vector.params, world, vector.model)
             losses.append(vector.sign * loss)

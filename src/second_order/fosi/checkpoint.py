@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.budget import BUDGET, PRICES
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
+from second_order.contract.throttle import THROTTLE
 from second_order.distributed.world import World
 from second_order.fosi.sharded_base import gather_parts
 from second_order.fosi.subspace import Subspace
@@ -37,7 +37,7 @@ __all__ = [
 VECTORS, CARRIED = "eigenvectors", "carried_momentum"
 SUM, START = "gradient_sum", "epoch_start"
 EPOCH = ("epoch", "epoch_step", "epoch_sums")
-COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *BUDGET, *PRICES, *EPOCH)
+COUNTS = ("refreshed_at", "batch_loss", "rest_scale_bound", *THROTTLE, *EPOCH)
 HEADS = ("eigenvalues", "residuals", "subspace_momentum", "largest", "carried_decay")
 TRUST = ("trust_region", "last_step")  # not in checkpoints of versions before they were
 KNOWN = (*HEADER, *COUNTS, *HEADS, *TRUST, VECTORS, CARRIED, SUM, START)

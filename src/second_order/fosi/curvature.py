@@ -24,7 +24,7 @@ from second_order.contract.training import Curvature, PendingAverage, Routed, Tr
 from second_order.errors import CurvatureError
 from second_order.fosi.checkpoint import check_saved_pairs, gather_eigenpairs, room_for_eigenpairs
 from second_order.fosi.eigenpairs import Closures, RefreshedPairs
-from second_order.fosi.metrics import ACCOUNTS, pair_metrics, pair_summary
+from second_order.fosi.metrics import pair_metrics, pair_summary
 from second_order.fosi.options import FOSIOptions, check_one_vector, check_shards, newton_scales
 from second_order.fosi.subspace import Subspace, share_inside
 from second_order.fosi.trust import largest_scale, stability_limit, taken_in
@@ -33,6 +33,7 @@ from second_order.lanczos.closure import check_closure
 from second_order.options import scheduled
 from second_order.report import CurvatureReport, Summary
 from second_order.sharded import is_checkpointing
+from second_order.stages import stage
 
 __all__ = ["FOSICurvature"]
 
@@ -109,7 +110,7 @@ class FOSICurvature(Curvature):
             ("eigenpairs", self.subspace is not None),
             ("of step", self.pairs.tally.step),
             *scheduled(self.options, ("curvature_interval", "newton_scale"), self.training.steps),
-            *self.pairs.budget.facts(),
+            *([("least interval", self.pairs.throttle.interval)] if self.pairs.throttle else []),
         ]
 
     def prepare(self) -> None:
@@ -118,10 +119,9 @@ class FOSICurvature(Curvature):
             self.parameters_changed()
         self.vector.check_gradients()
         if self.computes_pairs and not self.closed:
-            pairs, budget = self.pairs, self.pairs.budget
-            budget.begin(bool(self.vector.params))
-            if budget.wants_probe(pairs.tally.step):
-                pairs.probe(self.closure_now())
+            pairs = self.pairs
+            if pairs.throttle is not None:
+                pairs.throttle.begin_step()
             if pairs.due():
                 pairs.renew(self.closure_now())
 
@@ -134,7 +134,8 @@ class FOSICurvature(Curvature):
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""
         self._before = []
-        self.pairs.budget.forget()
+        if self.pairs.throttle is not None:
+            self.pairs.throttle.restart()
         if self.subspace is not None:
             self.pairs.drop(
                 "the parameters that train have changed: the eigenpairs are dropped, and "
@@ -147,10 +148,10 @@ class FOSICurvature(Curvature):
 
     def precondition(self, pending: PendingAverage) -> None:
         """Replace ``p.grad`` by g₂."""
-        with self.training.meter.stage("average_gradients"):
+        with stage("average_gradients"):
             pending.wait()
         if self.subspace is not None:
-            with self.training.meter.stage("split"), self.vector.plain():
+            with stage("split"), self.vector.plain():
                 self._split(self.subspace)
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -160,11 +161,12 @@ class FOSICurvature(Curvature):
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
         if self._newton is not None and self.subspace is not None:
-            with self.training.meter.stage("newton"), self.vector.plain():
+            with stage("newton"), self.vector.plain():
                 self._correct(self.subspace, *self._newton)
         self._newton = None
         self.vector.share()
-        self.pairs.budget.lap()
+        if self.pairs.throttle is not None and not self.closed:
+            self.pairs.throttle.end_step(refreshed=self.pairs.first_used == self.training.steps)
 
     def _split(self, subspace: Subspace) -> None:
         """Set ``p.grad`` to g₂ = g − V̂V̂ᵀg; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
@@ -244,17 +246,9 @@ class FOSICurvature(Curvature):
         if self.subspace is not None and self.pairs.first_used < self.training.steps:
             self.subspace.fade()
 
-    @property
-    def quiet_until(self) -> int:
-        """The first step, from the coming one on, that renews the eigenpairs, or may do so."""
-        known = self.vector.unchanged and not self.closed
-        return self.pairs.next_due if known else self.training.steps
-
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
         self.closed, self.pairs.subspace = True, None
-        self.pairs.budget.forget()
-        self.pairs.budget.active = False
 
     # ------------------------------------------------------------------------ state and summary
 
@@ -323,16 +317,10 @@ class FOSICurvature(Curvature):
         stretch = 1.0 if self.subspace is None else self.subspace.rest_scale
         return CurvatureReport(*self.found(), share, **vars(self.pairs.tally), rest_scale=stretch)
 
-    accounts = ACCOUNTS
-
     def metrics(self) -> dict[str, float]:
         """Numbers to log: the eigenpairs, their age and cost, and the share of their step."""
         told = self.found()[0], self._share, self._before
         return pair_metrics(self.training, self.options, self.pairs, *told)
-
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters that eigenvectors span; none before the first refresh."""
-        return [] if self.subspace is None else self.training.training_params()
 
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""

@@ -18,8 +18,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.budget import RefreshBudget
 from second_order.contract.saved import SavedPart
+from second_order.contract.throttle import Throttle
 from second_order.contract.training import Training
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, load_eigenpairs
 from second_order.fosi.options import FOSIOptions
@@ -27,10 +27,10 @@ from second_order.fosi.subspace import Basis, Subspace, newton_rates
 from second_order.fosi.trust import Flag, Number, TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
-from second_order.lanczos.lanczos import ritz_pairs, tridiagonalise
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.options import AUTO, check_interval, value_at
+from second_order.stages import stage
 
 __all__ = ["FRESH", "Closures", "RefreshedPairs", "Tally", "wanted_pairs"]
 
@@ -96,68 +96,42 @@ class RefreshedPairs:
         self._first_loss: float | None = None
         self._expected = 0  # iterations, as many as the last refresh needed
         active = options.curvature_interval == AUTO and options.wanted > 0
-        first = options.warmup_steps
-        self.budget = RefreshBudget(training, options.overhead, first, active=active)
+        self.throttle = Throttle(training, options.overhead, fewest=1) if active else None
 
     def due(self) -> bool:
         """Whether the eigenpairs are to be refreshed at this step."""
         options, step, every = self._options, self._training.steps, self._options.curvature_interval
         if options.wanted == 0 or not self._vector.params:
             return False
-        if every == AUTO:
-            return self.budget.due(self.tally.step)
         first = options.warmup_steps
+        if every == AUTO:
+            last = self.tally.step
+            if last < 0:
+                return step >= (self.least_interval() if first is None else first)
+            return step >= last + self.least_interval()
         if self.tally.step < 0:
             return step >= (int(value_at(every, 0)) if first is None else first)
         every = value_at(every, step)
         check_interval(f"curvature_interval at step {step}: curvature_interval", every)
         return step - self.tally.step >= int(every)
 
-    @property
-    def next_due(self) -> int:
-        """The first step, from the coming one on, at which :meth:`due` may be true."""
-        options, step, every = self._options, self._training.steps, self._options.curvature_interval
-        if every == AUTO or callable(every) or callable(options.newton_scale):
-            return step
-        first, last = options.warmup_steps, self.tally.step
-        after = every if last >= 0 or first is None else first
-        return max(step, max(last, 0) + after)
-
-    def probe(self, loss_fn: Closures) -> None:
-        """Time a product, for the budget to know about what a refresh costs. A collective."""
-        options, budget = self._options, self.budget
-        with self._training.meter.stage("lanczos"):
-            began = budget.now()
-            measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-            with closing(measured), measured as space:
-                d = space.random(options.seed, 1.0 / math.sqrt(space.size))
-                space.apply(d)
-                start = budget.now()
-                # With what Lanczos does beside it, which on a small model takes longer: vectors are
-                # made orthogonal, and a matrix of about half the largest size is decomposed.
-                entries = torch.ones(HALFWAY, dtype=torch.float64, device="cpu")
-                tridiagonalise(space, d, 1)
-                ritz_pairs(entries, entries)
-                product = budget.now() - start
-                space.raise_together()
-            most = options.most_products(self._vector.size, warm=False)
-            budget.probed(product, budget.now() - began, most)
+    def least_interval(self) -> int:
+        """Steps between refreshes at least; until it is known, a product counts as one step."""
+        assert self.throttle is not None
+        options = self._options
+        products = options.most_products(self._vector.size, warm=False)
+        return self.throttle.interval or math.ceil(products / options.overhead)
 
     def renew(self, loss_fn: Closures) -> None:
         """û, V̂ <- the eigenpairs of the curvature batch, if they are finite. A collective.
 
         Raises CurvatureError on all if the loss of one cannot be evaluated or differentiated twice.
         """
-        training, options, tally, budget = self._training, self._options, self.tally, self.budget
+        training, options, tally = self._training, self._options, self.tally
         vector = self._vector
-        with training.meter.stage("lanczos"):
-            began = budget.now()
+        with stage("lanczos"):
             measured = vector.hessian(loss_fn, options.hvp, options.curvature)
             with closing(measured), measured as space:
-                if (start := budget.now()) and not budget.warmed:  # the first product is not timed
-                    budget.warmed = True
-                    space.apply(space.random(options.seed, 1.0 / math.sqrt(space.size)))
-                    began += budget.now() - start
                 pairs, loss = self._found(space), space.loss()
             had = self.subspace is not None
             tally.add(training.steps, pairs.iterations)
@@ -185,9 +159,6 @@ class RefreshedPairs:
                     f"wrongly: {kept} (failure "
                     f"{tally.failures} of {tally.refreshes} refreshes)"
                 )
-            seconds = budget.now() - began
-        most = options.most_products(vector.size, warm=options.warm_start)
-        budget.refreshed(seconds, tally.products, most)
 
     def _found(self, space: RowSpace) -> Pairs:
         """The eigenpairs, from the last ones if they are sound; tells of the last steps, too."""
@@ -364,7 +335,7 @@ class RefreshedPairs:
             "refreshed_at": self.tally.step,
             "batch_loss": self.batch_loss,
             "rest_scale_bound": self.bound,
-            **self.budget.counts(),
+            **({} if self.throttle is None else self.throttle.saved()),
         }
 
     def resume(self, saved: Mapping[Tensor, SavedPart], *, taken: bool) -> None:
@@ -377,7 +348,8 @@ class RefreshedPairs:
         self.tally.step = counts.get("refreshed_at", -1)
         self.batch_loss = counts.get("batch_loss", math.inf)
         self.bound = counts.get("rest_scale_bound", 1.0)
-        self.budget.load(counts)
+        if self.throttle is not None:
+            self.throttle.load(saved)
         loaded = load_eigenpairs(saved, vector.params, vector.dtype) if taken else None
         if loaded is None:
             # A count below 0 is of mere room for pairs.

@@ -27,7 +27,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import Curvature, PendingAverage, Training
+from second_order.contract.training import PendingAverage, Training
 from second_order.distributed.buckets import pack_by_dtype
 from second_order.distributed.mailbox import Mailbox, Message, Patience, connected, open_store
 from second_order.distributed.roles import Role, assign_roles
@@ -42,6 +42,7 @@ from second_order.fosi.vector import Chunk
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.report import EpochReport
 from second_order.sharded import is_checkpointing
+from second_order.stages import stage
 
 __all__ = ["LEAST_FALL", "Divided", "Team", "Worker", "answers", "correction", "refusal"]
 
@@ -57,7 +58,6 @@ class Divided(FOSICurvature):
 
     options: EpochOptions
     role: Role = "worker"
-    quiet_until = Curvature.quiet_until  # the steps of an epoch are counted, and summed
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
@@ -267,7 +267,7 @@ class Worker(Team):
         self.epoch_step, self._taken = self.epoch_step + (not self._warming_up), self._taken + 1
         if self.epoch_step >= self.options.epoch_steps:
             tally = self.pairs.tally
-            with self.training.meter.stage("final_update"), self.vector.plain():
+            with stage("final_update"), self.vector.plain():
                 report = self._end()
             self.reports.append(report)
             self._let_go()
@@ -336,7 +336,7 @@ def answers(
     None otherwise: the accelerators are lost, and the base goes on alone.
     """
     begun, patience = time.monotonic(), Patience(seconds)
-    with training.meter.stage("wait"):
+    with stage("wait"):
         messages = [mailbox.wait(name, patience.ended) for name in names]
     found = [message for message in messages if message is not None]
     agreed = training.world.all_agree(len(found) == len(messages), training.device)

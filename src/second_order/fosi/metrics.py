@@ -7,7 +7,7 @@ process has the same names.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,31 +20,22 @@ from second_order.fosi.trust import RADIUS
 from second_order.fosi.vector import ParameterVector
 from second_order.options import AUTO, value_at
 from second_order.report import LayerRow, Summary
-from second_order.stages import ELSEWHERE
 
 __all__ = [
-    "ACCOUNTS",
     "EPOCH_NAMES",
     "NAMES",
     "newton_share",
     "pair_metrics",
     "pair_summary",
-    "refresh_share",
 ]
-
-BASE_ACCOUNTS = ("average_gradients", "base", "exchange", "compare", ELSEWHERE)
-"""The accounts of a step of the base alone."""
-
-ACCOUNTS = ("lanczos", "split", "newton", "final_update", "wait", *BASE_ACCOUNTS)
-"""The accounts of seconds and bytes."""
 
 NAMES = (
     *("pairs", "eigenvalue/largest", "eigenvalue/smallest", "age/pairs"),
     *("lanczos/products", "lanczos/total_products", "refreshes", "curvature_interval"),
-    *("refresh_share", "failed", "rest_scale", "gradient_share", "newton_share"),
+    *("failed", "rest_scale", "gradient_share", "newton_share"),
     *("trust_radius", "trust_scale", "undone"),
 )
-"""The names of the numbers, but those by account."""
+"""The names of the numbers."""
 
 EPOCH_NAMES = ("epoch/number", "epoch/waited", "epoch/applied")
 """Further names of a system with epochs."""
@@ -80,24 +71,14 @@ def pair_metrics(
         found["undone"] = float(pairs.trust.undone)
     interval = options.curvature_interval
     if interval == AUTO:
-        found["curvature_interval"] = pairs.budget.interval(tally.step)
+        found["curvature_interval"] = float(pairs.least_interval())
     else:
         found["curvature_interval"] = float(value_at(interval, max(last, 0)))
-    found["refresh_share"] = refresh_share(training.meter.read(ACCOUNTS))
     if share is not None:
         found["gradient_share"] = float(share)
     if subspace is not None:
         found["newton_share"] = newton_share(subspace, moved)
     return found
-
-
-def refresh_share(seconds: Mapping[str, float]) -> float:
-    """Seconds of all refreshes, of those of the base alone; NaN before the first step.
-
-    Of the numbers of :meth:`~second_order.stages.Meter.read`.
-    """
-    base = sum(seconds[f"total_seconds/{name}"] for name in BASE_ACCOUNTS)
-    return seconds["total_seconds/lanczos"] / base if base > 0.0 else math.nan
 
 
 def newton_share(subspace: Subspace, moved: Sequence[Tensor]) -> float:
@@ -147,11 +128,9 @@ def pair_summary(
         f"refreshes: {tally.refreshes}, not finite: {tally.failures}; Hessian-vector products: "
         f"{tally.total_products}"
     )
-    if tally.refreshes:
-        share = refresh_share(training.meter.read(ACCOUNTS))
-        taken += f"; {share:.1%} of the time of the base alone"
     notes = [found if len(values) else "no eigenpairs yet: the base steps alone", taken]
     title = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
     layout = "row" if vector.sharded else options.layout
-    notes += pairs.budget.said(tally.step)
+    if pairs.throttle is not None:
+        notes.append(pairs.throttle.said)
     return Summary(training.titled(title, f"layout {layout}"), rows, notes=notes)

@@ -82,9 +82,9 @@ class FOSIOptions:
         curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
             callable of the step; "auto": as often as ``overhead`` allows.
         overhead: With "auto": the share of the time of the base alone that all computations of
-            eigenpairs may take together, above 0 and up to 10. A product is timed at step 10 /
-            ``overhead``, and each computation comes once it is paid for; the first three are timed,
-            and the costs, in steps of the base, are kept, in checkpoints, too.
+            eigenpairs may take, above 0 and up to 10. The first five are timed. They set the number
+            of steps to the next one, which checkpoints keep. Before the first, a product counts as
+            one step.
         warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
             or with "auto" until they are paid for.
         newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the

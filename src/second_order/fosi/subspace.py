@@ -246,7 +246,7 @@ class Subspace:
         return step
 
     def note(self, sound: Tensor) -> None:
-        """Remember a step that was not finite; in place, for steps that are replayed."""
+        """Remember a step that was not finite."""
         if not isinstance(self.unsound, Tensor):
             self.unsound = torch.zeros_like(sound)
         self.unsound.logical_or_(~sound)

@@ -28,6 +28,7 @@ from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.sharded import is_dtensor, reshard
+from second_order.stages import stage
 
 __all__ = ["Chunk", "ParameterVector"]
 
@@ -316,7 +317,7 @@ class ParameterVector:
         """Give every process all rows of the parameters; a collective if they are spread."""
         if not self.spread or self.sharded:
             return
-        with self._training.meter.stage("exchange"):
+        with stage("exchange"):
             parts = [piece.of(piece.param) for piece in self.pieces]
             self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
             for piece, part in zip(self.pieces, parts, strict=True):

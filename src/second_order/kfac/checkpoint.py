@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.budget import MEASURED, MEASURED_STEPS, MEASURED_UNTIL, OVERHEAD
 from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
+from second_order.contract.throttle import THROTTLE
 from second_order.contract.training import Training
 from second_order.distributed.world import Parts, Shapes, World, deliver_parts
 from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH, STEP_SIGN
@@ -34,7 +34,6 @@ from second_order.kfac.schedule import DRIFT, DRIFT_LEAST, UPDATED_AT
 from second_order.kfac.trace_rule import SETTLED, TRACE
 from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.solvers import INVERSE_ENTRIES
-from second_order.optimizers.config import INTERVALS
 from second_order.sharded import is_dtensor, local
 
 __all__ = [
@@ -58,7 +57,7 @@ CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
 NEWLY_TRAINABLE_AT = "newly_trainable_at"
 ALIKE = (
-    *(MEAN_CURVATURE, *STEP_LENGTH, *USUAL_CHANGE, OVERHEAD, *INTERVALS),
+    *(MEAN_CURVATURE, *STEP_LENGTH, *USUAL_CHANGE, *THROTTLE),
     *(UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING),
 )
 """Entries that are the same in the parts of all layers."""
@@ -66,7 +65,7 @@ ALIKE = (
 WHOLE: dict[str, tuple[int, ...]] = {
     SETTLED: (0, 1),
     **dict.fromkeys((*DRIFT, DRIFT_LEAST, UPDATED_AT), (0,)),
-    **dict.fromkeys((*INTERVALS, *CHOSEN, MEASURED_STEPS, MEASURED_UNTIL), (0,)),
+    **dict.fromkeys((*THROTTLE[:2], *CHOSEN), (0,)),
     **dict.fromkeys((*AGREED_STATE[:2], LAST_STEP_KNOWN), (0, 1)),
     AGREED_STATE[2]: (0,),
     NEWLY_TRAINABLE_AT: (-1,),
@@ -79,7 +78,7 @@ LEAST = {STEP_SIGN: -math.inf, DAMPING: -1.0}
 
 READ_BY_ALL = (
     *(WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, DRIFT_LEAST, *ALIKE, *CHOSEN, *AGREED_STATE),
-    *(*INVERSE_NUMBERS, LAST_STEP_KNOWN, *MEASURED, MEASURED_STEPS, MEASURED_UNTIL),
+    *(*INVERSE_NUMBERS, LAST_STEP_KNOWN),
 )
 """The entries that every rank reads, including ranks that do not keep the layer's factors."""
 

@@ -12,8 +12,8 @@ p.grad        <- ν P, everywhere
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from second_order.budget import settle
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import ARRIVED, Curvature, PendingAverage, Routed, Training
 from second_order.distributed.roles import whole_models
@@ -49,7 +48,7 @@ from second_order.kfac.feedback import (
 )
 from second_order.kfac.group_options import describe_group_options
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
-from second_order.kfac.metrics import ACCOUNTS, fitted_curvature, metrics_of
+from second_order.kfac.metrics import fitted_curvature, metrics_of
 from second_order.kfac.pipelined import Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
@@ -78,7 +77,7 @@ from second_order.kfac.saved_inverses import (
     saved_inverse,
     saved_snapshot,
 )
-from second_order.kfac.schedule import JUDGED, UPDATED_AT, Cadence
+from second_order.kfac.schedule import UPDATED_AT, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
 from second_order.kfac.solve import LoadedInverse, Snapshot, Solves
 from second_order.kfac.trace_rule import TRACE, TraceRefresh
@@ -89,7 +88,7 @@ from second_order.optimizers.config import SCHEDULES, KFACOptions
 from second_order.options import AUTO, Scalar, scheduled
 from second_order.report import Summary
 from second_order.sharded import is_checkpointing
-from second_order.stages import Meter
+from second_order.stages import stage
 
 __all__ = ["KFAC", "OfLayers"]
 
@@ -101,7 +100,6 @@ class OfLayers(Curvature):
 
     scaler_matters = "the gradients it has captured carry the scale"
     parts_suffice = True
-    accounts = ACCOUNTS
     layers: Layers
     _system: System
 
@@ -117,10 +115,6 @@ class OfLayers(Curvature):
         """Make a context manager that takes all hooks off the model and puts them back."""
         return self.layers.unwatched()
 
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters of layers that train, and of which statistics come."""
-        return self.layers.preconditioned()
-
 
 class KFAC(OfLayers):
     """The layers of a training, their factors and inverses; ``helpers`` are the stats workers."""
@@ -134,16 +128,15 @@ class KFAC(OfLayers):
     ) -> None:
         super().__init__(training)
         self._options, self._system, self.helpers = options, system, helpers
-        timed = partial(_in_hooks, training.meter)
-        self.layers = Layers(training, options, system.rules, system.conv_approximation, timed)
+        self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of each layer that trains
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
         self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
-        self._cadence = Cadence(training, options, self.layers, helpers is not None, system.waits)
-        self.budget, self.drift = self._cadence.budget, self._cadence.drift
+        self._cadence = Cadence(training, options, self.layers)
+        self.throttle, self.drift = self._cadence.throttle, self._cadence.drift
         rule = options.trace_rule
         traces = None if rule is None else TraceRefresh((rule.upper, rule.lower))
-        parts = (training, options, self.layers, self.budget, self.drift, traces)
+        parts = (training, options, self.layers, self.drift, traces)
         self.solves: Any = (system.solves or Solves)(*parts)
         self._step = StepPlan({}, World.alone(), World.alone())
         self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
@@ -156,6 +149,7 @@ class KFAC(OfLayers):
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._closed, self._coming = False, False
+        self._refreshes = False  # whether a refresh is due at this step
         # Between loading a checkpoint and the first step after it: that one was loaded, the layers
         # that this rank lacks a part of, and the entries from which a new plan takes inverses.
         self._just_loaded = False
@@ -193,7 +187,6 @@ class KFAC(OfLayers):
         self._system.plan([], self.training.world.size)
         if self.helpers is not None:
             self.helpers.begin(self.training)
-        self.budget.begin()
         if self._system.chooser is not None and not self.layers.sharded:
             # Sharded gradients come together on one rank, whatever would be chosen.
             self._take_workers(self._system.chooser.choose(self.training))
@@ -225,6 +218,8 @@ class KFAC(OfLayers):
 
     def prepare(self) -> None:
         """Plan anew where layers have changed: gradients go to those that precondition them."""
+        if self.throttle is not None:
+            self.throttle.begin_step()
         if self.layers.follow():
             self._compile()
         if self._just_loaded:
@@ -234,37 +229,36 @@ class KFAC(OfLayers):
 
     def precondition(self, pending: PendingAverage) -> None:
         """Set ``p.grad`` to ν P; see the top of this file."""
-        meter, cadence, step = self.training.meter, self._cadence, self._step
+        cadence, step = self._cadence, self._step
         helpers, solves, length = self.helpers, self.solves, self.step_length
         solves.refreshed = False
         takes = cadence.takes_statistics()
         if takes or helpers is not None or self._pipeline is not None:
-            with meter.stage("statistics"):
+            with stage("statistics"):
                 age = self.training.steps - cadence.updated_at
                 terms = self._take_statistics(takes)
                 if takes and step.of_gradients:
                     self._take_gradients(pending, age, terms)
         due = cadence.due()
-        if due and self.training.steps < JUDGED and torch.cuda.is_initialized():
-            settle(self.training.device)  # what the passes have queued is not the refresh's
+        self._refreshes = bool(due)
         solves.asked = None
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
         if alone and (due or solves.wanted):
             length.measure(step, True, self.sharded, ascending_params(self.training))
             solves.asked = before_refresh(self.training, self._options, length, step)
         if due or solves.wanted or solves.under_way or helpers is not None:
-            with meter.stage("solve"):
+            with stage("solve"):
                 news = [] if helpers is None else helpers.news()
                 heard = solves.refresh(due, pending, news)
                 if helpers is not None:
                     helpers.hear(heard, self.training)
         if pending is not ARRIVED:
-            with meter.stage("average_gradients"):
+            with stage("average_gradients"):
                 pending.wait()
         if solves.asked is None and (solves.refreshed or length.kept):
             climbing = ascending_params(self.training)
             length.measure(step, solves.refreshed, self.sharded, climbing)
-        with meter.stage("precondition"):
+        with stage("precondition"):
             what = step, self.training, self.clip, self._options.inv_dtype
             if self.sharded:
                 key = [id(p) for b in self.plan if b.solved for p in (b, *b.params)]
@@ -292,10 +286,10 @@ class KFAC(OfLayers):
             self.step_length.scale(asked=self._coming)
         if self.helpers is not None:
             self.helpers.offer(self.training, solves.post)
-        if solves.refreshed or self.training.steps < JUDGED:
-            cadence.tell()
-        if self.budget.measuring:
-            self.budget.lap(working=bool(self.plan))
+        if solves.refreshed:
+            cadence.warn_if_held()
+        if self.throttle is not None:
+            self.throttle.end_step(refreshed=self._refreshes)
 
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
@@ -308,18 +302,6 @@ class KFAC(OfLayers):
             self.layers.watch(self._takes, self._counted)
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
-
-    @property
-    def quiet_until(self) -> int:
-        """The first step, from the coming one on, that does more than precondition gradients."""
-        beside = self._system.solves is not None or self.helpers is not None  # at any time
-        if beside or self.sharded or self.solves.wanted or not self.layers.unchanged:
-            return self.training.steps
-        # A graph would keep the weight of one of the first steps, or the number that was loaded.
-        usual = self.clip.usual
-        if usual is not None and (self._just_loaded or not usual.full):
-            return self.training.steps
-        return self._cadence.quiet_until
 
     def _take_statistics(self, due: bool) -> Tensor | None:
         """Update the averages by statistics of the step's passes, if ``due``, and of helpers.
@@ -346,7 +328,7 @@ class KFAC(OfLayers):
             else:
                 sums = layers.sums(step.taken)
                 if world.size > 1:
-                    with self.training.meter.stage("exchange"):
+                    with stage("statistics_exchange"):
                         exchange(sums, self._wire)
             if reduction == "step_mean":
                 sums = layers.whole_steps(sums, world.size, more)
@@ -359,7 +341,7 @@ class KFAC(OfLayers):
         if helpers is not None:
             mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == world.rank}
             for found in helpers.statistics(mine, self.training):
-                decay = cadence.decay(exactly=True)
+                decay = cadence.decay()
                 cadence.updated_at = steps
                 for block in found:
                     block.ensure_factors(asked=True)
@@ -385,7 +367,7 @@ class KFAC(OfLayers):
         number = torch.as_tensor(terms.number, dtype=like.dtype, device=like.device)
         here = torch.stack([number, torch.full_like(number, float(not like.empty))])
         everywhere = here.clone()
-        with self.training.meter.stage("exchange"):
+        with stage("statistics_exchange"):
             self.training.world.all_reduce([everywhere]).wait()
         known = (everywhere[1] == ranks) & (here[0] > 0)
         return torch.where(known, everywhere[0] / here[0].clamp_min(1.0), ranks)
@@ -403,7 +385,7 @@ class KFAC(OfLayers):
     def _take_gradients(self, pending: PendingAverage, age: int, terms: Tensor | None) -> None:
         """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
         blocks = self._step.of_gradients
-        with self.training.meter.stage("average_gradients"):
+        with stage("average_gradients"):
             pending.wait()
         sums = gradient_statistics(
             self.training,
@@ -493,14 +475,16 @@ class KFAC(OfLayers):
             ("length of steps", self.step_length.factor),
             *([("intervals", self.drift.intervals(self.layers.active))] if self.drift else []),
             *([("gradient workers", self.workers)] if self.workers else []),
-            ("intervals by budget", self.budget.state),
+            *([("least interval", self.throttle.interval)] if self.throttle else []),
         ]
 
     # ------------------------------------------------------------------------ state and summary
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The factors that this process keeps, by the layers' weights."""
-        kept = {**self.budget.saved(), **self.step_length.saved()}
+        kept = {**self.step_length.saved()}
+        if self.throttle is not None:
+            kept |= self.throttle.saved()
         if self.clip.usual is not None:
             kept |= self.clip.usual.saved()
         kept[MEAN_CURVATURE] = self.solves.mean_curvature
@@ -525,7 +509,7 @@ class KFAC(OfLayers):
         solves.finish()
         room = is_checkpointing(part=True)  # torch.distributed.checkpoint reads into what is there
         damping = float(solves.damping)
-        common = {DAMPING: -1.0 if math.isnan(damping) else damping, **self.budget.saved_times()}
+        common = {DAMPING: -1.0 if math.isnan(damping) else damping}
         found: dict[Tensor, dict[str, Any]] = {}
         for block, layer in self.plan.items():
             for p in block.params:
@@ -572,7 +556,8 @@ class KFAC(OfLayers):
             self._take_workers(workers)
         if self.drift is not None:
             self.drift.load(saved, self.layers.blocks)
-        self.budget.load(saved)
+        if self.throttle is not None:
+            self.throttle.load(saved)
         self.step_length.load(saved)
         if self.clip.usual is not None:
             self.clip.usual.load(saved)
@@ -768,11 +753,7 @@ class KFAC(OfLayers):
         if last >= 0 and not self._closed:
             found["age/statistics"] = float(max(last - self._cadence.updated_at, 0))  # 0: loaded
             found |= {} if self.drift is None else self.drift.metrics
-            for name, every in self._cadence.given.items():  # in the middle where layers differ
-                if every is None:
-                    found[name] = found["drift/interval"]
-                else:
-                    found[name] = float(self._cadence.interval(name, last))
+            found |= self._cadence.intervals(last)
         return found
 
     def summary(self) -> Summary:
@@ -790,7 +771,8 @@ class KFAC(OfLayers):
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
-        intervals, settled, age = self.budget.said, "; ".join(filter(None, settings)), ""
+        intervals = "" if self.throttle is None else self.throttle.said
+        settled, age = "; ".join(filter(None, settings)), ""
         if self._system.solves is not None:
             solves, steps, age = self.solves, self.training.steps, "no inverses yet"
             ages = sorted(steps - step for step in solves.taken_at.values())
@@ -808,13 +790,3 @@ def _most_terms(sums: Iterable[StatisticsSums], device: torch.device) -> Tensor 
     """The largest number of loss terms of a step's layers."""
     numbers = [each.head[0].to(device) for each in sums]
     return torch.stack(numbers).max() if numbers else None
-
-
-@contextmanager
-def _in_hooks(meter: Meter) -> Iterator[None]:
-    """Measure the work of a hook."""
-    before = meter.switch("statistics")
-    try:
-        yield
-    finally:
-        meter.switch(before)

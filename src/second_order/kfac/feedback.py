@@ -42,6 +42,7 @@ from second_order.kronecker.stacks import in_groups, numbers_of
 from second_order.optimizers.config import KFACOptions
 from second_order.options import Scalar, as_scalar
 from second_order.sharded import is_dtensor, like, local, sharded_like
+from second_order.stages import stage
 
 __all__ = [
     "ADAPTIVE",
@@ -272,7 +273,7 @@ def follow_refresh(
     if drift is None and not options.follows_steps and options.floor == 0:
         return
     blocks, tellers = [*step.layers], {*step.told}
-    with training.meter.stage("agree"):
+    with stage("solve_exchange"):
         mine = dict.fromkeys(block for block in blocks if block.solved and block in tellers)
         rates = rates_of(training, blocks) if options.follows_steps else []
         asked, changes = solves.asked, solves.changes

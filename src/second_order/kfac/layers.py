@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.training import Training, members_of, settings_of
+from second_order.contract.training import Training, members_of, settings_of, warn
 from second_order.kfac.group_options import check_layers, excluded_params, values_by_layer
 from second_order.kfac.losses import (
     SAID,
@@ -84,10 +84,7 @@ ELSEWHERE = (
 
 
 class Layers:
-    """The blocks of a model, and the statistics that its passes leave in them.
-
-    ``timed`` makes a context manager that measures the work of the hooks.
-    """
+    """The blocks of a model, and the statistics that its passes leave in them."""
 
     def __init__(
         self,
@@ -95,10 +92,9 @@ class Layers:
         options: KFACOptions,
         rules: BlockRules,
         conv_approximation: Approximation | None = None,
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._training, self._options, self._rules = training, options, rules
-        self._conv_approximation, self._timed = conv_approximation, timed
+        self._conv_approximation = conv_approximation
         self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
         self.active: list[KroneckerBlock] = []  # those that train now
         self.left: list[LeftToBase] = []  # the parameters left to the base, and why
@@ -269,12 +265,12 @@ class Layers:
             reduction=partial(reduction_of, options, self._items),
             gradient_scale=GradientScale(scaler),
             conv_approximation=self._conv_approximation,
-            warn=self._training.warnings.waiting.append,
+            warn=warn,
             fsdp=fsdp,
             sampled=sampled,
             drawn_rows=sampled and not callable(likelihood),
             heard=self.heard,
-            queue=PairQueue(self._timed),
+            queue=PairQueue(),
         )
         self.collector.watch(self.blocks)
         rank = self._training.world.rank
@@ -282,7 +278,7 @@ class Layers:
         seen = self._items is not None and options.loss_reduction == AUTO and not sampled
         self._reduction = None if seen else reduction_of(options, None)
         self.expecting = True
-        self.capture = Capture(self.collector, self._sampler, self._timed, fsdp)
+        self.capture = Capture(self.collector, self._sampler, fsdp)
 
     def watch(
         self, taken: Callable[[KroneckerBlock], bool], counted: KroneckerBlock | None = None

@@ -26,17 +26,10 @@ from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import condition_estimate
 from second_order.optimizers.config import KFACOptions
-from second_order.stages import ELSEWHERE
 
-__all__ = ["ACCOUNTS", "NAMES", "fitted_curvature", "metrics_of"]
+__all__ = ["NAMES", "fitted_curvature", "metrics_of"]
 
 UNNAMED = "(not in the model)"
-
-ACCOUNTS = (
-    *("statistics", "statistics_exchange", "solve", "solve_exchange", "wait", "average_gradients"),
-    *("precondition", "precondition_exchange", "base", "compare", ELSEWHERE),
-)
-"""The accounts of seconds and bytes."""
 
 NAMES = (
     *("clip", "damping", "damping/min", "damping/max"),
@@ -46,7 +39,7 @@ NAMES = (
     *("layers", "layers/solved", "layers/failing", "layers/under_way", "layers/settled"),
     *("failed", "spared", "dropped"),
 )
-"""The names of the numbers, but those by account."""
+"""The names of the numbers."""
 
 
 def metrics_of(

@@ -32,6 +32,7 @@ from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums, sums_of
 from second_order.kronecker.layers import FactorShape
+from second_order.stages import stage
 
 __all__ = ["FUSED_BYTES", "Pipeline", "Sums"]
 
@@ -117,7 +118,7 @@ class Pipeline:
             bucket = self._buckets[len(self._sent)]
             if not all(s.block.staged.pairs >= self._wanted.get(s.block, 1) for s in bucket):
                 return
-            with self._training.meter.stage("exchange"):
+            with stage("statistics_exchange"):
                 self._send(bucket, self._micro_batches)
 
     def _send(self, bucket: Sequence[Slot], micro_batches: int) -> None:
@@ -160,12 +161,12 @@ class Pipeline:
 
         The layers' statistics are cleared.
         """
-        meter, world = self._training.meter, self._training.world
+        world = self._training.world
         blocks = [slot.block for slot in self._slots]
         if not blocks:
             return layers.sums([])
         micro_batches = layers.micro_batches(blocks)
-        with meter.stage("exchange"):
+        with stage("statistics_exchange"):
             for bucket in self._buckets[len(self._sent) :]:
                 self._send(bucket, micro_batches)
             changed = torch.tensor(

@@ -28,7 +28,7 @@ from second_order.kronecker.bank import CPU_BANK_BYTES, Bank, Gradients
 from second_order.kronecker.block import KroneckerBlock
 from second_order.optimizers.config import KFACOptions, check_clip
 from second_order.options import AUTO, PEAK_LR, Scalar
-from second_order.stages import span
+from second_order.stages import stage
 
 __all__ = [
     "USUAL_CHANGE",
@@ -171,11 +171,6 @@ class UsualChange:
         part = ((self.bound + tiny) / (change + tiny)).clamp(LEAST_PART, 1.0)
         self.bound.mul_(1 - share).addcmul_(change, part, value=MOST_CHANGE * share)
         return torch.sqrt(part)
-
-    @property
-    def full(self) -> bool:
-        """Whether the average has all its steps: each later change has the same weight."""
-        return self.steps >= REMEMBERED
 
     def saved(self) -> dict[str, float]:
         """What a checkpoint has with every layer."""
@@ -333,7 +328,7 @@ def precondition_by_workers(
     alone = step.column.size == 1
     found = precondition(step.banks, dtype, clipped=alone and bound is not None)
     if not alone:
-        with training.meter.stage("exchange"):
+        with stage("precondition_exchange"):
             given = _given_to_all(step, found, training.device)
         found = []  # ν is to be alike everywhere, bit for bit: of the same stacks
         for bank in step.everywhere:
@@ -345,7 +340,7 @@ def precondition_by_workers(
                 found.append(Preconditioned(some, results, product))
     if not found:
         return None
-    with span("clip"):
+    with stage("precondition"):
         coefficient = None if bound is None else clip.coefficient(clip.change(found), bound)
         write(found, coefficient)
     return coefficient
@@ -398,11 +393,11 @@ def precondition_by_owners(
     ``owners`` has the owner of each gradient, where those that nobody preconditions are at their
     owners alone, too; None where they are everywhere. Returns ν, a scalar; None without a clip.
     """
-    world, meter, bound = training.world, training.meter, clip.bound()
+    world, bound = training.world, clip.bound()
     solved = [block for block in step.layers if block.solved]
     found = precondition(step.banks, dtype, clipped=bound is not None)
     changes: list[Tensor] = []
-    with meter.stage("clip"):
+    with stage("precondition"):
         if bound is not None:
             wide = torch.promote_types(dtype, torch.float32)
             changes = [*torch.zeros(world.size, dtype=wide, device=training.device).unbind()]
@@ -410,7 +405,7 @@ def precondition_by_owners(
             changes[world.rank].copy_(change)
         write(found)  # not yet clipped: the whole sum comes with it
     if world.size > 1:
-        with meter.stage("exchange"):
+        with stage("precondition_exchange"):
             if owners is None:  # means already, wherever nobody has preconditioned them
                 ranks = {p: step.layers[block].workers[0] for block in solved for p in block.params}
                 sent = [
@@ -421,7 +416,7 @@ def precondition_by_owners(
             _share(world, [*sent, *zip(changes, range(world.size), strict=False)])
     if bound is None or not solved:  # a step without P is no usual change
         return None
-    with meter.stage("clip"):
+    with stage("precondition"):
         coefficient = clip.coefficient(torch.stack(changes).sum(), bound)
         scale([p.grad for block in solved for p in block.params if p.grad is not None], coefficient)
     return coefficient

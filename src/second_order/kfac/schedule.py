@@ -1,4 +1,4 @@
-"""When statistics and refreshes come: as numbers, callables, the budget or drift say.
+"""When statistics and refreshes come: as numbers, callables, drift and the throttle say.
 
 Refreshes by drift come as often as each layer changes by them:
 
@@ -24,14 +24,13 @@ from typing import Any
 
 from torch import Tensor
 
-from second_order.budget import IntervalBudget
 from second_order.contract.saved import SavedPart
+from second_order.contract.throttle import TIMED_REFRESHES, Throttle
 from second_order.contract.training import Training
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.optimizers.config import KFACOptions, PerStep, check_decay
-from second_order.options import AUTO, check_interval, value_at
-from second_order.stages import ELSEWHERE
+from second_order.options import Interval, check_interval, value_at
 
 __all__ = [
     "ADAPTIVE",
@@ -39,7 +38,6 @@ __all__ = [
     "DRIFT_ALIKE",
     "DRIFT_INTERVAL",
     "DRIFT_LEAST",
-    "JUDGED",
     "LONGEST",
     "PLAIN",
     "UPDATED_AT",
@@ -48,7 +46,6 @@ __all__ = [
     "Change",
     "Drift",
     "least_intervals",
-    "multiple",
     "past_at",
 ]
 
@@ -61,13 +58,11 @@ where nothing has been compared, and for the last in checkpoints of older versio
 UPDATED_AT = "updated_at"
 """The entry of a checkpoint, the same for all layers: the step of the averages' last update."""
 
+INVERSE_STEPS, FACTOR_STEPS = "inv_update_steps", "factor_update_steps"
 LONGEST = 32  # interval
-LATEST = 2**62  # step
 WANTED_BY = 0.25  # of the layers, at least, for a refresh to come oftener
 SMALL = 5e8  # operations that take as long as what a step costs besides its products
-COSTLY, SHORT = 10, 0.5  # a refresh that is told of: in steps of the base, and in seconds
-JUDGED = 100  # steps whose refreshes may be told of, for which a device is waited for
-BY_DRIFT, BY_BUDGET = 5, 20  # number of steps that are measured
+TIMED_INTERVAL = 2  # steps between refreshes while the throttle times both kinds of steps
 
 
 @dataclass(frozen=True)
@@ -121,20 +116,37 @@ def least_intervals(costs: Sequence[float], work: float) -> list[int]:
     return found
 
 
+def least_steps(throttle: Throttle | None) -> int:
+    """Steps between refreshes that a throttle allows at least."""
+    if throttle is None:
+        return 1
+    return throttle.interval or TIMED_INTERVAL
+
+
 class Drift:
     """The intervals of layers that are refreshed as they drift; the same on every rank."""
 
-    def __init__(self, bounds: Bounds = PLAIN) -> None:
+    def __init__(self, bounds: Bounds = PLAIN, throttle: Throttle | None = None) -> None:
         self._bounds = bounds
+        self._throttle = throttle
         self.changes: dict[KroneckerBlock, Change] = {}  # by each layer's last refresh
-        self.least = 1  # steps that the budget leaves between refreshes, at least
-        self.held = 0  # number of layers that want to be refreshed oftener than that
         self._affordable: dict[KroneckerBlock, int] = {}
         # Made anew once anything changes: what it is for, steps between refreshes, intervals.
         self._schedule: tuple[int, int, tuple[int, ...]] | None = None
 
+    @property
+    def least(self) -> int:
+        """Steps between refreshes at least, a power of two as all intervals are."""
+        return 1 << (least_steps(self._throttle) - 1).bit_length()
+
+    @property
+    def held(self) -> int:
+        """Number of layers that want to be refreshed more often than that."""
+        least = self.least
+        return sum(change.interval < least for change in self.changes.values())
+
     def interval(self, block: KroneckerBlock) -> int:
-        """Steps from a layer's refresh to the next, as drift, budget and work allow."""
+        """Steps from a layer's refresh to the next, as drift, throttle and work allow."""
         wanted = self.changes.get(block, Change()).interval
         return max(wanted, self._affordable.get(block, 1), self.least)
 
@@ -146,14 +158,6 @@ class Drift:
             if not block.solved or step % max(every, tick) == 0:
                 found.append(block)
         return found
-
-    def next_due(self, blocks: Sequence[KroneckerBlock], step: int) -> int:
-        """The first step, from this one on, at which :meth:`due` has any layer."""
-        tick, intervals = self._scheduled(blocks)
-        found = [LATEST]
-        for block, every in zip(blocks, intervals, strict=True):
-            found.append(multiple(max(every, tick) if block.solved else tick, step))
-        return min(found)
 
     def _scheduled(self, blocks: Sequence[KroneckerBlock]) -> tuple[int, tuple[int, ...]]:
         """Steps between refreshes of any layer, and the layers' intervals; kept while they hold."""
@@ -186,9 +190,6 @@ class Drift:
                 before, least = self.changes.get(block, Change()), self._affordable.get(block, 1)
                 least = max(least, self.least)
                 self.changes[block] = before.then(cosine, math.sqrt(old / new), self._bounds, least)
-        self.held = 0
-        for change in self.changes.values():
-            self.held += change.interval < self.least
         self._affordable = dict(zip(blocks, least_intervals(costs, work), strict=True))
         self._schedule = None
 
@@ -213,7 +214,6 @@ class Drift:
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over the intervals of a checkpoint."""
         self.follow(())
-        self.held = 0
         for block in blocks:
             part = saved.get(block.weight)
             if part is None or not part.keys() >= set(DRIFT):
@@ -250,11 +250,6 @@ def _median(values: Sequence[float]) -> float:
     return float(statistics.median(values)) if values else math.nan
 
 
-def multiple(interval: int, step: int) -> int:
-    """The first step, from this one on, that is a multiple of an interval."""
-    return -(-step // interval) * interval
-
-
 def past_at(past: PerStep, since: int, step: int) -> float:
     """The weight of the past at an update at ``step``, so many steps after the last one."""
     decay = past.decay
@@ -263,136 +258,88 @@ def past_at(past: PerStep, since: int, step: int) -> float:
     return float(decay ** max(since, 1))
 
 
+def interval_at(interval: Interval, step: int, name: str) -> int:
+    """The number of steps that an option, which may be a callable, gives at a step."""
+    if not callable(interval):
+        return int(interval)
+    every = interval(step)
+    check_interval(f"{name} at step {step}: {name}", every)
+    return int(every)
+
+
 class Cadence:
     """When statistics and refreshes are due, and how much of the past an update keeps."""
 
-    def __init__(
-        self, training: Training, options: KFACOptions, layers: Layers, helped: bool, waits: bool
-    ) -> None:
-        self._training, self._options, self._layers = training, options, layers
+    def __init__(self, training: Training, options: KFACOptions, layers: Layers) -> None:
+        self._training = training
+        self._options = options
+        self._layers = layers
         self.updated_at = 0  # the step of the last update of the running averages
-        self.drift = None  # the layers' intervals where refreshes follow what they change
-        self.given = {
-            "factor_update_steps": options.statistics_interval,
-            "inv_update_steps": options.refresh_interval,
-        }
-        given: dict[str, Any] = dict(self.given)
+        self.throttle: Throttle | None = None
+        if options.overhead is not None:
+            self.throttle = Throttle(training, options.overhead, fewest=TIMED_REFRESHES)
+        self.drift: Drift | None = None  # the layers' intervals, if refreshes follow drift
         if options.by_drift:
-            self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN)
-            given["inv_update_steps"] = None if options.overhead is None else AUTO
-        kinds = {"wait": "R" if waits else "apart"}
-        for stage, kind in (("statistics", "S"), ("solve", "R"), ("precondition", "apart")):
-            kinds |= {stage: kind, f"{stage}_exchange": kind}
-        if helped:
-            kinds["statistics"] = kinds["statistics_exchange"] = "apart"
-            given["factor_update_steps"] = 1  # the steps of these statistics are not known here
-        steps = BY_DRIFT if options.by_drift else BY_BUDGET
-        self.budget = IntervalBudget(training, options.overhead, given, kinds, steps)
+            self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN, self.throttle)
 
     def takes_statistics(self) -> bool:
         """Whether statistics are due at this step."""
-        name, step = "factor_update_steps", self._training.steps
-        if self._options.statistics_interval is None:
+        step = self._training.steps
+        every = self._options.statistics_interval
+        if every is None:
             return bool(self.due())
-        return self.dense(step) or step % self.interval(name, step) == 0
+        return self._all_due(step) or step % interval_at(every, step, FACTOR_STEPS) == 0
 
-    def dense(self, step: int) -> bool:
-        """Whether statistics and refreshes are due whatever the intervals."""
-        return step == self._layers.newcomers_at or self.budget.measuring
+    def _all_due(self, step: int) -> bool:
+        """Whether newly trainable layers have their first statistics at a step."""
+        return step == self._layers.newcomers_at
 
     def due(self, coming: int = 0) -> list[KroneckerBlock]:
         """The layers that are to be solved at this step, or as many steps later."""
-        step, drift, layers = self._training.steps + coming, self.drift, self._layers.active
-        if self.dense(step):
+        step = self._training.steps + coming
+        layers = self._layers.active
+        every = self._options.refresh_interval
+        if self._all_due(step):
             return [*layers]
-        if drift is None:
-            return [*layers] if step % self.interval("inv_update_steps", step) == 0 else []
-        return self._afforded(drift).due(layers, step)
-
-    def _afforded(self, drift: Drift) -> Drift:
-        allowed = self.budget.chosen.get("inv_update_steps", 1)
-        drift.least = 1 << (allowed - 1).bit_length()  # a power of two, as all intervals are
-        return drift
-
-    @property
-    def quiet_until(self) -> int:
-        """The first step, from the coming one on, that takes statistics, refreshes, or may do so.
-
-        The step before a refresh counts where the length of steps follows what they do: it keeps
-        the parameters to look at it by. Callables are not asked before their turn.
-        """
-        step, options, drift = self._training.steps, self._options, self.drift
-        of_step = options.kl_clip, *self.given.values()
-        if self.dense(step) or any(map(callable, of_step)):
-            return step
-        if drift is not None:
-            refresh = self._afforded(drift).next_due(self._layers.active, step)
-        else:
-            refresh = multiple(self.interval("inv_update_steps", step), step)
-        found = [refresh - options.follows_steps]
-        if options.statistics_interval is not None:
-            found.append(multiple(self.interval("factor_update_steps", step), step))
-        if self._layers.newcomers_at > step:
-            found.append(self._layers.newcomers_at)
-        return max(step, min(found))
+        if self.drift is not None:
+            return self.drift.due(layers, step)
+        assert every is not None
+        return [*layers] if step % interval_at(every, step, INVERSE_STEPS) == 0 else []
 
     def may_come(self) -> bool:
         """Whether a refresh may be due at the next step.
 
-        A callable is not asked before its turn: one that raises on one rank would part the others.
+        A callable is not called before its step: if it raised on one rank, the others would wait.
         """
         return callable(self._options.refresh_interval) or bool(self.due(coming=1))
 
-    def interval(self, option: str, step: int) -> int:
-        """What an option says of a step, or the budget has chosen for it; 1 while it measures."""
-        every = self.budget.chosen.get(option) or self.given[option] or AUTO
-        if callable(every):
-            every = every(step)
-            check_interval(f"{option} at step {step}: {option}", every)
-        return 1 if every == AUTO else int(every)
+    def intervals(self, step: int) -> dict[str, float]:
+        """Both intervals at a step, to log; the median over layers if refreshes follow drift."""
+        refreshes, statistics = self._options.refresh_interval, self._options.statistics_interval
+        if refreshes is not None:
+            every = float(interval_at(refreshes, step, INVERSE_STEPS))
+        else:
+            assert self.drift is not None
+            every = self.drift.metrics["drift/interval"]
+        found = {INVERSE_STEPS: every, FACTOR_STEPS: every}
+        if statistics is not None:
+            found[FACTOR_STEPS] = float(interval_at(statistics, step, FACTOR_STEPS))
+        return found
 
-    def tell(self) -> None:
-        """Warn, once each, of a budget that keeps drifting layers waiting, and of a dear refresh.
-
-        Seconds are the host's; a device has been waited for before the refresh.
-        """
-        training, options, drift = self._training, self._options, self.drift
+    def warn_if_held(self) -> None:
+        """Warn, once, that the overhead keeps drifting layers waiting."""
+        training, drift = self._training, self.drift
         if drift is not None and drift.held and training.first_time("drift is held"):
             training.warn(
-                f"overhead={options.overhead} leaves a refresh every {drift.least} steps, and "
-                f"{drift.held} layers have drifted so far that they want one oftener; a larger "
+                f"overhead={self._options.overhead} leaves a refresh every {drift.least} steps, "
+                f"and {drift.held} layers have drifted so far that they want one oftener; a larger "
                 f"overhead allows it, and skip_layers=[...] spares wide layers"
             )
-        if training.steps >= JUDGED:
-            return
-        base = training.meter.spent(ELSEWHERE, "average_gradients", "base")
-        refresh = training.meter.spent("solve", "solve_exchange")
-        loading = training.steps == 0 and training.device.type != "cpu"  # a device's libraries
-        costly = not loading and refresh >= max(SHORT, COSTLY * base)
-        if not costly or not training.first_time("cost of a refresh"):
-            return
-        every, remedy = options.refresh_interval, "a larger inv_update_steps makes them rarer"
-        when = f"every {every} steps" if isinstance(every, int) else "as inv_update_steps says"
-        if drift is not None:
-            when, remedy = "as often as layers drift", "overhead=0.5 or the like makes them rarer"
-        if training.steps + 1 < self.budget.until:
-            when = f"at every step until step {self.budget.until}, then {when}"
-        cheaper = "solver='inverse' is cheaper, " if options.solver == "eigen" else ""
-        training.warn(
-            f"a refresh of the inverses took {refresh:.3g} s, and a step of {training.base_name} "
-            f"alone {base:.2g} s: one comes {when}; {remedy}, {cheaper}skip_layers=[...] spares "
-            f"the widest layers"
-        )
 
-    def decay(self, age: int | None = None, *, exactly: bool = False) -> float:
+    def decay(self, age: int | None = None) -> float:
         """The averages' weight of the past at an update."""
         past, steps = self._options.factor_decay, self._training.steps
         since = steps - self.updated_at if age is None else age
-        if self._options.statistics_interval is not None and not exactly:
-            since = 1
-            if not self.dense(steps):
-                every = self.interval("factor_update_steps", steps)
-                since = min(every, steps - self.budget.until + 1)
         if isinstance(past, PerStep):
             return past_at(past, since, steps)
         decay: float = value_at(past, steps)

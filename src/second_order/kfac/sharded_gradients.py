@@ -33,6 +33,7 @@ from second_order.kfac.precondition import (
 from second_order.kronecker.block import KroneckerBlock
 from second_order.options import Scalar
 from second_order.sharded import local
+from second_order.stages import stage
 
 __all__ = ["buckets_of", "precondition_rows"]
 
@@ -63,11 +64,11 @@ def precondition_rows(
 
     Returns ν, a scalar; None where nothing is clipped.
     """
-    world, meter, bound = training.world, training.meter, clip.bound()
+    world, bound = training.world, clip.bound()
     solved = [block for block in step.layers if block.solved]
     changes: list[Tensor] = []
     for bucket in buckets:
-        with meter.stage("exchange"):
+        with stage("precondition_exchange"):
             whole = _gathered(bucket, world, training.device)
         mine = {piece.block for piece in bucket.pieces[world.rank]}
         found = precondition(step.banks, dtype, whole.get, mine, clipped=bound is not None)
@@ -75,7 +76,7 @@ def precondition_rows(
         if bound is not None:
             change = clip.change(found)
         write(found, None, whole.get)
-        with meter.stage("exchange"):
+        with stage("precondition_exchange"):
             changes += _returned(
                 bucket,
                 world,
@@ -84,7 +85,7 @@ def precondition_rows(
             )
     if bound is None or not changes:
         return None
-    with meter.stage("clip"):
+    with stage("precondition"):
         total = torch.stack([change.to(changes[0].dtype) for change in changes]).sum()
         coefficient = clip.coefficient(total, bound)
         params = [p for block in solved for p in block.params]

@@ -19,7 +19,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.budget import IntervalBudget
 from second_order.contract.training import PendingAverage, Training
 from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
@@ -42,6 +41,7 @@ from second_order.kronecker.stacks import as_stack, in_groups, numbers_of
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
+from second_order.stages import stage
 
 __all__ = [
     "Asked",
@@ -163,7 +163,7 @@ class Solves:
     solves_at_once = True
     """Whether layers are solved in the step in which they are due, and a device is waited for."""
 
-    agreeing = "agree"
+    agreeing = "solve_exchange"
     """The stage of the agreement; "wait" where it may wait for what is solved beside training."""
 
     def __init__(
@@ -171,12 +171,11 @@ class Solves:
         training: Training,
         options: KFACOptions,
         layers: Layers,
-        budget: IntervalBudget,
         drift: Drift | None = None,
         traces: Any = None,
     ) -> None:
         self.training, self.options, self.layers = training, options, layers
-        self.budget, self.drift, self.traces = budget, drift, traces
+        self.drift, self.traces = drift, traces
         self.solver, self.solve_dtype = SOLVERS[options.solver], options.inv_dtype
         self.damping: Damping = math.nan  # γ as the option has it
         self.own_dampings: dict[KroneckerBlock, float] = {}  # of layers whose groups have one
@@ -263,7 +262,7 @@ class Solves:
         sizes = [2 * itemsize * sum(map(math.prod, b.stored_shapes.values())) for b in due]
         most = PART_BYTES if self.training.world.size == 1 else math.inf
         for part in in_groups([None] * len(due), sizes, most):
-            with self.training.meter.stage("launch"):
+            with stage("solve"):
                 over = self.submit([due[i] for i in part])
             self.layers.tell_of_sums(over)
             news, came = self.agree(pending, news)
@@ -449,7 +448,6 @@ class Solves:
         traces = self.damp((*ready, *others))
         if self.traces is not None:
             spared = self.traces.keeping(traces, self.damping, self.own_dampings, ready)
-            spared = {} if self.budget.measuring else spared
             ready = [block for block in ready if block not in spared]
             for block, verdict in spared.items():
                 self.under_way[block].verdict = verdict
@@ -505,10 +503,10 @@ class Solves:
 
     def agree(self, pending: PendingAverage, news: Sequence[float]) -> Refreshed:
         """Agree with all ranks, on the CPU, and install: a device need not be waited for."""
-        meter, solves, world = self.training.meter, self.under_way, self.training.world
+        solves, world = self.under_way, self.training.world
         heard: list[float] = []
         asked = bool(solves or news)
-        with meter.stage(self.agreeing):
+        with stage(self.agreeing):
             if asked:
                 for block in self.plan:
                     mine = self.verdict(block, solves[block]) if block in solves else 0
@@ -517,19 +515,19 @@ class Solves:
                 if world.size > 1:
                     message = torch.tensor(heard, dtype=torch.float32, device="cpu")
                     agreement = world.on_cpu().all_reduce_max([message])
-        with meter.stage("average_gradients"):
+        with stage("average_gradients"):
             pending.wait()
         if not asked:
             return news, []
         if world.size > 1:
-            with meter.stage(self.agreeing):
+            with stage(self.agreeing):
                 agreement.wait()
                 heard = message.tolist()
         agreed = {}
         for block, number in zip(self.plan, heard, strict=False):
             if number > Verdict.OPEN:
                 agreed[block] = Verdict(int(number))
-        with meter.stage("land"):
+        with stage("solve"):
             self.install(agreed)
         return heard[len(self.plan) :], list(agreed)
 
@@ -622,7 +620,7 @@ class Solves:
                         parts = head.to(device, dtype), *parts
                     mine[block, k] = parts
         if plan.row.size > 1 and sound:
-            with self.training.meter.stage("exchange"):
+            with stage("solve_exchange"):
                 everybody, to_send = range(plan.row.size), plan.to_send
                 routes = {item: (to_send[item], everybody) for item in shapes if item in to_send}
                 row = plan.row.wired(plan.wire)

@@ -40,6 +40,7 @@ from second_order.kfac.solve import (
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.decompositions import Attempts, Problem
 from second_order.optimizers.config import DistKFACOptions
+from second_order.stages import stage
 
 __all__ = ["SolvesOnThreads", "WorkerPool", "half_the_cores", "own_cores", "solve"]
 
@@ -226,8 +227,8 @@ class SolvesOnThreads(Solves):
         self, due: Sequence[KroneckerBlock], pending: PendingAverage, news: Sequence[float]
     ) -> Refreshed:
         """Submit what is due, install what has come, and submit what is due of that again."""
-        before, stage = list(self.under_way), self.training.meter.stage
-        with stage("launch"):
+        before = list(self.under_way)
+        with stage("solve"):
             self.submit([block for block in due if block not in self.under_way])
         if due:
             self.layers.tell_of_sums()
@@ -238,7 +239,7 @@ class SolvesOnThreads(Solves):
         if due:
             self.wanted = set()
             came = {b for b in before if b not in self.under_way and b.solved}
-            with stage("launch"):
+            with stage("solve"):
                 self.submit([block for block in due if block in came])
         return news, agreed
 
@@ -285,7 +286,7 @@ class SolvesOnThreads(Solves):
 
     def _waits(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way must be installed at this step; the same on every rank."""
-        if not block.solved or self.budget.measuring:
+        if not block.solved:
             return True
         age, most = self.training.steps - self.under_way[block].step, self._own.staleness
         late = self.drift is not None and age >= self.drift.interval(block) - 1
@@ -300,7 +301,7 @@ class SolvesOnThreads(Solves):
         if ticket is None:
             return solve.verdict
         if waits:
-            with self.training.meter.stage("wait"):
+            with stage("wait"):
                 wait([ticket])
         elif self._own.deterministic or not ticket.done():
             return Verdict.OPEN

@@ -25,7 +25,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -53,7 +53,7 @@ from second_order.kronecker.layers import (
 from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
 from second_order.kronecker.rows import BackwardPass, LateRows, Ledger, Terms, rows_of
 from second_order.sharded import FSDPParams
-from second_order.stages import span
+from second_order.stages import stage
 
 __all__ = ["Capture", "GradientScale", "StatisticsCollector"]
 
@@ -136,7 +136,7 @@ class _Call:
         capture, gradient = self._capture(), gradients[self._output]
         if capture is None or self._freed or gradient is None or autograd.is_drawing():
             return
-        with capture.timed():
+        with stage("statistics"):
             capture.take(self, gradient)
             if not autograd.keeps_graph():
                 # Autograd frees its own inputs now, however long the loss is kept.
@@ -212,9 +212,9 @@ def _seen_before(mark: str, pass_id: int) -> bool:
 class Capture:
     """Watches a set of layers and hands their pairs to a consumer.
 
-    ``consumer`` receives the pairs it wants, under ``no_grad`` and without autocast; ``timed``
-    makes a context manager that measures a hook; ``fsdp`` is what FSDP2 does with parameters;
-    ``accumulated``: passes count that accumulate into the layer's parameters, and no others.
+    ``consumer`` receives the pairs it wants, under ``no_grad`` and without autocast; ``fsdp`` is
+    what FSDP2 does with parameters; ``accumulated``: passes count that accumulate into the layer's
+    parameters, and no others.
 
     ``sampler(model_output, call)`` is the sampled Fisher's: it draws labels from the model's output
     and returns the summed negative log-likelihood. The pairs then carry that loss's gradients,
@@ -229,11 +229,10 @@ class Capture:
         self,
         consumer: Any,
         sampler: Sampler | None = None,
-        timed: Callable[[], AbstractContextManager[None]] = nullcontext,
         fsdp: FSDPParams | None = None,
         accumulated: bool = True,
     ) -> None:
-        self.gate, self.timed, self.fsdp = Gate(), timed, fsdp
+        self.gate, self.fsdp = Gate(), fsdp
         self._accumulated = accumulated
         self._consumer, self._sampler = consumer, sampler
         self.missed: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -319,7 +318,7 @@ class Capture:
             return
         if isinstance(output, tuple) and output:  # a router's logits, an attention's output
             output = output[0]
-        with self.timed():
+        with stage("statistics"):
             if attention:
                 products = self._of_attention(module, args, kwargs, output)
             else:
@@ -415,7 +414,7 @@ class Capture:
         """Take a pair that the backward of a compiled graph delivers; its memory is the graph's."""
         if autograd.is_drawing():
             return
-        with self.timed():
+        with stage("statistics"):
             if not autograd.reaches_parameters(module, self.fsdp):
                 self.missed[module] = NOT_ACCUMULATED
                 return
@@ -451,7 +450,7 @@ class Capture:
         self._inside_root = False
         pending, self._pending = self._pending, []
         if self._sampler is not None and pending:
-            with self.timed():
+            with stage("statistics"):
                 self._draw(self._sampler, module, pending, output)
         if self._compiler is not None:
             autograd.set_eval_frame(self._compiler)
@@ -576,7 +575,7 @@ class StatisticsCollector:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
         for block in self._training(module):
             if block.looks and block.fits_pair(module, x, d):
-                with span("capture"), ieee_matmul(d.device):
+                with stage("statistics"), ieee_matmul(d.device):
                     block.look(module, x, d, self.fsdp)
 
     def consume(
@@ -664,11 +663,11 @@ class StatisticsCollector:
         # Within a reentrant checkpoint another pass runs.
         runs = now == pass_id or (self.sampled and now != autograd.NO_PASS)
         if runs and found.will_end():
-            autograd.after_pass(partial(self._end_timed, found))
+            autograd.after_pass(partial(self._end_pass, found))
         return found
 
-    def _end_timed(self, ended: BackwardPass) -> None:
-        with self.queue.timed():
+    def _end_pass(self, ended: BackwardPass) -> None:
+        with stage("statistics"):
             self._end(ended)
 
     def _end(self, ended: BackwardPass) -> None:
@@ -772,7 +771,7 @@ class StatisticsCollector:
         form = Form(block.trains_bias, approximation, packed, rows)
         x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         plain = torch.autocast(d.device.type, enabled=False)
-        with torch.no_grad(), plain, span("capture"), ieee_matmul(d.device):
+        with torch.no_grad(), plain, stage("statistics"), ieee_matmul(d.device):
             return block.statistics(module, x, d.to(wide), form)
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -31,7 +30,7 @@ from second_order.kronecker.layers import (
 from second_order.kronecker.rows import BackwardPass, RowGroup
 from second_order.kronecker.stacks import as_stack, in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import pack_upper_triangular
-from second_order.stages import span
+from second_order.stages import stage
 
 __all__ = ["LinearPair", "PairQueue", "QueuedPair", "SeenRows"]
 
@@ -117,10 +116,9 @@ class QueuedPair:
 
 
 class PairQueue:
-    """Pairs of one pass, or of the beginning of one; ``timed`` measures what comes at its end."""
+    """Pairs of one pass, or of the beginning of one."""
 
-    def __init__(self, timed: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
-        self.timed = timed
+    def __init__(self) -> None:
         self._pairs: list[QueuedPair] = []
         self._bytes = 0
         self._lock = threading.RLock()  # autograd has a thread for each device
@@ -239,7 +237,7 @@ def _bring_all(ready: Iterable[_Ready]) -> None:
     for group in in_groups(keys):
         device = keys[group[0]][0]
         plain = torch.autocast(device.type, enabled=False)
-        with torch.no_grad(), plain, span("capture"), ieee_matmul(device):
+        with torch.no_grad(), plain, stage("statistics"), ieee_matmul(device):
             _bring([ordered[i][2] for i in group])
 
 

@@ -24,7 +24,6 @@ from second_order.distributed.world import World
 from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.layers import gram
 from second_order.kronecker.triangles import pack_upper_triangular
-from second_order.stages import sent
 
 __all__ = ["WIDENING", "Keep", "Key", "Sums"]
 
@@ -126,7 +125,6 @@ class Sums:
             self._make_room()
             part = self.waiting.pop(key, None)
             part = self._zeros(key) if part is None else part
-            sent(part.nbytes)
             part = part.cpu() if world.backend == "gloo" else part
             to = self._owners[key]
             work = dist.reduce(part, group=world.group, group_dst=to, async_op=True)

@@ -17,6 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 
@@ -50,18 +51,16 @@ from second_order.contract.training import (
     NAMES,
     Curvature,
     Training,
-    capturing,
-    check_capture,
     check_step,
+    follow_peak_rates,
     members_of,
     named_like,
     nameless,
     start_average,
     unhooked,
-    warns_at_its_end,
     whole_group,
 )
-from second_order.contract.two_bases import REST, TwoBases, base_of, name_of, recipe_of, switch_of
+from second_order.contract.two_bases import REST, TwoBases, base_of, group_lines, name_of, switch_of
 from second_order.distributed.roles import Role, whole_models
 from second_order.distributed.world import World
 from second_order.optimizers.find_model import find_model
@@ -72,12 +71,12 @@ from second_order.options import (
     check_group_options,
     check_learning_rate,
     check_rank,
-    check_whole,
     rate_of_groups,
     split_base_keywords,
 )
-from second_order.report import Recipe, Summary
+from second_order.report import Summary
 from second_order.sharded import DTENSORS, is_checkpointing, is_dtensor, like
+from second_order.stages import stage
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 
@@ -92,8 +91,7 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
     disabled = torch.compiler.disable(
         method,
         reason="a second-order step exchanges and decomposes factors in Python, between graphs: "
-        "compile the model, or the function around the step without fullgraph, or record quiet "
-        "steps in a CUDA graph, as optimizer.quiet_until says",
+        "compile the model, or the function around the step without fullgraph",
     )
     return cast(Callable[P, R], disabled)
 
@@ -167,7 +165,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             scaler=grad_scaler,
         )
         self._training, self._constructed, self._unwatched = training, False, False
-        self._recorded_until = -1  # the step up to which the last CUDA graph of steps holds
         base_name = (rest or base).__name__
         warn_of_single_launch(training)
         refuse_foreign_model(training, members, base_name)
@@ -235,7 +232,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------- stepping
 
     @between_graphs
-    @warns_at_its_end
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step; on a helper, serve the workers until they have taken theirs.
@@ -254,8 +250,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """
         training, curvature, loss = self._training, self._curvature, None
         check_step(training, curvature.scaler_matters, closure, self._unwatched)
-        if recorded := capturing():
-            self._recorded_until = check_capture(training, curvature.quiet_until)
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -277,21 +271,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             training.collected = None
             self._share_state()
         if training.world.size > 1:
-            with training.meter.stage("compare"):
+            with stage("compare"):
                 doing = f"take a step of {training.name}"
                 self._consistency.check(training, curvature, doing, tensors=True)
-        training.peaks.follow(self.param_groups)
+        follow_peak_rates(self.param_groups)
         curvature.prepare()
         pending = ARRIVED
         if training.averages:
-            with training.meter.stage("average_gradients"):
+            with stage("average_gradients"):
                 pending = start_average(training, curvature.route)
         curvature.precondition(pending)
-        with training.meter.stage("base"):
+        with stage("base"):
             curvature.step_base(self._step_base)
         curvature.correct()
-        if recorded:  # and not taken
-            return loss
         if training.world.size > 1:
             training.trained = set(training.training_params())
         training.steps += 1
@@ -300,47 +292,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 for p in group["params"]:
                     self.state[p].setdefault(CURVATURE, {})
         curvature.watch()
-        training.meter.lap()
         return loss
-
-    @property
-    def quiet_until(self) -> int:
-        """The number of the first step, from the coming one on, at which more is due than at each.
-
-        The steps before it, of which the coming one is number ``optimizer.training.steps``, compute
-        the same on the same memory, whatever the batches: one CUDA graph of them can be replayed
-        until then. It is the coming step itself while that cannot be known: with a callable of the
-        step for the clip, a Newton step's scale or an interval, while ``overhead`` measures, beside
-        helpers or solves on threads, with MRDHO2, and under FSDP2. With ``kl_clip="auto"``
-        it is so in the first twenty steps, and at the first one after loading.
-        """
-        return self._curvature.quiet_until
-
-    def replayed(self, steps: int = 1) -> None:
-        """Count steps that a CUDA graph has taken: what replays it runs no Python, nor this.
-
-            graph.replay()
-            optimizer.replayed()
-
-        Call it before the passes of the next step. :meth:`step` counts nothing while a graph
-        records it.
-
-        Raises:
-            RuntimeError: If the last graph of steps holds no more for so many: it has been replayed
-                past :attr:`quiet_until`, and has to be recorded anew.
-        """
-        training, check = self._training, "1, or the number of replays since it was called"
-        check_whole("steps", steps, 1, check)
-        until = min(self._recorded_until, self._curvature.quiet_until)
-        if training.steps + steps > until:
-            raise RuntimeError(
-                f"{training.name}.replayed({steps}) at step {training.steps}: the last graph of "
-                f"steps holds up to step {until}; take what is due then, or has changed, by "
-                f"step(), and record the next steps anew"
-            )
-        for _ in range(steps):
-            training.steps += 1
-            self._curvature.watch()
 
     def take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
@@ -443,7 +395,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         for key, value in {**self.defaults, **base_of(self._base, group).defaults}.items():
             group.setdefault(key, value)
 
-    @warns_at_its_end
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its layers are planned from the next step on. Every process calls it.
 
@@ -482,7 +433,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self._needs_model:
             warn_about_unowned(training, [group], training.base_name, first=len(before))
 
-    @warns_at_its_end
     def consolidate(self, to: int | None = 0) -> None:
         """Collect the state that other processes keep, for the next :meth:`state_dict`.
 
@@ -536,7 +486,6 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         """The state that the base, or ``rest``, would have saved; see :meth:`state_dict`."""
         return export_base_state(self.state_dict(), rest)
 
-    @warns_at_its_end
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint that any number of processes wrote, or a state of the base alone.
 
@@ -595,23 +544,18 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def summary(self) -> Summary:
         """A table of the layers preconditioned, by which ranks, and of those left to the base.
 
+        With several parameter groups, which base trains each, and with which settings.
         Bytes are those of this process. Reading it waits for the device.
         """
-        return self._curvature.summary()
+        return replace(self._curvature.summary(), groups=group_lines(self._training))
 
     def statistics(self) -> dict[str, float]:
-        """Numbers to log: of the last step, of the curvature in use, seconds and bytes by stage.
+        """Numbers to log: of the last step, and of the curvature in use.
 
         The names are the same on every process, and on the page *Instruments*; a number that this
         process does not know is NaN. Nothing is sent, and the device is waited for.
         """
-        training, curvature = self._training, self._curvature
-        accounts = training.meter.read(curvature.accounts)
-        return {"step": float(training.steps), **curvature.metrics(), **accounts}
-
-    def recipe(self) -> Recipe:
-        """A table of which base trains each parameter, how, and whether it is preconditioned."""
-        return recipe_of(self._training, self._curvature.preconditioned())
+        return {"step": float(self._training.steps), **self._curvature.metrics()}
 
     @contextmanager
     def hooks_removed(self) -> Iterator[None]:

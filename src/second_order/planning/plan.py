@@ -40,9 +40,8 @@ from second_order.planning.machine import (
     measure_machine,
     workers_of,
 )
-from second_order.planning.record import loss_of, record
+from second_order.planning.record import ELSEWHERE, loss_of, record
 from second_order.report import aligned
-from second_order.stages import ELSEWHERE
 
 __all__ = ["SOLVERS", "SYSTEMS", "Choice", "Plan", "add_command", "plan"]
 

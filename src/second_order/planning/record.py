@@ -3,7 +3,7 @@
 The optimizer is real: it is built on a copy of the model, as one rank of a pretended process group,
 and takes two steps with all that can be due. Collectives record what they are handed, and return.
 A simulated clock advances by what each operation and each message takes on the machine that is
-planned for; the optimizer's own meter reads that clock. Large products, convolutions and
+planned for, and that time is counted by stage. Large products, convolutions and
 decompositions are not computed: their results are positive numbers of no meaning.
 """
 
@@ -35,9 +35,12 @@ from second_order.kronecker import layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import FactorShape
 from second_order.planning.machine import Interconnect, Machine
-from second_order.stages import ELSEWHERE, PAPER_NAMES, sent
+from second_order.stages import recorded_by
 
-__all__ = ["Record", "Simulation", "loss_of", "record"]
+__all__ = ["ELSEWHERE", "Record", "Simulation", "loss_of", "record"]
+
+ELSEWHERE = "elsewhere"
+"""The place of a stage's name for what is in none: forward and backward."""
 
 LARGE = 2**14
 """Elements of an operand from which on dense operations are not computed."""
@@ -126,11 +129,41 @@ class Simulation(TorchDispatchMode):
         self.clock = self.hidden = 0.0
         self.now = self.peak = 0
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # by id
+        self.begin_step()
         self._noise = torch.empty(0, dtype=torch.float32, device="cpu")
         # By the operands' shapes of dense operations, because many layers have equal shapes.
         self._shapes: dict[Any, Any] = {}
         self._seconds: dict[Any, float] = {}
         self._grams: dict[Any, _Gram] = {}
+
+    def begin_step(self) -> None:
+        """Count peak memory, time and messages from here on."""
+        self.peak = self.now
+        self.hidden = 0.0
+        self.seconds: dict[str, float] = {}
+        self.sent: dict[str, int] = {}
+        self._stage = ELSEWHERE
+        self._stage_began = self.clock
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time meanwhile as that of a stage."""
+        outer = self._stage
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def _switch(self, name: str) -> None:
+        spent = self.clock - self._stage_began
+        self.seconds[self._stage] = self.seconds.get(self._stage, 0.0) + spent
+        self._stage = name
+        self._stage_began = self.clock
+
+    def count_sent(self, nbytes: int) -> None:
+        """Count bytes that the rank hands to others in a stage."""
+        self.sent[self._stage] = self.sent.get(self._stage, 0) + nbytes
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -305,21 +338,23 @@ class PlannedWorld(World):
         return [value] * self.size
 
     def _all_reduced(self, flat: Tensor, op: Any = None) -> Any:
-        sent(flat.nbytes)
+        self._simulation.count_sent(flat.nbytes)
         self._simulation.message("all_reduce", self._ranks, flat.nbytes)
         return _Done()
 
     def _broadcast_from_first(self, flat: Tensor) -> None:
+        self._simulation.count_sent(flat.nbytes if self.rank == 0 else 0)
         self._simulation.message("all_reduce", self._ranks, flat.nbytes)
 
     def _all_gathered(self, share: Tensor) -> Tensor:
-        sent(share.nbytes)
+        self._simulation.count_sent(share.nbytes)
         self._simulation.message("all_gather", self._ranks, share.nbytes)
         return share.repeat(self.size)
 
     def _all_to_all_single(
         self, buffer: Tensor, flat: Tensor, received: list[int], parts: list[int]
     ) -> Any:
+        self._simulation.count_sent(flat.nbytes)
         self._simulation.message("all_to_all", self._ranks, flat.nbytes, buffer.nbytes)
         own = parts[self.rank]
         if own and set(received) == {own}:  # as if all ranks were alike
@@ -396,22 +431,17 @@ def _recorded(
             plan = optimizer._curvature.plan
             middle_duties = duties_of(plan, len(ranks) // 2)
             covers_middle = middle_duties <= duties_of(plan, rank)
-            optimizer.training.meter.now = lambda: simulation.clock
-            with simulation:
+            with simulation, recorded_by(simulation.stage):
                 for _ in range(2):
                     optimizer.zero_grad()
                     gc.collect()  # of tensors that only circles hold
-                    simulation.peak, simulation.hidden = simulation.now, 0.0
+                    simulation.begin_step()
                     loss_of(run(model)).backward()
                     optimizer.step()
             gc.collect()
             kept = simulation.now
-            found = optimizer.training.meter.read((ELSEWHERE, *PAPER_NAMES))
         finally:
             optimizer.close()
-    seconds, sent_bytes = (
-        {n.removeprefix(kind): v for n, v in found.items() if n.startswith(kind) and v}
-        for kind in ("seconds/", "bytes/")
-    )
+    seconds = {name: spent for name, spent in simulation.seconds.items() if spent}
     seconds.setdefault(ELSEWHERE, 0.0)
-    return Record(seconds, sent_bytes, simulation.hidden, kept, simulation.peak, covers_middle)
+    return Record(seconds, simulation.sent, simulation.hidden, kept, simulation.peak, covers_middle)
