@@ -6,9 +6,8 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import field, fields
 from functools import partial
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +29,6 @@ __all__ = [
     "check_flag",
     "check_group_options",
     "check_interval",
-    "check_keywords",
     "check_learning_rate",
     "check_number",
     "check_params",
@@ -41,9 +39,6 @@ __all__ = [
     "check_timeout",
     "check_whole",
     "is_adaptive",
-    "keyword",
-    "one_of",
-    "picked",
     "rate_of_groups",
     "scheduled",
     "split_base_keywords",
@@ -90,36 +85,6 @@ def check_base(base: Any, own_class: type, option: str = "base") -> None:
 def is_adaptive(base: Any) -> bool:
     """Whether an optimizer scales its steps itself: each that is not made from SGD."""
     return isinstance(base, type) and not issubclass(base, (torch.optim.SGD, torch.optim.ASGD))
-
-
-def keyword(default: Any, check: Any = None, *exempt: Any) -> Any:
-    """A field of an options dataclass that is a keyword; its docstring says what it means.
-
-    ``check`` raises unless a value makes sense, given the keyword's name and the value; values in
-    ``exempt`` are not checked, functions are not if ``callable`` is there.
-    """
-    return field(default=default, metadata={"check": check, "exempt": exempt})
-
-
-def one_of(*choices: Any) -> Any:
-    """The check of a keyword with these values."""
-    return partial(check_choice, choices=choices)
-
-
-def picked(kind: type[T], values: Mapping[str, Any]) -> T:
-    """An options dataclass with those of some values that it has fields for."""
-    names = [each.name for each in fields(cast(Any, kind))]
-    return kind(**{name: values[name] for name in names if name in values})
-
-
-def check_keywords(options: Any) -> None:
-    """Check the keywords of an options dataclass, each by its own check."""
-    for each in reversed(fields(options)):  # a subclass's own first
-        check, exempt = each.metadata.get("check"), each.metadata.get("exempt", ())
-        value = getattr(options, each.name)
-        taken = (value is None or isinstance(value, str)) and value in exempt
-        if check and not taken and not (callable in exempt and callable(value)):
-            check(each.name, value)
 
 
 def split_base_keywords(

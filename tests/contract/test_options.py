@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DPKFAC, KAISA, DistKFAC
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order.optimizers.config import (
     DistKFACOptions,
     DPKFACOptions,
+    EpochOptions,
+    FOSIOptions,
     KAISAOptions,
     KFACOptions,
     ScriptOptions,
@@ -71,19 +73,34 @@ def test_every_keyword_has_its_meaning_in_the_docstring(System: Any) -> None:
     assert all(f"\n    {name}: " in documented for name in ours.keys() - {"return", "base_kwargs"})
 
 
-OPTIONS = {KAISA: KAISAOptions, DPKFAC: DPKFACOptions, DistKFAC: DistKFACOptions}
+OPTIONS: dict[Any, tuple[Any, ...]] = {
+    KAISA: (KAISAOptions, KFACOptions, ScriptOptions),
+    DPKFAC: (DPKFACOptions, KFACOptions, ScriptOptions),
+    DistKFAC: (DistKFACOptions, KFACOptions, ScriptOptions),
+    DHO2: (FOSIOptions, ScriptOptions),
+    MRDHO2: (EpochOptions, ScriptOptions),
+}
+OTHERWISE: dict[Any, dict[str, Any]] = {DistKFAC: {"exact_blocks": True}}
+ABSENT = {  # fields that are no keywords
+    DHO2: {"rest"},
+    MRDHO2: {
+        *("rest", "curvature_interval", "overhead", "lr_scale_guard", "subspace_momentum"),
+        *("warm_start", "trust_region", "layout"),
+    },
+}
 
 
-@each_kronecker
+@pytest.mark.parametrize("System", ALL)
 def test_signatures_have_the_keywords_and_defaults_of_the_configuration(System: Any) -> None:
-    expected = {"adaptive": False}
-    for kind in (OPTIONS[System], KFACOptions, ScriptOptions):
+    expected: dict[str, Any] = {}
+    for kind in OPTIONS[System]:
         expected |= {each.name: each.default for each in dataclasses.fields(kind)}
-    del expected["adaptive"]
-    if System is DistKFAC:
-        expected["exact_blocks"] = True
+    expected |= OTHERWISE.get(System, {})
+    for name in ABSENT.get(System, {"adaptive"}):
+        del expected[name]
     found = inspect.signature(System).parameters
-    assert {name: found[name].default for name in keywords_of(System) - {"lr"}} == expected
+    ours = keywords_of(System) - {"curvature_closure"}
+    assert {name: found[name].default for name in ours} == expected
 
 
 def test_kaisa_has_few_keywords() -> None:

@@ -178,7 +178,7 @@ def test_dpkfac(world: World, case: Case) -> None:
 
 DISTKFAC: dict[str, Any] = {
     "damping": 0.1,
-    "likelihood": likelihood,
+    "fisher": likelihood,
     "async_inverse": False,  # when threads are done depends on the machine
     **EXACT,
 }
@@ -188,7 +188,7 @@ def test_distkfac() -> None:
     """The bound on a step decays each half epoch."""
     batches = CONV.batches(25, n=8)
     settings = paper_settings(DistKFAC, epoch_steps=10)
-    found = trajectory(DistKFAC, CONV, batches, **SGD, **DISTKFAC, **settings)
+    found = trajectory(DistKFAC, CONV, batches, **{**SGD, **settings, **DISTKFAC})
     expected = by_distkfac(batches, lambda step: 0.01 * 0.96 ** (step // 5))
     assert_same_trajectory(found, expected, rtol=1e-10)
 

@@ -25,11 +25,12 @@ from second_order.errors import CurvatureError
 from second_order.fosi.checkpoint import check_saved_pairs, gather_eigenpairs, room_for_eigenpairs
 from second_order.fosi.eigenpairs import Closures, RefreshedPairs
 from second_order.fosi.metrics import pair_metrics, pair_summary
-from second_order.fosi.options import FOSIOptions, check_one_vector, check_shards, newton_scales
+from second_order.fosi.options import check_one_vector, check_shards, newton_scales
 from second_order.fosi.subspace import Subspace, share_inside
 from second_order.fosi.trust import largest_scale, stability_limit, taken_in
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import check_closure
+from second_order.optimizers.config import FOSIOptions
 from second_order.options import scheduled
 from second_order.report import CurvatureReport, Summary
 from second_order.sharded import is_checkpointing

@@ -22,13 +22,14 @@ from second_order.contract.saved import SavedPart
 from second_order.contract.throttle import Throttle
 from second_order.contract.training import Training
 from second_order.fosi.checkpoint import OTHERS_TRAINED, counts_of, load_eigenpairs
-from second_order.fosi.options import FOSIOptions
+from second_order.fosi.options import most_products
 from second_order.fosi.subspace import Basis, Subspace, newton_rates
 from second_order.fosi.trust import Flag, Number, TrustRegion
 from second_order.fosi.vector import ParameterVector
 from second_order.lanczos.closure import LossFn
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace, row_bounds
+from second_order.optimizers.config import FOSIOptions
 from second_order.options import AUTO, check_interval, value_at
 from second_order.stages import stage
 
@@ -58,7 +59,7 @@ def wanted_pairs(
 
     About as many as are ``expected``, where that is known.
     """
-    most, tol = options.most_products(space.size, warm=warm), options.lanczos_tol
+    most, tol = most_products(options, space.size, warm=warm), options.lanczos_tol
     wanted, known = (options.largest, options.smallest), {"seed": options.seed}
     known["expected"] = expected
     pairs = extreme_pairs(space, start, *wanted, iterations=most, tol=tol, **known)
@@ -119,7 +120,7 @@ class RefreshedPairs:
         """Steps between refreshes at least; until it is known, a product counts as one step."""
         assert self.throttle is not None
         options = self._options
-        products = options.most_products(self._vector.size, warm=False)
+        products = most_products(options, self._vector.size, warm=False)
         return self.throttle.interval or math.ceil(products / options.overhead)
 
     def renew(self, loss_fn: Closures) -> None:

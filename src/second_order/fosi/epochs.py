@@ -35,11 +35,12 @@ from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector, vec
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.metrics import EPOCH_NAMES
-from second_order.fosi.options import EpochOptions, newton_scales
+from second_order.fosi.options import newton_scales
 from second_order.fosi.subspace import Basis, newton_rates
 from second_order.fosi.trust import Flag
 from second_order.fosi.vector import Chunk
 from second_order.lanczos.spectrum import lanczos_dtype
+from second_order.optimizers.config import EpochOptions
 from second_order.report import EpochReport
 from second_order.sharded import is_checkpointing
 from second_order.stages import stage

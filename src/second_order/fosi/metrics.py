@@ -14,10 +14,10 @@ from torch import Tensor
 
 from second_order.contract.training import Training
 from second_order.fosi.eigenpairs import RefreshedPairs
-from second_order.fosi.options import FOSIOptions
 from second_order.fosi.subspace import Subspace
 from second_order.fosi.trust import RADIUS
 from second_order.fosi.vector import ParameterVector
+from second_order.optimizers.config import FOSIOptions
 from second_order.options import AUTO, value_at
 from second_order.report import LayerRow, Summary
 

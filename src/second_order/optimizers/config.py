@@ -1,8 +1,10 @@
-"""Every keyword of the optimizers with Kronecker factors: its default, its meaning and its check.
+"""Every keyword of the optimizers: its default, its meaning and its check.
 
     ScriptOptions     the base optimizer, and what describes the script
     KFACOptions       the keywords that KAISA, DPKFAC and DistKFAC share
     KAISAOptions, DPKFACOptions, DistKFACOptions     the keywords that only one of them has
+    FOSIOptions       the keywords that DHO2 and MRDHO2 share
+    EpochOptions      these, and those of MRDHO2
 
 Each optimizer repeats its keywords in a signature of its own, so that editors and ``help()`` show
 them. A test compares the two. This module imports no other folder, and every folder may read it.
@@ -30,6 +32,7 @@ from second_order.options import (
     check_number,
     check_patterns,
     check_scalar,
+    check_seed,
     check_timeout,
     check_whole,
     is_adaptive,
@@ -42,6 +45,8 @@ __all__ = [
     "DPKFACOptions",
     "DecayingClip",
     "DistKFACOptions",
+    "EpochOptions",
+    "FOSIOptions",
     "KAISAOptions",
     "KFACOptions",
     "PerStep",
@@ -51,6 +56,7 @@ __all__ = [
     "check_clip",
     "check_damping",
     "check_decay",
+    "check_newton_scale",
 ]
 
 Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
@@ -202,6 +208,12 @@ def check_clip(value: Any) -> None:
     check_scalar("kl_clip", value, low=0.0, open_low=True, remedy=remedy)
 
 
+def check_newton_scale(value: Any) -> None:
+    """Raise unless a newton_scale is a finite number of at least 0."""
+    remedy = "0.1 is the default, 1.0 a full step"
+    check_number("newton_scale", value, low=0.0, open_high=True, remedy=remedy)
+
+
 def check_dtype(name: str, value: Any) -> None:
     """Raise unless factors can be stored and sent in a dtype."""
     if value not in (torch.float32, torch.float64, torch.bfloat16):
@@ -316,7 +328,9 @@ class KFACOptions:
             callable. "auto": at each refresh if these are "auto", otherwise every 10 steps, or as
             often as refreshes if these are more frequent.
         overhead: With ``inv_update_steps="auto"``: the largest share of the time of ordinary steps
-            that statistics and refreshes may take, above 0 and up to 10. None: no limit.
+            that refreshes may take, above 0 and up to 10. The first five refreshes are timed. They
+            set the least number of steps between two later ones, which checkpoints keep. If layers
+            drift faster than that allows, a warning says so. None: no limit.
         fisher: Whose gradients the factors are made of. "empirical": those of your own backward
             pass. Otherwise labels are sampled from the distribution that the model's outputs give,
             at the price of a further backward pass to the layers' outputs whenever statistics are
@@ -704,3 +718,169 @@ class DistKFACOptions:
         if isinstance(chosen, str):
             return chosen
         return {name: (pair[0], pair[1]) for name, pair in chosen.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FOSIOptions:
+    """The keywords that DHO2 and MRDHO2 share.
+
+    Attributes:
+        largest: k, how many of the largest eigenpairs get Newton steps.
+        smallest: l, how many of the smallest (most negative) eigenpairs; steps lead away from them.
+        curvature_interval: T, steps from one computation of the eigenpairs to the next, or a
+            callable of the step; "auto": as often as ``overhead`` allows.
+        overhead: With "auto": the share of the time of the base alone that all computations of
+            eigenpairs may take, above 0 and up to 10. The first five are timed. They set the number
+            of steps to the next one, which checkpoints keep. Before the first, a product counts as
+            one step.
+        warmup_steps: W, steps of the base before the first pairs; None for ``curvature_interval``,
+            or with "auto" until they are paid for.
+        newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
+            largest learning rate of the schedule and follows it from there; a callable of the step
+            is taken as it is.
+        lr_scale_clip: Bound on s = |λ₁| / |λ_k|, by which the base's steps are stretched once the k
+            steepest directions are out of their way. None for the published values: 3 for SGD, 1
+            for other bases, which scale their steps themselves.
+        lr_scale_guard: Begin with s = 1, and let it grow by half at each further refresh while the
+            loss of the curvature batch does not rise; halve it where that has risen. A learning
+            rate that the base bears alone may be too long times 3. False for s as published.
+        lanczos_iterations: m, Hessian-vector products of a refresh at most; None for max(4(k + l),
+            2 ln n). Where none is set, and l is 0, a warm start takes max(2k, 20) of these at most.
+        lanczos_tol: A refresh ends once every eigenpair has ‖Hv − θv‖ <= tol |θ|.
+        lanczos_dtype: Dtype of eigenvectors; None for float64 where a parameter is, else float32.
+        eigenvalue_floor: Eigenvalues count as at least this share of the largest in size when steps
+            are divided by them.
+        subspace_momentum: Momentum inside the eigenvectors' span. "average": the base's β, as a
+            running average, so that α means the same whatever the base's momentum. "base": just as
+            the base does it, which for SGD with β sums up 1 / (1 − β) as much (FOSI with α = 0.01
+            and β = 0.9 is "average" with α = 0.1). A number: a running average with that β.
+        warm_start: Start a refresh from the last eigenvectors.
+        trust_region: Shorten Newton steps where the eigenpairs are wrong about them: one is at most
+            ten times as long as usual, in units of the loss; where V̂ᵀg changes along the steps
+            faster than û tells, they are cut to half of what could be borne, and grow again; one
+            after which the gradient is not finite is taken back. Where the model holds, steps are
+            those of False bit for bit.
+        hvp: How Hessian-vector products are made: "retained" keeps the graph of the curvature batch
+            for a refresh; "recomputed" evaluates the closure again for each product, one graph at a
+            time in memory; "differences" takes finite differences of gradients, for what cannot be
+            differentiated twice. "auto": retained, or recomputed for several closures, or
+            differences where FSDP2 has sharded the model. The last two need a closure that takes
+            the same batch each time within a refresh.
+        curvature: Whose eigenpairs: "hessian"; "gauss-newton", the Hessian of the loss with the
+            model's outputs linear in the weights, which has no negative eigenvalues where the loss
+            is convex in the outputs; "empirical-fisher", the mean of ggᵀ over examples' gradients.
+            For the last two the closure returns :class:`second_order.lanczos.Outputs`.
+        layout: "row" keeps n/P rows of the eigenvectors and of the base's state on each process,
+            and suits bases that work element by element: SGD, Adam, AdamW, RMSprop. "column" keeps
+            r/P of the eigenvectors and all of the base's state, and suits every base.
+        seed: Seed of the first start vector.
+    """
+
+    largest: int = 10
+    smallest: int = 0
+    curvature_interval: Interval | Literal["auto"] = AUTO
+    overhead: float = 0.2
+    warmup_steps: int | None = None
+    newton_scale: Schedule = 0.1
+    lr_scale_clip: float | None = None
+    lr_scale_guard: bool = True
+    lanczos_iterations: int | None = None
+    lanczos_tol: float = 1e-2
+    lanczos_dtype: torch.dtype | None = None
+    eigenvalue_floor: float = 1e-2
+    subspace_momentum: float | Literal["average", "base"] = "average"
+    warm_start: bool = True
+    trust_region: bool = True
+    hvp: Literal["auto", "retained", "recomputed", "differences"] = "auto"
+    curvature: Literal["hessian", "gauss-newton", "empirical-fisher"] = "hessian"
+    layout: Literal["row", "column"] = "row"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_whole("largest", self.largest, 0, "0 for none of them")
+        check_whole("smallest", self.smallest, 0, "0 for none of them")
+        if not is_auto(self.curvature_interval):
+            check_interval("curvature_interval", self.curvature_interval)
+        remedy = "0.2 is the default"
+        check_number("overhead", self.overhead, low=0.0, open_low=True, high=10.0, remedy=remedy)
+        if self.warmup_steps is not None:
+            check_whole("warmup_steps", self.warmup_steps, 0, "0 to begin with a refresh")
+        if not callable(self.newton_scale):
+            check_newton_scale(self.newton_scale)
+        if self.lr_scale_clip is not None:
+            check_number("lr_scale_clip", self.lr_scale_clip, low=1.0, remedy="1.0 for no scaling")
+        self._check_lanczos()
+        if isinstance(self.subspace_momentum, str):
+            check_choice("subspace_momentum", self.subspace_momentum, ("average", "base"))
+        else:
+            check_number(
+                "subspace_momentum",
+                self.subspace_momentum,
+                low=0.0,
+                high=1.0,
+                open_high=True,
+                remedy="use 'average' for that of the base",
+            )
+        for name in ("lr_scale_guard", "warm_start", "trust_region"):
+            check_flag(name, getattr(self, name))
+        check_choice("layout", self.layout, ("row", "column"))
+        check_seed("seed", self.seed)
+
+    def _check_lanczos(self) -> None:
+        """Check what decides the eigenpairs."""
+        most = self.lanczos_iterations
+        if most is not None:
+            check_whole("lanczos_iterations", most, max(self.wanted, 1), "4 (largest + smallest)")
+        remedy = "1e-2 is the default"
+        check_number("lanczos_tol", self.lanczos_tol, low=0.0, open_high=True, remedy=remedy)
+        if self.lanczos_dtype is not None:
+            check_choice("lanczos_dtype", self.lanczos_dtype, (torch.float32, torch.float64))
+        floor = self.eigenvalue_floor
+        check_number("eigenvalue_floor", floor, low=0.0, high=1.0, remedy="0.01 is usual")
+        check_choice("hvp", self.hvp, ("auto", "retained", "recomputed", "differences"))
+        if self.smallest > 0 and self.curvature != "hessian":
+            raise ValueError(
+                f"smallest={self.smallest} with curvature={self.curvature!r}: it has no negative "
+                f"eigenvalues to find; use smallest=0, or curvature='hessian'"
+            )
+
+    @property
+    def wanted(self) -> int:
+        """Number of eigenpairs asked for, k + l."""
+        return self.largest + self.smallest
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochOptions(FOSIOptions):
+    """The keywords of MRDHO2. Without accelerators, an epoch is the interval of DHO2.
+
+    Attributes:
+        accelerators: A, how many ranks compute eigenpairs.
+        epoch_steps: E, steps between two final updates.
+        final_update: "paper" is equation 17. "guarded" does it where the loss on the accelerators'
+            batches falls by at least half with it.
+        helper_timeout: Seconds without a sign of life, or of waiting at the end of an epoch (for
+            eigenpairs, and again for the verdict of "guarded"), after which accelerators are given
+            up.
+        warmup_steps: W, steps of the base alone before the first epoch that accelerators help in;
+            None for 0. Without accelerators: steps before the first eigenpairs, None for
+            ``epoch_steps``.
+        largest: k, how many of the largest eigenpairs get Newton steps.
+        newton_scale: α, the length of a Newton step; 1.0 is a full one. A number is α at the
+            largest learning rate of the schedule and follows it from there; a callable of the step
+            is taken as it is.
+        lanczos_iterations: m, Hessian-vector products at most; None for max(4(k + l), 2 ln n).
+    """
+
+    accelerators: int = 1
+    epoch_steps: int = 100
+    final_update: Literal["guarded", "paper"] = "guarded"
+    helper_timeout: float = 60.0
+    layout: Literal["row", "column"] = "column"
+
+    def __post_init__(self) -> None:
+        check_whole("accelerators", self.accelerators, 0, "0 for none")
+        check_count("epoch_steps", self.epoch_steps, meaning="steps")
+        check_choice("final_update", self.final_update, ("guarded", "paper"))
+        check_timeout("helper_timeout", self.helper_timeout)
+        super().__post_init__()

@@ -20,17 +20,19 @@ column    n × r/P   n                   all-reduces of n: the gradient, g₁, a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
-from second_order.fosi.options import FOSIOptions, PairOptions
-from second_order.lanczos.closure import check_closure
+from second_order.lanczos.closure import check_closure, check_curvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
-from second_order.optimizers.keywords import CommonOptions, settled, signed, typed
-from second_order.options import picked
+from second_order.optimizers.config import FOSIOptions, ScriptOptions
+from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
+from second_order.options import Interval, Schedule
 from second_order.report import CurvatureReport
 
 __all__ = ["DHO2", "EigenpairOptimizer"]
@@ -91,12 +93,7 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         return self._curvature.report()
 
 
-@dataclass(frozen=True, kw_only=True)
-class DHO2Keywords(FOSIOptions, PairOptions, CommonOptions):
-    """The keywords of DHO2."""
-
-
-@signed(DHO2Keywords)
+@documented(FOSIOptions, ScriptOptions)
 class DHO2(EigenpairOptimizer):
     """Newton steps along the Hessian's extreme eigenvectors, a first-order optimizer for the rest.
 
@@ -109,14 +106,74 @@ class DHO2(EigenpairOptimizer):
     do that can be differentiated twice.
     """
 
-    @typed(DHO2Keywords)
-    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
-        values, common = settled(DHO2, lr, keywords)
-        options = picked(FOSIOptions, values)
-        closure = values["curvature_closure"]
+    def __init__(
+        self,
+        params: ParamsOrModel,
+        lr: Rate | None = None,
+        *,
+        curvature_closure: Closures | None = None,
+        largest: int = 10,
+        smallest: int = 0,
+        curvature_interval: Interval | Literal["auto"] = "auto",
+        overhead: float = 0.2,
+        warmup_steps: int | None = None,
+        newton_scale: Schedule = 0.1,
+        lr_scale_clip: float | None = None,
+        lr_scale_guard: bool = True,
+        subspace_momentum: float | Literal["average", "base"] = "average",
+        trust_region: bool = True,
+        lanczos_iterations: int | None = None,
+        lanczos_tol: float = 1e-2,
+        lanczos_dtype: torch.dtype | None = None,
+        eigenvalue_floor: float = 1e-2,
+        warm_start: bool = True,
+        hvp: Literal["auto", "retained", "recomputed", "differences"] = "auto",
+        curvature: Literal["hessian", "gauss-newton", "empirical-fisher"] = "hessian",
+        layout: Literal["row", "column"] = "row",
+        seed: int = 0,
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        grad_scaler: Any = None,
+        gradient_averaging: str | bool = "auto",
+        process_group: Any = None,
+        debug: bool | int = False,
+        **base_kwargs: Any,
+    ) -> None:
+        check_curvature(curvature, hvp)
+        options = FOSIOptions(
+            largest=largest,
+            smallest=smallest,
+            curvature_interval=curvature_interval,
+            overhead=overhead,
+            warmup_steps=warmup_steps,
+            newton_scale=newton_scale,
+            lr_scale_clip=lr_scale_clip,
+            lr_scale_guard=lr_scale_guard,
+            subspace_momentum=subspace_momentum,
+            trust_region=trust_region,
+            lanczos_iterations=lanczos_iterations,
+            lanczos_tol=lanczos_tol,
+            lanczos_dtype=lanczos_dtype,
+            eigenvalue_floor=eigenvalue_floor,
+            warm_start=warm_start,
+            hvp=hvp,
+            curvature=curvature,
+            layout=layout,
+            seed=seed,
+        )
+        script = ScriptOptions(
+            base=base,
+            model=model,
+            grad_scaler=grad_scaler,
+            gradient_averaging=gradient_averaging,
+            process_group=process_group,
+            debug=debug,
+        )
         super().__init__(
             params,
-            curvature=lambda training: FOSICurvature(training, options, closure),
+            **script.arguments(),
+            base_kwargs=with_rate(lr, base_kwargs),
+            own_keywords=keywords_of(DHO2),
+            curvature=lambda training: FOSICurvature(training, options, curvature_closure),
             needs_model=False,
-            **common,
         )

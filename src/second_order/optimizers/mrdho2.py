@@ -17,32 +17,30 @@ loss without and with it, and makes it where that falls by half.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import nn
 
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.fosi.accelerator import Accelerating, divided_curvature
+from second_order.fosi.eigenpairs import Closures
 from second_order.fosi.epochs import Divided
-from second_order.fosi.options import EpochOptions, FinalUpdate, PairOptions
+from second_order.lanczos.closure import check_curvature
 from second_order.optimizers.base import ParamsOrModel
+from second_order.optimizers.config import EpochOptions, ScriptOptions
 from second_order.optimizers.dho2 import EigenpairOptimizer
-from second_order.optimizers.keywords import CommonOptions, settled, signed, typed
-from second_order.options import picked
+from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
+from second_order.options import Schedule
 from second_order.report import EpochReport
 
 __all__ = ["MRDHO2", "FinalUpdate"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class MRDHO2Keywords(PairOptions, EpochOptions, CommonOptions):
-    """The keywords of MRDHO2."""
+FinalUpdate: TypeAlias = Literal["guarded", "paper"]
 
 
-WITHOUT = "curvature_interval overhead lr_scale_guard subspace_momentum warm_start"
-
-
-@signed(MRDHO2Keywords, without=f"{WITHOUT} trust_region layout".split())
+@documented(EpochOptions, ScriptOptions)
 class MRDHO2(EigenpairOptimizer):
     """DHO2 whose eigenpairs are computed by processes of their own, while the others train.
 
@@ -66,18 +64,74 @@ class MRDHO2(EigenpairOptimizer):
 
     _curvature: Divided
 
-    @typed(MRDHO2Keywords)
-    def __init__(self, params: ParamsOrModel, lr: Any = None, **keywords: Any) -> None:
-        values, common = settled(MRDHO2, lr, keywords)
-        values["curvature_interval"], closure = values["epoch_steps"], values["curvature_closure"]
-        options = picked(EpochOptions, values)
+    def __init__(
+        self,
+        params: ParamsOrModel,
+        lr: Rate | None = None,
+        *,
+        curvature_closure: Closures | None = None,
+        accelerators: int = 1,
+        epoch_steps: int = 100,
+        final_update: FinalUpdate = "guarded",
+        helper_timeout: float = 60.0,
+        largest: int = 10,
+        smallest: int = 0,
+        warmup_steps: int | None = None,
+        newton_scale: Schedule = 0.1,
+        lr_scale_clip: float | None = None,
+        lanczos_iterations: int | None = None,
+        lanczos_tol: float = 1e-2,
+        lanczos_dtype: torch.dtype | None = None,
+        eigenvalue_floor: float = 1e-2,
+        hvp: Literal["auto", "retained", "recomputed", "differences"] = "auto",
+        curvature: Literal["hessian", "gauss-newton", "empirical-fisher"] = "hessian",
+        seed: int = 0,
+        base: type[torch.optim.Optimizer] = torch.optim.SGD,
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        grad_scaler: Any = None,
+        gradient_averaging: str | bool = "auto",
+        process_group: Any = None,
+        debug: bool | int = False,
+        **base_kwargs: Any,
+    ) -> None:
+        check_curvature(curvature, hvp)
+        options = EpochOptions(
+            accelerators=accelerators,
+            epoch_steps=epoch_steps,
+            curvature_interval=epoch_steps,
+            final_update=final_update,
+            helper_timeout=helper_timeout,
+            largest=largest,
+            smallest=smallest,
+            warmup_steps=warmup_steps,
+            newton_scale=newton_scale,
+            lr_scale_clip=lr_scale_clip,
+            lanczos_iterations=lanczos_iterations,
+            lanczos_tol=lanczos_tol,
+            lanczos_dtype=lanczos_dtype,
+            eigenvalue_floor=eigenvalue_floor,
+            hvp=hvp,
+            curvature=curvature,
+            seed=seed,
+        )
+        script = ScriptOptions(
+            base=base,
+            model=model,
+            grad_scaler=grad_scaler,
+            gradient_averaging=gradient_averaging,
+            process_group=process_group,
+            debug=debug,
+        )
+        helped = accelerators > 0 and options.wanted > 0
         super().__init__(
             params,
-            curvature=lambda training: divided_curvature(training, options, closure),
+            **script.arguments(),
+            base_kwargs=with_rate(lr, base_kwargs),
+            own_keywords=keywords_of(MRDHO2),
+            curvature=lambda training: divided_curvature(training, options, curvature_closure),
             needs_model=False,
-            helper_role="accelerator" if options.accelerators and options.wanted else None,
-            helpers=options.accelerators,
-            **common,
+            helper_role="accelerator" if helped else None,
+            helpers=accelerators,
         )
 
     @property
