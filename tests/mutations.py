@@ -75,28 +75,24 @@ parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_th
 == contract/checkpoint.py
 groups in another order load
   <-  checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook
-    if called != mine and sorted(called) == sorted(mine):  =>  if False:
+    if called != own_names and sorted(called) == sorted(own_names):  =>  if False:
 collected factors are not in the state  <-  factor_exchange::whoever_saves_has_all_factors
-  - CURVATURE: {**entry.get(CURVATURE, {}), **parts.get(CURVATURE, {})}
+  - CURVATURE: {**entry.get(CURVATURE, {}), **more[p].get(CURVATURE, {})}
   + CURVATURE: {**entry.get(CURVATURE, {})}
 two bases: other weights went to each
   <-  two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
-    if any(mark not in (None, mine) for mark, mine in zip(marks, ours, strict=True)):  =>  if False:
+    if mark is not None and mark != ours.get(key, default):  =>  if False:
 two bases: both are exported
   <-  two_bases_state::plain_optimizers_take_their_parts_and_give_them_back
-    groups = [group for group in groups if group[REST] is rest]  =>  groups = list(groups)
+    if two_bases and group[REST] is not rest:  =>  if False:
 
 == contract/consistency.py
-groups are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
-  - self._outline, self._fingerprint = outline, fingerprint(outline)
-  + self._outline, self._fingerprint = outline, 0
-ranks compared, and the base's state not
-  <-  debug::a_parted_bit_is_named_with_its_rank_before_a_further_step
-    state[p].items() if p in state else ()  =>  ()
+settings are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
+    *_settings(groups)]  =>  ]
 descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
     repr(facts).encode()  =>  repr(len(facts)).encode()
 checksums without places  <-  debug::places_count
-    (_multipliers(words.device)[: block.numel()] * block).sum()  =>  block.sum(dtype=torch.int64)
+    (multipliers[: len(block)] * block).sum()  =>  block.sum(dtype=torch.int64)
 
 == contract/training.py
 hooks that stay when their optimizer goes
@@ -161,17 +157,10 @@ the least load of the wrong rank  <-  assignment::assignment_is_that_of_its_defi
 only the first bucket of a sum is waited for
   <-  collectives::a_future_is_done_when_the_last_bucket_is
     [work.get_future() for work, _ in works]  =>  [work.get_future() for work, _ in works[:1]]
-only the first bucket of a sum arrives  <-  shares::by_shares_is_bit_for_bit_as_directly
+only the first bucket of a sum arrives  <-  collectives::sums_of_any_shape_and_dtype
     while self.works:  =>  if self.works:
-a message for each of thousands of ranks  <-  shares::messages_of_many_ranks_go_by_a_sum
-    0 < whole < (ranks - 1 - rounds) * MESSAGE_BYTES  =>  False
-the rows of all ranks for one owner  <-  shares::balanced_and_small_messages_go_directly
-    return ranks * largest > max(2 * whole, SMALL_BYTES)  =>  return False
 buckets without a bound  <-  collectives::sums_of_any_shape_and_dtype
-    if key not in last or filled[key] + size > most:  =>  if key not in last:
-a helper that keeps a model of its own
-  <-  mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model
-    scatter(flat, alike)  =>  pass
+    if key not in open_bucket or filled[key] + size > most:  =>  if key not in open_bucket:
 bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_the_order_of_ranks
     rows[0].to(wide(rows.dtype))  =>  rows[0].clone()
 
@@ -179,16 +168,20 @@ bfloat16 sums added in bfloat16  <-  collectives::narrow_sums_are_added_wide_in_
 a group of its own for each optimizer  <-  robustness::optimizers_share_their_groups
     if key not in made:  =>  if True:
 
-== distributed/mailbox.py
-a goodbye that overtakes messages  <-  roles::goodbye_is_the_last_thing_that_is_said
+== distributed/helper_link.py
+a shutdown that overtakes messages
+  <-  helper_link::a_shutdown_is_the_last_thing_that_is_said
   -         while not self._outgoing.empty():
   -             self._send(
-  +         while not (leaving or self._outgoing.empty()):
+  +         while not (left or self._outgoing.empty()):
   +             self._send(
-a stop of all processes is a silence  <-  roles::a_stop_of_all_processes_is_no_silence
+a helper that keeps a model of its own
+  <-  mrdho2_accelerator::accelerators_compute_with_the_workers_whole_model
+    scatter(flat, same_dtype)  =>  pass
+a stop of all processes is a silence  <-  helper_link::a_stop_of_all_processes_loses_no_peer
     min(now - self._looked, self._limit / 4)  =>  now - self._looked
-a store listens everywhere  <-  roles::teams_work_apart
-    store, place, error = None, "127.0.0.1", ""  =>  store, place, error = None, "0.0.0.0", ""
+a store listens everywhere  <-  helper_link::a_store_listens_on_loopback_unless_machines_differ
+    place = "127.0.0.1" if len(set(machines)) == 1 else _own_address()  =>  place = "0.0.0.0"
 
 == distributed/roles.py
 one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_trains
@@ -199,28 +192,22 @@ rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_o
     of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
 
 == distributed/world.py
-a group is lent again while a rank sends in it
-  <-  collectives::a_group_with_something_under_way_is_not_lent_again
-    if self.spare is not None and self.settled:  =>  if self.spare is not None:
 bfloat16 sent as it is  <-  collectives::half_precision_travels_on_gloo
     in (torch.bfloat16, torch.float16)  =>  in (torch.float16,)
 a group's first rank taken for the world's
   <-  collectives::the_first_rank_is_copied collectives::a_group_has_ranks_of_its_own
   - dist.broadcast(flat, group=self.group, group_src=0)
   + dist.broadcast(flat, 0, group=self.group)
-rounds that do not reach every rank  <-  agreement::every_rank_hears_of_each_other_in_rounds
-    distance *= 2  =>  distance *= 4
-copies by a sum that lose the sign of a zero  <-  shares::copies_by_a_sum_keep_every_bit
-    (whole // dtype.itemsize,), -0.0)  =>  (whole // dtype.itemsize,), 0.0)
-narrow sums of many ranks that add up narrow  <-  shares::narrow_messages_add_up_wide_by_a_sum
-    whole = flat.to(wide(flat.dtype))  =>  whole = flat
+copies by a sum that lose the sign of a zero  <-  collectives::uneven_messages_are_all_reduced
+    staged.new_full((total,), -0.0)  =>  staged.new_full((total,), 0.0)
+narrow sums of many ranks that add up narrow  <-  collectives::uneven_messages_are_all_reduced
+    whole = staged.to(wide(staged.dtype))  =>  whole = staged
+the rows of all ranks for one owner  <-  collectives::sums_reach_their_owners_and_nobody_else
+    return self.size * largest > 2 * total  =>  return False
 half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
     return not bool(noes)  =>  return bool(noes < 2.0)
 what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_their_shapes
-    content = torch.zeros(size,  =>  content = torch.ones(size,
-sums by shares sent to their owners in another order
-  <-  shares::by_shares_is_bit_for_bit_as_directly
-    [*pieces[0::2], *pieces[1::2]]  =>  [*pieces[1::2], *pieces[0::2]]
+    return torch.zeros(sizes[key],  =>  return torch.ones(sizes[key],
 words that are never compared  <-  agreement::ranks_know_whether_they_have_the_same_words
     return int(both[0]) == ~int(both[1])  =>  return True
 
@@ -635,11 +622,11 @@ a stats worker's gradients pile up  <-  stats::a_stats_workers_gradients_do_not_
     p.grad = None  =>  pass
 statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got
-    parts[layer.solver("A")][block.name] = sums[block]  =>  parts[0][block.name] = sums[block]
+    owned[layer.solver("A")].append(block)  =>  owned[0].append(block)
 messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
-    message is None or message[1]["edition"] < self.edition  =>  message is None
-points queue up  <-  stats::no_point_is_sent_while_statistics_are_on_their_way
-    helper.asked <= wanted <= helper.heard + 1  =>  helper.asked <= wanted
+    if message.note["edition"] < self.edition:  =>  if False:
+snapshots queue up  <-  stats::no_snapshot_is_sent_while_statistics_are_on_their_way
+    if offered > self._answered.get(link, 0):  =>  if False:
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
     raise ValueError(whole_models(self.training.name, "stats"))  =>  return
 hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
@@ -1077,8 +1064,7 @@ a first zero step taken for a checkpoint's
 the step count is not loaded
   <-  contract_state::checkpoint_gives_the_number_of_the_step
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
-  - training.steps, training.collected, self._consistency.loaded = steps, None, True
-  + training.collected, self._consistency.loaded = None, True
+    training.steps = steps  =>  pass
 collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
   -             training.collected = None
   -             self._share_state()

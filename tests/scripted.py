@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 MOMENTUM = {"momentum": 0.9, "lr": 0.05}
 
 
-def mailboxes() -> int:
-    return sum(t.name == "second_order mailbox" for t in threading.enumerate())
+def links() -> int:
+    return sum(t.name == "second_order link" for t in threading.enumerate())
 
 
 def play(
@@ -44,7 +44,7 @@ def play(
     part = scene[optimizer.role == "accelerator"]
     with noted() as warned:
         found = part(model, optimizer, rank, *args)
-    assert mailboxes() == 0, "no thread is left"
+    assert links() == 0, "no thread is left"
     dist.barrier()  # until then the store, which an accelerator has, is there
     reports = [(r.applied, r.reason) for r in optimizer.epochs]
     return {"found": found, "warned": warned, "reports": reports}

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,6 +33,7 @@ __all__ = [
     "mesh_ranks",
     "plain_type",
     "reshard",
+    "shard_replicas",
     "sharded_like",
     "sharded_params",
 ]
@@ -70,6 +72,19 @@ def chunk(rows: int, parts: int, index: int) -> tuple[int, int]:
     return min(index * each, rows), min((index + 1) * each, rows)
 
 
+def shard_replicas(tensor: Tensor) -> list[list[int]]:
+    """The ranks that together have every row of a DTensor, in the order of rows; one list a copy.
+
+    Rows of a DTensor with one ``Shard(0)`` go to the ranks of a mesh as ``torch.chunk`` cuts them.
+    Other dimensions of the mesh have copies.
+    """
+    dtensor = cast(Any, tensor)
+    (at,) = (i for i, place in enumerate(dtensor.placements) if place.is_shard())
+    mesh = dtensor.device_mesh.mesh.movedim(at, -1)
+    replicas: list[list[int]] = mesh.reshape(-1, mesh.shape[-1]).tolist()
+    return replicas
+
+
 def like(p: Tensor, value: Tensor) -> Tensor:
     """A tensor laid out as a parameter: cut to this process's rows where FSDP2 has sharded that.
 
@@ -77,10 +92,9 @@ def like(p: Tensor, value: Tensor) -> Tensor:
     """
     if not is_dtensor(p) or is_dtensor(value) or value.shape != p.shape:
         return value
-    spread = cast(Any, p)
-    (at,) = (i for i, place in enumerate(spread.placements) if place.is_shard())
-    mesh = spread.device_mesh
-    start, stop = chunk(p.shape[0], mesh.size(at), mesh.get_coordinate()[at])
+    rank = dist.get_rank()
+    (replica,) = (ranks for ranks in shard_replicas(p) if rank in ranks)
+    start, stop = chunk(p.shape[0], len(replica), replica.index(rank))
     rows = value.detach()[start:stop].to(local(p).device, copy=True)
     return sharded_like(p, rows)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -74,43 +73,6 @@ def test_wrong_shapes_and_numbers_are_refused_before_anything_changes(
                     assert alike(snapshot(model, optimizer), before), (key, part, name)
                     refused += 1
     assert refused > 10
-
-
-def paths_in(value: Any, path: Path = ()) -> Iterator[Path]:
-    """The paths to everything in dictionaries and lists."""
-    if isinstance(value, (dict, list)):
-        for key in value if isinstance(value, dict) else range(len(value)):
-            yield (*path, key)
-            yield from paths_in(value[key], (*path, key))
-
-
-@each_of_five
-@pytest.mark.parametrize("wrong", [None, [1.0]], ids=["None", "list"])
-def test_none_or_a_list_anywhere_is_refused_or_harmless(System: Any, wrong: Any) -> None:
-    """An error says that nothing has been loaded, and nothing has."""
-    model, optimizer = trained(System, "AdamW")
-    saved, before = copy.deepcopy(optimizer.state_dict()), snapshot(model, optimizer)
-    everywhere = [path for path in paths_in(saved) if path[:1] != ("state",) or path[1:2] == (0,)]
-    refused = 0
-    for path in everywhere:
-        state = containers(saved)
-        at_path(state, path[:-1])[path[-1]] = wrong
-        said = ""
-        try:
-            optimizer.load_state_dict(state)
-        except ValueError as error:
-            said = str(error)
-        if said:
-            assert re.search("othing has been loaded|make the same groups|is no state", said)
-            assert alike(snapshot(model, optimizer), before), path
-            refused += 1
-            continue
-        train(model, optimizer, 1)
-        assert all(p.isfinite().all() for p in model.parameters()), path
-        model, optimizer = trained(System, "AdamW")
-    assert refused > 25
-    train(model, optimizer, 2, start=3)
-    assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
 @each_of_five
@@ -193,63 +155,29 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(System: Any) -> None:
         optimizer.load_state_dict(saved)
 
 
-def as_version_0(saved: Any) -> Any:
-    """As the package wrote it before there was a version."""
-    saved = copy.deepcopy(saved)
-    for entry in saved["state"].values():
-        for key in ("version", "base_class"):
-            del entry["curvature"][key]
-    for group in saved["param_groups"]:
-        group.pop("param_names", None)
-    return saved
-
-
-@each_of_five
-@pytest.mark.parametrize("base", BASES)
-def test_checkpoints_without_a_version_load_as_ever(System: Any, base: str) -> None:
-    Base, options = BASES[base]
-    model, optimizer = trained(System, base)
-    saved = as_version_0(optimizer.state_dict())
-    twin = copy.deepcopy(model)
-    resumed = make(System, twin, base=Base, **options)
-    resumed.load_state_dict(saved)
-    train(model, optimizer, 2, start=3)
-    train(twin, resumed, 2, start=3)
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
-    part = resumed.state_dict()["state"][0]["curvature"]
-    assert part["version"] == 1
-    assert part["base_class"] == {base: 1}
-
-
-@pytest.mark.parametrize("ours", ["SGD", "AdamW", "Adam", "RMSprop", "Adafactor"])
-def test_a_plain_state_of_another_base_is_refused(ours: str) -> None:
-    """By its settings: it would end in `KeyError: 'step'` at the next step."""
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("SGD", "AdamW"), ("AdamW", "SGD"), ("RMSprop", "Adam")]
+)
+def test_a_plain_state_without_the_bases_settings_is_refused(ours: str, theirs: str) -> None:
+    """It would end in `KeyError: 'step'` at the next step."""
     model = MLP.model()
     optimizer = make(KAISA, model, base=getattr(torch.optim, ours), **PLAIN[ours])
     train(model, optimizer, 1)
-    for theirs in PLAIN:
-        saved = plain(theirs, MLP.model()).state_dict()
-        if theirs == ours:
-            optimizer.load_state_dict(saved)
-            continue
-        before = snapshot(model, optimizer)
-        with pytest.raises(ValueError, match=rf"by an optimizer with.*and the base here is {ours}"):
-            optimizer.load_state_dict(saved)
-        assert alike(snapshot(model, optimizer), before)
+    optimizer.load_state_dict(plain(ours, MLP.model()).state_dict())
+    before = snapshot(model, optimizer)
+    with pytest.raises(ValueError, match=rf"by an optimizer without.*and the base here is {ours}"):
+        optimizer.load_state_dict(plain(theirs, MLP.model()).state_dict())
+    assert alike(snapshot(model, optimizer), before)
     train(model, optimizer, 2)
 
 
 @each_of_five
-@pytest.mark.parametrize("version", [0, 1])
-def test_ours_over_another_base_is_refused_naming_it(System: Any, version: int) -> None:
+def test_ours_over_another_base_is_refused_naming_it(System: Any) -> None:
     _, theirs = trained(System, "SGD")
     model, optimizer = trained(System, "AdamW")
-    saved = theirs.state_dict() if version else as_version_0(theirs.state_dict())
     before = snapshot(model, optimizer)
-    by = "SGD" if version else "an optimizer with .*"
-    with pytest.raises(ValueError, match=f"saved by {by}, and the base here is AdamW"):
-        optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError, match="saved by SGD, and the base here is AdamW"):
+        optimizer.load_state_dict(theirs.state_dict())
     assert alike(snapshot(model, optimizer), before)
 
 
@@ -275,14 +203,13 @@ def test_a_base_of_somebody_keeps_what_it_likes(System: Any) -> None:
     assert resumed.state[twin[0].weight]["base"]["best"] == float("inf")
     alone = OfSomebody(MLP.model().parameters(), lr=0.1)
     resumed.load_state_dict(alone.state_dict())
-    with pytest.raises(ValueError, match=r"saved by an optimizer with.*here is OfSomebody"):
+    with pytest.raises(ValueError, match=r"saved by an optimizer without.*here is OfSomebody"):
         resumed.load_state_dict(plain("AdamW", MLP.model()).state_dict())
 
 
 @each_of_five
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("version", [0, 1])
-def test_the_base_goes_on_alone_with_what_is_exported(System: Any, base: str, version: int) -> None:
+def test_the_base_goes_on_alone_with_what_is_exported(System: Any, base: str) -> None:
     """Momentum and hyperparameters go on: as if the wrapper had done nothing from there on."""
     Base, options = BASES[base]
     model = MLP.model()
@@ -292,7 +219,7 @@ def test_the_base_goes_on_alone_with_what_is_exported(System: Any, base: str, ve
     saved = copy.deepcopy(optimizer.state_dict())
     twin = copy.deepcopy(model)
     alone = Base(twin.parameters(), **options)
-    alone.load_state_dict(export_base_state(saved if version else as_version_0(saved)))
+    alone.load_state_dict(export_base_state(saved))
     assert alone.param_groups[0]["lr"] == 0.03
     assert "peak_lr" not in alone.param_groups[0]
     assert alone.state[twin[0].weight].keys() == optimizer.state[model[0].weight]["base"].keys()

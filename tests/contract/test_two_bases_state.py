@@ -110,13 +110,10 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
     saved = optimizer.state_dict()
     hand = [{"params": p} for p in optimizer.param_groups[0]["params"]]
     others: list[tuple[Callable[[], Any], str]] = [
-        (
-            lambda: make(KAISA, model),
-            "checkpoint is of an optimizer with two bases, and here is SGD",
-        ),
+        (lambda: make(KAISA, model), "has 2 parameter groups.*those of SGD apart"),
         (
             lambda: make(KAISA, hand, model=model, base=Muon),
-            "with two bases, and here is Muon alone",
+            "has 2 parameter groups.*those of Muon apart",
         ),
         (lambda: two(KAISA, "SGD AdamW", model), "saved by Muon, and the base here is SGD"),
         (
@@ -136,7 +133,7 @@ def test_a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed() -> Non
         assert str(other.state_dict()) == str(before)
     swapped = copy.deepcopy(saved)
     swapped["param_groups"][0]["rest"] = True
-    with pytest.raises(ValueError, match=r"'rest': \[True, True\], and here it is \[Fal"):
+    with pytest.raises(ValueError, match="has 'rest': True, and here it is False"):
         optimizer.load_state_dict(swapped)
     one = make(KAISA, model, base=AdamW)
     with pytest.raises(ValueError, match=r"has 1 parameter groups.*optimizer 2.*those of Muon"):

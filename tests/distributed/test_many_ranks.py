@@ -14,8 +14,8 @@ from unittest.mock import patch
 import pytest
 
 import many_ranks
-from second_order.distributed import buckets
 from second_order.distributed.assignment import LayerDims
+from second_order.distributed.world import World
 from second_order.kfac.plan import Plan, distkfac_plan, dpkfac_plan, kaisa_plan
 
 LAYERS = [LayerDims(1, 65 + i % 7 * 64, 64 + i % 5 * 64, cost=float(i % 11)) for i in range(1000)]
@@ -55,37 +55,21 @@ def test_a_thousand_layers_are_planned_on_4096_ranks_at_once(name: str) -> None:
     assert len(used) >= 900, "work is spread"
 
 
-def step(system: many_ranks.System, ranks: int, rank: int, message_bytes: int) -> dict[str, Any]:
+def step(system: many_ranks.System, ranks: int, rank: int) -> dict[str, Any]:
     task = partial(many_ranks.narrow_task, 6, 16, 400)
-    with (
-        patch.object(buckets, "SMALL_BYTES", 0),
-        patch.object(buckets, "MESSAGE_BYTES", message_bytes),
-    ):
-        return many_ranks.run(system, task, ranks, rank, counts_memory=True)
+    return many_ranks.run(system, task, ranks, rank, counts_memory=True)
 
 
 PLACES = [(system, 0) for system in many_ranks.SYSTEMS] + [(many_ranks.SYSTEMS[1], 7)]
 
 
-BY_SUM = [
-    (system, rank, message_bytes)
-    for system, rank in PLACES
-    for message_bytes in (buckets.MESSAGE_BYTES, 0)
-    if message_bytes or system.name in ("KAISA MEM-OPT", "DPKFAC")
-]
-
-
 @pytest.mark.parametrize(
-    ("system", "rank", "message_bytes"),
-    BY_SUM,
-    ids=[f"{s.name}, rank {r}{'' if by_sum else ', by shares'}" for s, r, by_sum in BY_SUM],
+    ("system", "rank"), PLACES, ids=[f"{system.name}, rank {rank}" for system, rank in PLACES]
 )
-def test_memory_and_messages_are_those_of_64_ranks(
-    system: many_ranks.System, rank: int, message_bytes: int
-) -> None:
+def test_memory_and_messages_are_those_of_64_ranks(system: many_ranks.System, rank: int) -> None:
     """The first rank owns the largest layer; of a thousand ranks, most own nothing."""
     most = 512 if system.closure else 1024  # Lanczos takes dozens of messages
-    few, many = (step(system, ranks, rank, message_bytes) for ranks in (64, most))
+    few, many = (step(system, ranks, rank) for ranks in (64, most))
     assert many["groups"] == few["groups"] <= 2
     if not system.closure:  # Lanczos stops where the pretended products make it
         assert many["collectives"] <= few["collectives"]
@@ -100,10 +84,10 @@ def test_memory_and_messages_are_those_of_64_ranks(
 
 def test_large_messages_by_number_of_ranks_alone_would_be_noticed() -> None:
     """Directly, the largest owner's memory does grow."""
-    system = many_ranks.SYSTEMS[0]
     task = partial(many_ranks.narrow_task, 6, 16, 400)
-    with patch.object(buckets, "SMALL_BYTES", 2**40), patch.object(buckets, "MESSAGE_BYTES", 0):
+    with patch.object(World, "_is_uneven", lambda *_: False):
         few, many = (
-            many_ranks.run(system, task, ranks, 0, counts_memory=True) for ranks in (64, 1024)
+            many_ranks.run(many_ranks.SYSTEMS[0], task, ranks, 0, counts_memory=True)
+            for ranks in (64, 1024)
         )
     assert many["step_mb"] > 2 * few["step_mb"] + 10

@@ -11,7 +11,7 @@ from ranks import assert_same_trajectory
 from torch import Tensor, nn
 
 from second_order import MRDHO2, SecondOrderError
-from second_order.distributed.buckets import pack_by_dtype, take_model
+from second_order.distributed.helper_link import Message, load_model, pack_by_dtype
 from second_order.fosi.accelerator import Accelerating, loss_by_epoch
 
 if TYPE_CHECKING:
@@ -116,16 +116,17 @@ def test_another_model_than_the_workers_is_refused() -> None:
     optimizer = MRDHO2(model.parameters(), model=model, lr=0.1, largest=0)
     tensors = optimizer._training.whole_model()
     with pytest.raises(SecondOrderError, match="has 3 parameters and buffers of 27 numbers, this"):
-        take_model([torch.zeros(27)], [True] * 3, tensors)
+        load_model([torch.zeros(27)], [True] * 3, tensors)
     train = [True] * 2 + [False] * 4
     taken = pack_by_dtype([torch.ones_like(t) for t in tensors])
     options: Any = optimizer._curvature.options
     accelerator = Accelerating(optimizer._training, options, None)
-    accelerator._take(taken, {"train": train, "size": 12, "model": 2}, moved=True)
+    note = {"train": train, "size": 12, "model": 2}
+    accelerator._take(Message(taken, note), moved=True)
     assert accelerator.vector.params == list(model.layers[0].parameters())
     assert all(bool((t == 1).all()) for t in tensors)
     with pytest.raises(SecondOrderError, match="train 24 numbers, this accelerator 12: add"):
-        accelerator._take(taken, {"train": train, "size": 24, "model": 2}, moved=True)
+        accelerator._take(Message(taken, note | {"size": 24}), moved=True)
 
 
 def autocast_around(rank: int, world_size: int, enabled: bool) -> Any:

@@ -102,7 +102,7 @@ def test_the_accelerator_with_the_store_killed_in_mid_epoch(
     assert run.wait(TIMEOUT) == [0, -signal.SIGKILL]
     found = trajectory(tmp_path, 0, workers=1)
     assert all(map(torch.equal, found, base_alone(**MOMENTUM))), "before any pairs"
-    assert "Error: " in result(tmp_path, 0)[1][0], "what the mailbox has met with"
+    assert "Error: " in result(tmp_path, 0)[1][0], "what the link has met with"
 
 
 def test_an_accelerator_stopped_past_the_timeout(launch: Launcher, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def leaves_accelerator(model: nn.Module, optimizer: Any, rank: int) -> None:
     until(optimizer, 6)
     optimizer.close()
     optimizer.close()
-    with replaced(optimizer._curvature.mailbox, {"wait": None}):  # waits for nobody
+    with replaced(optimizer._curvature.links[0], {"wait": None}):  # waits for nobody
         until(optimizer, 3)
         assert optimizer.serve(CURVED, lambda batch: loss_of(model, batch)) == 0
 
@@ -97,8 +97,8 @@ def one_fails_accelerator(
     def fails(*_: Any, **__: Any) -> None:
         raise KeyError("in the delivery")
 
-    wrong = {"post": fails} if where == "delivery" and rank == failing else {}
-    wrongly = replaced(optimizer._curvature.mailbox, wrong)
+    wrong = {"send": fails} if where == "delivery" and rank == failing else {}
+    wrongly = replaced(optimizer._curvature.links[0], wrong)
     with pytest.raises((KeyError, SecondOrderError)) as caught, optimizer, wrongly:
         optimizer.serve(batches(), lambda batch: loss_of(model, batch))
     return repr(caught.value)
@@ -139,16 +139,16 @@ def vectors_worker(model: nn.Module, optimizer: Any, rank: int) -> list[Tensor]:
 
 def vectors_accelerator(model: nn.Module, optimizer: Any, rank: int) -> list[tuple[bool, int]]:
     """For each message of pairs, whether it says that they are finite, and how many tensors."""
-    vectors, mailbox, sent = Pairs.vectors, optimizer._curvature.mailbox, []
-    posts = mailbox.post
+    vectors, link, sent = Pairs.vectors, optimizer._curvature.links[0], []
+    sends = link.send
 
-    def post(name: str, tensors: Sequence[Tensor], **note: Any) -> None:
-        if name.startswith("pairs/"):
+    def send(tensors: Sequence[Tensor], to: int, **note: Any) -> None:
+        if "finite" in note:
             sent.append((note["finite"], len(tensors)))
-        posts(name, tensors, **note)
+        sends(tensors, to, **note)
 
     spoilt = replaced(Pairs, {"vectors": lambda pairs: vectors(pairs) * math.nan})
-    with spoilt, replaced(mailbox, {"post": post}):
+    with spoilt, replaced(link, {"send": send}):
         assert serve(model, optimizer) == 3
     return sent
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,27 +46,26 @@ NEVER = 10**9
 
 def watched_worker(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Steps until three messages of each stats worker have been adopted."""
-    messages: list[tuple[str, str]] = []
+    messages: list[tuple[int, int]] = []  # by whom, and at which snapshot
 
-    def arrived(helper: Any, original: Any, name: str) -> Any:
-        message = original(name)
+    def receive(link: Any, original: Any) -> Any:
+        message = original()
         if message is not None:
-            messages.append((helper.name, name))
+            messages.append((link.peer, message.note["snapshots"] - 1))
         return message
 
-    for helper in optimizer._curvature.helpers.active:
-        original = helper.mailbox.arrived
-        helper.mailbox.arrived = lambda name, h=helper, o=original: arrived(h, o, name)
-    names = [helper.name for helper in optimizer._curvature.helpers.active]
+    links = optimizer._curvature.helpers.active
+    for link in links:
+        link.receive = partial(receive, link, link.receive)
+    peers = [link.peer for link in links]
     trajectory: list[Tensor] = [vector(model)]
     end = time.monotonic() + LONG
     with optimizer:
-        while everywhere(optimizer, min([m[0] for m in messages].count(n) for n in names)) < 3:
+        while everywhere(optimizer, min(Counter(m[0] for m in messages)[p] for p in peers)) < 3:
             assert time.monotonic() < end
             trajectory += train_on(model, optimizer, BATCHES[:1])
             time.sleep(0.002)
-        for helper in optimizer._curvature.helpers.active:
-            assert len(helper.mailbox._expected) <= 1, "what is listened for grows"
+        assert all(len(link._incoming) <= 1 for link in links), "statistics pile up"
         rank = optimizer._training.world.rank
         owned = [block.name for block, owner in owned_by(optimizer) if owner == rank]
         found = factors_here(optimizer)
@@ -114,9 +115,8 @@ def test_statistics_are_those_of_the_helpers_batches_at_the_points_it_got(
         model = CASE.model()
         reference = Delayed(model, factor_decay=0.8)
         reference.update_factors(BATCHES[0])  # of its own passes, at step 0
-        for name, key in worker["messages"]:
-            helper = stats[int(name.rsplit(maxsplit=1)[1]) - len(workers)]
-            number, point = helper["points"][int(key.split("/")[1])]
+        for peer, index in worker["messages"]:
+            number, point = stats[peer - len(workers)]["points"][index]
             nn.utils.vector_to_parameters(point, model.parameters())
             reference.update_factors(BATCHES[number])
         expected = reference.factors()
@@ -308,11 +308,11 @@ class OutOfPaperError(Exception):
 def frozen_worker(model: nn.Module, optimizer: Any) -> tuple[int, Tensor]:
     """Everything is frozen for some steps, and trains again."""
     until_fed(model, optimizer)
-    (helper,) = optimizer._curvature.helpers.active
-    before, heard = vector(model), helper.heard
+    (link,) = optimizer._curvature.helpers.active
+    before, fetched = vector(model), link._fetched
     model.requires_grad_(False)
     end = time.monotonic() + LONG
-    while helper.heard < heard + 3:
+    while link._fetched < fetched + 3:
         assert time.monotonic() < end, "the stats worker has ended"
         optimizer.zero_grad()
         optimizer.step()

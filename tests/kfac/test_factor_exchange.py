@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from second_order import SecondOrderError, SecondOrderWarning
+from second_order.contract.checkpoint import HEADER
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -259,7 +260,8 @@ def expected_after_loss(data: bytes, names: Sequence[str]) -> list[Tensor]:
     first = follow(0, 1, model, optimizer, MLP, BATCHES[3:4])
     state = copy.deepcopy(optimizer.state_dict())  # close() clears what it shares
     for index in map(int, names):
-        state["state"][index]["curvature"] = {"steps": 4}
+        part = state["state"][index]["curvature"]
+        state["state"][index]["curvature"] = {key: part[key] for key in HEADER}
     optimizer.close()
     optimizer = kaisa(model, kl_clip=None)
     optimizer.load_state_dict(state)

@@ -186,7 +186,7 @@ def parted(rank: int, ranks: int, options: dict[str, Any]) -> list[Tensor]:
         cross_entropy(model(x), y).backward()
         if step == 2:
             model[2].requires_grad_(rank == 0)
-            with pytest.raises(RankMismatchError, match="the ranks have parted"):
+            with pytest.raises(RankMismatchError, match="the ranks are out of sync"):
                 optimizer.step()
             model[2].requires_grad_(True)
         optimizer.step()

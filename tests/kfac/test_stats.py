@@ -1,4 +1,4 @@
-"""What gradient workers and stats workers say to each other, with a mailbox of one's own."""
+"""What gradient workers and stats workers say to each other, over a link of one's own."""
 
 from __future__ import annotations
 
@@ -13,100 +13,85 @@ from threaded import BATCHES, CASE, distkfac
 from torch import Tensor, nn
 
 from second_order import PerStep
-from second_order.kfac.stats_workers import Helper, StatsWorker, StatsWorkers
+from second_order.distributed.helper_link import Message
+from second_order.kfac.stats_workers import StatsWorker, StatsWorkers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-TO_WORKER = "stats/{}/0"
 FORGETFUL = PerStep(0.95)
 MODEL = SimpleNamespace(parameters=lambda: [torch.ones(2)], buffers=list)
-TWO: Any = SimpleNamespace(model=MODEL, groups=[])
+TWO: Any = SimpleNamespace(model=MODEL, groups=[], world=SimpleNamespace(rank=0))
 
 
-class Post:
-    """A mailbox whose messages are here at once.
+class FakeLink:
+    """A link whose messages are here at once.
 
     Attributes:
-        sent: by name.
-        came: what is to arrive, by name.
-        numbers: what the other side has said.
+        sent: what was sent.
+        came: what is to arrive.
     """
 
     lost = closed_there = False
+    peer = 1
 
     def __init__(self) -> None:
-        self.sent: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
-        self.came: dict[str, tuple[list[Tensor], dict[str, Any]]] = {}
-        self.numbers: dict[str, int] = {}
-        self.expected: list[str] = []
+        self.sent: list[Message] = []
+        self.came: list[Message] = []
 
-    def post(self, name: str, tensors: list[Tensor], **note: Any) -> None:
-        self.sent[name] = [t.clone() for t in tensors], note
+    def send(self, tensors: list[Tensor], to: int | None = None, **note: Any) -> None:
+        self.sent.append(Message([t.clone() for t in tensors], note))
 
-    def heard(self, name: str) -> int | None:
-        return self.numbers.get(name)
+    def receive(self) -> Message | None:
+        return self.came.pop(0) if self.came else None
 
-    def tell(self, name: str, value: int) -> None:
-        self.numbers[name] = value
-
-    def expect(self, name: str) -> None:
-        self.expected.append(name)
-
-    def arrived(self, name: str) -> Any:
-        return self.came.pop(name, None)
-
-    def wait(self, name: str) -> Any:
-        return self.came.pop(name, None)
+    wait = receive
 
     def close(self, patience: float) -> None:
         pass
 
 
 def noted_point(tensors: int) -> dict[str, Any]:
-    """The note of a point of so many tensors, all of which train."""
+    """The note of a snapshot of so many tensors, all of which train."""
     return {"train": [True] * tensors, "optimized": [True] * tensors, "edition": 0}
 
 
-def helped(optimizer: Any) -> Post:
+def helped(optimizer: Any) -> FakeLink:
     """Make an optimizer of one process a worker with a stats worker."""
-    post: Any = Post()
+    link: Any = FakeLink()
     helpers = StatsWorkers(1, 1.0)
-    helpers.active = [Helper("stats worker 1", post)]
+    helpers.active = [link]
     optimizer._curvature.helpers = helpers
-    return post
+    return link
 
 
-def helping(optimizer: Any) -> Post:
+def helping(optimizer: Any) -> FakeLink:
     """Make it a stats worker of one worker."""
-    post: Any = Post()
-    post.closed_there = True
+    link: Any = FakeLink()
+    link.closed_there = True
     training, curvature = optimizer._training, optimizer._curvature
     worker = StatsWorker(training, curvature._options, curvature._system, 0, 1.0)
     worker.layers = curvature.layers
-    worker.mailbox, worker.optimized = post, [True] * len(training.whole_model())
+    worker.link, worker.optimized = link, [True] * len(training.whole_model())
     optimizer._curvature = worker
-    return post
+    return link
 
 
 def message(model: nn.Module, optimizer: Any, loss: Callable[[], Tensor], how: str) -> Any:
     """What a stats worker sends of a pass, and its factors by layer."""
-    post = helping(optimizer)
+    link = helping(optimizer)
     optimizer._curvature.layers.capture.gate.open = True
     if how == "serve":
         tensors = list(model.parameters())
         flat = torch.cat([p.detach().reshape(-1) for p in tensors])
-        post.came["point/0"] = (
-            [flat],
-            noted_point(len(tensors)),
-        )
+        link.came.append(Message([flat], noted_point(len(tensors))))
         optimizer.serve([None], lambda _: loss())
     else:
         optimizer.zero_grad()
         loss().backward()
         optimizer.step()
-    return post.sent[TO_WORKER.format(0)]
+    return link.sent[0]
 
 
 def loss_on(model: nn.Module) -> Tensor:
@@ -130,18 +115,18 @@ def test_micro_batches_of_a_stats_worker_are_counted(
     for parts, chosen in (((12,), {}), (sizes, options)):
         model = CASE.model()
         optimizer = distkfac(model, **chosen)
-        post = helping(optimizer)
+        link = helping(optimizer)
         optimizer._curvature.layers.capture.gate.open = True
         with noted():
             for part in zip(x.split(parts), y.split(parts), strict=True):
                 (CASE.loss(model(part[0]), part[1]) * (len(part[0]) / 12)).backward()
             optimizer.step()
-        sent.append(post.sent[TO_WORKER.format(0)][0])
+        sent.append(link.sent[0].tensors)
     torch.testing.assert_close(sent[1], sent[0])
 
 
-def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
-    """A worker's model, optimizer and mailbox, and what a stats worker might send it."""
+def beside_a_stats_worker() -> tuple[nn.Module, Any, FakeLink, Any]:
+    """A worker's model, optimizer and link, and what a stats worker might send it."""
     other, model = CASE.model(), CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
     worker = distkfac(model)
@@ -149,11 +134,11 @@ def beside_a_stats_worker() -> tuple[nn.Module, Any, Post, Any]:
 
 
 def test_own_passes_come_back_when_sound_statistics_stay_away() -> None:
-    _, worker, post, sent = beside_a_stats_worker()
+    _, worker, link, sent = beside_a_stats_worker()
     helpers, own = worker._curvature.helpers, []
     spoiled = [t * math.nan for t in sent[0]], sent[1]
-    for number, content in enumerate((sent, spoiled, sent)):
-        post.came[TO_WORKER.format(number)] = content
+    for content in (sent, spoiled, sent):
+        link.came.append(Message(content[0], content[1]))
         mine = {block.name: block for block in worker._curvature.layers.blocks}
         with noted():
             list(helpers.statistics(mine, worker._training))
@@ -167,11 +152,11 @@ def test_factors_forget_between_messages_as_much_as_in_so_many_steps() -> None:
     other, model = CASE.model(), CASE.model()
     sent = message(other, distkfac(other), lambda: loss_on(other), "step")
     worker = distkfac(model, factor_decay=FORGETFUL)
-    post, expected, last = helped(worker), 0.0, 0
-    for number, step in enumerate((2, 5, 7)):
+    link, expected, last = helped(worker), 0.0, 0
+    for step in (2, 5, 7):
         while worker._training.steps < step:
             worker.step()
-        hear(worker, post, number, sent, 0)
+        hear(worker, link, sent, 0)
         expected = expected * FORGETFUL.decay ** (step - last) + 1.0
         last = step
         for block in worker._curvature.layers.blocks:
@@ -193,7 +178,7 @@ def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: boo
         worker = distkfac(model, factor_decay=FORGETFUL, factor_update_steps=1000)  # by own passes
         worker.load_state_dict(saved)
     before = [float(block.factors.weight) for block in worker._curvature.layers.blocks]
-    hear(worker, helped(worker), 0, sent, 0)
+    hear(worker, helped(worker), sent, 0)
     for block, weight in zip(worker._curvature.layers.blocks, before, strict=True):
         assert float(block.factors.weight) == pytest.approx(weight * FORGETFUL.decay + 1.0)
 
@@ -201,10 +186,10 @@ def test_a_first_message_forgets_no_more_than_since_the_last_update(resumed: boo
 def test_a_stats_workers_gradients_do_not_pile_up() -> None:
     model, seen = CASE.model(), []
     optimizer = distkfac(model)
-    post = helping(optimizer)
+    link = helping(optimizer)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     note = noted_point(6)
-    post.came |= {f"point/{i}": ([flat], note) for i in range(3)}
+    link.came += [Message([flat], note) for _ in range(3)]
 
     def loss(_: Any) -> Tensor:
         seen.append(all(p.grad is None for p in model.parameters()))
@@ -214,40 +199,39 @@ def test_a_stats_workers_gradients_do_not_pile_up() -> None:
     assert seen == [True] * 3
 
 
-def test_no_point_is_sent_while_statistics_are_on_their_way() -> None:
-    post: Any = Post()
+def test_no_snapshot_is_sent_while_statistics_are_on_their_way() -> None:
+    link: Any = FakeLink()
     helpers = StatsWorkers(1, 1.0)
-    helpers.active = [Helper("stats worker 1", post)]
-    sent: list[int] = []
+    helpers.active = [link]
 
     def send(copies: list[Tensor], deliver: Any) -> None:
-        sent.append(len(sent))
         deliver(copies)
 
-    for wanted, heard, expected in ((0, 0, 1), (0, 0, 1), (1, 0, 2), (2, 0, 2), (2, 1, 3)):
-        post.numbers["want"] = wanted
-        helpers.active[0].heard = heard
+    for answered, expected in ((None, 1), (0, 1), (1, 2), (None, 2)):
+        if answered is not None:
+            note = {"layers": [], "edition": 0, "snapshots": answered}
+            link.came.append(Message([], note))
+            list(helpers.statistics({}, TWO))
         helpers.offer(TWO, send)
-        assert len(sent) == expected
-    assert list(post.sent) == ["point/0", "point/1", "point/2"]
+        assert len(link.sent) == expected
 
 
-def hear(worker: Any, post: Post, number: int, sent: Any, edition: int) -> None:
+def hear(worker: Any, link: FakeLink, sent: Any, edition: int) -> None:
     """Take a step, with a message that is about layers as they were at an edition."""
     tensors, note = sent
-    post.came[TO_WORKER.format(number)] = tensors, note | {"edition": edition}
+    link.came.append(Message(tensors, note | {"edition": edition}))
     worker.step()
 
 
 def test_after_a_change_own_passes_go_on_until_newer_messages_come() -> None:
     """One that was on its way feeds nobody, whatever fits."""
-    model, worker, post, sent = beside_a_stats_worker()
+    model, worker, link, sent = beside_a_stats_worker()
     captured = []
     for i, edition in enumerate([0, 0, 1, 1, 2]):
         model[2].requires_grad_(i != 1)  # frozen for one step
         worker.zero_grad()
         loss_on(model).backward()
         captured.append(any(not b.staged.empty for b in worker._curvature.layers.blocks))
-        hear(worker, post, i, sent, edition)
+        hear(worker, link, sent, edition)
         assert worker._curvature.helpers.own_passes == (i in (1, 2, 3))
     assert captured[3:] == [True, True]

@@ -159,7 +159,7 @@ def test_one_that_fails_within_fsdps_pass_raises_its_own_error(world: World) -> 
     """The others wait for its shards, for as long as their group does."""
     said = world.run(failing_within, 2, 3.0)
     assert said[1] == "ArithmeticError: no such number"
-    assert said[0].startswith("SecondOrderError: this process does not hear from the others")
+    assert said[0].startswith("SecondOrderError: Lost contact with the other ranks")
 
 
 def ended(rank: int, ranks: int, folder: str, moment: str) -> Found | str:

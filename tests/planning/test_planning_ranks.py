@@ -15,7 +15,6 @@ from torch import nn
 import second_order.planning.record as recording
 from instruments import bytes_by_stage
 from second_order import DPKFAC, KAISA, DistKFAC, Interconnect, Machine
-from second_order.distributed import buckets
 from second_order.kfac.plan import gradient_owners
 from second_order.kronecker.decompositions import RESIDUAL_TOLERANCE, Attempts
 from second_order.planning.record import Record, Simulation, loss_of, record
@@ -146,23 +145,6 @@ def test_gram_matrices_of_one_shape_are_simulated_once(monkeypatch: pytest.Monke
     assert len(computed) == 2 + 12, "two factors of three layers at two steps"
     assert (once.sent, once.kept, once.peak) == (each.sent, each.kept, each.peak)
     assert once.seconds == pytest.approx(each.seconds)
-
-
-def test_copies_by_shares_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where one of many ranks owns most of a model."""
-    direct = recorded("KAISA", {"grad_worker_fraction": 0.0}, 0, 5).seconds
-    monkeypatch.setattr(buckets, "SMALL_BYTES", 0)
-    monkeypatch.setattr(buckets, "MESSAGE_BYTES", 0)
-    verbs, message = set[str](), Simulation.message
-
-    def heard(simulation: Simulation, verb: str, *rest: Any) -> None:
-        verbs.add(verb)
-        message(simulation, verb, *rest)
-
-    monkeypatch.setattr(Simulation, "message", heard)
-    shared = recorded("KAISA", {"grad_worker_fraction": 0.0}, 0, 5).seconds
-    assert "all_gather" in verbs
-    assert shared["precondition_exchange"] > direct["precondition_exchange"], "two messages for one"
 
 
 def test_a_rank_without_duties_of_its_own_shares_a_record() -> None:

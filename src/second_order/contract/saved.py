@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
@@ -25,10 +24,7 @@ class BaseState(MutableMapping[Tensor, dict[str, Any]]):
         self._state = state
 
     def __getitem__(self, p: Tensor) -> dict[str, Any]:
-        parts = self._state[p]
-        if BASE not in parts:
-            parts[BASE] = {}
-        part: dict[str, Any] = parts[BASE]
+        part: dict[str, Any] = self._state[p].setdefault(BASE, {})
         return part
 
     def __setitem__(self, p: Tensor, value: dict[str, Any]) -> None:
@@ -52,26 +48,28 @@ class SavedPart(dict[str, Any]):
 
     def __init__(self, key: Any, part: str, name: str, entries: dict[str, Any]) -> None:
         super().__init__(entries)
-        self._name, self._where = name, f"state[{key!r}][{part!r}]"
+        self._key = key
+        self._part = part
+        self._name = name
+
+    def with_entries(self, entries: dict[str, Any]) -> SavedPart:
+        """The part of the same parameter with other entries."""
+        return SavedPart(self._key, self._part, self._name, entries)
 
     def with_entry(self, key: str, value: Any) -> SavedPart:
         """A copy with another value of an entry."""
-        part = copy.copy(self)
-        part[key] = value
-        return part
+        return self.with_entries({**self, key: value})
 
     def without(self, keys: Iterable[str]) -> SavedPart:
         """A copy without some entries."""
-        part = copy.copy(self)
-        for key in part.keys() & set(keys):
-            del part[key]
-        return part
+        dropped = set(keys)
+        return self.with_entries({k: v for k, v in self.items() if k not in dropped})
 
     def wrong(self, key: str, what: str) -> CheckpointError:
         """The error for an entry, with what is wrong."""
         return CheckpointError(
-            f"the checkpoint's {self._where}[{key!r}], of parameter {self._name!r}, {what}; "
-            f"nothing has been loaded"
+            f"the checkpoint's state[{self._key!r}][{self._part!r}][{key!r}], of parameter "
+            f"{self._name!r}, {what}; nothing has been loaded"
         )
 
     def check_known(self, known: Iterable[str]) -> None:
@@ -110,10 +108,8 @@ class SavedPart(dict[str, Any]):
     def tensor(self, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """The tensor of an entry, checked to be finite, and of a shape."""
         value = self[key]
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or is_dtensor(value):
             raise self.wrong(key, f"is of type {type(value).__name__}, not a tensor")
-        if value.layout != torch.strided or value.is_meta or type(value).__name__ == "DTensor":
-            raise self.wrong(key, "is no dense tensor with numbers here; collect it before")
         if shape is not None and tuple(value.shape) != shape:
             raise self.wrong(key, f"has the shape {tuple(value.shape)}, where {shape} is needed")
         if not bool(torch.isfinite(value).all()):
@@ -124,26 +120,18 @@ class SavedPart(dict[str, Any]):
 def check_base_part(part: SavedPart, base: torch.optim.Optimizer, p: Tensor) -> None:
     """Raise ValueError unless the base's tensors for a parameter are finite, and of its shape.
 
-    What torch's optimizers keep has the parameter's shape, or 1 in the place of some dimensions, as
-    Adafactor's factors, or is one number. Other bases keep what they like.
+    The tensors of torch's optimizers have the parameter's shape, or 1 instead of some dimensions,
+    as Adafactor's factors, or are one number. Other bases store what they like.
     """
-    torchs = getattr(torch.optim, type(base).__name__, None) is type(base)
-    for key, value in part.items():
-        absent = value is None and key == "momentum_buffer"  # as SGD has it without momentum
-        if torchs and not absent and not isinstance(value, (Tensor, int, float)):
-            raise part.wrong(key, f"is {value!r}, and no tensor or number")
-        if isinstance(value, Tensor):
-            fits = len(value.shape) == len(p.shape) and all(
-                n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)
+    of_torch = getattr(torch.optim, type(base).__name__, None) is type(base)
+    for key, value in part.items() if of_torch else ():
+        if not isinstance(value, Tensor):
+            continue
+        fits = len(value.shape) == len(p.shape) and all(
+            n in (1, m) for n, m in zip(value.shape, p.shape, strict=True)
+        )
+        if value.dim() and not fits:
+            raise part.wrong(
+                key, f"has the shape {tuple(value.shape)}, where {tuple(p.shape)} is needed"
             )
-            if torchs and value.dim() and not fits:
-                shape = tuple(p.shape)
-                raise part.wrong(
-                    key, f"has the shape {tuple(value.shape)}, where {shape} is needed"
-                )
-            # A base's own class of tensor, as torchao's of 8 bits, may know few operations.
-            own = type(value) is not Tensor and not is_dtensor(value)
-            if torchs or (value.shape == p.shape and value.is_floating_point() and not own):
-                part.tensor(key)
-        elif torchs and isinstance(value, float):
-            part.number(key)
+        part.tensor(key)

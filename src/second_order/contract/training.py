@@ -325,6 +325,11 @@ class Training:
         reshard(self.model)
         return {id(p): name for name, p in self.model.named_parameters()}
 
+    def work_with(self, team: World) -> None:
+        """Train with these ranks only from now on: the others help."""
+        self.world = team
+        self.averages = self.averages and team.size > 1
+
     def whole_model(self) -> list[Tensor]:
         """All parameters, the model's and others in the groups, and buffers."""
         params = [*self.model.parameters(), *members_of(self.groups)]

@@ -1,4 +1,4 @@
-"""Process groups like a given one, of some of its ranks; and the errors of those that are lost."""
+"""Process groups like a given one, and one error for every way to lose contact with other ranks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from second_order.errors import SecondOrderError
 
 __all__ = [
+    "control_group",
     "explained",
     "group_like",
     "shared_group_like",
@@ -25,11 +26,11 @@ __all__ = [
 ]
 
 # One set of groups serves all optimizers: an NCCL group costs hundreds of megabytes.
-_shared: weakref.WeakKeyDictionary[
-    dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup | None]
-] = weakref.WeakKeyDictionary()
+_shared: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
-
+CONTROL = ("control",)
 EXIT_SECONDS = 0.1
 
 
@@ -45,10 +46,10 @@ def wait_for_gloo_at_exit() -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group's collectives; None, for the default, if it is not known."""
+    """The timeout of a group's collectives, or None if torch does not tell."""
     # "cpu:gloo,cuda:nccl"
     devices = [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
-    # Torch has no other way to ask: a timeout is kept by each device's backend.
+    # Torch has no public way to read a timeout: each device's backend stores its own.
     with contextlib.suppress(AttributeError, RuntimeError):
         return min(group._get_backend(torch.device(d)).options._timeout for d in devices)
     return None
@@ -61,7 +62,7 @@ def group_like(
     backend: str | None = None,
     timeout: timedelta | None = None,
 ) -> Any:
-    """Make a group of some global ranks; only these take part.
+    """Make a group of some global ranks. Only these ranks call this.
 
     Backend and timeout are those of ``group`` unless they are given.
     """
@@ -74,16 +75,38 @@ def group_like(
 
 
 def shared_group_like(
-    group: dist.ProcessGroup,
-    members: tuple[int, ...],
-    backend: str | None = None,
-    timeout: timedelta | None = None,
-) -> dist.ProcessGroup | None:
-    """The group that :func:`group_like` makes, made on first demand and kept for the next."""
-    made, key = _shared.setdefault(group, {}), (members, backend, timeout)
+    group: dist.ProcessGroup, members: tuple[int, ...], timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """The group of some global ranks, made by the first call and reused by later ones."""
+    made = _shared.setdefault(group, {})
+    key = (members, timeout)
     if key not in made:
-        made[key] = group_like(group, members, backend=backend, timeout=timeout)
+        made[key] = group_like(group, members, timeout=timeout)
     return made[key]
+
+
+def control_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The gloo group of the same ranks for control messages; the first call is a collective."""
+    made = _shared.setdefault(group, {})
+    if CONTROL not in made:
+        wait_for_gloo_at_exit()
+        _make_equally_many_groups(group)
+        made[CONTROL] = group_like(group, dist.get_process_group_ranks(group), backend="gloo")
+    return made[CONTROL]
+
+
+def _make_equally_many_groups(group: dist.ProcessGroup) -> None:
+    """Make unused groups until every rank is in the same number of groups; a collective.
+
+    Torch derives the name of a group that only its members make from the number of groups that a
+    rank is in. If the user made groups of some ranks, these numbers differ, and ``new_group`` would
+    wait for a group of another name until the timeout.
+    """
+    here = len(dist.distributed_c10d._world.pg_names)
+    counts = [here] * dist.get_world_size(group)
+    dist.all_gather_object(counts, here, group=group)
+    for _ in range(max(counts) - here):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 # Gloo and NCCL raise plain RuntimeErrors for some failures of connections.
@@ -95,18 +118,17 @@ def explained() -> Iterator[None]:
     """Turn a backend's errors into SecondOrderErrors that name the likely cause.
 
     Raises:
-        SecondOrderError: In the place of the backend's own error.
+        SecondOrderError: Instead of the backend's own error.
     """
     try:
         yield
     except RuntimeError as error:
-        said = str(error).strip().split("\n", maxsplit=1)[0]
+        message = str(error).strip().split("\n", maxsplit=1)[0]
         of_backend = dist.is_available() and isinstance(error, dist.DistError)
-        of_backend = of_backend or any(word in said.lower() for word in BACKENDS)
+        of_backend = of_backend or any(word in message.lower() for word in BACKENDS)
         if not of_backend or isinstance(error, SecondOrderError):
             raise
         raise SecondOrderError(
-            f"this process does not hear from the others any more: one of them has ended, has "
-            f"raised an error of its own, or was silent for longer than the process group's "
-            f"timeout; the others' output tells more ({said})"
+            f"Lost contact with the other ranks: one of them exited, raised, or exceeded the "
+            f"process-group timeout. See their logs. ({message})"
         ) from error

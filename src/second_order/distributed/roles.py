@@ -27,19 +27,14 @@ class Roles:
     helpers: tuple[int, ...]  # who compute curvature for them
     helper_role: Role
 
-    def of(self, rank: int) -> Role:
-        """The role of a rank."""
-        return self.helper_role if rank in self.helpers else "worker"
-
     @explained()
     def team(self, world: World, helper_timeout: float | None = None) -> World:
         """The world of this process's own kind, of the world of all; every process calls it.
 
-        A helper raises that waits for others of its kind for ``helper_timeout`` seconds, if that is
-        sooner than in ``world``.
+        Helpers wait for each other for ``helper_timeout`` seconds at most.
         """
-        world.level()
-        helps, limit = world.rank in self.helpers, None
+        helps = world.rank in self.helpers
+        limit = None
         if helps and helper_timeout is not None and world.group is not None:
             limit = timedelta(seconds=helper_timeout)
             limit = min(limit, timeout_of(world.group) or limit)

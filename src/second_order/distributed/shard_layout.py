@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
-from second_order.sharded import chunk, is_dtensor, local
+from second_order.sharded import chunk, is_dtensor, local, shard_replicas
 
 __all__ = ["ShardLayout", "layout_of"]
 
@@ -49,8 +49,7 @@ class ShardLayout:
 def layout_of(tensor: Tensor, world: World) -> ShardLayout:
     """The rows of a parameter that is whole on every rank, or that FSDP2 has sharded.
 
-    Rows of a DTensor with one ``Shard(0)`` go to the ranks of a mesh as ``torch.chunk`` cuts them.
-    Other dimensions of the mesh have copies. All ranks of the world are in it.
+    All ranks of the world are in the DTensor's mesh.
 
     Raises:
         TypeError: If the DTensor has other rows than that on this rank.
@@ -60,11 +59,8 @@ def layout_of(tensor: Tensor, world: World) -> ShardLayout:
     if not is_dtensor(tensor):
         alone = tuple((rank,) for rank in range(world.size))
         return ShardLayout(total, width, *_by_rank(alone, world.size))
-    dtensor = cast(Any, tensor)
-    (sharding,) = (i for i, place in enumerate(dtensor.placements) if place.is_shard())
-    mesh = dtensor.device_mesh.mesh.movedim(sharding, -1)
     here = {rank: i for i, rank in enumerate(world.global_ranks)}
-    replicas = mesh.reshape(-1, mesh.shape[-1]).tolist()
+    replicas = shard_replicas(tensor)
     within = tuple(tuple(here[rank] for rank in replica) for replica in replicas)
     layout = ShardLayout(total, width, *_by_rank(within, world.size))
     start, stop = layout.bounds(world.rank)

@@ -1,18 +1,17 @@
-"""The work of MRDHO2's accelerators: eigenpairs for workers, verdicts on their updates.
+"""The work of MRDHO2's accelerators: eigenpairs for workers, decisions on their updates.
 
-workers          first accelerator         the others
-point/i      ->  order/k: compute     ->   the same; then Lanczos, all together
-                 pairs/i/j/a: û, residuals, and worker j's vectors, accelerator a's rows of them;
-                              in the note, the loss of all batches at c
-try/i        ->  order/k: judge       ->   the same; then the loss without and with the update
-                 verdict/i/j: the losses of all batches
-goodbye      ->  order/k: leave       ->
+    worker 0     ->  every accelerator    compute: the model at c
+    accelerators                          Lanczos, all together
+    accelerator  ->  every worker         û, residuals, and the accelerator's rows of that worker's
+                                          vectors; in the note, the loss of all batches at c
+    worker 0     ->  every accelerator    judge: the model, and its parameters with the update
+    accelerator  ->  every worker         the losses of all batches without and with the update
+    worker 0     ->  every accelerator    step: the number of steps taken
 
-Worker 0 sends points: the whole model, its frozen parameters and buffers too, and which of them
-train; besides, with a try the updated parameters, and c where an epoch goes on from a checkpoint. i
-counts the requests, from 0 on, whatever epochs a checkpoint takes the workers to. An idle
-accelerator waits for a message, never in a collective; before a collective all agree on whether one
-of them has failed.
+The model is whole, with frozen parameters and buffers, and with a note of what trains. If an epoch
+continues from a checkpoint, c follows the model. Requests are numbered from 0 on, whatever epochs
+a checkpoint takes the workers to. An idle accelerator waits for a message, never in a collective.
+Before a collective, all accelerators agree on whether one of them has failed.
 """
 
 from __future__ import annotations
@@ -26,24 +25,22 @@ import torch
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.distributed.buckets import take_model
-from second_order.distributed.mailbox import await_goodbyes
+from second_order.distributed.helper_link import Message, load_model
 from second_order.distributed.roles import Role, endless
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
 from second_order.fosi.epochs import Divided, Team, Worker
+from second_order.fosi.options import EpochOptions
 from second_order.lanczos.spectrum import mean_loss
 from second_order.lanczos.vector_space import row_bounds
-from second_order.optimizers.config import EpochOptions
 from second_order.stages import stage
 
 __all__ = ["Accelerating", "divided_curvature", "loss_by_epoch"]
 
 T = TypeVar("T")
 ClosureAt: TypeAlias = Callable[[int], Closures]
-Order: TypeAlias = tuple[str, Sequence[Tensor], dict[str, Any]]
 
-PARTING_SECONDS = 1.0  # seconds for a failing accelerator's goodbye
+CLOSE_AFTER_FAILURE_SECONDS = 1.0
 
 
 def divided_curvature(
@@ -58,111 +55,68 @@ def divided_curvature(
 
 
 class Accelerating(Team):
-    """Answers the workers' messages: computes eigenpairs, and judges updates.
-
-    The mailbox is to worker 0 on the first accelerator; to the first on the others.
-    """
+    """Answers the workers' requests: computes eigenpairs, and judges updates."""
 
     role: Role = "accelerator"
-    scaler_matters, helps = "", True
+    scaler_matters = ""
+    helps = True
     _loss_fn: Closures | None = None
-    _orders = _calls = 0
+    _calls = 0  # of prepare()
+    _worker_steps = 0
     answered = 0  # points whose eigenpairs have been computed
     _over = False
-    lost = ""  # who is no longer heard of
 
     def prepare(self) -> None:
-        """Help until the workers have taken a step, in place of a step."""
+        """Help until the workers have taken a step, instead of taking one."""
         self.training.steps += 1
         self._calls += 1
-        chosen, mailbox, calls = self.closure_now(), self.mailbox, self._calls
-        self._help(lambda epoch: chosen, lambda: (mailbox.heard("steps") or 0) >= calls)
-        mailbox.tell("steps", calls)  # for the other accelerators
+        closure = self.closure_now()
+        self._help(lambda epoch: closure, lambda: self._worker_steps >= self._calls)
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute eigenpairs until the workers close; returns the number of epochs served."""
         before = self.answered
-        self._help(loss_by_epoch(batches, loss_fn))
+        self._help(loss_by_epoch(batches, loss_fn), lambda: False)
         return self.answered - before
 
     def close(self) -> None:
-        """Say goodbye, and keep the store until the others have said theirs."""
-        patience, self._over = self.options.helper_timeout, True
-        self.mailbox.close(patience)
-        if self.store is not None and self.mailbox.closed_there:
-            await_goodbyes(self.store, self.names, patience)
-            self.store = None
+        """Shut down the link to the workers."""
+        self._over = True
+        self.close_links(self.options.helper_timeout)
         super().close()
 
     @torch.no_grad()
-    def _help(self, closure_at: ClosureAt, enough: Callable[[], bool] = lambda: False) -> None:
-        """Answer messages until the workers close or are lost, or it is ``enough``.
+    def _help(self, closure_at: ClosureAt, enough: Callable[[], bool]) -> None:
+        """Answer requests until the workers close or are lost, or it is ``enough``.
 
-        That is asked while no message is there. Raises SecondOrderError if another has failed.
+        Raises SecondOrderError if another accelerator has failed.
         """
-        while not self._over:
-            order = (self._follow if self.training.world.rank else self._lead)(enough)
-            if order is None:
-                if enough():
-                    break
-                continue  # unless the workers have closed
-            what, tensors, note = order
-            try:
-                if what == "compute":
-                    self._compute(closure_at, tensors, note)
-                else:
-                    self._judge(tensors, note)
-            except Exception:
+        (link,) = self.links
+        while not (self._over or enough()):
+            message = link.wait()
+            if message is None:
                 self._over = True
-                self.mailbox.close(PARTING_SECONDS)
-                raise
-        if self.lost and self.training.first_time("lost"):
-            self.training.warn(f"{self.lost}: this accelerator has nothing more to do")
+                if not link.closed_there and self.training.first_time("lost"):
+                    self.training.warn(
+                        f"the workers have not been heard of any more{link.reason}: this "
+                        f"accelerator has nothing more to do"
+                    )
+            elif message.note["do"] == "step":
+                self._worker_steps = message.note["steps"]
+            else:
+                self._answer(message, closure_at)
 
-    def _lead(self, enough: Callable[[], bool]) -> Order | None:
-        """The next order, from the workers' messages; sent to the other accelerators."""
-        mailbox, point = self.mailbox, f"point/{self.answered}"
-        judges = self.options.final_update == "guarded" and self._loss_fn is not None
-        trial = f"try/{self.answered - 1}" if judges else ""
-        for name in filter(None, (point, trial)):
-            mailbox.expect(name)
-        what, message = "compute", mailbox.wait(point, lambda: mailbox.holds(trial) or enough())
-        if message is None and (message := mailbox.arrived(trial)) is not None:
-            what = "judge"
-        if message is None:
-            if not self._left("the workers have"):
-                return None
-            what = "leave"
-        mailbox.forget(trial)
-        tensors, note = message or ([], {"lost": self.lost})
-        for a in range(1, self.training.world.size):
-            mailbox.post(f"order/{self._orders}/{a}", tensors, do=what, **note)
-        self._orders += 1
-        return None if what == "leave" else (what, tensors, note)
-
-    def _follow(self, enough: Callable[[], bool]) -> Order | None:
-        """The next order, as the first accelerator sends it."""
-        name = f"order/{self._orders}/{self.training.world.rank}"
-        self.mailbox.expect(name)
-        message = self.mailbox.wait(name, enough)
-        if message is None:
-            self._left("the first accelerator has")
-            return None
-        self._orders += 1
-        tensors, note = message
-        if note["do"] == "leave":
-            self._over, self.lost = True, note["lost"]
-            return None
-        return note["do"], tensors, note
-
-    def _left(self, who: str) -> bool:
-        """Whether the other side has said goodbye, or is lost: there is nothing more to do then."""
-        mailbox = self.mailbox
-        if not mailbox.closed_there and mailbox.lost:
-            why = f" ({mailbox.failure})" if mailbox.failure else ""
-            self.lost = f"{who} not been heard of any more{why}"
-        self._over = mailbox.closed_there or bool(self.lost)
-        return self._over
+    def _answer(self, message: Message, closure_at: ClosureAt) -> None:
+        """Compute eigenpairs or judge an update; after a failure, shut down and raise."""
+        try:
+            if message.note["do"] == "compute":
+                self._compute(closure_at, message)
+            else:
+                self._judge(message)
+        except Exception:
+            self._over = True
+            self.close_links(CLOSE_AFTER_FAILURE_SECONDS)
+            raise
 
     def _together(self, work: Callable[[], T]) -> T:
         """Do local work, and raise on all accelerators if it has failed on one; a collective."""
@@ -183,26 +137,25 @@ class Accelerating(Team):
             raise SecondOrderError("another accelerator has failed; its own error tells why")
         return result
 
-    def _take(self, tensors: Sequence[Tensor], note: dict[str, Any], *, moved: bool) -> None:
-        """Be the model that worker 0 has sent; ``moved`` to the point sent besides, if one is."""
-        take_model(tensors[: note["model"]], note["train"], self.training.whole_model())
+    def _take(self, message: Message, *, moved: bool) -> None:
+        """Be the model that worker 0 sent, ``moved`` to the point that follows it, if one does."""
+        note = message.note
+        load_model(message.tensors[: note["model"]], note["train"], self.training.whole_model())
         self.vector.follow()
         if note["size"] != self.vector.size:
             raise SecondOrderError(
                 f"the workers train {note['size']} numbers, this accelerator "
                 f"{self.vector.size}: add the same groups of parameters on every rank"
             )
-        for flat in tensors[note["model"] :] if moved else ():
+        for flat in message.tensors[note["model"] :] if moved else ():
             self.vector.overwrite(flat.to(self.training.device))
 
-    def _compute(
-        self, closure_at: ClosureAt, tensors: Sequence[Tensor], note: dict[str, Any]
-    ) -> None:
+    def _compute(self, closure_at: ClosureAt, message: Message) -> None:
         """Compute û, V̂ at c, and send them to the workers."""
-        options, vector, epoch = self.options, self.vector, note["epoch"]
+        options, vector, epoch = self.options, self.vector, message.note["epoch"]
 
         def prepare() -> Closures:
-            self._take(tensors, note, moved=True)
+            self._take(message, moved=True)
             return closure_at(epoch)
 
         self._loss_fn = self._together(prepare)
@@ -218,27 +171,34 @@ class Accelerating(Team):
                 with vector.plain():
                     found = [pairs.values, pairs.bounds(), pairs.vectors()]
             finite = bool(found) and all(bool(t.isfinite().all()) for t in found)
-            workers, me = len(self.roles.workers), self.training.world.rank
-            cuts = row_bounds(len(pairs.values), workers)
-            for j in range(workers):
-                tensors = [*found[:2], found[2][cuts[j] : cuts[j + 1]]] if finite else []
-                said = {"finite": finite, "products": pairs.iterations, "loss": loss}
-                self.mailbox.post(f"pairs/{self.answered}/{j}/{me}", tensors, **said)
+            cuts = row_bounds(len(pairs.values), len(self.roles.workers))
+            note = {"finite": finite, "products": pairs.iterations, "loss": loss}
+            for worker in self.roles.workers:
+                rows = slice(cuts[worker], cuts[worker + 1])
+                tensors = [*found[:2], found[2][rows]] if finite else []
+                self._reply(message, worker, tensors, note)
 
         self._together(deliver)
         self.answered += 1
 
-    def _judge(self, tensors: Sequence[Tensor], note: dict[str, Any]) -> None:
+    def _judge(self, message: Message) -> None:
         """Send the losses of the accelerators' batches without and with the update."""
         assert self._loss_fn is not None
-        vector, world, losses = self.vector, self.training.world, []
+        vector = self.vector
+        losses = []
         for moved in (False, True):
             with stage("judge"):
-                self._together(partial(self._take, tensors, note, moved=moved))
-                loss = mean_loss(self._loss_fn, vector.params, world, vector.model)
+                self._together(partial(self._take, message, moved=moved))
+                loss = mean_loss(self._loss_fn, vector.params, self.training.world, vector.model)
             losses.append(vector.sign * loss)
-        for j in range(0 if world.rank else len(self.roles.workers)):
-            self.mailbox.post(f"verdict/{self.answered - 1}/{j}", [], losses=losses)
+        for worker in self.roles.workers:
+            self._reply(message, worker, [], {"losses": losses})
+
+    def _reply(
+        self, message: Message, worker: int, tensors: Sequence[Tensor], note: dict[str, Any]
+    ) -> None:
+        (link,) = self.links
+        link.send(tensors, worker, request=message.note["request"], **note)
 
 
 def loss_by_epoch(batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> ClosureAt:

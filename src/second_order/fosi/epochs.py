@@ -18,18 +18,21 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import PendingAverage, Training
-from second_order.distributed.buckets import pack_by_dtype
-from second_order.distributed.mailbox import Mailbox, Message, Patience, connected, open_store
+from second_order.distributed.helper_link import (
+    HelperLink,
+    Message,
+    Patience,
+    connect,
+    pack_by_dtype,
+)
 from second_order.distributed.roles import Role, assign_roles
 from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector, vector_parts
 from second_order.fosi.curvature import FOSICurvature
@@ -118,24 +121,24 @@ class Team(Divided):
     """One of two kinds of processes, which talk to each other."""
 
     computes_pairs = False
-    mailbox: Mailbox
-    store: TCPStore | None = None
-    names: Sequence[str] = ()  # of all processes
+    links: Sequence[HelperLink] = ()
 
     def begin(self) -> None:
-        """Give every process its role, and workers and accelerators a way to talk."""
+        """Give every process its role, and link workers and accelerators."""
         super().begin()
         training, patience = self.training, self.options.helper_timeout
-        everybody, first = training.world, self.roles.helpers[0]
-        self.store, address = open_store(everybody, first)
-        self.names = [f"{self.roles.of(rank)} {rank}" for rank in range(everybody.size)]
-        me, peer = self.names[everybody.rank], self.names[0 if everybody.rank == first else first]
-        make = partial(Mailbox, address, me, peer, patience, training)
-        (self.mailbox,) = connected(everybody, [make])
-        training.world = self.roles.team(everybody, patience)
-        training.averages = training.averages and training.world.size > 1
+        everybody = training.world
+        self.links = connect(everybody, self.roles, patience, training)
+        training.work_with(self.roles.team(everybody, patience))
         if training.known:
             refuse_ddp_over_helpers(training, self.roles, everybody)
+
+    def close_links(self, patience: float) -> None:
+        """Shut down all links, and wait for all of them together."""
+        for link in self.links:
+            link.leave()
+        for link in self.links:
+            link.close(patience)
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts, and its part of c and p, or zeros in their place."""
@@ -187,7 +190,7 @@ class Worker(Team):
         super().close()
 
     def _part(self, patience: float) -> None:
-        self.mailbox.close(patience)
+        self.close_links(patience)
         self.helped = False
         self._let_go()
 
@@ -198,9 +201,6 @@ class Worker(Team):
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Go on where a checkpoint was made, with its c and p, without pairs that are under way."""
-        if self.helped and self._asked == self.epoch:
-            for name in self._expected():
-                self.mailbox.forget(name, coming=True)
         self._asked = -1
         self._let_go()
         super().load(saved)
@@ -243,22 +243,21 @@ class Worker(Team):
             self.total = torch.zeros_like(self.start, dtype=self.vector.dtype)
         else:
             elsewhere = [self.start]
-        self._asked, self._request = self.epoch, self._request + 1
-        self._post(f"point/{self._request}", elsewhere, epoch=self.epoch)
-        for name in self._expected():
-            self.mailbox.expect(name)
+        self._asked = self.epoch
+        self._send_request(elsewhere, do="compute", epoch=self.epoch)
 
-    def _post(self, name: str, elsewhere: Sequence[Tensor], **note: int) -> None:
-        """Send the model, as worker 0, and another point than where it is."""
+    def _send_request(self, elsewhere: Sequence[Tensor], **note: Any) -> None:
+        """Number a request; send it as worker 0, with the model and another point than its own."""
+        self._request += 1
         if self.training.world.rank == 0:
-            whole = self.training.whole_model()
-            model, train = pack_by_dtype(whole), [t.requires_grad for t in whole]
-            said = {"train": train, "size": self.vector.size, "model": len(model), **note}
-            self.mailbox.post(name, [*model, *elsewhere], **said)
-
-    def _expected(self) -> list[str]:
-        helpers = range(self.options.accelerators)
-        return [f"pairs/{self._request}/{self.training.world.rank}/{a}" for a in helpers]
+            tensors = self.training.whole_model()
+            model = pack_by_dtype(tensors)
+            note["request"] = self._request
+            note["train"] = [tensor.requires_grad for tensor in tensors]
+            note["size"] = self.vector.size
+            note["model"] = len(model)
+            for link in self.links:
+                link.send([*model, *elsewhere], **note)
 
     def correct(self) -> None:
         """Count a step of the base; after the epoch's last, end it."""
@@ -279,13 +278,14 @@ class Worker(Team):
             if report.products:
                 tally.add(self.training.steps + 1 - self.options.epoch_steps, report.products)
             self.training.publish()  # frees c and p
-        self.mailbox.tell("steps", self._taken)
+        for link in self.links if self.training.world.rank == 0 and self.helped else ():
+            link.send([], do="step", steps=self._taken)
 
     def _end(self) -> EpochReport:
         """End the epoch, and use its eigenpairs if every worker has sound ones."""
         training, options, vector = self.training, self.options, self.vector
         patience = options.helper_timeout
-        found, waited = answers(training, self.mailbox, self._expected(), patience)
+        found, waited = answers(training, self.links, self._request, patience)
         if not found:
             return EpochReport(self.epoch, waited, False, GONE)
         if self.start is None or self.total is None:
@@ -315,10 +315,8 @@ class Worker(Team):
             return EpochReport(self.epoch, waited, False, UNSOUND, products=products)
         after, reason, losses = before + change, "", (None, None)
         if options.final_update == "guarded":  # asks whether the accelerators' loss halves with it
-            name = f"verdict/{self._request}/{training.world.rank}"
-            self.mailbox.expect(name)
-            self._post(f"try/{self._request}", [after])
-            found, more = answers(training, self.mailbox, [name], patience)
+            self._send_request([after], do="judge")
+            found, more = answers(training, self.links, self._request, patience)
             waited += more
             if not found:
                 return EpochReport(self.epoch, waited, False, GONE)
@@ -330,24 +328,33 @@ class Worker(Team):
 
 
 def answers(
-    training: Training, mailbox: Mailbox, names: Sequence[str], seconds: float
+    training: Training, links: Sequence[HelperLink], request: int, seconds: float
 ) -> tuple[list[Message], float]:
-    """The messages if every worker has all of its own, and the seconds waited; a collective.
+    """Every accelerator's answer to a request, and the seconds waited; a collective of workers.
 
-    None otherwise: the accelerators are lost, and the base goes on alone.
+    Returns no answers if one is missing on any worker: the accelerators are lost then, and the base
+    trains alone.
     """
-    begun, patience = time.monotonic(), Patience(seconds)
+    begun = time.monotonic()
+    patience = Patience(seconds)
     with stage("wait"):
-        messages = [mailbox.wait(name, patience.ended) for name in names]
+        messages = [_answer(link, request, patience) for link in links]
     found = [message for message in messages if message is not None]
-    agreed = training.world.all_agree(len(found) == len(messages), training.device)
-    if not agreed:
-        why = f" ({mailbox.failure})" if mailbox.failure else ""
-        training.warn(
-            f"the accelerators have left, died, or not answered in {seconds:g} s{why}: "
-            f"{training.base_name} goes on alone"
-        )
-    return found if agreed else [], time.monotonic() - begun
+    if training.world.all_agree(len(found) == len(links), training.device):
+        return found, time.monotonic() - begun
+    training.warn(
+        f"the accelerators have left, died, or not answered in {seconds:g} s{links[0].reason}: "
+        f"{training.base_name} goes on alone"
+    )
+    return [], time.monotonic() - begun
+
+
+def _answer(link: HelperLink, request: int, patience: Patience) -> Message | None:
+    """Wait for the answer to a request, and drop those to earlier ones: a checkpoint was loaded."""
+    message = link.wait(patience.ended)
+    while message is not None and message.note["request"] < request:
+        message = link.wait(patience.ended)
+    return message
 
 
 def refusal(before: float, after: float) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from second_order.contract.training import unhooked
-from second_order.distributed.world import Delivery, World
+from second_order.distributed.world import World
 from second_order.sharded import is_dtensor, local
 
 __all__ = ["ELEMENTWISE", "ParamPiece", "ShardedBase", "cut_state", "gather_parts", "gather_state"]
@@ -171,12 +171,13 @@ def gather_state(
             for (i, key), kind in kinds.items()
             if kind == dtype
         ]
-        items = [
-            Delivery(b.rank, to, b.size, state[b.param][key] if b.rank == world.rank else None)
-            for b, key in parts
-        ]
-        received = world.all_to_all(items, dtype, params[0].device)
-        for (piece, key), flat in zip(parts, received if world.rank in to else (), strict=False):
+        flats = world.gather_items(
+            sources=[piece.rank for piece, _ in parts],
+            sizes=[piece.size for piece, _ in parts],
+            contents=[state.get(piece.param, {}).get(key) for piece, key in parts],
+            empty=torch.empty(0, dtype=dtype, device=params[0].device),
+        )
+        for (piece, key), flat in zip(parts, flats, strict=True) if world.rank in to else ():
             into = whole.setdefault(piece.param, {})
             if key not in into:
                 into[key] = torch.zeros(piece.param.shape, dtype=dtype, device=params[0].device)
@@ -194,12 +195,8 @@ def gather_parts(
     shapes = [list(mine.shape) for _ in range(world.size)]
     for shape, (start, stop) in zip(shapes, pairwise(bounds), strict=True):
         shape[dim] = stop - start
-    items = [
-        Delivery(rank, to, math.prod(shape), mine if rank == world.rank else None)
-        for rank, shape in enumerate(shapes)
-    ]
-    received = world.all_to_all(items, mine.dtype, mine.device)
+    received = world.all_gather(mine.reshape(-1), [math.prod(shape) for shape in shapes])
     if world.rank not in to:
         return mine.new_empty(0)
-    parts = zip(received, shapes, strict=True)
-    return torch.cat([flat.view(shape) for flat, shape in parts if flat is not None], dim)
+    parts = [flat.view(shape) for flat, shape in zip(received, shapes, strict=True)]
+    return torch.cat(parts, dim)

@@ -18,7 +18,6 @@ layer is sent again: the sums are those of an exchange at the step, at twice the
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from second_order.contract.training import Training
 from second_order.distributed.buckets import in_buckets
-from second_order.distributed.world import Loan, PendingReduction, borrow_group
+from second_order.distributed.world import PendingReduction, World
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums, sums_of
@@ -67,7 +66,7 @@ class Pipeline:
         self._begin()
 
     def _begin(self) -> None:
-        self._loan: Loan | None = None
+        self._world: World | None = None
         self._wire: torch.dtype | None = None
         self._start([])
 
@@ -90,14 +89,11 @@ class Pipeline:
         self._sent: list[list[tuple[PendingReduction, list[Tensor]]]] = []
         self._marks: dict[KroneckerBlock, SentState] = {}
         self._expected = self._begun = False
-        if self._loan is not None:
-            self._loan.settled = True
 
     def follow(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Go on with other layers, in the order of the model; a collective."""
-        if self._loan is None:
-            self._loan = borrow_group(self._training.world)
-            weakref.finalize(self, self._loan.give_back).atexit = False
+        if self._world is None:
+            self._world = self._training.world.separate()
         self.drain()
         self._start([Slot(b, b.staged.shape, b.staged.device) for b in blocks])
 
@@ -109,7 +105,7 @@ class Pipeline:
 
     def heard(self, block: KroneckerBlock) -> None:
         """Hear in a backward pass that a layer's statistics have grown: send what is complete."""
-        if not self._expected or self._loan is None:
+        if not self._expected or self._world is None:
             return
         self._begun = True
         if not self._wanted:  # no step has shown how many pairs there are
@@ -123,9 +119,10 @@ class Pipeline:
 
     def _send(self, bucket: Sequence[Slot], micro_batches: int) -> None:
         """Start to sum copies of a bucket's statistics, which may change meanwhile."""
-        assert self._loan is not None
-        world, found = self._loan.world, []
-        self._loan.settled, self._begun = False, True
+        assert self._world is not None
+        world = self._world
+        found = []
+        self._begun = True
         for slot in bucket:
             staged = slot.block.staged
             if (staged.shape, staged.device) != slot[1:]:  # of another size by now: none
@@ -140,14 +137,13 @@ class Pipeline:
         if self._wire is None:
             self._sent.append([(world.all_reduce([*heads, *factors]), [*heads, *factors])])
         else:  # numbers of examples are not rounded
-            narrow = world.wired(self._wire)
-            self._sent.append(
-                [(world.all_reduce(heads), heads), (narrow.all_reduce(factors), factors)]
-            )
+            wide = world.all_reduce(heads)
+            narrow = world.all_reduce(factors, dtype=self._wire)
+            self._sent.append([(wide, heads), (narrow, factors)])
 
     def drain(self) -> None:
         """Let the other ranks have what they expect in this step, and drop it all; a collective."""
-        if not self._expected or self._loan is None:
+        if not self._expected or self._world is None:
             return
         for bucket in self._buckets[len(self._sent) :]:
             self._send(bucket, self._micro_batches)
@@ -208,10 +204,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Send nothing more. Ranks that have begun a step's buckets let the others have theirs."""
-        if self._loan is not None:
-            if self._sent:
-                for bucket in self._buckets[len(self._sent) :]:
-                    self._send(bucket, self._micro_batches)
-            else:
-                self._loan.give_back()
+        if self._sent:
+            for bucket in self._buckets[len(self._sent) :]:
+                self._send(bucket, self._micro_batches)
         self._begin()

@@ -304,9 +304,12 @@ def sum_statistics(
             heads.append((each.head, None))
             factors += [(t, layers[block].keeper(k)) for k, t in each.factors.items()]
     pending = []
-    for ranks, pairs in [(world, heads)] + [(world.wired(wire), factors)] * (wire is not None):
-        tensors, keepers = [tensor for tensor, _ in pairs], [keeper for _, keeper in pairs]
-        kept = any(keeper is not None for keeper in keepers)
-        pending.append(ranks.reduce(tensors, keepers) if kept else ranks.all_reduce(tensors))
+    for dtype, pairs in [(None, heads)] + [(wire, factors)] * (wire is not None):
+        tensors = [tensor for tensor, _ in pairs]
+        keepers = [keeper for _, keeper in pairs]
+        if any(keeper is not None for keeper in keepers):
+            pending.append(world.reduce(tensors, keepers, dtype))
+        else:
+            pending.append(world.all_reduce(tensors, dtype=dtype))
     for message in pending:
         message.wait()

@@ -467,7 +467,7 @@ class OwnerHook:
         torch._foreach_div_(gradients, float(self._world.size))
         to = {p: known.get(p, 0) for p in bucket.parameters()}  # 0: frozen since DDP was made
         self._summed_to |= to
-        summed = self._world.reduce(gradients, list(to.values()), once=True)
+        summed = self._world.reduce(gradients, list(to.values()))
         if self._world.size == 1:
             done = torch.futures.Future[Any]()
             done.set_result(bucket.buffer())

@@ -623,8 +623,7 @@ class Solves:
             with stage("solve_exchange"):
                 everybody, to_send = range(plan.row.size), plan.to_send
                 routes = {item: (to_send[item], everybody) for item in shapes if item in to_send}
-                row = plan.row.wired(plan.wire)
-                mine = deliver_parts(row, shapes, routes, mine, dtype, device)
+                mine = deliver_parts(plan.row, shapes, routes, mine, dtype, device, plan.wire)
         received: dict[KroneckerBlock, Solved] = {}
         for block in sound:
             if self.training.world.rank in self.plan[block].workers:

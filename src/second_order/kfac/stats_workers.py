@@ -1,40 +1,35 @@
-"""Gradient workers and stats workers: who of them says what when, and which are alive.
+"""Gradient workers, and stats workers that compute statistics for them (Zhang et al. 2023).
 
-    want        k, by a stats worker: the number of the point that it wants next
-    point/k     the newest parameters and buffers, by worker 0,
-                which of them train, and which are optimized        ->  to that stats worker
-    stats/k/r   the statistics at point k of the layers of worker r ->  to worker r
+    worker 0      ->  stats worker    a snapshot: the newest parameters and buffers, which of them
+                                      train, and which are optimized
+    stats worker  ->  every worker    the statistics at that snapshot, of the worker's layers
 
-Points are sent on demand: nobody waits, and no more than one message of a kind is under way. Both
-ends are a class each: :class:`StatsWorkers` sends points and takes in statistics,
-:class:`StatsWorker` answers points by statistics. Each stats worker hosts a store of its own, so
-that none takes another along when it dies.
+A stats worker gets the next snapshot when its statistics have arrived: no rank waits, and at most
+one message of a kind travels. :class:`StatsWorkers` is the gradient workers' end of the links,
+:class:`StatsWorker` the other one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.training import Curvature, Training
-from second_order.distributed.buckets import pack_by_dtype, take_model
-from second_order.distributed.mailbox import (
-    Address,
-    Mailbox,
+from second_order.distributed.helper_link import (
+    HelperLink,
     Message,
-    await_goodbyes,
-    connected,
-    open_store,
+    connect,
+    load_model,
+    pack_by_dtype,
 )
-from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
+from second_order.distributed.roles import assign_roles, endless, whole_models
 from second_order.kfac.curvature import KFAC, OfLayers
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import NAMES
@@ -47,124 +42,94 @@ from second_order.report import Summary
 
 __all__ = ["StatsWorker", "StatsWorkers", "with_stats_workers"]
 
-Groups: TypeAlias = Sequence[Mapping[str, Any]]
 Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], None]
 Sums: TypeAlias = dict[KroneckerBlock, StatisticsSums]
 
 
-def _divide(training: Training, count: int) -> tuple[Roles, list[tuple[TCPStore | None, Address]]]:
-    """Give every process its role, and stores to talk by, or raise ValueError; a collective."""
+def _take_role(training: Training, count: int, patience: float) -> list[HelperLink]:
+    """Divide the ranks into gradient workers and stats workers, and link them; a collective."""
     world = training.world
     roles = assign_roles(world.size, count, "stats", training.under_ddp)
-    stores = [open_store(world, host) for host in roles.helpers]
-    training.world = roles.team(world)
-    training.averages = training.averages and training.world.size > 1
+    links = connect(world, roles, patience, training)
+    training.work_with(roles.team(world))
     refuse_ddp_over_helpers(training, roles, world)
-    return roles, stores
+    return links
 
 
 def _model_tensors(model: nn.Module) -> list[Tensor]:
-    """A model's parameters and buffers, which points hold."""
+    """The parameters and buffers of a model, which snapshots contain."""
     return [*model.parameters(), *model.buffers()]
 
 
-def _in_groups(tensors: Sequence[Tensor], groups: Groups) -> list[bool]:
-    """Which of the tensors the groups have."""
-    ours = {id(p) for group in groups for p in group["params"]}
-    return [id(t) in ours for t in tensors]
-
-
-def statistics_of(sums: Mapping[str, StatisticsSums], edition: int) -> Message:
-    """Make a message of statistics: all heads and all factors in a flat tensor each."""
-    heads = [each.head for each in sums.values()]
-    factors = [t for each in sums.values() for t in each.factors.values()]
-    flat = [torch.cat([t.reshape(-1) for t in part]) for part in (heads, factors) if part]
-    return flat, {"layers": list(sums), "edition": edition}
+def _optimized(training: Training) -> list[bool]:
+    """Which of the model's tensors are in the parameter groups."""
+    members = {id(p) for group in training.groups for p in group["params"]}
+    return [id(tensor) in members for tensor in _model_tensors(training.model)]
 
 
 def unpack_statistics(
     message: Message, mine: Mapping[str, KroneckerBlock]
 ) -> dict[str, StatisticsSums | None]:
-    """The sums of a message by layer, None where not finite or of no example.
+    """The sums of a message by layer, or None where they are not finite or of no example.
 
-    It is empty if the message's layers are not this process's.
+    Returns an empty dictionary if the message's layers are not this process's.
     """
-    tensors, note = message
-    if not note["layers"] or any(layer not in mine for layer in note["layers"]):
+    names = message.note["layers"]
+    if any(name not in mine for name in names):
         return {}
-    heads, factors = tensors
     found: dict[str, StatisticsSums | None] = {}
-    for name in note["layers"]:
-        block, parts = mine[name], {}
-        head, heads = heads.tensor_split([2 + block.shape.numbers * block.shape.groups])
-        for letter, shape in block.stored_shapes.items():
-            part, factors = factors.tensor_split([math.prod(shape)])
-            parts[letter] = part.view(shape).clone()
-        sound = bool(head[1] > 0) and all(bool(t.isfinite().all()) for t in (head, *parts.values()))
-        device = block.weight.device
-        moved = {k: part.to(device, non_blocking=True) for k, part in parts.items()}
+    tensors = iter(message.tensors)
+    for name in names:
+        device = mine[name].weight.device
+        head = next(tensors)
+        factors = {letter: next(tensors) for letter in mine[name].stored_shapes}
+        finite = all(bool(each.isfinite().all()) for each in (head, *factors.values()))
+        moved = {k: factor.to(device, non_blocking=True) for k, factor in factors.items()}
         sums = StatisticsSums(moved, head.to(device, non_blocking=True))
-        found[name] = sums if sound else None
+        found[name] = sums if finite and bool(head[1] > 0) else None
     return found
-
-
-@dataclass
-class Helper:
-    """One stats worker, as a gradient worker sees it."""
-
-    name: str
-    mailbox: Mailbox
-    asked: int = 0  # number of points sent to it
-    heard: int = 0  # number of statistics that have come from it
 
 
 class StatsWorkers:
     """The stats workers, as a gradient worker knows them."""
 
     def __init__(self, count: int, patience: float) -> None:
-        self.count, self._patience = count, patience
-        self._rank = 0
-        self.active: list[Helper] = []  # those that are alive
+        self.count = count
+        self._patience = patience
+        self.active: list[HelperLink] = []  # the links to stats workers that are alive
+        self._offered: dict[HelperLink, int] = {}  # number of snapshots sent, by worker 0
+        self._answered: dict[HelperLink, int] = {}  # number of those whose statistics have come
         self.own_passes = True  # statistics come from the training passes
-        self.hungry = True  # no sound statistics have come last, or since a change of the layers
-        self.edition = 0  # number of such changes: messages on their way at one are dropped
+        self.hungry = True  # no valid statistics have come last, or since a change of the layers
+        self.edition = 0  # number of such changes: statistics of an earlier edition are dropped
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
-        everybody = training.world
-        roles, stores = _divide(training, self.count)
-        self._rank = training.world.rank
-        me = f"worker {self._rank}"
-        names = [f"stats worker {host}" for host in roles.helpers]
-        to = [(address, me, name) for (_, address), name in zip(stores, names, strict=True)]
-        made = [partial(Mailbox, *each, self._patience, training) for each in to]
-        self.active += map(Helper, names, connected(everybody, made))
+        self.active += _take_role(training, self.count, self._patience)
 
     def offer(self, training: Training, send: Sender) -> None:
-        """Send the newest parameters to the stats workers that want them; worker 0 does.
-
-        Statistics that are still on their way hold the next point back: none queue up.
-        """
-        for helper in self.active if self._rank == 0 else ():
-            wanted = helper.mailbox.heard("want")
-            if wanted is not None and helper.asked <= wanted <= helper.heard + 1:
-                helper.asked = wanted + 1
-                newest = _model_tensors(training.model)
-                note: dict[str, Any] = {
-                    "edition": self.edition,
-                    "train": [t.requires_grad for t in newest],
-                    "optimized": _in_groups(newest, training.groups),
-                }
-                post = partial(helper.mailbox.post, f"point/{wanted}", **note)
-                send(pack_by_dtype(newest), post)
+        """Send the newest parameters to stats workers without a snapshot; worker 0 does."""
+        for link in self.active if training.world.rank == 0 else ():
+            offered = self._offered.get(link, 0)
+            if offered > self._answered.get(link, 0):
+                continue
+            self._offered[link] = offered + 1
+            newest = _model_tensors(training.model)
+            note: dict[str, Any] = {
+                "edition": self.edition,
+                "train": [tensor.requires_grad for tensor in newest],
+                "optimized": _optimized(training),
+            }
+            send(pack_by_dtype(newest), partial(link.send, **note))
 
     def statistics(self, mine: Mapping[str, KroneckerBlock], training: Training) -> Iterator[Sums]:
         """The sums of each message that has come since the last step."""
-        for helper in self.active:
-            message = helper.mailbox.arrived(f"stats/{helper.heard}/{self._rank}")
-            helper.heard += message is not None
-            helper.mailbox.expect(f"stats/{helper.heard}/{self._rank}")
-            if message is None or message[1]["edition"] < self.edition:  # before layers changed
+        for link in self.active:
+            message = link.receive()
+            if message is None:
+                continue
+            self._answered[link] = message.note["snapshots"]
+            if message.note["edition"] < self.edition:  # before layers changed
                 continue
             found = unpack_statistics(message, mine)
             self.hungry = bool(found) and not any(found.values())
@@ -177,39 +142,41 @@ class StatsWorkers:
     def begin_anew(self) -> None:
         """After a change of layers or owners, take statistics here until others come."""
         if self.active:
-            self.own_passes = self.hungry = True
+            self.own_passes = True
+            self.hungry = True
             self.edition += 1
 
     def news(self) -> list[float]:
-        """Numbers to agree on with all workers: is one hungry, and which helpers are gone."""
-        gone = [float(h.mailbox.lost or h.mailbox.closed_there) for h in self.active]
+        """Numbers for all workers to agree on: does one need statistics; which links are lost."""
+        gone = [float(link.lost or link.closed_there) for link in self.active]
         return [float(self.hungry), *gone] if self.active else []
 
     def hear(self, news: Sequence[float], training: Training) -> None:
-        """Act on the numbers agreed on, alike on every worker."""
+        """Act on the agreed numbers, in the same way on every worker."""
         if not news:
             return
         hungry, *gone = news
-        left = [h for h, g in zip(self.active, gone, strict=True) if g]
-        if left:
-            names = ", ".join(helper.name for helper in left)
-            self._part(left, 0.1)
+        lost = [link for link, flag in zip(self.active, gone, strict=True) if flag]
+        if lost:
+            names = ", ".join(f"stats worker {link.peer}" for link in lost)
+            self._close(lost, 0.1)
             rest = "statistics are taken from the training passes again"
-            rest = "the others go on" if self.active else rest
+            if self.active:
+                rest = "the others go on"
             training.warn(f"{names} has left, died, or not been heard of: {rest}")
         self.own_passes = not self.active or bool(hungry)
 
     def close(self) -> None:
-        """Say goodbye to the stats workers that are alive, and wait for all of them together."""
-        self._part(self.active, self._patience)
+        """Shut down all links, and wait for all of them together."""
+        self._close(self.active, self._patience)
         self.own_passes = True
 
-    def _part(self, helpers: Sequence[Helper], patience: float) -> None:
-        for helper in helpers:
-            helper.mailbox.leave()
-        for helper in helpers:
-            helper.mailbox.close(patience)
-        self.active = [helper for helper in self.active if helper not in helpers]
+    def _close(self, links: Sequence[HelperLink], patience: float) -> None:
+        for link in links:
+            link.leave()
+        for link in links:
+            link.close(patience)
+        self.active = [link for link in self.active if link not in links]
 
 
 class StatsWorker(OfLayers):
@@ -228,26 +195,19 @@ class StatsWorker(OfLayers):
         super().__init__(training)
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self._system = system
-        self._count, self._patience = count, patience
+        self._count = count
+        self._patience = patience
         self._workers = training.world.size - count
-        self.mailbox: Mailbox | None = None  # to the workers, from the roles to the goodbye
-        self._store: TCPStore | None = None
-        self._everybody: tuple[str, ...] = ()
-        self._asked = self._sent = self._edition = 0
+        self.link: HelperLink | None = None  # to the workers, until it is closed
+        self._snapshots = 0  # number received
+        self._edition = 0
         self.optimized: list[bool] = []  # which parameters and buffers the workers optimize
         self.layers.find()
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
-        everybody = self.training.world
-        roles, stores = _divide(self.training, self._count)
-        me = self.training.world.rank
-        name = f"stats worker {roles.helpers[me]}"
-        self._everybody = (name, *(f"worker {rank}" for rank in roles.workers))
-        self._store, address = stores[me]
-        make = partial(Mailbox, address, name, "worker 0", self._patience, self.training)
-        (self.mailbox,) = connected(everybody, [make])
-        self.optimized = _in_groups(_model_tensors(self.training.model), self.training.groups)
+        (self.link,) = _take_role(self.training, self._count, self._patience)
+        self.optimized = _optimized(self.training)
         self._look()
         self.layers.name_those_left()
 
@@ -260,10 +220,10 @@ class StatsWorker(OfLayers):
 
     def replan(self) -> None:
         """Look for the layers that the workers optimize: they may have added a group."""
-        if self.mailbox is None:
+        if self.link is None:
             return
-        whole = _model_tensors(self.training.model)
-        theirs = [t for t, optimized in zip(whole, self.optimized, strict=False) if optimized]
+        tensors = _model_tensors(self.training.model)
+        theirs = [t for t, optimized in zip(tensors, self.optimized, strict=False) if optimized]
         self.layers.find(theirs or None)
         self._look()
 
@@ -273,20 +233,20 @@ class StatsWorker(OfLayers):
 
     def prepare(self) -> None:
         """Send the statistics of the last passes, and get the newest parameters."""
-        self._deliver()
-        self._fetch()
+        self._send_statistics()
+        self._load_snapshot()
 
     @property
     def dismissed(self) -> bool:
-        """Whether the workers have said goodbye."""
-        return self.mailbox is not None and self.mailbox.closed_there
+        """Whether the workers have shut down."""
+        return self.link is not None and self.link.closed_there
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close; see :meth:`DistKFAC.serve`."""
         sent = 0
         try:
             for batch in endless(batches):
-                if not self._fetch():
+                if not self._load_snapshot():
                     break
                 self.layers.collector.gradient_scale = GradientScale(None)
                 # While everything is frozen, messages without statistics keep both sides in step.
@@ -295,41 +255,36 @@ class StatsWorker(OfLayers):
                         found = loss_fn(batch)
                         loss = found[0] if isinstance(found, tuple) else found
                         loss.backward()
-                self._deliver()
+                self._send_statistics()
                 for p in self.training.model.parameters():
                     p.grad = None
                 self.drop_pending()
                 sent += 1
         except BaseException:
-            self._leave(1.0)
+            self._close_link(1.0)
             raise
-        if self.mailbox is not None and not self.dismissed:
+        if self.link is not None and not self.dismissed:
             self.training.warn("the workers have not been heard of any more: serve() returns")
         return sent
 
-    def _fetch(self) -> bool:
-        """Ask for the newest parameters, wait for them, and load them; False if none will come.
+    def _load_snapshot(self) -> bool:
+        """Wait for the newest parameters, and load them; False if none will come.
 
-        Parameters frozen there are frozen here: statistics of their layers would be of no use.
+        Parameters frozen there are frozen here, because their statistics would be of no use.
         """
-        if self.mailbox is None:
-            return False
-        name = f"point/{self._asked}"
-        self.mailbox.expect(name)
-        self.mailbox.tell("want", self._asked)
-        message = self.mailbox.wait(name)
+        message = None if self.link is None else self.link.wait()
         if message is None:
             return False
-        self._asked += 1
-        flats, note = message
+        note = message.note
+        self._snapshots += 1
         self._edition = note["edition"]
-        take_model(flats, note["train"], _model_tensors(self.training.model))
+        load_model(message.tensors, note["train"], _model_tensors(self.training.model))
         if self.optimized != note["optimized"]:
             self.optimized = note["optimized"]
             self.replan()
         return True
 
-    def _deliver(self) -> None:
+    def _send_statistics(self) -> None:
         """Send the statistics captured since the last message to the layers' owners."""
         self.layers.follow()
         active = self.layers.active
@@ -337,16 +292,22 @@ class StatsWorker(OfLayers):
         sums = self.layers.sums([block for block in active if not block.staged.empty])
         if self.layers.reduction == "step_mean":
             sums = self.layers.whole_steps(sums, 1)
-        parts: list[dict[str, StatisticsSums]] = [{} for _ in range(self._workers)]
         plan = self._system.plan(list(map(dims_of, active)), self._workers)
+        owned: list[list[KroneckerBlock]] = [[] for _ in range(self._workers)]
         for block, layer in zip(active, plan.layers, strict=True):
             if block in sums:
-                parts[layer.solver("A")][block.name] = sums[block]
-        if self.mailbox is not None:
-            for rank, each in enumerate(parts):
-                flat, note = statistics_of(each, self._edition)
-                self.mailbox.post(f"stats/{self._sent}/{rank}", flat, **note)
-            self._sent += 1
+                owned[layer.solver("A")].append(block)
+        if self.link is None:
+            return
+        for rank, blocks in enumerate(owned):
+            tensors = [t for b in blocks for t in (sums[b].head, *sums[b].factors.values())]
+            self.link.send(
+                tensors,
+                to=rank,
+                layers=[block.name for block in blocks],
+                edition=self._edition,
+                snapshots=self._snapshots,
+            )
 
     def metrics(self) -> dict[str, float]:
         """The workers' names, with NaN: this process preconditions nothing."""
@@ -357,19 +318,14 @@ class StatsWorker(OfLayers):
         return replace(self.layers.summary({}), age="no inverses yet")
 
     def close(self) -> None:
-        """Say goodbye to the workers, and release the model."""
-        self._leave(self._patience)
+        """Shut down the link to the workers, and release the model."""
+        self._close_link(self._patience)
         self.layers.close()
 
-    def _leave(self, patience: float) -> None:
-        mailbox, self.mailbox = self.mailbox, None
-        if mailbox is None:
-            return
-        mailbox.leave()
-        mailbox.close(patience)
-        if self._store is not None and mailbox.closed_there:  # other workers still listen
-            await_goodbyes(self._store, self._everybody, patience)
-            self._store = None
+    def _close_link(self, patience: float) -> None:
+        if self.link is not None:
+            self.link.close(patience)
+            self.link = None
 
 
 def with_stats_workers(

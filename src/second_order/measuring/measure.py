@@ -236,7 +236,6 @@ class _Measurement:
         for layer in self.layers:
             layer.rows = layer.no_rows(self.device)
         self.sharded = bool(sharded_params(model))
-        world.level()
         self.aside = world.aside()
         ekfac, itemsize = options.factors == "ekfac", self.dtype.itemsize
         plan = options.keep, ekfac, itemsize, world.size, options.memory

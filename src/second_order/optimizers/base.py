@@ -222,12 +222,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
         training.publish = partial(_share_state_of, weakref.ref(self))
 
-    def agree(self, doing: str, named: bool = False) -> None:
+    def agree(self, doing: str) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
         self._training.require_group(doing)
         if not self._curvature.helps:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
-            self._consistency.check(self._training, self._curvature, doing, named=named)
+            self._consistency.check(self._training, self._curvature, doing)
 
     # ------------------------------------------------------------------------------- stepping
 
@@ -422,7 +422,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 doing = f"refuse a parameter group ({error})"
                 raise
             finally:
-                self.agree(doing, named=True)
+                self.agree(doing)
             self._curvature.replan()
         except Exception:
             self.param_groups[:] = before
@@ -517,7 +517,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         finally:
             last.remove()
-        training.steps, training.collected, self._consistency.loaded = steps, None, True
+        training.steps = steps
+        training.collected = None
         if self.state and not any(saved.values()):
             training.warn(
                 f"the state loaded is of {training.base_name} alone: it is taken over, and the "

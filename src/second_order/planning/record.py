@@ -301,7 +301,6 @@ class PlannedWorld(World):
     planned = True
 
     def __init__(self, simulation: Simulation, ranks: Sequence[int], rank: int) -> None:
-        self._subgroups = {}
         self.group = None
         self.rank = rank
         self.size = len(ranks)
@@ -330,9 +329,6 @@ class PlannedWorld(World):
         """No other rank: what is compared on the way costs next to nothing."""
         return World.alone()
 
-    def level(self) -> None:
-        """Do nothing: there are no groups."""
-
     def all_gather_object(self, value: Any) -> list[Any]:
         """This rank's value for every rank."""
         return [value] * self.size
@@ -345,11 +341,6 @@ class PlannedWorld(World):
     def _broadcast_from_first(self, flat: Tensor) -> None:
         self._simulation.count_sent(flat.nbytes if self.rank == 0 else 0)
         self._simulation.message("all_reduce", self._ranks, flat.nbytes)
-
-    def _all_gathered(self, share: Tensor) -> Tensor:
-        self._simulation.count_sent(share.nbytes)
-        self._simulation.message("all_gather", self._ranks, share.nbytes)
-        return share.repeat(self.size)
 
     def _all_to_all_single(
         self, buffer: Tensor, flat: Tensor, received: list[int], parts: list[int]
