@@ -55,9 +55,18 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
     return factor.diagonal(dim1=-2, dim2=-1).mean(-1)
 
 
+def dense(factors: KroneckerFactors) -> Tensor:
+    """G ⊗ A, ``(groups, out in, out in)``, which multiplies ``gradient.flatten(1)``."""
+    a, g = factors.matrices(factors.dtype)
+    a = torch.diag_embed(a) if factors.shape.diagonal_a else a
+    if factors.shape.locations:
+        a = torch.kron(a[0], factors.matrix("L", factors.dtype)[0]).unsqueeze(0)
+    return torch.stack([torch.kron(gi, ai) for ai, gi in zip(a, g, strict=True)])
+
+
 def block(kronecker: KroneckerFactors) -> Tensor:
     """A layer's whole block; that of a grouped convolution is zero between its groups."""
-    return torch.block_diag(*kronecker.to_dense())
+    return torch.block_diag(*dense(kronecker))
 
 
 def empirical(

@@ -566,10 +566,10 @@ stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     if self.wanted:  =>  if False:
 a dead layer as one without statistics  <-  examples::a_dead_layer_is_not_one_without_statistics
-    if block.state.asked and not block.state.heard else  =>  if block.state.asked else
+    Verdict.SILENT if block.state.status in _NONE_CAME else  =>  Verdict.SILENT if True else
 an unexplained layer not told of to the other ranks
-  <-  explained::a_layer_that_is_patched_in_mid_run_is_left_and_comes_back
-    if block.state.unexplained:  =>  if False:
+  <-  explained::a_layer_that_one_rank_cannot_verify_is_left_on_all
+    if block.state.unverified:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
     [solve.damping for solve in solves if  =>  [self.damping for solve in solves if
 decompositions of threads arrive with another damping
@@ -580,7 +580,7 @@ an instrument without the failures  <-  statistics::failures_are_counted
   -
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
-    if rounding is not None:  =>  if False:
+    parts = self.solver.to_send(parts, rounding)  =>  pass
 a dead layer solved with the others
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
     if not weight > 0:  =>  if False:
@@ -650,28 +650,27 @@ layers in groups of their own without statistics
 what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
     results.mul_(scale)  =>  results.mul_(1.0)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
-    torch.cat(parts, axis)  =>  torch.cat(parts[::-1], axis)
+    torch.cat(views, layout.axis)  =>  torch.cat(views[::-1], layout.axis)
 inverses of some layers of a bank are others'
   <-  banks::a_bank_is_its_layers_one_by_one
-    torch.cat([t[i] for i in here])  =>  torch.cat([t[0] for i in here])
+    as_stack([parts[i] for i in here])  =>  as_stack([parts[0] for i in here])
 
 == kronecker/block.py
 a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
-    kept = kept.clone()  =>  pass
+    self.factors.stored[letter] = factor.clone()  =>  pass
 failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
-    self.state.complaint = False, 0, ""  =>  self.state.complaint = False, self.state.failures, ""
+  -         self.state.silent = False
+  -         self.state.failures = 0
+  +         self.state.silent = False
 micro-batches that FSDP2 has yet to average dropped
   <-  fsdp::micro_batches_count_whether_averaged_each_or_at_the_end
-    return self.without_gradient and not unreduced  =>  return self.without_gradient
-gradients set to zero by the model kept as statistics
+    self.has_gradient or unreduced)  =>  self.has_gradient)
+gradients set to None by the model kept as statistics
   <-  examples::a_discriminator_counts_its_own_passes
-    not any(bool(each.any())  =>  not any(True
+    (self.staged.empty or self.has_gradient or  =>  (True or
 a Linear with an activation behind it taken for one
   <-  explained::what_is_no_layer_of_its_kind_goes_to_the_base
-    state.unexplained = residual if residual > TOLERANCE else 0.0  =>  state.unexplained = 0.0
-old checkpoints without mean eigenvalues
-  <-  kaisa::a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors
-    factors.means[: len(means)] = torch.stack(means)  =>  pass
+    if residual > TOLERANCE:  =>  if False:
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
@@ -679,7 +678,7 @@ loaded factors weigh nothing
   + factors.weight.fill_(1.0)
 a checkpoint of any shape is accepted
   <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
-    if tuple(saved[letter].shape) not in allowed:  =>  if False:
+    tuple(saved[letter].shape) != needed:  =>  False:
 
 == kronecker/capture.py
 forwards that checkpoints repeat are new ones
@@ -710,16 +709,16 @@ one end of the window counts twice  <-  autocorrelation::autocorrelations_equal_
 
 == kronecker/decompositions.py
 eigenvectors of factors that are not scaled  <-  solvers::the_first_rung_will_do_at_any_scale
-    size = _size(matrix)  =>  size = torch.ones_like(_size(matrix))
+    scaled = matrix / size  =>  scaled = matrix / torch.ones_like(size)
 large finite factors are given up
   <-  solvers::large_factors_are_finite_though_their_squares_are_not
-    torch.isfinite(batch).flatten(1).all(1).tolist()  =>  torch.isfinite(_norm(batch)).tolist()
+    not bool(matrices.isfinite().all())  =>  not bool(_norm(matrices).isfinite().all())
 eigenvectors need not be orthogonal  <-  solvers::eigenvectors_that_are_not_orthogonal_are_not_sound
-    torch.maximum(sizes, length)).amax(-1)  =>  torch.maximum(sizes, length))[:, 0]
+    errors.amax(-1)  =>  errors[:, 0]
 negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
     values.clamp_min(0) * size.squeeze(-1)  =>  values * size.squeeze(-1)
 inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_inverse
-    bad = info != 0  =>  bad = info != info
+    failed = info != 0  =>  failed = info != info
 
 == kronecker/exact.py
 a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_far_from_one
@@ -727,10 +726,8 @@ a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_fa
 a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
   - return layer_norm(x, module.normalized_shape, eps=module.eps)
   + return layer_norm(x, module.normalized_shape)
-a variance by cancellation  <-  exact_blocks::a_batch_norm_of_inputs_far_from_zero
-    if bool((variance > CANCELLED * mean.square()).all()):  =>  if True:
 parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_positions
-    row.unflatten(0, (-1, positions)).sum(1)  =>  row.unflatten(0, (-1, positions)).mean(1)
+    rows.unflatten(0, (-1, positions)).sum(1)  =>  rows.unflatten(0, (-1, positions)).mean(1)
 
 == kronecker/experts.py
 tokens without a loss are examples of their experts
@@ -743,13 +740,10 @@ gradients of experts without the weights of their tokens
 == kronecker/explanation.py
 a penalty on the weight's length counted as unexplained
   <-  explained::a_penalty_on_the_weights_length_hides_nothing
-    if first.weight is not None:  =>  if False:
+    if self.weight is not None:  =>  if False:
 gradients of torch.autograd.grad counted as the weight's
   <-  explained::gradients_that_are_taken_beside_count_for_nothing
     leaf is not None and is_reached(leaf)  =>  leaf is not None
-residuals in the order of their groups
-  <-  explained::residuals_of_several_are_those_of_each
-    for _, value in sorted(zip(order, values, strict=True))  =>  for value in values
 
 == kronecker/layers.py
 padding tokens count
@@ -764,13 +758,13 @@ padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_o
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
   <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
-    total.to(of.factor_dtype)  =>  total
+    total.to(staged[i].factor_dtype)  =>  total
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    [sums.factors["G"], sums.record[1 + groups : 1 + 2 * groups]]  =>  [sums.factors["G"]]
+    (sums.factors[letter], sums.record[start : start + groups])  =>  (sums.factors[letter],)
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
-    total.to(examples.dtype) / number if narrow  =>  total / number.to(total.dtype) if narrow
+    total.to(step.dtype) / count  =>  total / count.to(total.dtype)
 an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
     weight * decay + 1.0  =>  weight * decay + (1.0 - decay)
 a step without examples forgets
@@ -781,7 +775,7 @@ dropped statistics are not counted
     self.dropped += 1  =>  pass
 a gradient's scale once instead of squared
   <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-    is_one(gradient_scale) else gradient_scale**2  =>  is_one(gradient_scale) else gradient_scale
+    found[letter].mul_(gradient_scale**2)  =>  found[letter].mul_(gradient_scale)
 a second pass through a forward as a micro-batch
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
     if not again:  =>  if True:
@@ -789,8 +783,8 @@ both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
     if shape.marginal:  =>  if False:
 a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
-  - own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
-  + own_stack(owned, "examples").copy_(examples)
+  - own_stack(numbers, "examples").lerp_(examples.to(weight.dtype), step)
+  + own_stack(numbers, "examples").copy_(examples)
 an expert's A moves as if it had tokens in all steps
   <-  experts::a_is_a_mean_over_an_experts_own_tokens_of_all_steps
     step * news / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
@@ -894,7 +888,7 @@ passes that have nothing in common count together
 == kronecker/solvers.py
 an inverse by Cholesky without its scale
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
-    (g * times.view(-1, *[1] * (g.dim() - 1)))  =>  g
+    (g * times.view(-1, 1, 1))  =>  g
 γ of three factors split as of two  <-  doubly_factored::15_three_way_solves_are_dense_ones
     damping ** (1 / len(means))  =>  damping ** (1 / 2)
 π is 1  <-  solvers::solves_equal_the_dense_solve
@@ -917,8 +911,7 @@ tensors out of order taken for a stack
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking
     return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)  =>  return traces
 a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_identity
-  - matrix[..., :h, :h].copy_(_mirrored(upper, lower=False))
-  + matrix[..., :h, :h].copy_(_mirrored(upper, lower=True))
+    mirror_(matrix[..., :h, :h], lower=False)  =>  mirror_(matrix[..., :h, :h], lower=True)
 
 == lanczos/closure.py
 a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs
@@ -952,11 +945,9 @@ buffers go on from one product to the next  <-  hvp::buffers_start_anew_at_each_
 == lanczos/lanczos.py
 orthogonalised once  <-  lanczos::the_basis_is_orthonormal_and_makes_it_tridiagonal
     h.addmv_(basis.t(), again.to(h.dtype), alpha=-1)  =>  pass
-a length by a difference of squares that has lost its digits
-  <-  lanczos::a_second_pass_that_takes_most_leaves_unit_vectors
-    square = left if left > 0.5 * both[-1] else None  =>  square = left
 each process decides by itself  <-  lanczos_ranks::one_process_decides
-    int(space.first(found))  =>  int(found)
+  - stop = int(space.first(torch.tensor([float(stop)], dtype=torch.float64, device="cpu")))
+  + stop = int(stop)
 eigenvectors of B need not be orthonormal  <-  lanczos::a_wrong_decomposition_is_none
     (residual <= TOLERANCE * norm) & (overlap <= TOLERANCE)  =>  residual <= TOLERANCE * norm
 

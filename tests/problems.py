@@ -38,21 +38,17 @@ def damped(name: str, A: Tensor, G: Tensor, damping: Any) -> list[Problem]:
     return [problem(matrix, on) for matrix, on in zip((A, G), added, strict=True)]
 
 
-def solve(
-    name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any, triangular: bool = False
-) -> Tensor:
+def solve(name: str, A: Tensor, G: Tensor, gradient: Tensor, damping: Any) -> Tensor:
     solver = SOLVERS[name]
-    a, g = solver.decompose(damped(name, A, G, damping), A.dtype, triangular).finish()
+    a, g = solver.decompose(damped(name, A, G, damping), A.dtype).finish()
     assert a is not None
     assert g is not None
     return solver.combine({"A": a, "G": g}, damping).precondition(gradient)
 
 
-def decompose(
-    name: str, *matrices: Tensor, dtype: torch.dtype | None = None, triangular: bool = False
-) -> list[Any]:
+def decompose(name: str, *matrices: Tensor, dtype: torch.dtype | None = None) -> list[Any]:
     kept = dtype or next((matrix.dtype for matrix in matrices), torch.float32)
-    return SOLVERS[name].decompose([problem(m) for m in matrices], kept, triangular).finish()
+    return SOLVERS[name].decompose([problem(m) for m in matrices], kept).finish()
 
 
 def restored(name: str, decomposition: tuple[Tensor, ...]) -> Tensor:

@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order import RankMismatchError, SecondOrderWarning
 from second_order.distributed.assignment import Grid, LayerDims, assign_layers
+from second_order.kronecker.factors import sums_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -130,7 +131,7 @@ def labels_by_rank(rank: int, world_size: int) -> Any:
     for _ in range(6):
         model(MLP.batch(1)[0]).sum().backward()
         block = optimizer._curvature.layers.blocks[-1]
-        staged.append(block.staged.sums().factors["G"].clone())
+        staged.append(sums_of([block.staged])[0].factors["G"].clone())
         block.staged.clear()
     return torch.stack(staged)
 
@@ -138,22 +139,6 @@ def labels_by_rank(rank: int, world_size: int) -> Any:
 def test_ranks_draw_labels_of_their_own(world: World) -> None:
     first, second = world.run(labels_by_rank, 2)
     assert not torch.equal(first, second)
-
-
-def test_a_checkpoint_without_mean_eigenvalues_gets_those_of_its_factors() -> None:
-    """As those of the first version are; a relative damping is made of them."""
-    model = MLP.model()
-    donor = kaisa(model, relative_damping=True)
-    take(model, donor, MLP.batch(6))
-    saved = copy.deepcopy(donor.state_dict())
-    for entry in saved["state"].values():
-        entry["curvature"].pop("mean_eigenvalues", None)
-    loaded = kaisa(model, relative_damping=True)
-    loaded.load_state_dict(saved)
-    for mine, its in zip(
-        loaded._curvature.layers.blocks, donor._curvature.layers.blocks, strict=True
-    ):
-        torch.testing.assert_close(mine.factors.means, its.factors.means)
 
 
 def train_forked(

@@ -175,7 +175,7 @@ def owners_factors(rank: int, world_size: int, how: str) -> dict[str, Any]:
         for block, layer in optimizer._curvature.plan.items()
         if layer.source == rank
         and (name := block.name.removeprefix(prefix)) in expected
-        and not block.state.unexplained
+        and not block.state.unverified
     }
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from blocks import dense
 from contract import assert_same_factors, each_kronecker, factors, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -197,8 +198,8 @@ def test_a_block_with_one_token_an_expert_is_the_dense_fisher(kind: Any) -> None
     step(model, optimizer, *given)
     for block in optimizer._curvature.layers.blocks:
         if block.name in expected:
-            torch.testing.assert_close(block.factors.to_dense(), expected[block.name][2])
-            assert not block.factors.to_dense()[2].any()  # to whom no token has come
+            torch.testing.assert_close(dense(block.factors), expected[block.name][2])
+            assert not dense(block.factors)[2].any()  # to whom no token has come
 
 
 @given(
@@ -284,7 +285,7 @@ def test_experts_that_compute_something_else_are_left_to_the_base(told: bool) ->
     optimizer = make(KAISA, model, lr=0.0)
     step(model, optimizer, *given)
     optimizer.refresh() if hasattr(optimizer, "refresh") else step(model, optimizer, *given)
-    found = {b.name: b.state.unexplained > 0 for b in optimizer._curvature.layers.blocks}
+    found = {b.name: b.state.unverified for b in optimizer._curvature.layers.blocks}
     assert found["experts.gate_up_proj"] is not told
     assert not found["first"]
 
@@ -371,7 +372,7 @@ def test_models_of_transformers_train_alike_in_each_implementation(name: str) ->
         covered = sum(block.size for block in optimizer._curvature.layers.blocks)
         norms = sum(p.numel() for key, p in model.named_parameters() if p.dim() == 1)
         assert covered >= sum(map(torch.numel, model.parameters())) - norms
-        assert not any(b.state.unexplained for b in optimizer._curvature.layers.blocks)
+        assert not any(b.state.unverified for b in optimizer._curvature.layers.blocks)
         found.append(of_experts)
     assert found[0]
     for other in found[1:]:

@@ -1,6 +1,6 @@
 """The package's factors against exact curvature and formulas by hand: invariants 1 to 5, 7 and 14.
 
-The numbers in names are those of the invariants. A block is `KroneckerFactors.to_dense()`: A ⊗ G as
+The numbers in names are those of the invariants. A block is `blocks.dense`: A ⊗ G as
 the matrix that multiplies a layer's gradient, row after row, the rows being those of [weight bias].
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import reference as ref
 import torch
-from blocks import WIDTHS, block, close, empirical, error, exact, network
+from blocks import WIDTHS, block, close, dense, empirical, error, exact, network
 from contract import factors, make
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -196,7 +196,7 @@ def test_1_and_5_a_grouped_convolution_of_one_location_is_exact_within_its_group
     x = torch.randn(1, 4, 3, 2, dtype=F64)
     found = exact(model, x, "categorical")["0"]
     fisher = ref.exact_fisher(model, x, "categorical", "0")
-    assert found.to_dense().shape == (2, 3 * 13, 3 * 13)
+    assert dense(found).shape == (2, 3 * 13, 3 * 13)
     within = torch.block_diag(torch.ones(39, 39), torch.ones(39, 39))
     close([block(found)], [fisher * within])
     assert error(block(found), fisher) > 0.05

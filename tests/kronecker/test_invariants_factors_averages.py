@@ -20,7 +20,13 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import KAISA
-from second_order.kronecker.factors import KroneckerFactors, StagedStatistics, StatisticsSums
+from second_order.kronecker.factors import (
+    KroneckerFactors,
+    StagedStatistics,
+    StatisticsSums,
+    sums_of,
+    update_averages,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -108,18 +114,20 @@ def staging(
         pair = pair_statistics(
             module, x, gradients / terms, bias=bias, approximation="expand", dtype=F64
         )
-        staged.add(pair, pair.examples, index)
+        staged.expect(index)
+        staged.bring(pair, pair.examples, index)
     return staged
 
 
 def mean_of(staged: Sequence[StagedStatistics]) -> Factors:
     """As ranks do it: sums added, then divided. Mean eigenvalues are those of the factors."""
-    sums = [each.sums() for each in staged]
+    sums = sums_of(staged)
     a, g = (sum(each.factors[letter] for each in sums) for letter in "AG")
     head = sum(each.head for each in sums)
     shape = staged[0].shape
     average = KroneckerFactors(shape, CPU, F64, staged[0].triangular)
-    average.update(StatisticsSums({"A": a.clone(), "G": g.clone()}, head.clone()), 0.0)
+    total = StatisticsSums({"A": a.clone(), "G": g.clone()}, head.clone())
+    update_averages([average], [total], 0.0)
     A, G = average.matrices(F64)
     close(average.means, [mean_eigenvalue(A), mean_eigenvalue(G)])
     assert float(average.weight) == 1.0
@@ -209,7 +217,8 @@ DECAYS = st.floats(0.0, 0.999)
 def running(kronecker: KroneckerFactors, values: Sequence[Factors], decays: Sequence[float]) -> Any:
     """The averages after every update, by statistics of varying numbers of examples."""
     for index, ((A, G), decay) in enumerate(zip(values, decays, strict=True)):
-        kronecker.update(summed(kronecker, A, G, examples=index % 3 + 1), decay)
+        sums = summed(kronecker, A, G, examples=index % 3 + 1)
+        update_averages([kronecker], [sums], decay)
         close(kronecker.means, [mean_eigenvalue(each) for each in kronecker.matrices(F64)])
         yield list(kronecker.matrices(F64))
 
@@ -256,10 +265,8 @@ def test_13_a_step_without_examples_leaves_the_average_bit_for_bit() -> None:
     assert kronecker.stored["A"] is not None
     assert kronecker.stored["G"] is not None
     absent = torch.tensor([8.0, 0.0, 7.0, 7.0], dtype=F64)
-    kronecker.update(
-        StatisticsSums({"A": kronecker.stored["A"] * 7, "G": kronecker.stored["G"] * 7}, absent),
-        0.9,
-    )
+    factors = {"A": kronecker.stored["A"] * 7, "G": kronecker.stored["G"] * 7}
+    update_averages([kronecker], [StatisticsSums(factors, absent)], 0.9)
     assert torch.equal(kronecker.weight, weight)
     assert torch.equal(kronecker.means, means)
     for a, b in zip(kronecker.matrices(F64), before, strict=True):
@@ -272,6 +279,6 @@ def test_13_bfloat16_factors_are_divided_by_the_exact_number_of_examples() -> No
     sums = summed(kronecker, symmetric(1, 21, 21), symmetric(1, 30, 30), 259)
     sums.head = sums.head.float()
     expected = [(total.float() / 259).bfloat16() for total in sums.factors.values()]
-    kronecker.update(sums, 0.95)
+    update_averages([kronecker], [sums], 0.95)
     assert torch.equal(kronecker.stored["A"], expected[0])  # type: ignore[arg-type]
     assert torch.equal(kronecker.stored["G"], expected[1])  # type: ignore[arg-type]

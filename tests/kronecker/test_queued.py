@@ -146,7 +146,7 @@ def test_pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("second_order.kronecker.queued.QUEUED_BYTES", 0)
         assert add(torch.ones(1, 3)) == 0
-    assert float(staged.sums().head[0]) == 5
+    assert float(sums_of([staged])[0].head[0]) == 5
 
 
 def averages(shapes: Sequence[FactorShape], dtype: torch.dtype) -> list[KroneckerFactors]:
@@ -196,7 +196,7 @@ def test_averages_of_many_layers_are_those_of_each_bit_for_bit(
         dropped = {i for order, flags in over for i, flag in zip(order, flags, strict=True) if flag}
         assert dropped == {i for i, n in enumerate(counts) if n == 3}
         for each, copy in zip(alone, copies, strict=True):
-            each.update(copy, 0.9)
+            update_averages([each], [copy], 0.9)
         for a, b in zip(together, alone, strict=True):
             for name in ("weight", "means", "examples"):
                 assert torch.equal(getattr(a, name), getattr(b, name))

@@ -81,29 +81,22 @@ def test_pi_minimises_its_bound(d_in: int, d_out: int, damping: float, stretch: 
         st.tuples(GROUPS, DIMS, st.sampled_from([torch.float32, torch.float64])), max_size=8
     ),
     kept=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    triangular=st.booleans(),
     batch_bytes=st.sampled_from([1, 500, 2**20]),
 )
 def test_batched_by_shape_equals_one_at_a_time(
     name: str,
     shapes: list[tuple[int, int, torch.dtype]],
     kept: torch.dtype,
-    triangular: bool,
     batch_bytes: int,
 ) -> None:
     matrices = [
         (factor(groups, dim) + 0.1 * torch.eye(dim, dtype=torch.float64)).to(dtype)
         for groups, dim, dtype in shapes
     ]
-    with (
-        patch.object(solvers, "TRIANGULAR_FROM", 4),
-        patch.object(decompositions, "CPU_BATCH_BYTES", batch_bytes),
-    ):
-        together = decompose(name, *matrices, dtype=kept, triangular=triangular)
-        alone = [decompose(name, each, dtype=kept, triangular=triangular)[0] for each in matrices]
-        shapes_kept = [
-            SOLVERS[name].kept_shapes(*matrix.shape[:2], False, triangular) for matrix in matrices
-        ]
+    with patch.object(decompositions, "CPU_BATCH_BYTES", batch_bytes):
+        together = decompose(name, *matrices, dtype=kept)
+        alone = [decompose(name, each, dtype=kept)[0] for each in matrices]
+        shapes_kept = [SOLVERS[name].sent_shapes(*matrix.shape[:2], False) for matrix in matrices]
     for i, (batched, single) in enumerate(zip(together, alone, strict=True)):
         assert tuple(tuple(part.shape) for part in batched) == shapes_kept[i]
         coarser = max(kept, matrices[i].dtype, key=lambda dtype: torch.finfo(dtype).eps)
@@ -118,18 +111,20 @@ def test_batched_by_shape_equals_one_at_a_time(
 # Triangles.
 
 
-@given(groups=GROUPS, d_in=DIMS, d_out=DIMS, damping=DAMPINGS, dtype=st.sampled_from([F32, F64]))
-@pytest.mark.parametrize("diagonal", [False, True])
-def test_an_inverse_as_triangles_is_that_inverse(
-    diagonal: bool, groups: int, d_in: int, d_out: int, damping: float, dtype: torch.dtype
+@given(groups=GROUPS, dim=DIMS, rounded=st.booleans())
+def test_an_inverse_is_sent_as_triangles_and_received_whole(
+    groups: int, dim: int, rounded: bool
 ) -> None:
-    """The smallest ones are triangles and diagonals in one."""
-    A = (torch.rand(groups, d_in).double() if diagonal else factor(groups, d_in)).to(dtype)
-    G, gradient = factor(groups, d_out).to(dtype), torch.randn(groups, d_out, d_in, dtype=dtype)
-    expected = solve("inverse", A, G, gradient, damping)
-    with patch.object(solvers, "TRIANGULAR_FROM", 1):
-        found = solve("inverse", A, G, gradient, damping, triangular=True)
-    assert_solved(found, expected, rtol=1e-12 if dtype == F64 else 1e-4)
+    solver, dtype = SOLVERS["inverse"], torch.bfloat16 if rounded else None
+    inverse = torch.linalg.inv(factor(groups, dim) + torch.eye(dim))
+    inverse = (inverse + inverse.mT) / 2
+    for parts in ((inverse,), (inverse.diagonal(dim1=-2, dim2=-1).contiguous(),)):
+        diagonal = parts[0].dim() == 2
+        with patch.object(solvers, "TRIANGULAR_FROM", 2):
+            sent = solver.to_send(parts, dtype)
+            assert tuple(sent[0].shape) == solver.sent_shapes(groups, dim, diagonal)[0]
+        (expected,) = solver.to_send(parts, dtype)
+        assert torch.equal(solver.received(sent, dim)[0], expected)
 
 
 # The clip.

@@ -51,7 +51,7 @@ def on_shards(
     group = dist.group.WORLD if world_size > 1 else None
     with counted() as collectives:
         pairs = eigenpairs(losses, model, process_group=group, **{**PAIRS, **options})
-    assert collectives.total() <= 5 * pairs.products + 15
+    assert collectives.total() <= 6 * pairs.products + 15
     return pairs
 
 

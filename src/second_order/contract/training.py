@@ -249,6 +249,7 @@ class Training:
     world: World  # the processes that train together; on a helper, those that help together
     averages: bool  # the optimizer averages gradients over the processes
     scaler: Any  # the GradScaler that scales the loss, or None
+    debug: bool = False  # verify at every step what is else verified at the first ones
     warned: set[str] = field(default_factory=set)  # keys of warnings that appeared
     steps: int = 0  # number of steps taken
     trained: set[Tensor] = field(default_factory=set)  # what trained at the last step

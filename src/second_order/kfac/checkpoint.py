@@ -163,7 +163,7 @@ def check_saved_factors(
     for p, part in saved.items():
         part.check_known((*HEADER, *TENSORS, *READ_BY_ALL))
         if part.keys() & {*LETTERS, MEANS, EXAMPLES}:
-            part.require([WEIGHT])
+            part.require([WEIGHT, MEANS])
         if LAST_STEP in part:
             _check_last_step(part, p)
         for key in part.keys() - {*HEADER, LAST_STEP}:

@@ -136,7 +136,7 @@ class StepLength:
         told, pairs = {*step.told}, list[tuple[Tensor, Tensor]]()
         climbing: list[tuple[Tensor, Tensor]] = []
         for block in step.layers if last and refreshed else ():
-            sound = block.solved and not block.lost and not block.state.unexplained
+            sound = block.solved and not block.lost and not block.state.unverified
             if sound and (block in told or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:

@@ -28,6 +28,7 @@ from second_order.kronecker.factors import (
     Reduction,
     StagedStatistics,
     StatisticsSums,
+    count_dropped,
     of_examples,
     sums_of,
     update_averages,
@@ -38,7 +39,7 @@ from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.queued import PairQueue
 from second_order.kronecker.rows import Terms
-from second_order.kronecker.stacks import numbers_of, own_stack
+from second_order.kronecker.stacks import numbers_of
 from second_order.optimizers.config import KFACOptions
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
@@ -140,7 +141,7 @@ class Layers:
             # No rank has their whole gradients.
             self.left_by_shards = [block.name for block in gradient_blocks(blocks)]
             blocks, left = found_by(replace(rules, other_matrices="base"))
-        check_layers(groups, {block: _parameters_of(block) for block in blocks})
+        check_layers(groups, {block: block.owned for block in blocks})
         self.blocks, self.left = blocks, left
 
     @property
@@ -235,7 +236,7 @@ class Layers:
     def forget_plan(self) -> None:
         """Let the next :meth:`follow` take all layers that train for new ones."""
         self._signature = self._seen = None
-        self._params = [p for block in self.blocks for p in _parameters_of(block)]
+        self._params = [p for block in self.blocks for p in block.owned]
 
     # -------------------------------------------------------------------------------- statistics
 
@@ -267,6 +268,7 @@ class Layers:
             conv_approximation=self._conv_approximation,
             warn=warn,
             fsdp=fsdp,
+            verifies_always=self._training.debug,
             sampled=sampled,
             drawn_rows=sampled and not callable(likelihood),
             heard=self.heard,
@@ -333,10 +335,11 @@ class Layers:
         """Judge whether the pairs of layers explain their gradients, where these were compared."""
         found: dict[KroneckerBlock, Explanation] = {}
         for block in blocks:
-            block.state.unlooked += 1
             explanation = block.staged.explanation
             if explanation is not None and explanation.known:
                 found[block] = explanation
+            elif explanation is not None:
+                block.skip_comparison()
         for block, residual in zip(found, residuals(list(found.values())), strict=True):
             if math.isfinite(residual):
                 block.judge(residual)
@@ -395,7 +398,7 @@ class Layers:
             parts = [block.ensure_factors() for block in blocks], [sums[block] for block in blocks]
             for order, over in update_averages(*parts, past):
                 ours = tuple(blocks[i] for i in order)
-                own_stack([vars(block.staged) for block in ours], "dropped").add_(over)
+                count_dropped([block.staged for block in ours], over)
                 self._overflown[ours] = over | self._overflown.get(ours, over)
         after = (factor for each in averages for factor in each.stored.values())
         if any(map(operator.is_not, before, after)):
@@ -467,7 +470,7 @@ class Layers:
 
     def _why_silent(self, block: KroneckerBlock) -> str:
         """Why no pair of a layer has come, or is of any use, if that is known."""
-        if block.state.unexplained:
+        if block.state.unverified:
             patched = any("forward" in vars(module) for module in block.modules)
             return UNEXPLAINED[patched]
         reasons = (self.capture.missed.get(module, "") for module in block.modules)
@@ -512,9 +515,9 @@ class Layers:
         )
 
     def _silence(self, block: KroneckerBlock) -> str:
-        reason, unexplained = self._why_silent(block), block.state.unexplained
-        if unexplained:
-            return f"{unexplained:.0%} of its gradient unexplained: {reason}"
+        reason = self._why_silent(block)
+        if block.state.unverified:
+            return f"{block.state.residual:.0%} of its gradient unexplained: {reason}"
         return f"{NONE_CAME}{reason}" if reason else SILENT
 
     def close(self) -> None:
@@ -549,12 +552,6 @@ def _status(block: KroneckerBlock) -> str:
     if not block.trainable:
         return "frozen"
     return "base" if block.state.silent else "preconditioned"
-
-
-def _parameters_of(block: KroneckerBlock) -> list[nn.Parameter]:
-    """The parameters of a block, frozen ones too."""
-    values = (v if isinstance(v, list) else [v] for v in vars(block).values())
-    return [p for value in values for p in value if isinstance(p, nn.Parameter)]
 
 
 def _listed(left: Mapping[LeftToBase, Sequence[Tensor]]) -> str:

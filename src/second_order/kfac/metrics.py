@@ -202,10 +202,11 @@ def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> Kronecker
     averages = KroneckerFactors(block.shape, block.weight.device, *kept)
     averages.stored |= {k: away.get(k, block.stored(k)) for k in block.shape.letters}
     if away:
-        averages.weight, averages.means = away["average_weight"], away["mean_eigenvalues"]
-        averages.examples = away["examples"]
+        averages.numbers["weight"] = away["average_weight"]
+        averages.numbers["means"] = away["mean_eigenvalues"]
+        averages.numbers["examples"] = away["examples"]
     elif here is not None:
-        averages.weight, averages.means, averages.examples = here.weight, here.means, here.examples
+        averages.numbers.update(here.numbers)
     return averages
 
 

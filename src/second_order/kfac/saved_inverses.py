@@ -38,7 +38,6 @@ from second_order.kronecker.solvers import (
     SOLVERS,
     EigenSolver,
     InverseSolver,
-    fitting_entry,
 )
 
 __all__ = [
@@ -97,7 +96,7 @@ def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool
         found |= block.inverse.entries
         found[INVERSE_DAMPING] = block.numbers(_dampings(block, solves))
     elif room:
-        shapes = solves.solver.saved_shapes(block.shape, block.triangular)
+        shapes = solves.solver.saved_shapes(block.shape)
         for name, shape in shapes.items():
             dtype, device = solves.options.inv_dtype, block.weight.device
             found[name] = torch.zeros(shape, dtype=dtype, device=device)
@@ -146,7 +145,7 @@ def inverse_bytes(blocks: Sequence[KroneckerBlock], solver: Solver, dtype: torch
     """Bytes that the inverses of all layers add to a complete checkpoint."""
     total = 0
     for block in blocks:
-        for shape in solver.saved_shapes(block.shape, block.triangular).values():
+        for shape in solver.saved_shapes(block.shape).values():
             total += dtype.itemsize * torch.Size(shape).numel()
     return total
 
@@ -176,7 +175,7 @@ def gather_inverses(
     dtype = solves.options.inv_dtype
     for device in sorted({block.weight.device for block in routes}, key=str):
         here = {b: r for b, r in routes.items() if b.weight.device == device and b.name in known}
-        named = {b: solves.solver.saved_shapes(b.shape, b.triangular) for b in here}
+        named = {b: solves.solver.saved_shapes(b.shape) for b in here}
         shapes: dict[KroneckerBlock, Shapes] = {b: tuple(n.values()) for b, n in named.items()}
         arrived = deliver_parts(world, shapes, here, tensors, dtype, device)
         for block, (source, destinations) in here.items():
@@ -220,17 +219,16 @@ def loaded_inverse(
     if not works:
         return here
     entries: dict[str, Tensor] = {}
-    for name, shape in solver.saved_shapes(block.shape, block.triangular).items():
+    for name, shape in solver.saved_shapes(block.shape).items():
         saved = part.get(name)
-        fitting = None if saved is None else fitting_entry(saved, shape, _side(name, block))
-        if fitting is None or not bool(fitting.any()):  # all zeros: no inverse was read
+        fits = saved is not None and tuple(saved.shape) == shape
+        if not fits or not bool(saved.any()):  # all zeros: no inverse was read
             return here
-        entries[name] = fitting.to(block.weight.device, dtype)
+        entries[name] = saved.to(block.weight.device, dtype)
     damping, scale = part[INVERSE_DAMPING].tolist() if INVERSE_DAMPING in part else (0.0, 0.0)
     if (scale > 0) != scaled:  # Newton's scale is saved as 0
         return here
-    inverse = solver.from_saved(entries, block.shape)
-    return LoadedInverse(here.step, here.delay, damping, scale, inverse)
+    return LoadedInverse(here.step, here.delay, damping, scale, solver.inverse(entries))
 
 
 def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot | None:
@@ -245,7 +243,7 @@ def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot 
     for name in SNAPSHOT_TENSORS:
         if name in part:
             entries[name.removeprefix("snapshot_")] = part[name]
-    whole = all(letter in entries for letter in block.shape.letters)
+    whole = all(name in entries for name in (*block.shape.letters, "mean_eigenvalues"))
     factors = None
     if whole and "average_weight" in part and not block.misfit(entries):
         factors = block.read_factors({**entries, "average_weight": part["average_weight"]})
@@ -256,30 +254,18 @@ def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot 
 def check_saved_inverse(part: SavedPart, block: KroneckerBlock) -> None:
     """Raise CheckpointError unless a layer's inverse and snapshot are valid and fit the layer."""
     for solver in SOLVERS.values():
-        for name, shape in solver.saved_shapes(block.shape, block.triangular).items():
+        for name, shape in solver.saved_shapes(block.shape).items():
             if name not in part:
                 continue
-            side = _side(name, block)
-            if fitting_entry(part[name], shape, side) is None:
+            if tuple(part[name].shape) != shape:
                 raise part.wrong(
                     name,
                     f"has the shape {tuple(part[name].shape)}, where layer {block.name!r} needs "
                     f"{shape}",
                 )
-            if int(part.get(STEP, -1)) >= 0 and bool(part[name].any()):
-                flaw = solver.flaw(name, part[name], block.shape)
-                if flaw:
-                    raise part.wrong(name, f"of layer {block.name!r}, {flaw}")
     for name in part.keys() & {*SNAPSHOT_TENSORS}:
         letter = name.removeprefix("snapshot_")
         if letter in block.shape.letters and (misfit := block.misfit({letter: part[name]})):
             raise part.wrong(name, f"does not fit: {misfit}")
     if SNAPSHOT_MEANS in part:
         part.tensor(SNAPSHOT_MEANS, (block.shape.numbers, block.shape.groups))
-
-
-def _side(name: str, block: KroneckerBlock) -> int:
-    """The size of a symmetric matrix, which may be saved as a triangle; 0 for other entries."""
-    letter = name[-1]
-    symmetric = name.startswith("inverse_") and letter not in block.shape.diagonals
-    return block.shape.dims[letter] if symmetric else 0

@@ -27,7 +27,7 @@ from second_order.kfac.layers import Layers
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.bank import of_groups
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.block import KroneckerBlock, LayerStatus
 from second_order.kronecker.decompositions import (
     RESIDUAL_TOLERANCE,
     Attempts,
@@ -123,6 +123,7 @@ class Solve:
     scale: Tensor | None = None  # what the inverse is multiplied by, on these; None for nothing
     added: Sequence[Tensor | None] = ()  # to the factors' diagonals, on these
     verdict: Verdict = Verdict.OPEN
+    error: str = ""  # of this rank, for a message
     solved: Solved = field(default_factory=dict)  # what this rank has decomposed
     ticket: Any = None  # of the thread that solves it, if one does
     option: Damping = math.nan  # γ as the option had it at that step
@@ -354,7 +355,7 @@ class Solves:
             for block in (*mine, *unknown):
                 if self.under_way[block].verdict is Verdict.OPEN:
                     self.under_way[block].verdict = Verdict.FAILED
-                    block.state.complaint = f" ({type(error).__name__}: {error})"
+                    self.under_way[block].error = f" ({type(error).__name__}: {error})"
             return None
 
     def _knows_damping(self, block: KroneckerBlock) -> bool:
@@ -378,7 +379,7 @@ class Solves:
         mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
         mine.sort(key=lambda item: (like[item[0].shape], item[1]))
         problems = [self.problem(block, letter, block.weight.device) for block, letter in mine]
-        attempts = self.solver.decompose(problems, options.inv_dtype, True)
+        attempts = self.solver.decompose(problems, options.inv_dtype)
         compared, changes = self._changes(ready, mine, attempts)
         reads = [attempts.errors], self.layers.overflown, [*unsure.values()], changes
         errors, over, weights, changed, *asked.told = numbers_of(*reads, *asked.groups)
@@ -435,7 +436,7 @@ class Solves:
                 weights[block] = block.ensure_factors().weight.to(self.training.device)
         if self.solves_at_once and self.training.device.type != "cpu":
             # These have, most likely: they are solved before that is read, with all the rest.
-            self._unsure = {block: w for block, w in weights.items() if block.state.heard}
+            self._unsure = {block: w for block, w in weights.items() if captured(block)}
             ready += self._unsure
             weights = {block: w for block, w in weights.items() if block not in self._unsure}
         if weights:
@@ -533,13 +534,13 @@ class Solves:
 
     def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
         """This rank's verdict on a layer that is to be installed."""
-        if block.state.unexplained:
+        if block.state.unverified:
             return Verdict.UNEXPLAINED
         if solve.verdict is not Verdict.OPEN:
             return solve.verdict
         if self.training.world.backend == "fake":  # no other rank sends its result
             return Verdict.SOUND
-        return Verdict.UNSEEN if block.state.heard else Verdict.OPEN
+        return Verdict.UNSEEN if captured(block) else Verdict.OPEN
 
     # ---------------------------------------------------------------------------------- install
 
@@ -553,7 +554,7 @@ class Solves:
             if verdict in (Verdict.SPARED, Verdict.SETTLED):
                 continue
             if verdict is not Verdict.SOUND:
-                self._note_failure(block, verdict)
+                self._note_failure(block, verdict, solve.error)
                 continue
             if block in received:
                 assert solve.damping is not None
@@ -609,12 +610,12 @@ class Solves:
             for k in shape.letters:
                 heads, diagonal = self.heads if k == "A" else 0, k in shape.diagonals
                 if plan.row.size > 1:
-                    sizes = shape.groups, shape.dims[k], diagonal, True
-                    shapes[block, k] = ((),) * heads + tuple(self.solver.kept_shapes(*sizes))
+                    sizes = shape.groups, shape.dims[k], diagonal
+                    shapes[block, k] = ((),) * heads + tuple(self.solver.sent_shapes(*sizes))
                 if k in solve.solved:
                     parts = solve.solved.pop(k)
-                    if rounding is not None:
-                        parts = self.solver.rounded(parts, diagonal, rounding)
+                    if plan.row.size > 1:
+                        parts = self.solver.to_send(parts, rounding)
                     for number in (solve.scale, solve.damping)[2 - heads :]:
                         head = torch.as_tensor(number, dtype=rounding or dtype, device=device)
                         parts = head.to(device, dtype), *parts
@@ -636,15 +637,18 @@ class Solves:
                     found["A"] = found["A"][self.heads :]
                     solve = self.under_way[block]
                     solve.damping, solve.scale = told[0], told[1] if self.heads > 1 else None
+                for letter in block.shape.letters:
+                    found[letter] = self.solver.received(found[letter], block.shape.dims[letter])
         return received
 
-    def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> None:
+    def _note_failure(self, block: KroneckerBlock, verdict: Verdict, error: str) -> None:
         """Treat a layer that was not solved."""
         training = self.training
-        block.state.silent = verdict in (Verdict.SILENT, Verdict.UNEXPLAINED)
+        silent = verdict in (Verdict.SILENT, Verdict.UNEXPLAINED)
         if verdict is Verdict.UNEXPLAINED:
             self.layers.unexplained_elsewhere(block)
             had = block.solved
+            block.lost_inverse(silent)
             block.forget()
             if had:
                 training.publish()  # without the factors
@@ -654,23 +658,32 @@ class Solves:
                 f"not got it, from a checkpoint written without consolidate(), perhaps; the base "
                 f"optimizer trains the layer alone until its statistics have been taken anew"
             )
+            block.lost_inverse(silent)
             block.forget()
             self.layers.newcomers_at = training.steps + 1
             training.publish()  # without the lost factors
         elif verdict is not Verdict.FAILED:
-            block.drop_inverse()
+            block.lost_inverse(silent)
         else:
-            block.state.failures += 1
+            block.refresh_failed()
             self.failed += 1
             if training.first_time(f"failed:{block.name}"):
                 kept = "its last inverse is kept"
                 kept = kept if block.solved else "the base optimizer trains it alone"
                 training.warn(
                     f"the factors of layer {block.name!r} could not be decomposed at step "
-                    f"{training.steps}{block.state.complaint}; {kept} until a refresh succeeds"
+                    f"{training.steps}{error}; {kept} until a refresh succeeds"
                 )
+
+
+_NONE_CAME = (LayerStatus.NOT_CAPTURED, LayerStatus.UNVERIFIED)
+
+
+def captured(block: KroneckerBlock) -> bool:
+    """Whether this process has captured a pair of a layer that is of use."""
+    return block.state.status is LayerStatus.CAPTURED
 
 
 def _unseen(block: KroneckerBlock) -> Verdict:
     """The verdict on a layer without statistics; a dead layer's pairs have been heard."""
-    return Verdict.SILENT if block.state.asked and not block.state.heard else Verdict.UNSEEN
+    return Verdict.SILENT if block.state.status in _NONE_CAME else Verdict.UNSEEN

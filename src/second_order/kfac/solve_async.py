@@ -248,7 +248,7 @@ class SolvesOnThreads(Solves):
         if not ready:
             return
         options, streams = self.options, self._streams
-        decompose = partial(self.solver.decompose, dtype=options.inv_dtype, triangular=True)
+        decompose = partial(self.solver.decompose, dtype=options.inv_dtype)
         on_cuda = self._own.inverse_device == "cuda"
         device = self.training.device if on_cuda else torch.device("cpu")
         every: list[dict[str, Problem]] = []
@@ -296,7 +296,7 @@ class SolvesOnThreads(Solves):
         """This rank's verdict on a layer that is under way."""
         self.pool.require_own_process()
         ticket, waits = solve.ticket, self._waits(block)
-        if block.state.unexplained or (ticket is None and waits):
+        if block.state.unverified or (ticket is None and waits):
             return super().verdict(block, solve)
         if ticket is None:
             return solve.verdict

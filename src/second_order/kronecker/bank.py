@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, repeat
-from operator import itemgetter
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import Layout
 from second_order.kronecker.solvers import Inverse
-from second_order.kronecker.stacks import in_groups
+from second_order.kronecker.stacks import as_stack, in_groups
 from second_order.sharded import is_dtensor
 
 __all__ = [
@@ -47,27 +46,20 @@ def as_matrices(gradients: list[Tensor], layout: Layout) -> Tensor:
 
     It is a view of a single one wherever that is possible.
     """
-    axis, views, flipped = layout
-    number, grouped = len(views), len(views[0]) > 2
+    number = len(layout.views)
+    grouped = len(layout.views[0]) > 2
     layers = len(gradients) // number
+    views = [g.reshape(view) for g, view in zip(gradients, layout.views * layers, strict=True)]
     if layers > 1 and gradients[0].device.type == "cpu":
         # Products of matrices whose rows lie apart take twice as long.
-        columns: list[Tensor] = []
-        for i, view in enumerate(views):
-            # A convolution's weight and a Linear's may be matrices of one size.
-            same_shape = map(torch.reshape, gradients[i::number], repeat(view))
-            columns.append(torch.stack(list(same_shape)))
-        whole = columns[0] if number == 1 else torch.cat(columns, axis + 1)
-        whole = whole.flatten(0, 1) if grouped else whole
-        return whole.mT if flipped else whole
-    parts = list(map(torch.reshape, gradients, views * layers))
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, axis)
-    if layers > 1:
-        whole = whole.unflatten(axis, (layers, -1)).movedim(axis, 0)
-        whole = whole.flatten(0, 1) if grouped else whole
-    elif not grouped:
-        whole = whole.unsqueeze(0)
-    return whole.mT if flipped else whole
+        columns = [torch.stack(views[i::number]) for i in range(number)]
+        whole = columns[0] if number == 1 else torch.cat(columns, layout.axis + 1)
+    else:
+        whole = views[0] if len(views) == 1 else torch.cat(views, layout.axis)
+        whole = whole.unflatten(layout.axis, (layers, -1)).movedim(layout.axis, 0)
+    if grouped:
+        whole = whole.flatten(0, 1)
+    return whole.mT if layout.flipped else whole
 
 
 def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence[Tensor]:
@@ -75,14 +67,11 @@ def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence
 
     Each is ``(layers, ...)``, a view; the rest of its shape has the order of the parameter's.
     """
-    axis, views, flipped = layout
-    stacked = matrices.mT if flipped else matrices
-    if len(views[0]) > 2:
+    stacked = matrices.mT if layout.flipped else matrices
+    if len(layout.views[0]) > 2:
         stacked = stacked.unflatten(0, (layers, -1))
-    if len(views) == 1:
-        return (stacked,)
-    sizes = list(map(itemgetter(axis), views))
-    parts: Sequence[Tensor] = stacked.split_with_sizes(sizes, axis + 1)
+    sizes = [view[layout.axis] for view in layout.views]
+    parts: Sequence[Tensor] = stacked.split_with_sizes(sizes, layout.axis + 1)
     return parts
 
 
@@ -94,9 +83,12 @@ class Bank:
     """
 
     def __init__(self, blocks: Sequence[KroneckerBlock], inverse: Inverse | None = None) -> None:
-        self.blocks, self.inverse = list(blocks), inverse
+        self.blocks = list(blocks)
+        self.inverse = inverse
         first = self.blocks[0]
-        self._groups, self._dtype, self._layout = first.shape.groups, first.work_dtype, first.layout
+        self._groups = first.shape.groups
+        self._dtype = first.work_dtype
+        self._layout = first.layout
         self.params = [p for block in self.blocks for p in block.params]
         # Of layers that have been renewed: P by the last inverses, or these, to be compared; and
         # P₀ · P, |P₀|² and |P|².
@@ -107,35 +99,33 @@ class Bank:
         """The bank of some of the layers, in their order; with views of inverses if in a row."""
         if len(blocks) == len(self.blocks):
             return self
-        inverse = self.inverse
-        if inverse is not None:
-            here = list(map(self.blocks.index, blocks))
-            first, stacks = here[0], [t.unflatten(0, (-1, self._groups)) for t in inverse.tensors]
-            if here == list(range(first, first + len(here))):
-                inverse = inverse.of([t[first : first + len(here)].flatten(0, 1) for t in stacks])
-            else:
-                inverse = inverse.of([torch.cat([t[i] for i in here]) for t in stacks])
-        return Bank(blocks, inverse)
+        if self.inverse is None:
+            return Bank(blocks)
+        here = [self.blocks.index(block) for block in blocks]
+        stacks = [as_stack([parts[i] for i in here]) for parts in self._parts(self.inverse)]
+        return Bank(blocks, self.inverse.of([stack.flatten(0, 1) for stack in stacks]))
 
     def install(self, blocks: Sequence[KroneckerBlock], new: Inverse, keeps: bool) -> None:
-        """Put the stacked inverses of some layers in their places; ``keeps`` the old ones, too."""
-        before, index = self.inverse, list(map(self.blocks.index, blocks))
-        anew, size = before is None or keeps, len(self.blocks) * self._groups
-        if anew and len(blocks) == len(self.blocks):
+        """Put the stacked inverses of some layers in their places; ``keeps`` the old ones."""
+        found = self.inverse
+        if (found is None or keeps) and len(blocks) == len(self.blocks):
             found = new.of([_owned(t) for t in new.tensors])
         else:
-            found = before or new.of([t.new_zeros(size, *t.shape[1:]) for t in new.tensors])
-            if anew and before is not None:
-                found = before.of([t.clone() for t in before.tensors])
-            to = [each[i] for each in self._stacks(found) for i in index]
-            torch._foreach_copy_(to, [part for each in self._stacks(new) for part in each])
+            if found is None:
+                size = len(self.blocks) * self._groups
+                found = new.of([t.new_zeros(size, *t.shape[1:]) for t in new.tensors])
+            elif keeps:
+                found = found.of([t.clone() for t in found.tensors])
+            index = [self.blocks.index(block) for block in blocks]
+            places = [parts[i] for parts in self._parts(found) for i in index]
+            torch._foreach_copy_(places, list(chain(*self._parts(new))))
         self.inverse = found
-        renewed, stacks = set(blocks), self._stacks(found)
-        for block, *views in zip(self.blocks, *stacks, strict=True):
+        renewed = set(blocks)
+        for block, *views in zip(self.blocks, *self._parts(found), strict=True):
             if block in renewed or (keeps and block.inverse is not None):
-                block.inverse = found.of(views)
+                block.use(found.of(views))
 
-    def _stacks(self, inverse: Inverse) -> list[Sequence[Tensor]]:
+    def _parts(self, inverse: Inverse) -> list[Sequence[Tensor]]:
         """The parts of each layer in each tensor of an inverse."""
         return [t.unflatten(0, (-1, self._groups)).unbind() for t in inverse.tensors]
 
@@ -219,8 +209,7 @@ class Bank:
         parts = of_parameters(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":
             parts = [part.contiguous() for part in parts]
-        layers = zip(*map(Tensor.unbind, parts), strict=True)
-        return list(chain.from_iterable(layers))
+        return list(chain(*zip(*(part.unbind() for part in parts), strict=True)))
 
 
 def _owned(tensor: Tensor) -> Tensor:
@@ -250,7 +239,9 @@ def _compared(before: Tensor, after: Tensor) -> Tensor:
 
 def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:
     """Banks of layers, in their order."""
-    blocks, keys, shares = list(blocks), list[object](), list[float]()
+    blocks = list(blocks)
+    keys: list[object] = []
+    shares: list[float] = []
     for block in blocks:
         weight, shape = block.weight, block.shape
         # An L's factors are not multiplied in stacks: such layers are few, and wide.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,6 @@ from second_order.kronecker.explanation import TOLERANCE, Explanation
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
-    mean_eigenvalue,
 )
 from second_order.kronecker.layers import (
     KINDS,
@@ -28,14 +27,12 @@ from second_order.kronecker.layers import (
     layout_of,
 )
 from second_order.kronecker.solvers import Inverse
-from second_order.kronecker.triangles import unpack_upper_triangular
-from second_order.sharded import FSDPParams, local
+from second_order.sharded import FSDPParams
 
-__all__ = ["AGREED_STATE", "PASS_HISTORY", "KroneckerBlock", "LayerState"]
+__all__ = ["AGREED_STATE", "PASS_HISTORY", "KroneckerBlock", "LayerState", "LayerStatus"]
 
-LOOK_EVERY = 100
-"""Steps with statistics between two looks at whether a layer's pairs explain its gradient."""
-
+VERIFIED_STEPS = 2
+"""Steps with statistics at which a layer's pairs are compared with its weight's gradient."""
 
 PASS_HISTORY = "pass_history"
 AGREED_STATE = ("no_statistics", "statistics_due", "failures")
@@ -43,44 +40,56 @@ AGREED_STATE = ("no_statistics", "statistics_due", "failures")
 statistics, and whole numbers that all ranks have."""
 
 
+class LayerStatus(Enum):
+    """What this process knows of a layer's statistics."""
+
+    WAITING = 0  # none have been due
+    NOT_CAPTURED = 1  # they were due, and the layer's hooks captured no pair
+    CAPTURED = 2  # a pair has been captured, perhaps one without an example
+    UNVERIFIED = 3  # the captured pairs do not reproduce the weight's gradient
+
+
 @dataclass
 class LayerState:
     """The history of a layer's statistics and refreshes."""
 
-    silent: bool = False  # the last refresh found that no statistic had ever arrived
-    asked: bool = False  # statistics have been due since the block was made
-    heard: bool = False  # a pair has been captured, be it one without an example
-    failures: int = 0  # refreshes in a row that gave no sound decomposition
-    complaint: str = ""  # an error on this process, which makes the coming refresh fail
-    unexplained: float = 0.0  # share of the gradient, if too much for the pairs to be used
-    unlooked: int = LOOK_EVERY  # steps with statistics since the two were compared
+    status: LayerStatus = LayerStatus.WAITING
+    silent: bool = False  # the last refresh found no statistics, on any process
+    failures: int = 0  # refreshes in a row that gave no valid decomposition
+    comparisons: int = 0  # of pairs with the gradient
+    residual: float = 0.0  # share of the gradient that the pairs left over at the last of these
     work: int = 0  # operations of the passes in the last step with statistics, on this process
 
     def note_pair(self, work: int) -> None:
         """Note a captured pair, and the operations of the step's passes so far."""
-        self.heard = True
+        self.status = LayerStatus.CAPTURED
         self.work = work
+
+    @property
+    def unverified(self) -> bool:
+        """Whether the pairs do not reproduce the gradient, so that they are not used."""
+        return self.status is LayerStatus.UNVERIFIED
 
     def agreed(self) -> dict[str, Any]:
         """The entries of a checkpoint that are the same on all ranks."""
-        values = int(self.silent), int(self.asked), self.failures
-        return dict(zip(AGREED_STATE, values, strict=True))
+        due = self.status is not LayerStatus.WAITING
+        return dict(zip(AGREED_STATE, (int(self.silent), int(due), self.failures), strict=True))
 
     def history(self, ranks: int) -> list[float]:
         """The numbers of captured passes that a checkpoint has; work is that of all ``ranks``."""
         work = float(self.work * ranks)
-        return [float(self.heard), float(self.unlooked), self.unexplained, work]
+        return [float(self.status.value), float(self.comparisons), self.residual, work]
 
     def load(self, saved: Mapping[str, Any], ranks: int) -> None:
         """Take over the entries that a checkpoint has; work is shared by so many ``ranks``."""
         if saved.keys() >= {*AGREED_STATE}:
-            silent, asked, self.failures = (saved[name] for name in AGREED_STATE)
+            silent, due, self.failures = (saved[name] for name in AGREED_STATE)
             self.silent = bool(silent)
-            self.asked = bool(asked)
+            self.status = LayerStatus.NOT_CAPTURED if due else LayerStatus.WAITING
         if PASS_HISTORY in saved:
-            heard, unlooked, self.unexplained, work = saved[PASS_HISTORY].tolist()
-            self.heard = bool(heard)
-            self.unlooked = int(unlooked)
+            status, comparisons, self.residual, work = saved[PASS_HISTORY].tolist()
+            self.status = LayerStatus(int(status))
+            self.comparisons = int(comparisons)
             self.work = int(work / ranks)
 
 
@@ -91,7 +100,8 @@ class KroneckerBlock:
         names: Names of the modules that share the weight, one for most layers.
         name: The layer's name, for messages.
         keys: The name of the kind of each of these modules; ``kinds`` has the rules.
-        bias: The bias in the optimizer's care, or None.
+        watched: The modules whose passes make the statistics.
+        owned: The weight, and the bias in the optimizer's care, if any.
         factors: Running averages; None before the first statistic or checkpoint.
         held: Whether A and G are kept on this process.
         staged: Statistics since the last step.
@@ -112,39 +122,56 @@ class KroneckerBlock:
         factor_dtype: torch.dtype,
         triangular: bool,
         keys: Sequence[Key | None] = (),
+        owned: Sequence[nn.Parameter] = (),
     ) -> None:
-        self.names, self.modules = list(names), list(modules)
+        self.names = list(names)
+        self.modules = list(modules)
         self.name = " = ".join(name or "(model)" for name in names)
-        self.watched = self.modules  # whose passes make the statistics
-        self.keys = list(keys) or list(map(key_of, modules))
+        self.watched = self.modules
+        self.keys = list(keys) or [key_of(module) for module in modules]
         named = zip(modules, self.keys, strict=True)
         self.kinds = {module: KINDS[key] for module, key in named if key is not None}
-        self.weight, self.bias = self._key_parameter(), bias
-        self.factor_dtype, self.triangular = factor_dtype, triangular
+        self.owned = list(owned)
+        if not owned:
+            first = self.modules[0]
+            self.owned.append(cast(nn.Parameter, getattr(first, self.kinds[first].weight)))
+            if bias is not None:
+                self.owned.append(bias)
+        self.factor_dtype = factor_dtype
+        self.triangular = triangular
         self.held = (True, True)
-        self.inverse: Inverse | None = None
         self.state = LayerState()
-        self._expected_version = 0  # version of the weight's gradient at the next pass
-        self._arrived: weakref.ref[Tensor] | None = None  # the weight's first gradient
         self._last_backward = -1  # the number of the pass that brought the last pair
-        self._reset()
+        self._reset(dropped=0)
 
-    def _key_parameter(self) -> nn.Parameter:
-        module = self.modules[0]
-        return cast(nn.Parameter, getattr(module, self.kinds[module].weight))
-
-    def _reset(self) -> None:
+    def _reset(self, dropped: Tensor | int) -> None:
+        """Start without statistics, for the parameters that train now."""
+        device = self.weight.device
+        self.shape: FactorShape = self._current_shape()
         self.trains_bias = self.bias is not None and self.bias.requires_grad
         self.work_dtype = torch.promote_types(self.weight.dtype, torch.float32)
-        self.shape: FactorShape = self._current_shape()
-        shape, packed = self.shape, self.triangular
-        self.stored_shapes = {k: shape.stored_shape(k, packed) for k in shape.letters}
-        before = self.__dict__.get("staged")
-        self.staged = StagedStatistics(shape, self.weight.device, self.factor_dtype, packed)
-        if before is not None:
-            self.staged.dropped += before.dropped.to(self.weight.device)
+        self.stored_shapes: dict[str, tuple[int, ...]] = {}
+        for letter in self.shape.letters:
+            self.stored_shapes[letter] = self.shape.stored_shape(letter, self.triangular)
+        self.staged = StagedStatistics(self.shape, device, self.factor_dtype, self.triangular)
+        self.staged.dropped += dropped
         self.factors: KroneckerFactors | None = None
         self.drop_inverse()
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight, or what else names the layer in a checkpoint."""
+        return self.owned[0]
+
+    @property
+    def bias(self) -> nn.Parameter | None:
+        """The bias that goes with the weight, or None."""
+        return self.owned[1] if len(self.owned) > 1 else None
+
+    @property
+    def training(self) -> tuple[bool, ...]:
+        """Whether each parameter of the block trains now."""
+        return tuple(p.requires_grad for p in self.owned)
 
     @property
     def trainable(self) -> bool:
@@ -152,20 +179,40 @@ class KroneckerBlock:
         return self.weight.requires_grad
 
     @property
-    def training(self) -> tuple[bool, ...]:
-        """Whether the weight trains now, and whether the bias does."""
-        return self.trainable, self.bias is not None and self.bias.requires_grad
-
-    @property
     def params(self) -> list[nn.Parameter]:
-        """The weight, and the bias if it trains with it."""
-        bias = self.bias
-        return [self.weight] if bias is None or not bias.requires_grad else [self.weight, bias]
+        """The block's parameters that train now."""
+        return [p for p in self.owned if p.requires_grad]
 
     @property
-    def without_gradient(self) -> bool:
-        """Whether no parameter of the block has a gradient."""
-        return all(p.grad is None for p in self.params)
+    def has_gradient(self) -> bool:
+        """Whether any of the parameters has a gradient."""
+        return any(p.grad is not None for p in self.params)
+
+    @property
+    def size(self) -> int:
+        """Number of scalar parameters that train."""
+        return sum(p.numel() for p in self.params)
+
+    @property
+    def layout(self) -> Layout:
+        """The places of the gradients of :attr:`params` in the layer's matrix."""
+        return layout_of(self.shape, [p.numel() for p in self.params])
+
+    def replace_params(self, others: Mapping[Tensor, nn.Parameter]) -> None:
+        """Put other parameters of the same shapes in the place of some of the block's."""
+        self.owned = [others.get(p, p) for p in self.owned]
+
+    def follow_requires_grad(self) -> None:
+        """Start again where the bias was frozen or unfrozen, or the layer moved, if it trains."""
+        moved = self.weight.device != self.staged.device
+        if self.trainable and (moved or self._current_shape() != self.shape):
+            self._reset(self.staged.dropped.to(self.weight.device))
+
+    def _current_shape(self) -> FactorShape:
+        module = self.modules[0]
+        return self.kinds[module].shape(module, self.bias is not None and self.bias.requires_grad)
+
+    # --------------------------------------------------------------------------------- statistics
 
     def begin_pass(self, backward: int, pass_id: int, unreduced: bool) -> None:
         """Drop statistics whose gradients have been dropped, as the first pair of a pass comes.
@@ -180,102 +227,79 @@ class KroneckerBlock:
                 self.staged.clear()
 
     def starts_anew(self, unreduced: bool = False) -> bool:
-        """Whether gradients of staged statistics have been set to None or to zero; ask each pass.
+        """Whether gradients of staged statistics have been set to None since; ask at each pass.
 
-        An accumulation adds 1 to a gradient's version, and the first one makes a gradient, which
-        :meth:`end_pass` has seen: a device is not waited for in a loop that merely accumulates.
         ``unreduced``: FSDP2 has yet to average earlier passes' gradients.
         """
-        whole, expected = self.weight.grad, self._expected_version
-        arrived, self._arrived = self._arrived, None
-        gradient = None if whole is None else local(whole)
-        self._expected_version = 0 if gradient is None else gradient._version + 1
-        if self.staged.empty:
-            return False
-        same = expected > 0 or arrived is None or arrived() is whole
-        if gradient is None or (gradient._version == expected and same):
-            return self.without_gradient and not unreduced
-        rows = [local(p.grad) for p in self.params if p.grad is not None]
-        return any(map(Tensor.numel, rows)) and not any(bool(each.any()) for each in rows)
-
-    def end_pass(self) -> None:
-        """See the gradient that a pass has made, if there was none before."""
-        if self._expected_version == 0 and self.weight.grad is not None:
-            self._arrived = weakref.ref(self.weight.grad)
-
-    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Put other parameters of the same shapes in the place of some of the block's."""
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, others.get(value, value))
-            elif isinstance(value, list):
-                value[:] = [others.get(v, v) if isinstance(v, Tensor) else v for v in value]
-
-    def follow_requires_grad(self) -> None:
-        """Start anew where the bias was frozen or unfrozen, or the layer moved, if it trains."""
-        moved = self.weight.device != self.staged.device
-        if self.trainable and (moved or self._current_shape() != self.shape):
-            self._reset()
-
-    def _current_shape(self) -> FactorShape:
-        module = self.modules[0]
-        return self.kinds[module].shape(module, self.training[1])
+        return not (self.staged.empty or self.has_gradient or unreduced)
 
     def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
         """Statistics of a captured pair of one of the modules, in the dtype of the pair."""
         return self.kinds[module].statistics(module, x, d, form)
 
-    # ------------------------------------------------------------ do the pairs explain the gradient
+    def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
+        """Whether a pair's sizes can be those of the layer."""
+        return self.kinds[module].fits(module, x, d)
 
     @property
     def looks(self) -> bool:
         """Whether the pairs of these passes are compared with the gradient."""
-        return self.state.unlooked >= LOOK_EVERY
+        return self.state.comparisons < VERIFIED_STEPS
 
     def looked_at(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
         return self.kinds[module].weight
 
     def product(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
-        """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
-        wide = torch.promote_types(d.dtype, torch.float32)
-        x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
-        return self.kinds[module].gradient(module, x, d.to(wide))
+        """A pair's part of the gradient of :meth:`looked_at`."""
+        return self.kinds[module].gradient(module, x, d)
 
     def look(self, module: nn.Module, x: Any, d: Tensor, fsdp: FSDPParams | None) -> None:
-        """Compare a pair with the gradient that is about to arrive."""
+        """Compare a pair with the gradient that is about to arrive, in float32 at least."""
         weight = params_in_pass(module, fsdp).get(self.looked_at(module))
-        if weight is not None:
-            rows = x if isinstance(x, Tensor) else x.hidden
-            self.explanation.add(self.product(module, x, d), rows, d, weight)
-
-    @property
-    def explanation(self) -> Explanation:
-        """The gradient in these passes beside the pairs, from the first one that is compared."""
+        if weight is None:
+            return
         if self.staged.explanation is None:
             self.staged.explanation = Explanation()
-        return self.staged.explanation
+        wide = torch.promote_types(d.dtype, torch.float32)
+        rows = x if isinstance(x, Tensor) else x.hidden
+        inputs = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
+        product = self.product(module, inputs, d.to(wide))
+        self.staged.explanation.add(product, rows, d, weight)
 
-    def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair's sizes can be those of the layer."""
-        return self.kinds[module].fits(module, x, d)
+    def skip_comparison(self) -> None:
+        """Count a comparison that a hook of the user's on the weight makes impossible."""
+        self.state.comparisons += 1
 
     def judge(self, residual: float) -> None:
-        """Note how much of the gradient the step's pairs leave unexplained; drop what does."""
-        state, self.state.unlooked = self.state, 1
-        state.unexplained = residual if residual > TOLERANCE else 0.0
-        if state.unexplained:
+        """Note how much of the gradient the step's pairs leave over; drop pairs that leave much."""
+        state = self.state
+        state.comparisons += 1
+        state.residual = residual
+        if residual > TOLERANCE:
+            state.status = LayerStatus.UNVERIFIED
             self.staged.clear()
-            state.heard = False
+        elif state.unverified:
+            state.status = LayerStatus.NOT_CAPTURED
+
+    # ------------------------------------------------------------------------------------ factors
 
     def ensure_factors(self, asked: bool = False) -> KroneckerFactors:
         """The running averages, made on first use; ``asked``: as statistics are due."""
-        self.state.asked |= asked
+        if asked and self.state.status is LayerStatus.WAITING:
+            self.state.status = LayerStatus.NOT_CAPTURED
         if self.factors is None:
-            self.factors = KroneckerFactors(
-                self.shape, self.weight.device, self.factor_dtype, self.triangular, self.held
-            )
+            self.factors = self._new_factors()
         return self.factors
+
+    def _new_factors(self) -> KroneckerFactors:
+        return KroneckerFactors(
+            shape=self.shape,
+            device=self.weight.device,
+            dtype=self.factor_dtype,
+            triangular=self.triangular,
+            held=self.held,
+        )
 
     def keep(self, held: tuple[bool, bool]) -> None:
         """Keep A, or G, or both, or neither from now on; factors that are not kept are freed.
@@ -283,16 +307,39 @@ class KroneckerBlock:
         Those that are get a place of their own: a slice would keep the memory of all its stack.
         """
         self.held = held
-        if self.factors is not None:
-            for letter, factor in self.factors.stored.items():
-                kept = factor if held[letter == "G"] else None
-                if kept is not None and kept.untyped_storage().nbytes() > kept.nbytes:
-                    kept = kept.clone()
-                self.factors.stored[letter] = kept
+        for letter in self.shape.letters:
+            factor = self.stored(letter)
+            if factor is None or self.factors is None:
+                continue
+            if not self._holds(letter):
+                self.factors.stored[letter] = None
+            elif factor.untyped_storage().nbytes() > factor.nbytes:
+                self.factors.stored[letter] = factor.clone()
 
-    def stored(self, which: str) -> Tensor | None:
+    def _holds(self, letter: str) -> bool:
+        """Whether a factor is kept on this process."""
+        return self.held[letter == "G"]
+
+    def stored(self, letter: str) -> Tensor | None:
         """The factor of a letter, as stored; None if it is not kept here, or is lost."""
-        return None if self.factors is None else self.factors.stored[which]
+        return None if self.factors is None else self.factors.stored[letter]
+
+    @property
+    def lost(self) -> bool:
+        """Whether a factor that is kept here is missing, though there have been statistics."""
+        if self.factors is None:
+            return False
+        return any(self._holds(k) and self.stored(k) is None for k in self.shape.letters)
+
+    def forget(self) -> None:
+        """Start the running averages again: the layer runs on its base gradient until then."""
+        self.factors = None
+        self.state.failures = 0
+        if self.state.status is LayerStatus.NOT_CAPTURED:
+            self.state.status = LayerStatus.WAITING
+        self.drop_inverse()
+
+    # -------------------------------------------------------------------------------- checkpoints
 
     def numbers(self, values: Sequence[float]) -> Tensor:
         """Numbers as a tensor of a checkpoint, which has all of its tensors on one device."""
@@ -300,102 +347,77 @@ class KroneckerBlock:
         wide = torch.float32 if device.type == "mps" else torch.float64
         return torch.tensor(values, dtype=wide, device=device)
 
-    @property
-    def lost(self) -> bool:
-        """Whether a factor that is kept here is missing, though there have been statistics."""
-        if self.factors is not None:
-            for letter, factor in self.factors.stored.items():
-                if factor is None and self.held[letter == "G"]:
-                    return True
-        return False
-
     def saved_factors(self) -> dict[str, Tensor]:
         """The factors kept here, as a checkpoint has them; tensors are shared, not copied."""
         factors = self.ensure_factors()
-        heads = {
+        found = {
             "average_weight": factors.weight,
             "mean_eigenvalues": factors.means,
             "examples": factors.examples,
         }
-        return heads | {k: factor for k, factor in factors.stored.items() if factor is not None}
+        return found | {k: factor for k, factor in factors.stored.items() if factor is not None}
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
-        """Take over saved averages that fit, triangles or not; a missing one counts as lost."""
+        """Take over saved averages that fit; a missing one counts as lost."""
         self.factors = self.read_factors(saved)
 
     def read_factors(self, saved: Mapping[str, Any]) -> KroneckerFactors:
-        """Copy saved averages that fit, triangles or not, as they are kept on this process."""
-        shape = self.shape
-        factors = KroneckerFactors(
-            shape, self.weight.device, self.factor_dtype, self.triangular, self.held
-        )
-        device = factors.weight.device
+        """Copy saved averages that fit, as they are kept on this process."""
+        factors = self._new_factors()
+        device = self.weight.device
         factors.weight.copy_(torch.as_tensor(saved["average_weight"], device=device))
+        factors.means.copy_(saved["mean_eigenvalues"])
         factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0), device=device))
-        matrices = {k: saved[k] for k in shape.letters if k in saved}
-        for k, stored in matrices.items():
-            if stored.dim() < 3 and k not in shape.diagonals:
-                matrices[k] = unpack_upper_triangular(stored, shape.dims[k])
-        if "mean_eigenvalues" in saved:
-            factors.means.copy_(saved["mean_eigenvalues"])
-        elif len(matrices) == len(shape.letters):
-            means = [mean_eigenvalue(m, m.shape[-1]) for m in matrices.values()]
-            factors.means[: len(means)] = torch.stack(means)
-            factors.means[len(means) :] = 1.0
-        for k in shape.letters:
-            here = self.held[k == "G"] and k in matrices
-            kept = factors.store(matrices[k]).to(self.weight.device, copy=True) if here else None
-            factors.stored[k] = kept
+        for letter, place in factors.stored.items():
+            if place is not None and letter in saved:
+                place.copy_(saved[letter])
+            else:
+                factors.stored[letter] = None
         return factors
 
     def misfit(self, saved: Mapping[str, Any]) -> str:
         """Why saved factors have not this layer's sizes as it is now; "" if they have."""
-        for letter in filter(saved.__contains__, self.shape.letters):
-            allowed = [self.shape.stored_shape(letter, packed) for packed in (False, True)]
-            if tuple(saved[letter].shape) not in allowed:
+        for letter, needed in self.stored_shapes.items():
+            if letter in saved and tuple(saved[letter].shape) != needed:
                 return (
                     f"the checkpoint's factor {letter} of layer {self.name!r} has shape "
-                    f"{tuple(saved[letter].shape)}, the model needs {allowed[0]} or, as a "
-                    f"triangle, {allowed[1]}; load it into the model that it was saved from"
+                    f"{tuple(saved[letter].shape)}, the model needs {needed}; load it into the "
+                    f"model that it was saved from"
                 )
         return ""
-
-    def forget(self) -> None:
-        """Start the running averages anew: the layer runs on its base gradient until then."""
-        self.factors = None
-        self.state.asked, self.state.failures = False, 0
-        self.drop_inverse()
-
-    def installed(self) -> None:
-        """Mark the layer as solved by its gradient workers, this process or others."""
-        self.solved = True
-        self.state.silent, self.state.failures, self.state.complaint = False, 0, ""
-
-    def drop_inverse(self) -> None:
-        """Forget the inverse: the layer runs on its base gradient until it is solved again."""
-        self.inverse = None
-        self.solved = False
-
-    @property
-    def has_gradient(self) -> bool:
-        """Whether there is a gradient to precondition."""
-        return self.weight.grad is not None
-
-    @property
-    def layout(self) -> Layout:
-        """The places of the gradients of :attr:`params` in the layer's matrix."""
-        return layout_of(self.shape, [p.numel() for p in self.params])
-
-    @property
-    def size(self) -> int:
-        """Number of scalar parameters in the block."""
-        return sum(p.numel() for p in self.params)
 
     @property
     def factor_bytes(self) -> int:
         """Bytes of the running averages here."""
         stored = [] if self.factors is None else [*self.factors.stored.values()]
         return sum(factor.nbytes for factor in stored if factor is not None)
+
+    # ------------------------------------------------------------------------------------ inverse
+
+    def use(self, inverse: Inverse) -> None:
+        """Precondition with an inverse from now on."""
+        self.inverse = inverse
+
+    def installed(self) -> None:
+        """Mark the layer as solved by its gradient workers, this process or others."""
+        self.solved = True
+        self.state.silent = False
+        self.state.failures = 0
+
+    def refresh_failed(self) -> None:
+        """Count a refresh without a valid decomposition; a last inverse stays."""
+        self.state.silent = False
+        self.state.failures += 1
+
+    def lost_inverse(self, silent: bool) -> None:
+        """Drop the inverse at a refresh that found no statistics; ``silent``: on any process."""
+        self.state.silent = silent
+        self.drop_inverse()
+
+    def drop_inverse(self) -> None:
+        """Forget the inverse: the layer runs on its base gradient until it is solved again."""
+        self.inverse: Inverse | None = None
+        self.solved = False
 
     @property
     def inverse_bytes(self) -> int:

@@ -537,6 +537,7 @@ class StatisticsCollector:
     warn: Callable[[str], None] = warnings.warn
     fsdp: FSDPParams | None = None
     heard: Callable[[KroneckerBlock], None] | None = None
+    verifies_always: bool = False  # compares the pairs of all steps with the gradient
     sampled: bool = False
     drawn_rows: bool = False
     queue: PairQueue = field(default_factory=PairQueue)
@@ -574,7 +575,7 @@ class StatisticsCollector:
     def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
         for block in self._training(module):
-            if block.looks and block.fits_pair(module, x, d):
+            if (self.verifies_always or block.looks) and block.fits_pair(module, x, d):
                 with stage("statistics"), ieee_matmul(d.device):
                     block.look(module, x, d, self.fsdp)
 
@@ -633,7 +634,7 @@ class StatisticsCollector:
         # Its sums, now or at the end of the pass.
         pair = _Pair(module, x, d, SeenRows(current, group, rows.gradient))
         for block in fitting:
-            if block.state.unexplained:
+            if block.state.unverified:
                 continue
             current.layers[id(block.staged)] = block.staged
             inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
@@ -680,9 +681,6 @@ class StatisticsCollector:
             mean = self.reduction() == "mean"
             end_pass(ended.layers.values(), ended.number, terms if mean else None)
         ended.end()
-        for block in self._places:
-            if id(block.staged) in ended.layers:
-                block.end_pass()
         self._tell()
 
     def settle(self) -> None:

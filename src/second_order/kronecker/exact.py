@@ -40,8 +40,6 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS, nn.SyncBatchNorm)
 
-CANCELLED = 1e-4  # share of a mean's square: sums of squares cannot resolve a smaller variance
-
 
 @dataclass(frozen=True)
 class Gain:
@@ -63,21 +61,22 @@ def gain_of(module: nn.Module) -> Gain | None:
     its first statistics, which show whether it is.
     """
     kind = type(module)
-    told = next((each for each in kind.__mro__ if each in GAINS), None)
-    if told is not None and kind.forward is told.forward:
-        return GAINS[told]
+    registered = next((each for each in kind.__mro__ if each in GAINS), None)
+    if registered is not None and kind.forward is registered.forward:
+        return GAINS[registered]
     if isinstance(module, (torch.jit.ScriptModule, *INSTANCE_NORMS)):
         return None
     weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
     if weight is None or isinstance(weight, nn.parameter.UninitializedParameter):
         return None
     if isinstance(module, NORMALISATIONS):
-        theirs: Any = next(each for each in kind.__mro__ if each.__module__.startswith("torch.nn"))
         # The variance that SyncBatchNorm divides by is known to all processes together only.
-        known = kind.forward is theirs.forward and not isinstance(module, nn.SyncBatchNorm)
-        return NORM if known else None
+        known = next(each for each in kind.__mro__ if each.__module__.startswith("torch.nn"))
+        plain = kind.forward is cast(Any, known).forward
+        return NORM if plain and not isinstance(module, nn.SyncBatchNorm) else None
     vectors = weight.dim() == 1 and (bias is None or bias.shape == weight.shape)
-    return SUPPOSED if "norm" in kind.__name__.lower() and vectors and len(weight) > 1 else None
+    named_so = "norm" in kind.__name__.lower()
+    return SUPPOSED if named_so and vectors and len(weight) > 1 else None
 
 
 def normalised(module: nn.Module, x: Tensor) -> Tensor:
@@ -106,28 +105,6 @@ def _normalised_as_supposed(module: nn.Module, x: Tensor) -> Tensor:
 NORM, SUPPOSED = Gain(normalised), Gain(_normalised_as_supposed)
 
 
-def gain_gradients(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    """Per-example gradients ``(N, C)`` of a batch norm's gain: the sums of d x̂ over locations."""
-    # flatten also takes an empty batch, of which reshape cannot tell the number of locations.
-    x = x.unsqueeze(-1).flatten(2)
-    d = d.unsqueeze(-1).flatten(2)
-    norm = cast(nn.BatchNorm2d, module)
-    # From sums, in one pass over the feature maps: 6 times as fast as x̂ itself on large ones.
-    if x.device.type == "cpu":
-        squares, products = torch.linalg.vecdot(x, x), torch.linalg.vecdot(x, d)
-        if norm.training or norm.running_mean is None:
-            count = x.shape[0] * x.shape[2]
-            mean = x.sum(2, dtype=torch.float64).sum(0) / count
-            variance = squares.double().sum(0) / count - mean.square()
-        else:
-            mean, variance = norm.running_mean.double(), cast(Tensor, norm.running_var).double()
-        if bool((variance > CANCELLED * mean.square()).all()):
-            scale = (variance + norm.eps).rsqrt()
-            sums: Tensor = (products - mean * d.sum(2, dtype=torch.float64)) * scale
-            return sums.to(d.dtype)
-    return (d * normalised(module, x)).sum(2)
-
-
 class ExactBlock(KroneckerBlock):
     """Gain and bias of a normalisation, or the bias of any layer, and their exact curvature.
 
@@ -144,59 +121,47 @@ class ExactBlock(KroneckerBlock):
         factor_dtype: torch.dtype,
         triangular: bool,
     ) -> None:
-        self.owned, self.most, self.gain = list(owned), most, gain_of(module)
+        self.most = most
+        self.gain = gain_of(module)
         own = module._parameters.items()
         # By name: during a pass FSDP2 puts others in their place.
         self._letters = [next(name for name, other in own if other is p) for p in owned]
-        super().__init__([name], [module], None, factor_dtype, triangular)
-        self.name += "" if self.gain else ".bias"  # beside a Kronecker block
-
-    def _key_parameter(self) -> nn.Parameter:
-        return self.owned[0]
+        super().__init__([name], [module], None, factor_dtype, triangular, owned=owned)
+        if self.gain is None:  # next to a Kronecker block
+            self.name += ".bias"
 
     @property
-    def training(self) -> tuple[bool, ...]:
-        """Whether each parameter of the block trains now."""
-        return tuple(p.requires_grad for p in self.owned)
+    def bias(self) -> None:
+        """None: all parameters are the block's own."""
+        return
 
     @property
     def trainable(self) -> bool:
         """Whether any of the parameters asks for a gradient now."""
         return any(self.training)
 
-    @property
-    def params(self) -> list[nn.Parameter]:
-        """The block's parameters that train now."""
-        return [p for p in self.owned if p.requires_grad]
-
-    def _reset(self) -> None:
-        self._staged_for = self.training
-        super()._reset()
-
     def follow_requires_grad(self) -> None:
-        """Start anew if other parameters train now, also if as many entries as before."""
+        """Start again if other parameters train now, also if as many entries as before."""
         if self.trainable and self._staged_for != self.training:
-            self._reset()
+            self._reset(self.staged.dropped)
         super().follow_requires_grad()
 
-    @property
-    def size(self) -> int:
-        """Number of scalar parameters in the block."""
-        return sum(p.numel() for p in self.owned)
+    def _reset(self, dropped: Tensor | int) -> None:
+        self._staged_for = self.training
+        super()._reset(dropped)
 
     def looked_at(self, module: nn.Module) -> str:
         """The name, in a module, of the parameter whose gradient is compared."""
         return self._letters[self.training.index(True)]
 
     def product(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-        """A pair's part of the gradient of :meth:`looked_at`, in float32 at least."""
-        wide = torch.promote_types(d.dtype, torch.float32)
-        rows = self._example_gradients(module, x.to(wide), d.to(wide), "expand")
+        """A pair's part of the gradient of :meth:`looked_at`."""
         p = self.params[0]
+        rows = self._example_gradients(module, x, d, "expand")
         return rows[:, : p.numel()].sum(0).view(p.shape)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
-        """Whether a pair's sizes can be those of the layer; of a registered gain all can."""
+        """Whether a pair's sizes can be those of the layer; a registered gain takes all."""
         if self.gain is SUPPOSED and x.shape[-1:] != cast(Tensor, module.weight).shape:
             return False
         return self.gain not in (NORM, SUPPOSED) or x.shape == d.shape
@@ -221,10 +186,7 @@ class ExactBlock(KroneckerBlock):
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
             g = gram(rows.unsqueeze(0), False, form.triangular)
-        if isinstance(examples, Tensor):
-            a = examples.to(d.dtype).expand(self.shape.groups, 1)
-        else:
-            a = d.new_full((self.shape.groups, 1), float(examples))
+        a = d.new_ones(self.shape.groups, 1) * examples
         return PairStatistics({"A": a, "G": g}, examples)
 
     def _example_gradients(
@@ -232,29 +194,25 @@ class ExactBlock(KroneckerBlock):
     ) -> Tensor:
         """ĝ of each example, ``(examples, entries)``, for the parameters that train now."""
         rule = self.gain
-        named = zip(self._letters, self.owned, strict=True)
-        training = [letter for letter, p in named if p.requires_grad]
-        factors = [rule.factor if rule and letter == rule.weight else None for letter in training]
-        if isinstance(module, BATCH_NORMS) and rule is NORM:
-            plain = d.flatten(2).sum(2) if d.dim() > 2 else d
-            return torch.cat([gain_gradients(module, x, d) if f else plain for f in factors], 1)
-        parts = [d * f(module, x) if f else d for f in factors]
-        dims = self.params[0].dim()
-        # Of maps of channels the second dimension is the bias's; of all else the last ones are.
-        if not isinstance(module, (*CONVOLUTIONS, nn.GroupNorm)):
-            rows = [part.reshape(-1, *part.shape[-dims:]).flatten(1) for part in parts]
-            positions = math.prod(d.shape[1 : d.dim() - dims])
-            if approximation == "expand" or positions == 1:
-                return torch.cat(rows, 1)
-            return torch.cat([row.unflatten(0, (-1, positions)).sum(1) for row in rows], 1)
-        batched = d.dim() > 1 + len(getattr(module, "kernel_size", ()))
-        parts = [part if batched else part.unsqueeze(0) for part in parts]
-        return torch.cat([part.flatten(2).sum(2) if part.dim() > 2 else part for part in parts], 1)
+        parts: list[Tensor] = []
+        for letter, trains in zip(self._letters, self.training, strict=True):
+            if trains and rule is not None and letter == rule.weight:
+                parts.append(d * rule.factor(module, x))
+            elif trains:
+                parts.append(d)
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether any of the parameters has a gradient."""
-        return not self.without_gradient
+        # Of maps of channels the second dimension is the bias's; of all else the last ones are.
+        if isinstance(module, (*CONVOLUTIONS, *BATCH_NORMS, nn.GroupNorm)):
+            if d.dim() == len(getattr(module, "kernel_size", ())) + 1:  # one example, not a batch
+                parts = [part.unsqueeze(0) for part in parts]
+            # flatten also takes an empty batch, of which reshape cannot tell the locations.
+            return torch.cat([part.unsqueeze(-1).flatten(2).sum(2) for part in parts], 1)
+        dims = self.params[0].dim()
+        positions = math.prod(d.shape[1 : d.dim() - dims])
+        rows = torch.cat([part.reshape(-1, *part.shape[-dims:]).flatten(1) for part in parts], 1)
+        if approximation == "expand" or positions == 1:
+            return rows
+        return rows.unflatten(0, (-1, positions)).sum(1)
 
 
 # -------------------------------------------------------------------------------- doubly factored

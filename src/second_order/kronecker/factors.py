@@ -8,11 +8,11 @@ Everything is decided on the device, so that no update waits for the host.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate
-from typing import Any, Literal, TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "Reduction",
     "StagedStatistics",
     "StatisticsSums",
+    "count_dropped",
     "end_pass",
     "mean_eigenvalue",
     "of_examples",
@@ -95,10 +96,7 @@ class StagedStatistics:
         self.revision += 1
         self.cleared = self.revision
         self.since = next_serial()
-        # For passes that have ended: the sums by factor, and the record. The record has the number
-        # of A's rows and the mean eigenvalues of the sums.
-        self._sums: dict[str, Tensor] = {}
-        self._record: Tensor | None = None
+        self._total: PassSums | None = None  # of passes that have ended
         self._open: dict[int, PassSums] = {}  # of passes that are not over
         self._first_passes: set[int] = set()
         self._passes: set[int] = set()
@@ -121,9 +119,10 @@ class StagedStatistics:
         self._passes.add(pass_id)
 
     def expect(self, pass_id: int, *, again: bool = False, work: int = 0) -> None:
-        """Count a pair of a backward pass, which :func:`put` brings; arguments as :meth:`add`'s.
+        """Count a pair of a backward pass, which :func:`put` brings.
 
-        ``work``: operations of its layer.
+        ``again``: an earlier pass has come through the same forward. ``work``: operations of its
+        layer.
         """
         self.note(pass_id)
         self.work += work
@@ -133,34 +132,19 @@ class StagedStatistics:
             self._first_passes.add(pass_id)
             self.micro_batches = len(self._first_passes)
 
-    def add(
-        self,
-        pair: PairStatistics,
-        gradient_scale: Tensor | float,
-        pass_id: int,
-        *,
-        again: bool = False,
-    ) -> None:
-        """Add a pair of a backward pass on the CPU.
-
-        ``gradient_scale`` turns the captured gradient into that of the pass's loss; ``again``: an
-        earlier pass has come through the same forward.
-        """
-        self.expect(pass_id, again=again)
-        self.bring(pair, gradient_scale, pass_id)
-
     def bring(self, pair: PairStatistics, gradient_scale: Tensor | float, pass_id: int) -> None:
-        """Add a pair that is expected."""
-        square = None if _is_one(gradient_scale) else gradient_scale**2
+        """Add a pair that is expected, on the CPU.
+
+        ``gradient_scale`` turns the captured gradient into that of the pass's loss.
+        """
         found = {k: _stored(factor, self.triangular) for k, factor in pair.factors.items()}
-        if square is not None:
-            found["G"].mul_(square)
-            if self.shape.marginal:  # both are of gradients
-                found["A"].mul_(square)
+        if isinstance(gradient_scale, Tensor) or gradient_scale != 1:
+            for letter in _letters_of_gradients(self.shape):
+                found[letter].mul_(gradient_scale**2)
         means = [mean_eigenvalue(factor, self.shape.dims[k]) for k, factor in found.items()]
         routed = [] if pair.routed is None else [pair.routed]
         record = torch.cat([_number(pair.examples, means[0]), *means, *routed]).to(self.dtype)
-        if not math.isfinite(record.sum()):  # nobody waits for an answer
+        if not math.isfinite(record.sum()):
             record.zero_()
             found = {k: torch.zeros_like(factor) for k, factor in found.items()}
             self.dropped += 1
@@ -171,9 +155,27 @@ class StagedStatistics:
         self.keeps = False
         self.dropped.add_(1)
 
-    def sums(self, micro_batches: int = 1) -> StatisticsSums:
-        """The sums of the step, as :func:`sums_of` gives them."""
-        return sums_of([self], micro_batches)[0]
+    def opened(self, pass_id: int, sums: PassSums) -> list[SumsAndMore]:
+        """Take a pair's sums of a pass that is not over; returns what is to be added to others."""
+        before = self._open.setdefault(pass_id, sums)
+        return [] if before is sums else [(before, sums)]
+
+    def ended(self, pass_id: int) -> PassSums | None:
+        """The sums of a pass that is over, if it has brought any; they are no longer kept."""
+        return self._open.pop(pass_id, None)
+
+    def counted(self, sums: PassSums) -> list[SumsAndMore]:
+        """Take the sums of a pass into the step's; returns what is to be added to others."""
+        if self._total is None:
+            self._total = sums
+            return []
+        return [(self._total, sums)]
+
+    def total(self) -> PassSums | None:
+        """The sums of the step, of passes that have ended, or that nothing ends; None of none."""
+        for pass_id in [*self._open]:  # losses that are sums
+            end_pass([self], pass_id, None)
+        return self._total
 
     def _blank(self, terms: float | Tensor) -> StatisticsSums:
         blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
@@ -185,14 +187,26 @@ class StagedStatistics:
 
 @dataclass
 class PassSums:
-    """A layer's sums of a pass that is not over, and their record."""
+    """A layer's sums of a pass, by factor, and their record.
+
+    The record has the number of A's rows and the mean eigenvalues of the sums.
+    """
 
     factors: dict[str, Tensor]
     record: Tensor
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The sums and the record."""
+        return [*self.factors.values(), self.record]
 
-def _is_one(scale: Tensor | float) -> bool:
-    return not isinstance(scale, Tensor) and scale == 1
+
+SumsAndMore: TypeAlias = tuple[PassSums, PassSums]
+
+
+def _letters_of_gradients(shape: FactorShape) -> str:
+    """The factors that are sums of products of gradients."""
+    return "AG" if shape.marginal else "G"
 
 
 def _number(number: int | Tensor, like: Tensor) -> Tensor:
@@ -202,19 +216,25 @@ def _number(number: int | Tensor, like: Tensor) -> Tensor:
     return like.new_full((1,), float(number))
 
 
+def count_dropped(staged: Sequence[StagedStatistics], dropped: Tensor) -> None:
+    """Count pairs or sums that layers have dropped, ``(n,)``, without waiting for a device."""
+    counts = dropped.to(torch.int64).unbind()
+    torch._foreach_add_([each.dropped for each in staged], counts)
+
+
 def put(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]) -> None:
     """Add expected pairs of different layers: each one's pass, sums by letter, and record."""
-    totals: list[Tensor] = []
-    more: list[Tensor] = []
+    added: list[SumsAndMore] = []
     for staged, pass_id, factors, record in pairs:
-        opened = staged._open.get(pass_id)
-        if opened is None:
-            staged._open[pass_id] = PassSums(factors, record)
-            continue
-        totals += [*opened.factors.values(), opened.record]
-        more += [*factors.values(), record]
-    if totals:
-        torch._foreach_add_(totals, more)
+        added += staged.opened(pass_id, PassSums(factors, record))
+    _add(added)
+
+
+def _add(sums: Sequence[SumsAndMore]) -> None:
+    """Add sums to others, of all layers at once."""
+    if sums:
+        totals = [tensor for total, _ in sums for tensor in total.tensors]
+        torch._foreach_add_(totals, [tensor for _, more in sums for tensor in more.tensors])
 
 
 def end_pass(
@@ -225,45 +245,24 @@ def end_pass(
     ``terms``: N, if the pass's loss is a mean over so many, so that G is N² times that of the
     captured gradients, as it would be for one term's.
     """
-    opened: dict[torch.device, list[tuple[StagedStatistics, PassSums]]] = {}
+    by_device: dict[torch.device, list[SumsAndMore]] = {}
+    scaled: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for staged in layers:
-        sums = staged._open.pop(pass_id, None)
-        if sums is not None:
-            opened.setdefault(staged.device, []).append((staged, sums))
-    for device, ended in opened.items():
-        if terms is not None:
-            _scale_gradients(ended, terms, device)
-        totals: list[Tensor] = []
-        more: list[Tensor] = []
-        for staged, sums in ended:
-            if staged._record is None:
-                staged._sums, staged._record = sums.factors, sums.record
-                continue
-            totals += [*staged._sums.values(), staged._record]
-            more += [*sums.factors.values(), sums.record]
-        if totals:
-            torch._foreach_add_(totals, more)
-
-
-def _scale_gradients(
-    ended: Sequence[tuple[StagedStatistics, PassSums]],
-    terms: Tensor | float,
-    device: torch.device,
-) -> None:
-    """Multiply sums of products of gradients by N²."""
-    if not isinstance(terms, Tensor) and terms == 1:
-        return
-    scaled: dict[torch.dtype, list[Tensor]] = {}
-    for staged, sums in ended:
+        sums = staged.ended(pass_id)
+        if sums is None:
+            continue
+        by_device.setdefault(staged.device, []).extend(staged.counted(sums))
         groups = staged.shape.groups
-        parts = [sums.factors["G"], sums.record[1 + groups : 1 + 2 * groups]]
-        if staged.shape.marginal:  # both are of gradients
-            parts += [sums.factors["A"], sums.record[1 : 1 + groups]]
-        for part in parts:
-            scaled.setdefault(part.dtype, []).append(part)
-    for dtype, parts in scaled.items():
-        square = terms.to(device, dtype) ** 2 if isinstance(terms, Tensor) else terms**2
-        torch._foreach_mul_(parts, square)
+        for letter in _letters_of_gradients(staged.shape):
+            start = 1 + groups * staged.shape.letters.index(letter)
+            for part in (sums.factors[letter], sums.record[start : start + groups]):
+                scaled.setdefault((staged.device, part.dtype), []).append(part)
+    if isinstance(terms, Tensor) or (terms is not None and terms != 1):
+        for (device, dtype), parts in scaled.items():
+            square = terms.to(device, dtype) ** 2 if isinstance(terms, Tensor) else terms**2
+            torch._foreach_mul_(parts, square)
+    for added in by_device.values():
+        _add(added)
 
 
 def sums_of(
@@ -277,93 +276,51 @@ def sums_of(
     divided by ``micro_batches``. A module used several times in a pass has as many more rows: A is
     the mean over its uses, and G their sum (the lumped statistics of Ba et al. 2017, appendix C).
     """
-    for each in staged:
-        for pass_id in [*each._open]:  # passes that nothing has ended, as with losses that are sums
-            end_pass([each], pass_id, None)
-    keys = [(each.device, each.factor_dtype, each._record is None) for each in staged]
+    totals = [each.total() for each in staged]
     found: dict[int, StatisticsSums] = {}
-    for order, slices in _alike(keys, [each.shape for each in staged]):
-        ours = [staged[i] for i in order]
-        numbers = None if terms is None else [terms[i] for i in order]
-        if ours[0]._record is None:
-            found |= {i: staged[i]._blank(0.0 if terms is None else terms[i]) for i in order}
-        else:
-            sums = _sums_of_alike(ours, slices, numbers, micro_batches)
-            found |= zip(order, sums, strict=True)
+    keys = [
+        (each.device, each.factor_dtype, each.shape.groups, each.shape.numbers, total is None)
+        for each, total in zip(staged, totals, strict=True)
+    ]
+    for group in in_groups(keys):
+        sums = [totals[i] for i in group]
+        if None in sums:
+            found |= {i: staged[i]._blank(0.0 if terms is None else terms[i]) for i in group}
+            continue
+        known = cast("list[PassSums]", sums)
+        records = as_stack([each.record for each in known])
+        column = records[:, :1]
+        if terms is not None:
+            column = _column([terms[i] for i in group], records)
+        heads = torch.cat([column, records], 1)
+        factors = [dict(each.factors) for each in known]
+        if micro_batches > 1:
+            square = float(micro_batches**2)
+            heads[:, _gradients_of(staged[group[0]].shape)].mul_(square)
+            scaled = torch._foreach_mul([each["G"] for each in factors], square)
+            for each, g in zip(factors, scaled, strict=True):
+                each["G"] = g
+        for i, each, head in zip(group, factors, heads.unbind(), strict=True):
+            narrow = {k: total.to(staged[i].factor_dtype) for k, total in each.items()}
+            found[i] = StatisticsSums(narrow, head)
     return [found[i] for i in range(len(staged))]
 
 
-def _alike(
-    keys: Sequence[tuple[Any, ...]], shapes: Sequence[FactorShape]
-) -> Iterator[tuple[list[int], list[slice]]]:
-    """Positions of layers that scalars are computed of together, and slices of equal factors.
-
-    ``keys`` begin with a device.
-    """
-    sizes_of = ((s.groups, len(s.letters), s.numbers) for s in shapes)
-    heads = [(*key, *sizes) for key, sizes in zip(keys, sizes_of, strict=True)]
-    for group in in_groups(heads):
-        ours = [shapes[i] for i in group]
-        sizes = [shape.elements for shape in ours]
-        parts = in_groups(ours, sizes, most_elements(keys[group[0]][0]))
-        ends = list(accumulate(map(len, parts)))
-        slices = [slice(end - len(part), end) for end, part in zip(ends, parts, strict=True)]
-        yield [group[i] for part in parts for i in part], slices
-
-
-def _sums_of_alike(
-    staged: Sequence[StagedStatistics],
-    slices: Sequence[slice],
-    terms: Sequence[Tensor | float] | None,
-    micro_batches: int,
-) -> list[StatisticsSums]:
-    """The sums of layers that have any, equal ones next to each other."""
-    records = as_stack([cast(Tensor, each._record) for each in staged])
-    numbers = records[:, :1] if terms is None else _column(terms, records)
-    heads, factors = torch.cat([numbers, records], 1), [each._sums for each in staged]
-    if micro_batches == 1:
-        pairs = zip(factors, heads.unbind(), strict=True)
-        sums = [StatisticsSums(dict(parts), head) for parts, head in pairs]
-    else:
-        scale = heads.new_full((len(staged),), micro_batches**2)
-        sums = _times(heads, factors, slices, scale, staged[0].shape.groups)
-    for each, of in zip(sums, staged, strict=True):
-        if of.factor_dtype != of.dtype:
-            each.factors = {k: total.to(of.factor_dtype) for k, total in each.factors.items()}
-    return sums
+def _gradients_of(shape: FactorShape) -> slice:
+    """The places of G's mean eigenvalues in a head."""
+    return slice(2 + shape.groups, 2 + 2 * shape.groups)
 
 
 def _column(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    """One number for each row, ``(n, 1)``; a device gets no more numbers than are different."""
+    """One number for each row, ``(n, 1)``; a device gets a number once that all rows have."""
     first = numbers[0]
-    if all(number is first for number in numbers) or not any(
-        isinstance(number, Tensor) or number != first for number in numbers
-    ):
-        if isinstance(first, Tensor):
+    if isinstance(first, Tensor):
+        if all(number is first for number in numbers):
             return first.to(like).expand(len(numbers), 1)
+    elif all(not isinstance(number, Tensor) and number == first for number in numbers):
         return like.new_full((len(numbers), 1), first)
     each = [n.to(like) if isinstance(n, Tensor) else like.new_full((), n) for n in numbers]
     return torch.stack(each).unsqueeze(1)
-
-
-def _times(
-    heads: Tensor,
-    factors: Sequence[Mapping[str, Tensor]],
-    slices: Sequence[slice],
-    scale: Tensor,
-    groups: int,
-) -> list[StatisticsSums]:
-    """Sums, with those of each layer's G times a number of ``scale``."""
-    heads = heads.clone()
-    heads[:, 2 + groups : 2 + 2 * groups].mul_(scale.to(heads.dtype).unsqueeze(1))
-    found: list[Tensor] = []
-    for alike in slices:
-        whole = as_stack([each["G"] for each in factors[alike]])
-        found += (whole * _rows(scale[alike].to(whole.dtype), whole)).unbind()
-    return [
-        StatisticsSums({**each, "G": g}, head)
-        for each, g, head in zip(factors, found, heads.unbind(), strict=True)
-    ]
 
 
 def of_examples(
@@ -373,13 +330,14 @@ def of_examples(
 
     ``share`` of N are the terms in the sums.
     """
-    keys = [(each.head.device, each.head.dtype, each.factors["G"].shape) for each in sums]
-    found: dict[int, StatisticsSums] = {}
-    for order, slices in _alike(keys, shapes):
-        heads, factors = as_stack([sums[i].head for i in order]), [sums[i].factors for i in order]
-        scale, groups = (heads[:, 0] * share) ** 2, shapes[order[0]].groups
-        found |= zip(order, _times(heads, factors, slices, scale, groups), strict=True)
-    return [found[i] for i in range(len(sums))]
+    found: list[StatisticsSums] = []
+    for each, shape in zip(sums, shapes, strict=True):
+        square = (each.head[0] * share) ** 2
+        head = each.head.clone()
+        head[_gradients_of(shape)] *= square
+        g = each.factors["G"]
+        found.append(StatisticsSums({**each.factors, "G": g * square.to(g.dtype)}, head))
+    return found
 
 
 def _rows(numbers: Tensor, like: Tensor) -> Tensor:
@@ -394,10 +352,7 @@ class KroneckerFactors:
         shape: Sizes of the layer's factors.
         dtype: Dtype in which the factors are stored.
         triangular: Whether only upper triangles are stored.
-        weight: W of the top of this file, a scalar; 0 before the first statistic.
-        means: ``(2, groups)``: the mean eigenvalues of A and of G, averaged as they are; ``(3, 1)``
-            with that of L; ``(3, groups)`` with each group's share of the examples, of experts.
-        examples: Number of rows of A in an update, averaged as the factors are; 0 before the first.
+        numbers: By name, :attr:`weight`, :attr:`examples` and :attr:`means`.
         stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
 
@@ -409,25 +364,38 @@ class KroneckerFactors:
         triangular: bool,
         held: tuple[bool, bool] = (True, True),
     ) -> None:
-        wide = torch.promote_types(dtype, torch.float32)
         self.shape = shape
-        self.dtype, self.triangular = dtype, triangular
-        self.weight = torch.zeros((), dtype=wide, device=device)
-        self.examples = torch.zeros((), dtype=wide, device=device)
-        self.means = torch.zeros(shape.numbers, shape.groups, dtype=wide, device=device)
+        self.dtype = dtype
+        self.triangular = triangular
+        zeros = partial(torch.zeros, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        self.numbers = {
+            "weight": zeros(()),
+            "examples": zeros(()),
+            "means": zeros((shape.numbers, shape.groups)),
+        }
         self.stored: dict[str, Tensor | None] = dict.fromkeys(shape.letters)
         for k in shape.letters:
             if held[k == "G"]:
                 size = shape.stored_shape(k, triangular)
                 self.stored[k] = torch.zeros(size, dtype=dtype, device=device)
 
-    def store(self, matrix: Tensor) -> Tensor:
-        """A symmetric matrix, or a diagonal, in the form in which this layer keeps and sends it."""
-        return _stored(matrix, self.triangular).to(self.dtype)
+    @property
+    def weight(self) -> Tensor:
+        """W of the top of this file, a scalar; 0 before the first statistic."""
+        return self.numbers["weight"]
 
-    def update(self, sums: StatisticsSums, decay: float) -> None:
-        """Take in one step's sums, as :func:`update_averages` does."""
-        update_averages([self], [sums], decay)
+    @property
+    def examples(self) -> Tensor:
+        """Number of rows of A in an update, averaged as the factors are; 0 before the first."""
+        return self.numbers["examples"]
+
+    @property
+    def means(self) -> Tensor:
+        """The mean eigenvalues of A and of G, averaged as they are, ``(2, groups)``.
+
+        Or ``(3, 1)`` with that of L; or ``(3, groups)`` with each expert's share of the examples.
+        """
+        return self.numbers["means"]
 
     def matrix(self, which: str, dtype: torch.dtype) -> Tensor:
         """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal."""
@@ -450,14 +418,6 @@ class KroneckerFactors:
         """The mean eigenvalues of the factors alone, ``(2 or 3, groups)``."""
         return self.means[: len(self.shape.letters)]
 
-    def to_dense(self) -> Tensor:
-        """G ⊗ A, ``(groups, out in, out in)``, which multiplies ``gradient.flatten(1)``."""
-        a, g = self.matrices(self.dtype)
-        a = torch.diag_embed(a) if self.shape.diagonal_a else a
-        if self.shape.locations:
-            a = torch.kron(a[0], self.matrix("L", self.dtype)[0]).unsqueeze(0)
-        return torch.stack([torch.kron(gi, ai) for ai, gi in zip(a, g, strict=True)])
-
 
 def update_averages(
     averages: Sequence[KroneckerFactors], sums: Sequence[StatisticsSums], decay: float
@@ -465,21 +425,24 @@ def update_averages(
     """Take in one step's sums over all ranks, which are used up; ``decay`` is β.
 
     Sums whose entries may not fit their dtype count as no example. Returns whether they did not,
-    ``(n,)``, beside the positions of n layers, for all layers, or those where any did not.
+    ``(n,)``, with the positions of n layers, for all layers, or those where any did not.
     """
-    keys = [
-        (
-            each.weight.device,
-            each.dtype,
-            each.shape.marginal,
-            *(v is None for v in each.stored.values()),
-        )
-        for each in averages
-    ]
+    keys: list[object] = []
+    for each in averages:
+        shape = each.shape
+        held = tuple(factor is not None for factor in each.stored.values())
+        size = shape.groups, shape.numbers, shape.letters
+        keys.append((each.weight.device, each.dtype, shape.marginal, held, size))
     dropped: list[tuple[list[int], Tensor]] = []
-    for order, slices in _alike(keys, [each.shape for each in averages]):
-        ours, theirs = [averages[i] for i in order], [sums[i] for i in order]
-        over = _take_in(ours, theirs, slices, decay)
+    for group in in_groups(keys):
+        # Layers of equal shape next to each other: their factors are one tensor.
+        shapes = [averages[i].shape for i in group]
+        most = most_elements(averages[group[0]].weight.device)
+        equal = in_groups(shapes, [shape.elements for shape in shapes], most)
+        order = [group[k] for part in equal for k in part]
+        ends = list(accumulate(map(len, equal)))
+        slices = [slice(end - len(part), end) for end, part in zip(ends, equal, strict=True)]
+        over = _take_in([averages[i] for i in order], [sums[i] for i in order], slices, decay)
         if over is not None:
             dropped.append((order, over))
     return dropped
@@ -492,65 +455,76 @@ def _take_in(
     decay: float,
 ) -> Tensor | None:
     """Update averages of one kind, equal ones next to each other; returns which sums overflow."""
-    shape, heads = averages[0].shape, as_stack([each.head for each in sums])
-    # No entry of a positive semi-definite matrix exceeds its trace, which the head of the sums over
-    # all ranks knows: so that all come to the same verdict, whoever keeps the factors.
+    shape = averages[0].shape
+    heads = as_stack([each.head for each in sums])
+
+    # Drop sums that overflow. No entry of a positive semi-definite matrix exceeds its trace, which
+    # the head of the sums over all ranks has: all ranks agree, whichever keep the factors.
     most = torch.finfo(sums[0].factors["A"].dtype).max
     bounds = tuple(most / max(each.shape.dims.values()) for each in averages)
     over = ~(heads[:, 2:].amax(1) <= _constants(bounds, heads.dtype, heads.device))  # or NaN
-    # On the CPU nobody waits for an answer.
     dropping = over.device.type != "cpu" or bool(over.any())
     if dropping:
         heads.masked_fill_(over.unsqueeze(1), 0.0)
-    terms, examples = heads[:, 0], heads[:, 1]
+    terms = heads[:, 0]
+    examples = heads[:, 1]
     means = heads[:, 2:].unflatten(1, (shape.numbers, -1))
+
+    # Both factors of gradients have the trace of the curvature, which their product is to have
+    # once: A's is made the number of examples, and that of its mean 1.
     unit_trace = None
     if shape.marginal:
-        # Both factors of gradients have the trace of the curvature, which their product is to have
-        # once: A's is made the number of examples, and that of its mean 1.
         sizes = tuple(float(each.shape.dims["A"]) for each in averages)
         trace = means[:, 0, 0] * _constants(sizes, heads.dtype, heads.device)
         unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
         means[:, 0, 0] *= unit_trace
-    owned = [vars(each) for each in averages]
-    # A layer of which no row has ever had a gradient has no curvature to average yet.
-    weight = own_stack(owned, "weight")
+
+    # The weight W. A layer of which no row has ever had a gradient has no curvature to average.
+    numbers = [each.numbers for each in averages]
+    weight = own_stack(numbers, "weight")
     present = (examples > 0) & ((means[:, 1] != 0).any(1) | (weight > 0))
     torch.where(present, weight * decay + 1.0, weight, out=weight)
+
     # X + step (x - X), where a step of 0 leaves X bit for bit.
     step = weight.clamp_min(1.0).reciprocal_() * present
-    own_stack(owned, "examples").lerp_(examples.to(weight.dtype), step)
-    # A, and L, are means over rows, G is one over terms.
-    numbers = torch.stack([terms if k == "G" else examples for k in shape.letters], 1)
+    own_stack(numbers, "examples").lerp_(examples.to(weight.dtype), step)
+
+    # The mean eigenvalues. A, and L, are means over rows, G is one over terms.
+    counts = torch.stack([terms if k == "G" else examples for k in shape.letters], 1)
     if shape.routed:
-        numbers = torch.cat([numbers, examples.unsqueeze(1)], 1)
-    numbers = numbers.clamp_min(1.0)
-    average = own_stack(owned, "means")
-    news, steps = (means / _rows(numbers, means)).to(average.dtype), _rows(step, average)
+        counts = torch.cat([counts, examples.unsqueeze(1)], 1)
+    counts = counts.clamp_min(1.0)
+    average = own_stack(numbers, "means")
+    news = (means / _rows(counts, means)).to(average.dtype)
+    steps = _rows(step, average)
     if shape.routed:
         own, step_a = _own_means(average[:, -1], news[:, -1], step.unsqueeze(1))
         news[:, 0].mul_(own)
         steps = steps.repeat(1, *news.shape[1:])
         steps[:, 0] = step_a
     average.lerp_(news, steps)
-    for alike in slices:
-        for letter in shape.letters:
-            if averages[alike.start].stored[letter] is None:
+
+    # The factors.
+    for equal in slices:
+        for column, letter in enumerate(shape.letters):
+            if averages[equal.start].stored[letter] is None:
                 continue
-            average = own_stack([each.stored for each in averages[alike]], letter)
-            total = as_stack([each.factors[letter] for each in sums[alike]])
+            average = own_stack([each.stored for each in averages[equal]], letter)
+            total = as_stack([each.factors[letter] for each in sums[equal]])
             if dropping:
-                total.masked_fill_(_rows(over[alike], total), 0.0)
+                total.masked_fill_(_rows(over[equal], total), 0.0)
             if unit_trace is not None and letter == "A":
-                total = total * _rows(unit_trace[alike], total)
-            # Numbers are not rounded to the factors' dtype.
-            number = _rows(numbers[alike, shape.letters.index(letter)], total)
-            narrow = total.dtype != numbers.dtype
-            mean = total.to(examples.dtype) / number if narrow else total.div_(number)
-            steps = step
+                total = total * _rows(unit_trace[equal], total)
+            count = _rows(counts[equal, column], total)
+            if total.dtype == counts.dtype:
+                mean = total.div_(count)
+            else:  # numbers are not rounded to the factors' dtype
+                mean = total.to(step.dtype) / count
+            steps = step[equal]
             if shape.routed and letter == "A":
-                mean, steps = mean * _rows(own[alike].to(mean.dtype), mean), step_a
-            average.lerp_(mean.to(average.dtype), _rows(steps[alike].to(average.dtype), average))
+                mean = mean * _rows(own[equal].to(mean.dtype), mean)
+                steps = step_a[equal]
+            average.lerp_(mean.to(average.dtype), _rows(steps.to(average.dtype), average))
     return over if dropping else None
 
 

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from second_order.kronecker.bank import as_matrices
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.factors import StatisticsSums
+from second_order.kronecker.factors import StatisticsSums, count_dropped
 from second_order.kronecker.layers import FactorShape
-from second_order.kronecker.stacks import in_groups, most_elements, own_stack
 from second_order.kronecker.triangles import pack_upper_triangular
 
 __all__ = ["GradientBlock", "folded", "gradient_sums"]
@@ -59,19 +58,16 @@ class GradientBlock(KroneckerBlock):
         factor_dtype: torch.dtype,
         triangular: bool,
     ) -> None:
-        self.owned, self.most = parameter, most
-        super().__init__([name], [module], None, factor_dtype, triangular)
+        self.most = most
+        super().__init__([name], [module], None, factor_dtype, triangular, owned=[parameter])
         self.watched = []  # no pass of a module is looked at
 
-    def _key_parameter(self) -> nn.Parameter:
-        return self.owned
-
     def _current_shape(self) -> FactorShape:
-        rows, columns = folded(self.owned.shape)
+        rows, columns = folded(self.weight.shape)
         wide = self.most is not None and max(rows, columns) > self.most
         if wide:  # the longer side is the columns', whose factor can be a diagonal
             rows, columns = sorted((rows, columns))
-        flipped = folded(self.owned.shape) != (rows, columns)
+        flipped = folded(self.weight.shape) != (rows, columns)
         return FactorShape(1, columns, rows, wide, transposed=flipped, marginal=True)
 
 
@@ -84,47 +80,43 @@ def gradient_sums(
     nor does one that is not finite, which is counted as dropped. The scale brings M Mᵀ to an
     example's: N where the loss is a mean.
     """
-    here = [block for block in blocks if block.owned.grad is not None]
-    keys = [(b.weight.device, b.layout, b.shape, b.held, b.weight.dtype) for b in here]
-    sizes = [block.size for block in here]
     sums: dict[KroneckerBlock, StatisticsSums] = {}
-    most = most_elements(keys[0][0]) if keys else 0
-    for group in in_groups(keys, sizes, most):
-        device = keys[group[0]][0]
-        sums |= _sums_of_alike([here[i] for i in group], examples.to(device), scale.to(device))
+    for block in blocks:
+        if block.has_gradient:
+            device = block.weight.device
+            sums[block] = _sums_of(block, examples.to(device), scale.to(device))
+            block.state.note_pair(work=0)
     return sums
 
 
-def _sums_of_alike(
-    blocks: Sequence[GradientBlock], examples: Tensor, scale: Tensor
-) -> dict[KroneckerBlock, StatisticsSums]:
-    """The statistics of blocks whose gradients lie alike in ``(n, out, in)``."""
-    first, shape = blocks[0], blocks[0].shape
-    dtype, triangular = first.staged.dtype, first.staged.triangular
-    gradients = [cast(Tensor, block.owned.grad) for block in blocks]
-    found = as_matrices(gradients, first.layout).to(dtype)
-    size = found.square().sum((1, 2))
-    finite, number = size * scale * 0.0 == 0.0, torch.finfo(dtype)
-    own_stack([vars(block.staged) for block in blocks], "dropped").add_(~finite)
-    dead = ~(finite & (size > number.tiny / number.eps))
-    found = found.masked_fill(dead.view(-1, 1, 1), 0.0)
-    size, examples = size.masked_fill(dead, 0.0), examples * ~dead
-    factors: dict[str, Sequence[Tensor]] = {}
-    for letter in shape.letters:
-        if not first.held[letter == "G"]:  # of others only the trace is known
-            factors[letter] = [found.new_empty(0, dtype=first.factor_dtype)] * len(blocks)
+def _sums_of(block: GradientBlock, examples: Tensor, scale: Tensor) -> StatisticsSums:
+    """The statistics of a block's gradient."""
+    shape = block.shape
+    dtype = block.staged.dtype
+    matrix = as_matrices([cast(Tensor, block.weight.grad)], block.layout).to(dtype)
+    size = matrix.square().sum()
+
+    # A gradient without digits counts no example.
+    number = torch.finfo(dtype)
+    finite = size * scale * 0.0 == 0.0
+    count_dropped([block.staged], ~finite.view(1))
+    valid = finite & (size > number.tiny / number.eps)
+    matrix = matrix.masked_fill(~valid, 0.0)
+    size = size.masked_fill(~valid, 0.0)
+    examples = examples * valid
+
+    # Mᵀ M and N M Mᵀ, of which a rank that does not keep a factor has the trace alone.
+    factors: dict[str, Tensor] = {}
+    for letter, half in (("A", matrix), ("G", matrix.mT)):
+        if not block.held[letter == "G"]:
+            factors[letter] = matrix.new_empty(0, dtype=block.factor_dtype)
             continue
-        half = found if letter == "A" else found.mT
         diagonal = letter in shape.diagonals
         whole = half.square().sum(-2) if diagonal else half.mT @ half
         if letter == "G":
-            whole = whole * (scale * examples).view(-1, 1, 1)
-        whole = pack_upper_triangular(whole) if triangular and not diagonal else whole
-        factors[letter] = whole.to(first.factor_dtype).unsqueeze(1).unbind()
-    traces = [size / shape.in_dim, size * scale * examples / shape.out_dim]
-    heads = torch.stack([examples, examples, *traces], 1).to(dtype).unbind()
-    sums: dict[KroneckerBlock, StatisticsSums] = {}
-    for block, head, *parts in zip(blocks, heads, *factors.values(), strict=True):
-        block.state.heard = True
-        sums[block] = StatisticsSums(dict(zip(factors, parts, strict=True)), head)
-    return sums
+            whole = whole * (scale * examples)
+        if block.staged.triangular and not diagonal:
+            whole = pack_upper_triangular(whole)
+        factors[letter] = whole.to(block.factor_dtype)
+    traces = size / shape.in_dim, size * scale * examples / shape.out_dim
+    return StatisticsSums(factors, torch.stack([examples, examples, *traces]).to(dtype))

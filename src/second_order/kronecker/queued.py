@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.decompositions import ieee_matmul
-from second_order.kronecker.factors import StagedStatistics, put
+from second_order.kronecker.factors import StagedStatistics, count_dropped, put
 from second_order.kronecker.layers import (
     Approximation,
     LiveRows,
@@ -28,7 +28,7 @@ from second_order.kronecker.layers import (
     rows_in,
 )
 from second_order.kronecker.rows import BackwardPass, RowGroup
-from second_order.kronecker.stacks import as_stack, in_groups, most_elements, own_stack
+from second_order.kronecker.stacks import as_stack, in_groups, most_elements
 from second_order.kronecker.triangles import pack_upper_triangular
 from second_order.stages import stage
 
@@ -266,7 +266,7 @@ def _bring(ready: Sequence[_Ready]) -> None:
     # Those that are not finite count nothing.
     bad = records.sum(1) * 0.0 != 0.0
     records.masked_fill_(bad.unsqueeze(1), 0.0)
-    own_stack([vars(each.pair.staged) for each in ready], "dropped").add_(bad)
+    count_dropped([each.pair.staged for each in ready], bad)
     start = 0
     news = []
     for group, stacks in zip(groups, found, strict=True):

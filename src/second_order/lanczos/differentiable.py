@@ -99,15 +99,9 @@ def derivatives(
         CurvatureError: If they cannot be differentiated, or not again though they are to be.
     """
     custom = _custom_functions(roots)
-    used: list[Any] = []
-    hooks = [node.register_prehook(lambda _, f=f: used.append(f)) for node, f in custom]
-    try:
-        with remedied():
-            found = torch.autograd.grad(roots, params, along, create_graph=twice, allow_unused=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    for function in used if twice else ():  # where the loss is linear in it, torch gives zeros
+    with remedied():
+        found = torch.autograd.grad(roots, params, along, create_graph=twice, allow_unused=True)
+    for function in custom if twice else ():  # where the loss is linear in it, torch gives zeros
         if function.__name__ == "CompiledFunction":
             raise CurvatureError(_COMPILED)
         if _ONCE in (getattr(f, "__code__", None) for f in (function.backward, function.vjp)):
@@ -116,7 +110,7 @@ def derivatives(
                 f"marked with @once_differentiable; write its backward in differentiable "
                 f"operations, {_DIFFERENCES}"
             )
-    if any(g is None for g in found) and any(f is CheckpointFunction for _, f in custom):
+    if any(g is None for g in found) and CheckpointFunction in custom:
         raise CurvatureError(_REENTRANT)
     return list(found)
 
@@ -173,16 +167,16 @@ def remedied() -> Iterator[None]:
 _ONCE = once_differentiable(lambda ctx: None).__code__
 
 
-def _custom_functions(roots: Sequence[Tensor]) -> list[tuple[Any, Any]]:
-    """The nodes of a graph that are custom autograd functions, each with its function."""
-    found = []
+def _custom_functions(roots: Sequence[Tensor]) -> list[Any]:
+    """The custom autograd functions in a graph."""
+    found: list[Any] = []
     stack: list[Any] = [root.grad_fn for root in roots]
     seen = set(stack)
     while stack:
         node = stack.pop()
         function = getattr(node, "_forward_cls", None)
         if function is not None:
-            found.append((node, function))
+            found.append(function)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +46,8 @@ __all__ = ["Diagonal", "SpectralDensity", "Trace", "diagonal", "spectral_density
 LEAST_SAMPLES = 2  # for a standard error
 FAIR_SAMPLES = 4  # of two, χ² distributed, it is 1.6 times too small on average, of four 1.3 times
 NOT_FINITE = (
-    "a Hessian-vector product is not finite; look at the loss of the batch, or use a wider dtype"
+    "a Hessian-vector product is not finite; look at the loss of the batch, or use a wider dtype "
+    "for the model"
 )
 
 
@@ -77,7 +77,6 @@ def trace(
     directions: int | None = None,
     seed: int = 0,
     hvp: ProductMode = "auto",
-    dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
     layers: str | Iterable[str] = (),
@@ -96,7 +95,6 @@ def trace(
             eigenvalues stand out.
         seed: Seed of the random vectors.
         hvp: How products are made, as for :func:`eigenpairs`.
-        dtype: Dtype of the vectors, as there.
         process_group: Processes that call together, as there.
         curvature: Which matrix, as there.
         layers: A block of it, as there.
@@ -108,8 +106,7 @@ def trace(
     """
     products, directions = _checked(products, directions)
     seed = seed_of(seed)
-    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    with closing(measured), measured as space:
+    with measurement(loss_fn, params, layers, curvature, hvp, process_group) as space:
         steep = _Steep(space, min(directions, space.size), seed)
         captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
         rest = []
@@ -154,7 +151,6 @@ def diagonal(
     directions: int | None = None,
     seed: int = 0,
     hvp: ProductMode = "auto",
-    dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
     layers: str | Iterable[str] = (),
@@ -171,7 +167,6 @@ def diagonal(
         directions: Steep directions to take out of chance's way, as for :func:`trace`.
         seed: Seed of the random vectors.
         hvp: How products are made, as for :func:`eigenpairs`.
-        dtype: Dtype of the vectors, as there.
         process_group: Processes that call together, as there.
         curvature: Which matrix, as there.
         layers: A block of it, as there.
@@ -183,8 +178,7 @@ def diagonal(
     """
     products, directions = _checked(products, directions)
     seed = seed_of(seed)
-    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    with closing(measured), measured as space:
+    with measurement(loss_fn, params, layers, curvature, hvp, process_group) as space:
         steep = _Steep(space, min(directions, space.size), seed)
         known = steep.diagonal()
         mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0
@@ -312,7 +306,6 @@ def spectral_density(
     iterations: int = 64,
     seed: int = 0,
     hvp: ProductMode = "auto",
-    dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
     layers: str | Iterable[str] = (),
@@ -326,7 +319,6 @@ def spectral_density(
         iterations: Products for each; details finer than the spectrum's width divided by it blur.
         seed: Seed of the random vectors.
         hvp: How products are made, as for :func:`eigenpairs`.
-        dtype: Dtype of the vectors, as there.
         process_group: Processes that call together, as there.
         curvature: Which matrix, as there.
         layers: A block of it, as there.
@@ -340,8 +332,7 @@ def spectral_density(
     iterations = whole("iterations", iterations, 1, "64")
     seed = seed_of(seed)
     nodes, weights, products = [], [], 0
-    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
-    with closing(measured), measured as space:
+    with measurement(loss_fn, params, layers, curvature, hvp, process_group) as space:
         length = min(iterations, space.size)
         for probe in range(probes):
             run = tridiagonalise(space, space.random(seed + probe, 1.0), length)

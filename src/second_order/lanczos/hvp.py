@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _global_forward_pre_hooks, register_module_forward_pre_hook
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order.distributed.world import World
@@ -44,107 +46,59 @@ _DDP_FLAGS = {
     "_static_graph_delay_allreduce_enqueued": True,
 }
 
-_cuda = torch.backends.cuda
-_SETTINGS: tuple[tuple[Callable[[], bool], Callable[[bool], object], bool], ...] = (
-    (torch.is_grad_enabled, torch.set_grad_enabled, True),
-    # Fused attention has no second derivative.
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp, False),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp, False),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp, False),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp, True),
-    # An outer autocast would go on with casts of weights that differences have moved since.
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
-)
-"""What says how a setting of torch's is, what sets it, and how it is while a loss is evaluated."""
-
-
-def _autocast_nesting() -> int:
-    try:
-        return int(torch.autocast_increment_nesting()) - 1
-    finally:
-        torch.autocast_decrement_nesting()
-
-
-def _set_autocast_nesting(depth: int) -> None:
-    """Leave the autocasts that were entered beyond a depth: at 0 torch clears its casts."""
-    while _autocast_nesting() > depth:
-        torch.autocast_decrement_nesting()
-
 
 class Undisturbed:
     """Evaluate and differentiate inside, and find everything as before outside.
 
-    Put back are torch's random state and settings, every buffer of every module that is called,
+    Restores torch's random state and settings, every buffer of every module that is called,
     ``.grad`` of the parameters, the state of DistributedDataParallel's reducer, and ``training`` of
-    ``model`` and its parts. Attention runs without fused kernels inside.
+    ``model`` and its parts. Inside, attention runs without fused kernels, which have no second
+    derivative, and autocast is off.
     """
 
     def __init__(self, params: Sequence[Tensor], model: nn.Module | None = None) -> None:
-        self._params, self._model = params, model
+        self._params = params
+        self._model = model
         self._random: list[Callable[[], object]] = []  # set generators back
-        self._seen: set[int] = set()
+        self._seen: set[nn.Module] = set()
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        # What puts each change back, in the order of the changes, and may be called twice.
-        self._undo: list[Callable[[], object]] = []
+        self._restores = ExitStack()
 
     def __enter__(self) -> Undisturbed:
+        restores = self._restores
         self._random = [partial(torch.set_rng_state, torch.get_rng_state())]
         for device in {p.device for p in self._params if p.is_cuda}:
             state = torch.cuda.get_rng_state(device)
             self._random.append(partial(torch.cuda.set_rng_state, state, device))
-        # Each change is noted before it is made: Ctrl-C may come in between.
-        undo = self._undo.append
-        for kind in {p.device.type for p in self._params}:
-            undo(partial(torch.set_autocast_enabled, kind, torch.is_autocast_enabled(kind)))
-            undo(partial(torch.set_autocast_dtype, kind, torch.get_autocast_dtype(kind)))
-        undo(partial(_set_autocast_nesting, _autocast_nesting()))
-        for module in () if self._model is None else self._model.modules():
-            undo(partial(setattr, module, "training", module.training))
+        if self._model is not None:
+            for module in self._model.modules():
+                restores.callback(setattr, module, "training", module.training)
         for p in self._params:
-            undo(partial(setattr, p, "grad", p.grad))
+            restores.callback(setattr, p, "grad", p.grad)
             p.grad = None
-        undo(self.rewind)
-        undo(partial(setattr, torch.backends.cudnn, "enabled", torch.backends.cudnn.enabled))
-        for setting, put, inside in _SETTINGS:
-            undo(partial(put, setting()))
-            put(inside)
+        restores.callback(self.rewind)
+        cudnn = torch.backends.cudnn
+        restores.callback(setattr, cudnn, "enabled", cudnn.enabled)
+        restores.enter_context(torch.enable_grad())
+        restores.enter_context(sdpa_kernel(SDPBackend.MATH))
+        for kind in {p.device.type for p in self._params}:
+            # Without a cache: its casts of weights would outlive what differences move.
+            restores.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
         if self._model is not None:  # compiled code may call it unseen
             self._about_to_call(self._model)
-        undo(self._remove_hook)
-        register_module_forward_pre_hook(self._about_to_call)
+        hook = register_module_forward_pre_hook(self._about_to_call)
+        restores.callback(hook.remove)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put everything back; a call after one that Ctrl-C has ended puts back the rest."""
-        while self._undo:
-            self._undo[-1]()
-            self._undo.pop()
-
-    def _remove_hook(self) -> None:
-        for key, hook in [*_global_forward_pre_hooks.items()]:
-            if hook == self._about_to_call:
-                del _global_forward_pre_hooks[key]
-
-    def restore_later(self, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> object:
-        """Note values of parameters that are about to change, for :meth:`restore`."""
-        undo = partial(torch._foreach_copy_, list(parameters), list(values))
-        self._undo.append(undo)
-        return undo
-
-    def restore(self, noted: object) -> None:
-        """Put parameters back."""
-        for undo in [each for each in self._undo if each is noted]:
-            undo()
-            self._undo.remove(undo)
+        self._restores.close()
 
     def _about_to_call(self, module: nn.Module, _: Any = None) -> None:
         """Note the state of a module and its parts, once."""
-        if torch.compiler.is_compiling() or id(module) in self._seen:
+        if torch.compiler.is_compiling() or module in self._seen:
             return
-        for part in module.modules():
-            if id(part) in self._seen:
-                continue
-            self._seen.add(id(part))
+        for part in set(module.modules()) - self._seen:
+            self._seen.add(part)
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     entry = (part._buffers, name, buffer, buffer.detach().clone())
@@ -154,7 +108,7 @@ class Undisturbed:
             if isinstance(part, DistributedDataParallel):
                 for flag, value in _DDP_FLAGS.items():
                     if hasattr(part, flag):
-                        self._undo.append(partial(setattr, part, flag, getattr(part, flag)))
+                        self._restores.callback(setattr, part, flag, getattr(part, flag))
                         setattr(part, flag, value)
 
     def rewind(self) -> None:
@@ -265,15 +219,14 @@ class Hessian:
             for part, shape, p in zip(v.split(self._sizes), self._shapes, self.params, strict=True)
         ]
         total: Tensor | None = None
-        with torch.enable_grad(), torch.autocast(self._device.type, enabled=False):
-            if self._mode == "differences":
-                total = self._differences(directions, v.dtype)
-            else:
-                retain = self._mode == "retained"
-                graphs = self._graphs if retain else map(self._linearised, self._again())
-                for examples, graph in graphs:
-                    parts = graph.product(directions, retain=retain)
-                    total = self._add(total, parts, examples, v.dtype)
+        if self._mode == "differences":
+            total = self._differences(directions, v.dtype)
+        else:
+            retain = self._mode == "retained"
+            graphs = self._graphs if retain else map(self._linearised, self._again())
+            for examples, graph in graphs:
+                parts = graph.product(directions, retain=retain)
+                total = self._add(total, parts, examples, v.dtype)
         return torch.zeros_like(v) if total is None else total
 
     def _again(self) -> Iterator[LossFn]:
@@ -298,17 +251,18 @@ class Hessian:
     def _differences(self, directions: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
         """H v from the gradients at w ± εv; the parameters are w again at the end."""
         step = self._step_along(directions)
+        if step == 0.0:
+            return None
         total: Tensor | None = None
         here = [local(p).data for p in self.params]
         before = [w.clone() for w in here]
-        noted = self._aside.restore_later(here, before)
         try:
-            for sign in (1.0, -1.0) if step else ():
+            for sign in (1.0, -1.0):
                 for p, w, v in zip(here, before, directions, strict=True):
                     p.copy_(w).add_(v, alpha=sign * step)
                 total = self._add_gradients(total, sign / (2 * step), dtype)
         finally:
-            self._aside.restore(noted)
+            torch._foreach_copy_(here, before)
         return total
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:
@@ -354,8 +308,7 @@ class Hessian:
     def _linearised(self, loss_fn: LossFn) -> tuple[float, Graph]:
         """The number of examples of a batch, and what multiplies by its curvature."""
         found = self._evaluate(loss_fn)
-        with torch.autocast(self._device.type, enabled=False):
-            graph = Graph(found, self.params)
+        graph = Graph(found, self.params)
         self._reached(graph.gradients)
         return found.examples, graph
 

@@ -60,15 +60,10 @@ class Space:
         """The first process's values of a small tensor on the CPU, on all of them."""
         return x
 
-    def read(self, scalars: Sequence[Tensor]) -> list[float]:
-        """The values of tensors of one element; the host waits for the device once."""
-        if self.device.type == "cpu":
-            return [float(x) for x in scalars]
-        kinds = {x.dtype: [i for i, y in enumerate(scalars) if y.dtype == x.dtype] for x in scalars}
-        groups = [torch.stack([scalars[i] for i in each]).double() for each in kinds.values()]
-        values = torch.cat(groups).tolist()
-        found = dict(zip((i for each in kinds.values() for i in each), values, strict=True))
-        return [found[i] for i in range(len(scalars))]
+    def read(self, numbers: Sequence[Tensor]) -> list[float]:
+        """The values of small tensors, one after the other; the host waits for the device once."""
+        found: list[float] = torch.cat([x.reshape(-1).double() for x in numbers]).tolist()
+        return found
 
 
 def normal(size: int, seed: int, scale: float) -> Tensor:
@@ -141,83 +136,81 @@ def tridiagonalise(
     where ``finished`` says so, or the Krylov space is exhausted; if that is so earlier, the
     recurrence goes on from a random vector orthogonal to it, of this ``seed``.
 
-    On the CPU coefficients are read at each iteration. A device is asked for them once as many are
+    On the CPU coefficients are read at each iteration. A device is read once as many iterations are
     made as are ``expected``, 0 where nothing is known, and every few from there on: what is made
     beyond the end is left out, which is the same as to have stopped there.
     """
     iterations = min(iterations, space.size)
     D = start.new_empty((iterations, start.numel()))
-    ahead, later = expected or max(ASK_ALWAYS, UNREAD * at_least), ASK_EVERY
-    if start.device.type == "cpu":
-        ahead = later = 1
-    elif finished is None:
-        ahead = iterations
-    unread = [space.total(_square(start))[0]]
-    torch.div(start, unread[0].sqrt(), out=D[0])
-    diagonal, off_diagonal, products = list[float](), list[float](), 0
-    begun, finite = False, True
-    while finite and len(diagonal) < iterations:
+    norm = space.total(_square(start)).sqrt()
+    torch.div(start, norm, out=D[0])
+    diagonal: list[float] = []
+    off_diagonal: list[float] = []
+    products = 0
+    ahead = 1
+    if start.device.type != "cpu":
+        ahead = expected or max(ASK_ALWAYS, UNREAD * at_least)
+        if finished is None:
+            ahead = iterations
+    restarted = False
+
+    def matrix(count: int) -> Tensor:
+        both = [diagonal[:count], off_diagonal[:count]]
+        return torch.tensor(both, dtype=torch.float64, device="cpu")
+
+    def result(count: int, finite: bool) -> Tridiagonal:
+        return Tridiagonal(D[:count], *matrix(count), finite, products)
+
+    while len(diagonal) < iterations:
+        # Make some rows of D, and read the coefficients of B.
         before = len(diagonal)
-        for j in range(before, min(before + ahead, iterations)):
-            unread += _iterate(space, D, j)
-            products += 1
-        numbers, unread, ahead = space.read(unread), [], later
-        exhausted = not begun and numbers.pop(0) == 0.0  # a start without a direction
-        if begun or not exhausted:
+        last = min(before + ahead, iterations)
+        unread = [_iterate(space, D, j) for j in range(before, last)]
+        products += len(unread)
+        *numbers, length = space.read([*unread, norm])
+        ahead = 1 if start.device.type == "cpu" else ASK_EVERY
+        exhausted = length == 0.0 and not restarted  # a start without a direction
+        finite = True
+        if not exhausted:
             finite, exhausted = _take(numbers, diagonal, off_diagonal, torch.finfo(D.dtype).eps)
-        begun, count, stop = True, len(diagonal), 0
-        asked = [
-            n
-            for n in range(max(before + 1, at_least), count + (not exhausted))
-            if finished is not None and (n <= ASK_ALWAYS or n % ASK_EVERY == 1)
-        ]
+        count = len(diagonal)
+
+        # Stop where all that is wanted has converged, as the first process finds: rounding must
+        # not make processes differ.
+        lengths = range(max(before + 1, at_least), count + (not exhausted))
+        asked = [n for n in lengths if n <= ASK_ALWAYS or n % ASK_EVERY == 1]
         if finished is not None and asked:
-            B = torch.tensor([diagonal, off_diagonal], dtype=torch.float64, device="cpu")
-            done = (n for n in asked if finished(ritz_pairs(*B[:, :n])))
-            # As the first process finds: rounding must not part them.
-            found = torch.tensor([float(next(done, 0))], dtype=torch.float64, device="cpu")
-            stop = int(space.first(found))
-        if stop:
-            finite = True
-            del diagonal[stop:], off_diagonal[stop:]
-            break
-        if exhausted and (at_least <= count or count == iterations):
-            break
+            stop = next((n for n in asked if finished(ritz_pairs(*matrix(n)))), 0)
+            stop = int(space.first(torch.tensor([float(stop)], dtype=torch.float64, device="cpu")))
+            if stop:
+                return result(stop, finite=True)
+        if not finite:
+            return result(count, finite=False)
+
+        # Continue from a random vector if the Krylov space is exhausted early.
         if exhausted:
+            if at_least <= count or count == iterations:
+                break
             d = _orthogonal(space, D[:count], seed + count)
             if d is None:
-                finite = count > 0
-                break
+                return result(count, finite=count > 0)
             D[count] = d
-    return Tridiagonal(
-        D[: len(diagonal)],
-        torch.tensor(diagonal, dtype=torch.float64, device="cpu"),
-        torch.tensor(off_diagonal, dtype=torch.float64, device="cpu"),
-        finite,
-        products,
-    )
+            restarted = True
+    return result(len(diagonal), finite=True)
 
 
-def _iterate(space: Space, D: Tensor, j: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Make row j + 1 of D, if there is one: returns B_jj in two parts, and ‖h‖²."""
+def _iterate(space: Space, D: Tensor, j: int) -> Tensor:
+    """Make row j + 1 of D, if there is one: returns B_jj in two parts, and ‖h‖², float64."""
     basis = D[: j + 1]
     h = space.apply(D[j])
     first = space.total(basis @ h)
     h.addmv_(basis.t(), first.to(h.dtype), alpha=-1)
-    square = again = None
-    if h.device.type == "cpu":
-        both = space.total(torch.cat([(basis @ h).double(), _square(h)]))
-        again, left = both[:-1], both[-1] - both[:-1].square().sum()
-        # Otherwise the second pass takes most of it: rounding alone is left.
-        square = left if left > 0.5 * both[-1] else None
-    else:
-        again = space.total(basis @ h)
+    again = space.total(basis @ h)
     h.addmv_(basis.t(), again.to(h.dtype), alpha=-1)
-    if square is None:
-        square = space.total(_square(h))[0]
+    square = space.total(_square(h))
     if j + 1 < len(D):
         torch.div(h, square.sqrt(), out=D[j + 1])
-    return first[j], again[j], square
+    return torch.cat([first[j:].double(), again[j:].double(), square])
 
 
 def _take(
@@ -227,11 +220,12 @@ def _take(
 
     Up to the first that is: what comes after such a one is of no use.
     """
-    for first, again, square in zip(*[iter(numbers)] * 3, strict=True):
-        alpha = first + again
-        beta = math.sqrt(max(square, 0.0)) if math.isfinite(square) else math.nan
-        if not (math.isfinite(alpha) and math.isfinite(beta)):
+    for i in range(0, len(numbers), 3):
+        alpha = numbers[i] + numbers[i + 1]
+        square = numbers[i + 2]
+        if not (math.isfinite(alpha) and math.isfinite(square)):
             return False, False
+        beta = math.sqrt(max(square, 0.0))
         diagonal.append(alpha)
         exhausted = beta <= 8 * eps * max(map(abs, [*diagonal, *off_diagonal, beta]))
         off_diagonal.append(0.0 if exhausted else beta)

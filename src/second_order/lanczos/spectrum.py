@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -102,7 +102,8 @@ def extreme_pairs(
     wanted = min(largest + smallest, space.size)
     largest = min(largest, wanted)
     smallest = wanted - largest
-    iterations = default_iterations(space.size, wanted) if iterations is None else iterations
+    if iterations is None:
+        iterations = default_iterations(space.size, wanted)
 
     def chosen(count: int) -> list[int]:
         return [*range(count - 1, count - 1 - largest, -1), *range(smallest)]
@@ -111,24 +112,42 @@ def extreme_pairs(
         picked = chosen(len(ritz.values))
         return bool((ritz.residuals[picked] <= tol * ritz.values[picked].abs()).all())
 
-    stop = finished if tol > 0 else None
-    most, known = max(iterations, wanted), {"seed": seed, "expected": expected}
-    run = tridiagonalise(space, start, most, at_least=wanted, finished=stop, **known)
-    done, trouble = len(run.diagonal), ""
-    if run.finite and done >= wanted:
-        ritz, picked = everybodys_ritz(space, run), chosen(done)
-        if bool(torch.cat([ritz.values, ritz.vectors.flatten()]).isfinite().all()):
-            S = ritz.vectors[:, picked].to(start.device, start.dtype)
-            norm = float(ritz.values.abs().max())
-            found = ritz.values[picked], ritz.residuals[picked]
-            return Pairs(*found, largest, run.products, norm, run.basis, S)
-        trouble = UNDECOMPOSED
-    nothing = torch.empty(0, dtype=torch.float64, device="cpu")
-    trouble = trouble or (
-        f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or use a "
-        f"wider dtype"
+    run = tridiagonalise(
+        space,
+        start,
+        max(iterations, wanted),
+        at_least=wanted,
+        finished=finished if tol > 0 else None,
+        seed=seed,
+        expected=expected,
     )
-    return Pairs(nothing, nothing, 0, done, 0.0, run.basis, start.new_empty((done, 0)), trouble)
+    done = len(run.diagonal)
+    if not run.finite or done < wanted:
+        return _no_pairs(
+            run,
+            f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or "
+            f"use a wider dtype for the model",
+        )
+    ritz = everybodys_ritz(space, run)
+    if not bool(ritz.vectors.isfinite().all() & ritz.values.isfinite().all()):
+        return _no_pairs(run, UNDECOMPOSED)
+    picked = chosen(done)
+    return Pairs(
+        values=ritz.values[picked],
+        residuals=ritz.residuals[picked],
+        largest=largest,
+        iterations=run.products,
+        norm=float(ritz.values.abs().max()),
+        basis=run.basis,
+        combination=ritz.vectors[:, picked].to(start.device, start.dtype),
+    )
+
+
+def _no_pairs(run: Tridiagonal, trouble: str) -> Pairs:
+    nothing = torch.empty(0, dtype=torch.float64, device="cpu")
+    done = len(run.diagonal)
+    combination = run.basis.new_empty((done, 0))
+    return Pairs(nothing, nothing, 0, done, 0.0, run.basis, combination, trouble)
 
 
 def everybodys_ritz(space: Space, run: Tridiagonal) -> Ritz:
@@ -180,7 +199,6 @@ def eigenpairs(
     start: Tensor | None = None,
     seed: int = 0,
     hvp: ProductMode = "auto",
-    dtype: torch.dtype | None = None,
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
     layers: str | Iterable[str] = (),
@@ -210,7 +228,6 @@ def eigenpairs(
         seed: Seed of the start vector.
         hvp: How to multiply, as :class:`Hessian` has it. "auto": "retained" for one function,
             "recomputed" for several.
-        dtype: Dtype of the Lanczos vectors; None for float64 where a parameter is, else float32.
         process_group: Processes that call this together, each with its own batch: the Hessian is
             that of the union, and vectors are kept in parts. None: this process alone.
         curvature: Whose eigenpairs, as :class:`Hessian` has it: "hessian", "gauss-newton" or
@@ -227,19 +244,27 @@ def eigenpairs(
     """
     seed = seed_of(seed)
     check_number("tol", tol, low=0.0, open_high=True, remedy="1e-3 is the default")
-    measured = measurement(loss_fn, params, layers, curvature, hvp, dtype, process_group)
+    measured = measurement(loss_fn, params, layers, curvature, hvp, process_group)
     largest, smallest, iterations = _counts(largest, smallest, iterations, measured.size)
     if start is not None and start.shape != (measured.size,):
         n = measured.size
         raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {n} unknowns")
-    with closing(measured), measured as space:
+    with measured as space:
         rows = space.random(seed, 1.0)
         if start is not None:
             rows = start.to(rows.device, rows.dtype)[space.rows].clone()
         # A product costs more than to wait for a device.
         soon = 2 * (largest + smallest)
-        wanted: Any = {"iterations": iterations, "tol": tol, "seed": seed, "expected": soon}
-        pairs = extreme_pairs(space, rows, largest, smallest, **wanted)
+        pairs = extreme_pairs(
+            space,
+            rows,
+            largest,
+            smallest,
+            iterations=iterations,
+            tol=tol,
+            seed=seed,
+            expected=soon,
+        )
         space.raise_together()
         if pairs.trouble:
             raise CurvatureError(pairs.trouble)
@@ -247,8 +272,14 @@ def eigenpairs(
         if process_group is not None:
             vectors = torch.stack([space.gathered(v) for v in vectors])
     converged = pairs.residuals <= tol * pairs.values.abs()
-    found = pairs.values, vectors, pairs.bounds(), converged
-    return Eigenpairs(*found, pairs.iterations, pairs.largest)
+    return Eigenpairs(
+        eigenvalues=pairs.values,
+        eigenvectors=vectors,
+        residuals=pairs.bounds(),
+        converged=converged,
+        products=pairs.iterations,
+        largest=pairs.largest,
+    )
 
 
 def _counts(
@@ -314,7 +345,6 @@ def measurement(
     layers: str | Iterable[str],
     curvature: CurvatureKind,
     hvp: ProductMode,
-    dtype: torch.dtype | None,
     process_group: dist.ProcessGroup | None,
 ) -> RowSpace:
     """Check what :func:`eigenpairs` and its kin are given, and make their context.
@@ -350,7 +380,7 @@ def measurement(
     check_one_device(chosen)
     world = World.alone() if process_group is None else World(process_group)
     hessian = Hessian(loss_fn, chosen, mode=hvp, model=model, curvature=curvature)
-    return RowSpace(hessian, world, dtype or lanczos_dtype(chosen))
+    return RowSpace(hessian, world, lanczos_dtype(chosen))
 
 
 def check_one_device(params: Sequence[Tensor]) -> None:

@@ -62,14 +62,13 @@ class RowSpace(Space):
             except Exception as error:
                 self.error = error
             self.raise_together()
-            torch.set_autocast_enabled(self.device.type, False)  # the Hessian puts it back
         except BaseException:
             self.close()
             raise
         return self
 
     def close(self) -> None:
-        """Put everything back that is not yet: in a ``finally``, as Ctrl-C may end an exit."""
+        """Put everything back."""
         self._hessian.__exit__()
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
@@ -112,13 +111,14 @@ class RowSpace(Space):
         self._world.reduce([*h.split(self._sizes), summed], owners).wait()
         return h[self.rows] / summed
 
-    def read(self, scalars: Sequence[Tensor]) -> list[float]:
-        """The values of tensors of one element; of a device, what else a refresh asks it."""
+    def read(self, numbers: Sequence[Tensor]) -> list[float]:
+        """The values of small tensors; of a device, what else a refresh asks it."""
         if self.device.type == "cpu":
-            return super().read(scalars)
-        found = super().read([*scalars, *self.asked, *self._losses().unbind()])
-        count = len(scalars)
-        self.told, self._sums = found[count:-2], found[-2:]
+            return super().read(numbers)
+        found = super().read([*numbers, *self.asked, self._losses()])
+        count = sum(x.numel() for x in numbers)
+        self.told = found[count:-2]
+        self._sums = found[-2:]
         return found[:count]
 
     def _losses(self) -> Tensor:

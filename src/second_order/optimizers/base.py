@@ -163,6 +163,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             world=world,
             averages=averages,
             scaler=grad_scaler,
+            debug=bool(debug),
         )
         self._training, self._constructed, self._unwatched = training, False, False
         base_name = (rest or base).__name__

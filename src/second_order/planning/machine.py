@@ -381,7 +381,7 @@ def measure_machine(
         packed = pack_upper_triangular(((x + x.mT) / n**0.5).unsqueeze(0))
         added = torch.full((1,), 0.1, dtype=torch.float32, device=device)
         problem = Problem(1, n, torch.float32, device, packed, added)
-        return lambda: SOLVERS[solver].decompose([problem], torch.float32, True).finish()
+        return lambda: SOLVERS[solver].decompose([problem], torch.float32).finish()
 
     def fastest(function: Callable[[], Any]) -> float:
         """Seconds of the fastest of a few runs, after one that does not count.
