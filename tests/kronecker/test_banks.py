@@ -46,7 +46,7 @@ def blocks_of(kind: str, layers: int, bias: bool, solver: str) -> list[Kronecker
         }[kind]()
         module.to(F64)
         own = module.bias if bias and kind not in ("embedding", "transposed") else None
-        block = KroneckerBlock([f"layer {i}"], [module], own, F64, False)
+        block = KroneckerBlock([f"layer {i}"], [module], own, F64)
         for p in block.params:
             p.grad = torch.randn_like(p)
         shape = block.shape

@@ -395,7 +395,7 @@ def test_how_much_of_mixtral_has_factors(largest: int, others: str, share: float
         model = transformers.MixtralForCausalLM(transformers.MixtralConfig())
     sizes = {id(p): p.numel() for p in model.parameters()}
     rules = BlockRules(max_factor_dim=largest, other_matrices=others)
-    blocks, _ = find_blocks(model, sizes, [], {}, torch.float32, True, rules)
+    blocks, _ = find_blocks(model, sizes, [], {}, torch.float32, rules)
     assert sum(block.size for block in blocks) / sum(sizes.values()) == pytest.approx(
         share, abs=5e-4
     )

@@ -32,7 +32,7 @@ OPTIONS = KFACOptions(damping=0.1, factor_decay=0.95, kl_clip=None, precondition
 AUTO = AutoFraction(OPTIONS, partial(kaisa_plan, cost="compute", colocate=True, keeps_all=True))
 LAYERS = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
 SIZES = {id(p): p.numel() for p in LAYERS.parameters()}
-BLOCKS, _ = find_blocks(LAYERS, SIZES, (), {}, torch.float32, True)
+BLOCKS, _ = find_blocks(LAYERS, SIZES, (), {}, torch.float32)
 
 
 def machine(flops: float) -> Machine:

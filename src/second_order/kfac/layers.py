@@ -131,7 +131,6 @@ class Layers:
                 options.skip_layers,
                 known,
                 options.factor_dtype,
-                True,
                 rules,
                 excluded=excluded_params(groups),
             )

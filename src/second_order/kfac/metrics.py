@@ -198,7 +198,7 @@ def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:
 def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> KroneckerFactors:
     """The averages that are here, with those that have been gathered."""
     here = block.factors
-    kept = block.factor_dtype, block.staged.triangular, (False, False)
+    kept = block.factor_dtype, (False, False)
     averages = KroneckerFactors(block.shape, block.weight.device, *kept)
     averages.stored |= {k: away.get(k, block.stored(k)) for k in block.shape.letters}
     if away:

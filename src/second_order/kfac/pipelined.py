@@ -80,8 +80,7 @@ class Pipeline:
         self._rest()
 
     def _nbytes(self, slot: Slot) -> int:
-        triangular = slot.block.staged.triangular
-        shapes = (slot.shape.stored_shape(k, triangular) for k in slot.shape.letters)
+        shapes = (slot.shape.stored_shape(k) for k in slot.shape.letters)
         return self._dtype.itemsize * sum(map(math.prod, shapes))
 
     def _rest(self) -> None:
@@ -126,8 +125,7 @@ class Pipeline:
         for slot in bucket:
             staged = slot.block.staged
             if (staged.shape, staged.device) != slot[1:]:  # of another size by now: none
-                triangular = staged.triangular
-                staged = StagedStatistics(slot.shape, slot.device, staged.factor_dtype, triangular)
+                staged = StagedStatistics(slot.shape, slot.device, staged.factor_dtype)
             terms = self._layers.terms_so_far(staged)
             passes = terms.passes
             self._marks[slot.block] = SentState(staged, staged.revision, passes, micro_batches)

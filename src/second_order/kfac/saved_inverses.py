@@ -115,9 +115,7 @@ def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[st
     if solve is None:
         found: dict[str, Any] = {SNAPSHOT_STEP: -1}
         if room:
-            factors = KroneckerFactors(
-                block.shape, block.weight.device, block.factor_dtype, block.triangular
-            )
+            factors = KroneckerFactors(block.shape, block.weight.device, block.factor_dtype)
             found |= dict.fromkeys(SNAPSHOT_NUMBERS, 0.0)
             found |= _snapshot_tensors(factors.stored, factors.means)
         return found

@@ -111,7 +111,6 @@ class KroneckerBlock:
         stored_shapes: By letter, the shape of a factor as stored here or on another process.
         trains_bias: Whether A has the homogeneous coordinate.
         work_dtype: The dtype in which gradients are clipped and exchanged: float32 at least.
-        triangular: Whether symmetric matrices are kept as upper triangles.
     """
 
     def __init__(
@@ -120,7 +119,6 @@ class KroneckerBlock:
         modules: Sequence[nn.Module],
         bias: nn.Parameter | None,
         factor_dtype: torch.dtype,
-        triangular: bool,
         keys: Sequence[Key | None] = (),
         owned: Sequence[nn.Parameter] = (),
     ) -> None:
@@ -138,7 +136,6 @@ class KroneckerBlock:
             if bias is not None:
                 self.owned.append(bias)
         self.factor_dtype = factor_dtype
-        self.triangular = triangular
         self.held = (True, True)
         self.state = LayerState()
         self._last_backward = -1  # the number of the pass that brought the last pair
@@ -152,8 +149,8 @@ class KroneckerBlock:
         self.work_dtype = torch.promote_types(self.weight.dtype, torch.float32)
         self.stored_shapes: dict[str, tuple[int, ...]] = {}
         for letter in self.shape.letters:
-            self.stored_shapes[letter] = self.shape.stored_shape(letter, self.triangular)
-        self.staged = StagedStatistics(self.shape, device, self.factor_dtype, self.triangular)
+            self.stored_shapes[letter] = self.shape.stored_shape(letter)
+        self.staged = StagedStatistics(self.shape, device, self.factor_dtype)
         self.staged.dropped += dropped
         self.factors: KroneckerFactors | None = None
         self.drop_inverse()
@@ -297,7 +294,6 @@ class KroneckerBlock:
             shape=self.shape,
             device=self.weight.device,
             dtype=self.factor_dtype,
-            triangular=self.triangular,
             held=self.held,
         )
 

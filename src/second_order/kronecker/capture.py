@@ -765,7 +765,7 @@ class StatisticsCollector:
         if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
             approximation = self.conv_approximation
         wide = torch.promote_types(self.factor_dtype, torch.float32)
-        packed = block.staged.triangular and d.device.type == "cpu"  # else all layers' at once
+        packed = d.device.type == "cpu"  # else all layers' at once
         form = Form(block.trains_bias, approximation, packed, rows)
         x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         plain = torch.autocast(d.device.type, enabled=False)

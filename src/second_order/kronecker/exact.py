@@ -119,14 +119,13 @@ class ExactBlock(KroneckerBlock):
         owned: Sequence[nn.Parameter],
         most: int,
         factor_dtype: torch.dtype,
-        triangular: bool,
     ) -> None:
         self.most = most
         self.gain = gain_of(module)
         own = module._parameters.items()
         # By name: during a pass FSDP2 puts others in their place.
         self._letters = [next(name for name, other in own if other is p) for p in owned]
-        super().__init__([name], [module], None, factor_dtype, triangular, owned=owned)
+        super().__init__([name], [module], None, factor_dtype, owned=owned)
         if self.gain is None:  # next to a Kronecker block
             self.name += ".bias"
 
@@ -252,10 +251,9 @@ class DoublyFactoredBlock(KroneckerBlock):
         modules: Sequence[nn.Module],
         locations: int,
         factor_dtype: torch.dtype,
-        triangular: bool,
     ) -> None:
         self.locations = locations
-        super().__init__(names, modules, None, factor_dtype, triangular)
+        super().__init__(names, modules, None, factor_dtype)
 
     def _current_shape(self) -> FactorShape:
         out_dim, in_dim = self.weight.shape

@@ -79,11 +79,9 @@ class StagedStatistics:
     explanation: Explanation | None = None
     keeps = True
 
-    def __init__(
-        self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype, triangular: bool
-    ) -> None:
+    def __init__(self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype) -> None:
         self.shape, self.device = shape, device
-        self.factor_dtype, self.triangular = factor_dtype, triangular
+        self.factor_dtype = factor_dtype
         self.dtype = torch.promote_types(factor_dtype, torch.float32)
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
         self.revision = 0
@@ -137,7 +135,7 @@ class StagedStatistics:
 
         ``gradient_scale`` turns the captured gradient into that of the pass's loss.
         """
-        found = {k: _stored(factor, self.triangular) for k, factor in pair.factors.items()}
+        found = {k: _stored(factor) for k, factor in pair.factors.items()}
         if isinstance(gradient_scale, Tensor) or gradient_scale != 1:
             for letter in _letters_of_gradients(self.shape):
                 found[letter].mul_(gradient_scale**2)
@@ -179,7 +177,7 @@ class StagedStatistics:
 
     def _blank(self, terms: float | Tensor) -> StatisticsSums:
         blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
-        shapes = {k: self.shape.stored_shape(k, self.triangular) for k in self.shape.letters}
+        shapes = {k: self.shape.stored_shape(k) for k in self.shape.letters}
         head = blank(2 + self.shape.numbers * self.shape.groups, dtype=self.dtype)
         head[0] = terms
         return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, head)
@@ -351,7 +349,6 @@ class KroneckerFactors:
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: Dtype in which the factors are stored.
-        triangular: Whether only upper triangles are stored.
         numbers: By name, :attr:`weight`, :attr:`examples` and :attr:`means`.
         stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
@@ -361,12 +358,10 @@ class KroneckerFactors:
         shape: FactorShape,
         device: torch.device,
         dtype: torch.dtype,
-        triangular: bool,
         held: tuple[bool, bool] = (True, True),
     ) -> None:
         self.shape = shape
         self.dtype = dtype
-        self.triangular = triangular
         zeros = partial(torch.zeros, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.numbers = {
             "weight": zeros(()),
@@ -376,7 +371,7 @@ class KroneckerFactors:
         self.stored: dict[str, Tensor | None] = dict.fromkeys(shape.letters)
         for k in shape.letters:
             if held[k == "G"]:
-                size = shape.stored_shape(k, triangular)
+                size = shape.stored_shape(k)
                 self.stored[k] = torch.zeros(size, dtype=dtype, device=device)
 
     @property
@@ -401,7 +396,7 @@ class KroneckerFactors:
         """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal."""
         stored = self.stored[which]
         assert stored is not None, f"factor {which} is kept elsewhere"
-        if not self.triangular or (which == "A" and self.shape.diagonal_a):
+        if which in self.shape.diagonals:
             return stored.to(dtype, copy=True)
         return unpack_upper_triangular(stored.to(dtype), self.shape.dims[which])
 
@@ -553,5 +548,6 @@ def mean_eigenvalue(factor: Tensor, dim: int) -> Tensor:
     return factor.mean(-1) if factor.shape[-1] == dim else packed_trace(factor, dim) / dim
 
 
-def _stored(matrix: Tensor, triangular: bool) -> Tensor:
-    return pack_upper_triangular(matrix) if triangular and matrix.dim() == 3 else matrix
+def _stored(matrix: Tensor) -> Tensor:
+    """Symmetric matrices as triangles; triangles and diagonals as they are."""
+    return pack_upper_triangular(matrix) if matrix.dim() == 3 else matrix

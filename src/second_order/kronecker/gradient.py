@@ -56,10 +56,9 @@ class GradientBlock(KroneckerBlock):
         parameter: nn.Parameter,
         most: int | None,
         factor_dtype: torch.dtype,
-        triangular: bool,
     ) -> None:
         self.most = most
-        super().__init__([name], [module], None, factor_dtype, triangular, owned=[parameter])
+        super().__init__([name], [module], None, factor_dtype, owned=[parameter])
         self.watched = []  # no pass of a module is looked at
 
     def _current_shape(self) -> FactorShape:
@@ -115,7 +114,7 @@ def _sums_of(block: GradientBlock, examples: Tensor, scale: Tensor) -> Statistic
         whole = half.square().sum(-2) if diagonal else half.mT @ half
         if letter == "G":
             whole = whole * (scale * examples)
-        if block.staged.triangular and not diagonal:
+        if not diagonal:
             whole = pack_upper_triangular(whole)
         factors[letter] = whole.to(block.factor_dtype)
     traces = size / shape.in_dim, size * scale * examples / shape.out_dim

@@ -70,7 +70,7 @@ class FactorShape:
             gradient_size=(self.groups, self.out_dim, self.in_dim),
         )
 
-    def stored_shape(self, letter: str, triangular: bool) -> tuple[int, ...]:
+    def stored_shape(self, letter: str, triangular: bool = True) -> tuple[int, ...]:
         """Shape of a factor as it is stored."""
         dim = self.dims[letter]
         if letter in self.diagonals:

@@ -114,7 +114,6 @@ def find_blocks(
     skip: Iterable[str],
     known: Mapping[int, KroneckerBlock],
     factor_dtype: torch.dtype,
-    triangular: bool,
     rules: BlockRules | None = None,
     excluded: Set[int] = frozenset(),
 ) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
@@ -127,7 +126,6 @@ def find_blocks(
             that is inside them.
         known: Blocks of an earlier call by ``id`` of their weight, kept as they are.
         factor_dtype: Dtype of the factors of new blocks.
-        triangular: Whether new blocks keep upper triangles.
         rules: Rules for layers that are not plain Kronecker blocks; None for none.
         excluded: The ``id`` of parameters whose groups leave them to the base. A module with some
             of them and others is sorted as if there were none.
@@ -137,7 +135,7 @@ def find_blocks(
     """
     rules = BlockRules() if rules is None else rules
     rules.check(model)
-    search = _Search(model, owned, known, (factor_dtype, triangular), rules, excluded)
+    search = _Search(model, owned, known, factor_dtype, rules, excluded)
     patterns = list(skip)
     everything = dict(model.named_modules(remove_duplicate=False))
     channels: int | None = None
@@ -177,12 +175,12 @@ class _Search:
         model: nn.Module,
         owned: Mapping[int, int],
         known: Mapping[int, KroneckerBlock],
-        stored: tuple[torch.dtype, bool],
+        factor_dtype: torch.dtype,
         rules: BlockRules,
         excluded: Set[int],
     ) -> None:
         self._model, self._owned, self._known = model, owned, known
-        self._stored, self._rules = stored, rules
+        self._factor_dtype, self._rules = factor_dtype, rules
         # By weight, in the order of the modules: a block, or the modules that have it.
         self._places: dict[int, KroneckerBlock | list[_Member]] = {}
         self._in_exact: set[int] = set()
@@ -290,7 +288,7 @@ class _Search:
                 bias = bias if id(bias) in self._owned else None
                 block = self._known.get(id(weight))
                 if block is None or block.keys != [key] or block.bias is not bias:
-                    block = KroneckerBlock([full], [module], bias, *self._stored, [key])
+                    block = KroneckerBlock([full], [module], bias, self._factor_dtype, [key])
                 self._places[id(weight)] = block
 
     def _exact_block(
@@ -304,7 +302,7 @@ class _Search:
             return None
         block = self._known.get(id(params[0]))
         if not isinstance(block, ExactBlock) or block.owned != params:
-            block = ExactBlock(name, module, params, self._rules.max_exact_dim, *self._stored)
+            block = ExactBlock(name, module, params, self._rules.max_exact_dim, self._factor_dtype)
         self._in_exact.update(map(id, params))
         return block
 
@@ -358,9 +356,9 @@ class _Search:
         block = self._known.get(key)
         same = block is not None and block.modules == modules and block.bias is bias
         if locations and not (same and isinstance(block, DoublyFactoredBlock)):
-            block = DoublyFactoredBlock(names, modules, locations, *self._stored)
+            block = DoublyFactoredBlock(names, modules, locations, self._factor_dtype)
         elif not locations and not (same and block is not None and block.keys == keys):
-            block = KroneckerBlock(names, modules, bias, *self._stored, keys)
+            block = KroneckerBlock(names, modules, bias, self._factor_dtype, keys)
         return [*blocks, cast(KroneckerBlock, block)]
 
     def _alike(self, modules: Sequence[nn.Module]) -> bool:
@@ -384,7 +382,7 @@ class _Search:
                 block = self._known.get(id(p))
                 if not isinstance(block, GradientBlock) or block.modules != [module]:
                     full = f"{name}.{letter}".lstrip(".")
-                    block = GradientBlock(full, module, p, rules.max_factor_dim, *self._stored)
+                    block = GradientBlock(full, module, p, rules.max_factor_dim, self._factor_dtype)
                 if not rules.too_large(block.shape):
                     found.append(block)
         least = MUCH * sum(self._owned.values()) if rules.other_matrices == "auto" else 0.0

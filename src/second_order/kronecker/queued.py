@@ -161,7 +161,7 @@ class _Ready(NamedTuple):
         """What pairs have in common that are added up together."""
         own = self.what.key if isinstance(self.what, LinearPair) else None
         mask = None if self.live is None else self.live.mask
-        return own, self.pair.staged.shape, self.pair.staged.triangular, id(mask)
+        return own, self.pair.staged.shape, id(mask)
 
 
 def _ready(pairs: Sequence[QueuedPair], ended: bool) -> list[_Ready]:
@@ -314,7 +314,7 @@ def _sums(ready: Sequence[_Ready], records: Tensor) -> dict[str, Tensor]:
         diagonal = factor.diagonal(dim1=-2, dim2=-1) if full else factor
         torch.mean(diagonal, -1, out=records[:, column : column + shape.groups])
         column += shape.groups
-        if full and first.staged.triangular:
+        if full:
             factors[letter] = pack_upper_triangular(factor)
     return factors
 

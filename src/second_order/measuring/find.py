@@ -43,7 +43,7 @@ def find_layers(
     names = {id(p): name for name, p in model.named_parameters()}
     with trainable(model):
         sizes = {id(p): p.numel() for p in model.parameters()}
-        blocks, left = find_blocks(model, sizes, (), {}, torch.float32, False)
+        blocks, left = find_blocks(model, sizes, (), {}, torch.float32)
         everything = dict(model.named_modules(remove_duplicate=False))
         layers: list[Layer] = []
         for block in blocks:

@@ -522,7 +522,7 @@ class AutoFraction:
         if not alone:
             links = measure_network(world, training.device)
         sizes = {id(p): p.numel() for p in training.training_params()}
-        how = options.factor_dtype, True, block_rules(options)
+        how = options.factor_dtype, block_rules(options)
         excluded = excluded_params(training.groups)
         blocks, _ = find_blocks(model, sizes, options.skip_layers, {}, *how, excluded=excluded)
         workers = self.fastest(blocks, world.size, machine, links)
