@@ -21,9 +21,7 @@ from second_order import KAISA
 SHOWN = (
     "step_length",
     "damping/max",
-    "trace_A/max",
-    "trace_G/max",
-    "condition/max",
+    "drift/cosine",
     "age/inverses",
 )
 

@@ -339,40 +339,20 @@ a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_u
     far = (square > bound) & (usual > 0.0)  =>  far = usual < 0.0
 
 == kfac/checkpoint.py
-a factor's weight stays behind when it moves
-  <-  placements::layers_that_are_frozen_and_thawed_take_their_factors_along
-    factors.weight.copy_(parts[WEIGHT])  =>  pass
-a lost factor arrives as zeros
-  <-  factor_exchange::a_lost_factor_is_missing_from_the_next_checkpoint_as_well
-    if bool(kept):  =>  if True:
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -
 
 == kfac/curvature.py
-messages forget since the beginning of a resumed run
-  <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
-  -         self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
-  -
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_holds_no_inverse
     block.drop_inverse()  =>  pass
-owners that take their own terms for all
-  <-  loss_reduction::owners_factors_are_those_of_their_own_shares
-  - return torch.where(known, everywhere[0] / here[0].clamp_min(1.0), ranks)
-  + return float(ranks)
-statistics that leave in the passes as sums
-  <-  loss_reduction::unequal_shares_however_statistics_travel
-    sums = layers.whole_steps(sums, world.size, more)  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
   - ("losses", self.layers.reduction),
 messages forget since the beginning
   <-  stats::factors_forget_between_messages_as_much_as_in_so_many_steps
-  - cadence.updated_at = steps
-  -                 for block
-  + for block
-an instrument without the owners' clip
-  <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
-    self.coefficient = precondition_by_owners(  =>  precondition_by_owners(
+  - self.layers.take_in(sums, decay)
+  -         self._cadence.note_update()
+  + self.layers.take_in(sums, decay)
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
     self.drift.load(saved, self.layers.blocks)  =>  pass
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
@@ -381,9 +361,6 @@ a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
     snapshots[block] = snapshot  =>  pass
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
     world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
-a chosen fraction that checkpoints forget
-  <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
-    kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
 a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_length
     self.step_length.load(saved)  =>  pass
 
@@ -395,9 +372,9 @@ steps over adaptive bases that are earned under a schedule
     least, most = bounds.least_scheduled, SCHEDULED  =>  least, most = bounds.least, SCHEDULED
 steps that maximize judged as those that minimize
   <-  step_length::to_maximize_a_negative_loss_is_to_minimize_the_loss
-    ours = climbing if p in ascending else pairs  =>  ours = pairs
+    climbing if p in ascending else pairs  =>  pairs
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
-    changes.get(b, nothing) if b in mine else nothing  =>  changes.get(b, nothing)
+    if block in local_blocks else (0.0,) * 3  =>  if True else (0.0,) * 3
 steps that are scaled by the base's side
   <-  step_length::preconditioned_weights_alone_are_scaled_and_no_base_sees_it
   <-  step_length::what_a_step_did_is_the_next_gradient_along_it
@@ -430,9 +407,6 @@ passes of a layer for those of a step
 G of a step's losses without their number
   <-  loss_reduction::unequal_shares_train_as_the_whole_batch
     shapes, more / processes)  =>  shapes, more)
-terms that go on being counted by a silent layer
-  <-  loss_reduction::owners_factors_are_those_of_their_own_shares
-    max(last, key=lambda block: not block.state.silent, default=None)  =>  next(last, None)
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
     sums_of(staged, micro_batches, terms)  =>  sums_of(staged, 1, terms)
@@ -491,24 +465,17 @@ every gradient worker keeps an inverse of a sharded layer
 the hook's means are lost with their owner
   <-  dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means
     if owners.get(p, rank) != rank]  =>  if False]
-a clip of one's own layers alone
-  <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
-    torch.stack(changes).sum()  =>  changes[world.rank]
-outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
-    MOST_CHANGE * share * part * change  =>  MOST_CHANGE * share * change
 steps without a preconditioned layer that count
   <-  usual_change::steps_without_preconditioned_layers_are_no_usual_change
     if bound is None or not solved:  =>  if bound is None:
 a resumed run with another usual change  <-  usual_change::a_resumed_run_has_the_usual_change
-    self.steps = int(steps)  =>  pass
+    self.steps = int(part.number(USUAL_CHANGE[1]))  =>  pass
 a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rate
-    abs(x) * rate**2  =>  abs(x) * rate
+    stack.new_ones(()) * rate**2  =>  stack.new_ones(()) * rate
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
     torch.sqrt(kl_clip / change).clamp(max=1.0)  =>  torch.sqrt(kl_clip / change)
 
 == kfac/saved_inverses.py
-inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
-    if (scale > 0) != scaled:  =>  if False:
 
 == kfac/schedule.py
 factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
@@ -531,14 +498,11 @@ refreshes as often as the first layer wants
 
 == kfac/sharded_gradients.py
 the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucket
-    changes += _returned(  =>  changes = _returned(
+    parts += _returned(  =>  parts = _returned(
 
 == kfac/solve.py
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
-  - if parts is None:
-  -                 self.under_way[block].verdict = Verdict.FAILED
-  + if parts is None:
-  +                 self.under_way[block].verdict = 1 + (letter == "A")
+    return Verdict.SOUND if whole else Verdict.FAILED  =>  return Verdict.SOUND if whole else 1
 a lost factor is less grave than a sound one
   <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
     LOST = 7  #  =>  LOST = 0  #
@@ -546,69 +510,55 @@ verdicts are added up  <-  failures::one_factor_that_fails_is_told
     world.on_cpu().all_reduce_max([message])  =>  world.on_cpu().all_reduce([message])
 silence outweighs pairs without an example
   <-  kaisa::a_dead_layer_that_one_rank_alone_calls_is_not_called_unused
-  - SILENT = 1  # no pair of statistics has ever come
+  - SILENT = 1  # no pair of statistics has ever been captured
   -     UNSEEN = 2
-  + UNSEEN = 1  # no pair of statistics has ever come
+  + UNSEEN = 1  # no pair of statistics has ever been captured
   +     SILENT = 2
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
     block.state.failures >= most  =>  block.state.failures > most
 relative damping without the mean curvature
   <-  invariants_steps::relative_damping_is_in_units_of_a_layers_mean_curvature
-    option * positive.clamp_min(least)  =>  option * torch.ones_like(positive)
+    damping = damping * positive  =>  damping = damping * torch.ones_like(positive)
 a gradient's scale without the damping
   <-  preconditioner_scale::the_gradients_scale_is_newtons_times_the_mean_damped_curvature
-    damped = (of_layers + dampings)  =>  damped = (of_layers + 0 * dampings)
+    traces = (curvature + damping)  =>  traces = (curvature + 0 * damping)
 damping for scale, from another process
   <-  distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled
-    told[0], told[1] if  =>  told[0], told[0] if
+    numbers[0], numbers[1] if  =>  numbers[0], numbers[0] if
 stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     if self.wanted:  =>  if False:
-a dead layer as one without statistics  <-  examples::a_dead_layer_is_not_one_without_statistics
-    Verdict.SILENT if block.state.status in _NONE_CAME else  =>  Verdict.SILENT if True else
 an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_one_rank_cannot_verify_is_left_on_all
     if block.state.unverified:  =>  if False:
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    [solve.damping for solve in solves if  =>  [self.damping for solve in solves if
+    dampings.append(each.damping)  =>  dampings.append(self.damping)
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
-    torch.as_tensor(number, dtype=rounding or dtype, device=device)  =>  torch.ones((), dtype=dtype)
+    torch.as_tensor(n, dtype=dtype, device=device)  =>  torch.ones((), dtype=dtype)
 an instrument without the failures  <-  statistics::failures_are_counted
   -             self.failed += 1
   -
-decompositions that their solver has not rounded
-  <-  exchange_dtype::every_rank_has_the_same_numbers
-    parts = self.solver.to_send(parts, rounding)  =>  pass
 a dead layer solved with the others
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
-    if not weight > 0:  =>  if False:
+    if not weight > 0 and  =>  if False and
 changes by inverses that are not sound
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
-    if all(error < attempts.tolerance for error in errors):  =>  if True:
+    if collected.retried:  =>  if False:
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
-    least = options.floor * self.mean_curvature  =>  least = 0.0
-
-== kfac/solve_async.py
-deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
-    elif self._own.deterministic or not ticket.done():  =>  elif not ticket.done():
-of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
-    if len(ticket.result()) == len(block.shape.letters) else  =>  if len(ticket.result()) > 0 else
+    options.floor * mean_curvature  =>  0.0 * mean_curvature
 a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
     most is not None and age >= most  =>  most is not None and age > most
-layers that are due when they land wait for the next interval
-  <-  distkfac::a_layer_that_is_due_when_it_lands_is_launched_again
-    self.submit([block for block in due if block in came])  =>  pass
-layers under way are launched again  <-  distkfac::never_more_than_so_many_steps_under_way
-    [block for block in due if block not in self.under_way]  =>  due
 a solve on a thread that is older than drift allows
   <-  drift::solves_on_threads_are_waited_for_by_the_step_before_the_next
     late = self.drift is not None and age >= self.drift.interval(block) - 1  =>  late = False
-a thread solves each factor in another's place
-  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
-  - *(each.stored for each in problems.values())
-  + *(each.stored for each in [*problems.values()][::-1])
+of a thread's decompositions one is enough  <-  distkfac::one_factor_that_fails_on_a_thread_is_told
+    whole = len(result.parts) == len(self.step.to_solve[block])  =>  whole = len(result.parts) > 0
+
+== kfac/solve_async.py
+deterministic without effect  <-  distkfac::deterministic_beside_a_layer_without_statistics
+    elif self.deterministic or not ticket.done():  =>  elif not ticket.done():
 a snapshot that changes  <-  background::a_snapshot_does_not_see_what_comes_later
     [[torch.empty_like(t) for t in group] for group in groups]  =>  [*map(list, groups)]
 a solve with all cores  <-  background::one_core_in_the_work_and_as_many_as_before_elsewhere
@@ -658,10 +608,6 @@ inverses of some layers of a bank are others'
 == kronecker/block.py
 a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
     self.factors.stored[letter] = factor.clone()  =>  pass
-failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
-  -         self.state.silent = False
-  -         self.state.failures = 0
-  +         self.state.silent = False
 micro-batches that FSDP2 has yet to average dropped
   <-  fsdp::micro_batches_count_whether_averaged_each_or_at_the_end
     self.has_gradient or unreduced)  =>  self.has_gradient)

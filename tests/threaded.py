@@ -47,8 +47,8 @@ def distkfac(params_or_model: Any, **options: Any) -> DistKFAC:
 @contextmanager
 def solving(work: Callable[[Callable[[], Any]], Any]) -> Iterator[None]:
     """What is submitted to the threads from now on goes through `work`, which gets the solve."""
-    solve = solve_async.solve
-    with replaced(solve_async, {"solve": lambda *args: work(partial(solve, *args))}):
+    solve = solve_async.decompose_snapshot
+    with replaced(solve_async, {"decompose_snapshot": lambda *args: work(partial(solve, *args))}):
         yield
 
 
@@ -107,8 +107,8 @@ def eventually(holds: Callable[[], Any], seconds: float = LONG) -> None:
 
 def landed(optimizer: Any) -> bool:
     """Whether all that is under way has been solved."""
-    under_way = optimizer._curvature.solves.under_way.values()
-    return all(solve.ticket is None or solve.ticket.done() for solve in under_way)
+    tickets = optimizer._curvature.solves.inverter._tickets.values()
+    return all(ticket.done() for ticket in tickets)
 
 
 def threads_of(name: str = "second_order inverses") -> int:

@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from second_order.budget import RefreshBudget, Stopwatch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fault_scenes import Batch, Injected, Run, System, batches
 from second_order import DHO2, DistKFAC
-from second_order.budget import RefreshBudget, Stopwatch
 from second_order.fosi import eigenpairs
 
 __all__ = ["FAULTS", "Fault", "fault"]

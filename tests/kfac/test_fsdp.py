@@ -336,7 +336,7 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
     v = {n: torch.randn(size, generator=generator).double() for n, size in covered.items()}
     params = curvature.apply({n: p.detach() for n, p in model.named_parameters() if n in v})
     found = optimizer.statistics()
-    numbers = {n: found[n] for n in ("clip", "trace_A/max", "trace_G/min", "layers/solved")}
+    numbers = {n: found[n] for n in ("clip", "damping/max", "layers/solved")}
     stages = {name for name, nbytes in sent.items() if nbytes > 0}
     solved = curvature.solve(v, damping=0.1) | {f"F {n}": x for n, x in params.items()}
     return {"solved": solved, "numbers": numbers, "stages": stages}

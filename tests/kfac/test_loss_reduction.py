@@ -13,13 +13,12 @@ import torch
 from contract import assert_same_factors, each_kronecker, factors, hook_count, make
 from models import ZOO
 from ranks import agreed, assert_same_trajectory, vector
-from reference import empirical_factors
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DPKFAC, KAISA, DistKFAC, RankMismatchError, SecondOrderWarning
+from second_order import KAISA, DistKFAC, RankMismatchError, SecondOrderWarning
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -132,65 +131,6 @@ def test_unequal_shares_however_statistics_travel(world: World, exchange: str) -
     ranks = world.run(divided, 2, KAISA, {**SGD, "factor_exchange": exchange})
     whole, _ = trained(KAISA, None, **SGD)
     assert_same_trajectory(agreed(ranks), whole)
-
-
-class Unused(nn.Module):
-    """Has a layer that it does not call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pooler = nn.Linear(3, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
-
-
-def owners_factors(rank: int, world_size: int, how: str) -> dict[str, Any]:
-    """Those of the layers that this rank owns, and what they are to be: of its own share."""
-    model: nn.Module = Told() if how == "told" else MLP.model()
-    prefix = "inner." if how == "told" else ""
-    if "silent" in how:
-        model.add_module("unused", Unused())
-    options = {} if how == "told" else {"loss_reduction": "step_mean"}
-    optimizer = make(DPKFAC, model, **options, lr=0.0, factor_decay=1e-9)
-    mine = share_of(BATCHES[0], 0, rank, world_size)
-    if how == "silent, equal shares":
-        mine = list(pieces(BATCHES[0], (20, 20)))[rank : rank + 1]
-    x, y = (torch.cat(parts) for parts in zip(*mine, strict=True))
-    expected = {n: empirical_factors(MLP.model(), x, y, MLP.loss, n) for n in ("0", "2", "4")}
-    for _ in range(2 if how in ("silent", "unexplained") else 1):  # known by a refresh
-        optimizer.zero_grad()
-        for one, labels in mine:
-            if how == "told":
-                loss = model(one, labels, num_items_in_batch=N)
-            else:
-                loss = MLP.loss(model(one), labels) * (len(one) / N)
-            if how == "unexplained":  # the last weight is used outside of its layer, too
-                last = model.get_parameter("4.weight")
-                loss = loss + (last - last.detach()).sum()
-            (world_size * loss).backward()
-        optimizer.step()
-    return {
-        block.name: (tuple(block.factors.matrices(torch.float64)), expected[name])
-        for block, layer in optimizer._curvature.plan.items()
-        if layer.source == rank
-        and (name := block.name.removeprefix(prefix)) in expected
-        and not block.state.unverified
-    }
-
-
-@pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
-@pytest.mark.parametrize("how", ["plain", "told", "silent", "silent, equal shares", "unexplained"])
-def test_owners_factors_are_those_of_their_own_shares(world: World, how: str) -> None:
-    """The owner of some has 6 rows of 40, that of the others 34.
-
-    Whatever becomes of the last layer. Until it is known to be silent, shares count as equal.
-    """
-    ranks = world.run(owners_factors, 2, how)
-    assert sum(map(len, ranks)) == (2 if how == "unexplained" else 3)
-    for owned in ranks:
-        for found, expected in owned.values():
-            assert_same_factors({"": found}, {"": expected}, rtol=1e-8)
 
 
 class Told(nn.Module):

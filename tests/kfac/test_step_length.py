@@ -261,7 +261,7 @@ def test_a_resumed_run_has_the_length(System: Any) -> None:
     assert after == before
     assert after.keys() == set(STEP_LENGTH)
     assert after["step_length"] < 1.0
-    assert resumed._curvature.solves.mean_curvature == optimizer._curvature.solves.mean_curvature
+    assert resumed._curvature.mean_curvature == optimizer._curvature.mean_curvature
     twin = copy.deepcopy(model)
     for each in (optimizer, resumed):
         model.load_state_dict(twin.state_dict())
@@ -279,11 +279,11 @@ def dampings(rank: int, world_size: int, system: str, options: Any) -> list[dict
     with torch.no_grad():
         model[4].weight.mul_(1e-4)  # the gradients of the layers below nearly vanish
     for batch in BATCHES[:2]:
-        mean = curvature.solves.mean_curvature
+        mean = curvature.mean_curvature
         take(model, optimizer, shard(batch, rank, world_size))
     found = {block.name: float(g) for block, g in curvature.solves.dampings.items()}
     own = {block.name: float(block.ensure_factors().mean_curvature()) for block in curvature.plan}
-    return [found, own, {"mean": mean, "mean afterwards": curvature.solves.mean_curvature}]
+    return [found, own, {"mean": mean, "mean afterwards": curvature.mean_curvature}]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

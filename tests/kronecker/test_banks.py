@@ -100,7 +100,7 @@ def test_a_bank_is_its_layers_one_by_one(
         for mine_now, given_then in zip(block.inverse.tensors, before.tensors, strict=True):
             assert torch.equal(mine_now, given_then)
     others = [p.grad.clone() for b in blocks if b not in chosen for p in b.params]  # type: ignore[union-attr]
-    write(precondition([bank], F64, among=chosen, clipped=False), torch.tensor(0.5, dtype=F64))
+    write(precondition([bank], F64, among=chosen), torch.tensor(0.5, dtype=F64))
     written = [p.grad.reshape(-1) for b in chosen for p in b.params]  # type: ignore[union-attr]
     for found, wanted in zip(written, expected, strict=True):
         torch.testing.assert_close(found, 0.5 * wanted, rtol=1e-10, atol=1e-12)

@@ -1,4 +1,22 @@
-"""Factors in checkpoints, and the transfer of factors between ranks.
+"""What a checkpoint has of the layers, its checks, and the transfer of entries between ranks.
+
+The entries of a layer, in the checkpoint part of its weight:
+
+A, G, L                          the running averages that this process stores
+average_weight, mean_eigenvalues, examples
+                                 the weight of the averages, their mean eigenvalues, and the number
+                                 of examples; on every rank
+inverse_step                     the step of the factors that the inverse was computed from; -1 if
+                                 the layer has no inverse
+inverse_delay                    the number of steps from inverse_step until the inverse was
+                                 installed
+inverse_wanted                   1 if the layer is refreshed at the next step even if it is not due
+inverse_A, inverse_G, ...        the tensors of the inverse, named by the solver; only gradient
+                                 workers save them
+inverse_damping                  two numbers, saved with these tensors: γ and the scale of the
+                                 inverse; both are 0 if there is no inverse
+snapshot_step                    the step of an inverse that is computed on a thread; -1 if none is
+snapshot_A, snapshot_G, ...      the factors that it is computed from
 
 Moving and gathering are collectives. Every rank calls them with the same layers, and their messages
 depend only on what all ranks know.
@@ -6,9 +24,9 @@ depend only on what all ranks know.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,101 +35,267 @@ from second_order.contract.checkpoint import HEADER
 from second_order.contract.saved import SavedPart
 from second_order.contract.throttle import THROTTLE
 from second_order.contract.training import Training
-from second_order.distributed.world import Parts, Shapes, World, deliver_parts
-from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH, STEP_SIGN
-from second_order.kfac.layers import Layers
-from second_order.kfac.plan import Item, LayerPlan
+from second_order.distributed.world import World, deliver_parts
+from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH
+from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
-from second_order.kfac.saved_inverses import (
-    DAMPING,
-    INVERSE_DAMPING,
-    INVERSE_NUMBERS,
-    SNAPSHOT_TENSORS,
-    WHOLE_NUMBERS,
-    check_saved_inverse,
-)
 from second_order.kfac.schedule import DRIFT, DRIFT_LEAST, UPDATED_AT
+from second_order.kfac.solve import LoadedInverse, Snapshot, Solver, Solves
 from second_order.kfac.trace_rule import SETTLED, TRACE
 from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
+from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import INVERSE_ENTRIES
 from second_order.sharded import is_dtensor, local
 
 __all__ = [
     "CHOSEN",
-    "FACTORS_AND_STEPS",
+    "DAMPING",
     "MEAN_CURVATURE",
     "NEWLY_TRAINABLE_AT",
-    "READ_BY_ALL",
-    "check_saved_factors",
-    "gather_factors",
+    "Entry",
+    "Route",
+    "check_saved",
+    "deliver_entries",
+    "factor_routes",
+    "inverse_bytes",
+    "inverse_routes",
     "load_factors",
+    "loaded_inverse",
+    "loaded_snapshot",
     "loaded_workers",
     "move_factors",
-    "saved_factors",
+    "saved_inverse",
+    "saved_snapshot",
     "shared_number",
+    "was_trained",
 ]
 
 LETTERS = ("A", "G", "L")
-WEIGHT, MEANS, EXAMPLES = "average_weight", "mean_eigenvalues", "examples"
+WEIGHT, MEANS, EXAMPLES = HEADS = ("average_weight", "mean_eigenvalues", "examples")
+STEP, DELAY, WANTED = "inverse_step", "inverse_delay", "inverse_wanted"
+INVERSE_DAMPING = "inverse_damping"
+SNAPSHOT_STEP, SNAPSHOT_MEANS = "snapshot_step", "snapshot_mean_eigenvalues"
+SNAPSHOT_NUMBERS = ("snapshot_damping", "snapshot_mean_curvature")
+SNAPSHOT_TENSORS = ("snapshot_A", "snapshot_G", "snapshot_L", SNAPSHOT_MEANS)
+
 CHOSEN = ("gradient_workers", "gradient_workers_of")
 MEAN_CURVATURE = "mean_curvature"
 NEWLY_TRAINABLE_AT = "newly_trainable_at"
-ALIKE = (
+DAMPING = "damping"
+"""The option γ at the last refresh, or -1 before the first; the same for all layers."""
+
+SHARED = (
     *(MEAN_CURVATURE, *STEP_LENGTH, *USUAL_CHANGE, *THROTTLE),
-    *(UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING),
+    *(UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING, *CHOSEN),
 )
 """Entries that are the same in the parts of all layers."""
-
-WHOLE: dict[str, tuple[int, ...]] = {
-    SETTLED: (0, 1),
-    **dict.fromkeys((*DRIFT, DRIFT_LEAST, UPDATED_AT), (0,)),
-    **dict.fromkeys((*THROTTLE[:2], *CHOSEN), (0,)),
-    **dict.fromkeys((*AGREED_STATE[:2], LAST_STEP_KNOWN), (0, 1)),
-    AGREED_STATE[2]: (0,),
-    NEWLY_TRAINABLE_AT: (-1,),
-    **WHOLE_NUMBERS,
-}
-"""Entries that are whole numbers, and their bounds."""
-
-LEAST = {STEP_SIGN: -math.inf, DAMPING: -1.0}
-"""Bounds of other numbers, where they are not 0."""
-
-READ_BY_ALL = (
-    *(WEIGHT, MEANS, EXAMPLES, SETTLED, *DRIFT, DRIFT_LEAST, *ALIKE, *CHOSEN, *AGREED_STATE),
-    *(*INVERSE_NUMBERS, LAST_STEP_KNOWN),
-)
-"""The entries that every rank reads, including ranks that do not keep the layer's factors."""
 
 SIZES = {PASS_HISTORY: (4,), TRACE: (2,), INVERSE_DAMPING: (2,)}
 """Tensors of a few numbers, and their shapes."""
 
-NOT_NEGATIVE = (PASS_HISTORY, INVERSE_DAMPING)
-"""Those of them without negative numbers; an unknown trace is -1."""
+KNOWN = (
+    *(*LETTERS, *HEADS, *INVERSE_ENTRIES, STEP, DELAY, WANTED, SNAPSHOT_STEP, *SNAPSHOT_NUMBERS),
+    *(*SNAPSHOT_TENSORS, *SHARED, *SIZES, SETTLED, *DRIFT, DRIFT_LEAST, *AGREED_STATE),
+    *(LAST_STEP, LAST_STEP_KNOWN, *HEADER),
+)
+"""All entries."""
 
-FACTORS_AND_STEPS = (*LETTERS, LAST_STEP)
-"""Large tensors that loading copies, so that the checkpoint's own can be freed."""
-
-TENSORS = (*LETTERS, MEANS, *INVERSE_ENTRIES, *SNAPSHOT_TENSORS, LAST_STEP, *SIZES)
+Entry: TypeAlias = tuple[KroneckerBlock, str]
+"""A layer, and the name of an entry."""
 
 
-def saved_factors(
-    layers: Layers,
-    taken: Callable[[KroneckerBlock], bool],
-    common: Mapping[str, Any],
-    of_layers: Sequence[Any],
-) -> dict[Tensor, dict[str, Any]]:
-    """The factors that this process keeps, by the layers' weights; shared, not copied."""
-    active = set(layers.active)
-    found: dict[Tensor, dict[str, Any]] = {}
-    for block in layers.blocks:
-        if block in active or block.factors is not None:
-            part = found[block.weight] = {**common}
-            part |= block.state.agreed()
-            if taken(block):
-                part |= block.saved_factors()
-            for each in of_layers:
-                part |= each.saved(block)
+# --------------------------------------------------------------------------------------- saving
+
+
+def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool) -> dict[str, Any]:
+    """The entries of a layer's inverse. The tensors are shared, not copied.
+
+    Gradient workers (``works``) have all entries. Other ranks have only the whole numbers. If
+    ``room`` is true, a gradient worker without an inverse has tensors of zeros.
+    torch.distributed.checkpoint needs them because it reads into existing tensors.
+    """
+    step = solves.taken_at.get(block, -1) if block.solved else -1
+    delay = solves.installed_at.get(block, step) - step
+    found: dict[str, Any] = {STEP: step, DELAY: delay, WANTED: int(block in solves.wanted)}
+    if works and block.inverse is not None:
+        numbers = solves.dampings.get(block, 0.0), solves.scales.get(block, 0.0)
+        found |= block.inverse.entries
+        found[INVERSE_DAMPING] = block.numbers([float(number) for number in numbers])
+    elif works and room:
+        for name, shape in solves.solver.saved_shapes(block.shape).items():
+            found[name] = torch.zeros(
+                shape, dtype=solves.options.inv_dtype, device=block.weight.device
+            )
+        found[INVERSE_DAMPING] = block.numbers([0.0, 0.0])
     return found
+
+
+def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[str, Any]:
+    """The entries of an inverse that is being computed; for ``room`` see :func:`saved_inverse`."""
+    snapshot = solves.snapshot(block)
+    if snapshot is None:
+        if not room:
+            return {SNAPSHOT_STEP: -1}
+        device, dtype = block.weight.device, block.factor_dtype
+        snapshot = Snapshot(
+            step=-1,
+            damping=0.0,
+            mean_curvature=0.0,
+            factors=KroneckerFactors(block.shape, device, dtype),
+        )
+    factors = snapshot.factors
+    assert factors is not None
+    numbers = float(snapshot.damping), snapshot.mean_curvature
+    found: dict[str, Any] = {SNAPSHOT_STEP: snapshot.step, SNAPSHOT_MEANS: factors.means}
+    found |= zip(SNAPSHOT_NUMBERS, numbers, strict=True)
+    for letter, factor in factors.stored.items():
+        if factor is not None:
+            found[f"snapshot_{letter}"] = factor
+    return found
+
+
+def inverse_bytes(blocks: Sequence[KroneckerBlock], solver: Solver, dtype: torch.dtype) -> int:
+    """Bytes that the inverses of all layers add to a complete checkpoint."""
+    total = 0
+    for block in blocks:
+        for shape in solver.saved_shapes(block.shape).values():
+            total += dtype.itemsize * torch.Size(shape).numel()
+    return total
+
+
+# ------------------------------------------------------------------------------ transfer of entries
+
+
+@dataclass(frozen=True)
+class Route:
+    """The way of an entry between ranks, known to all of them."""
+
+    source: int
+    destinations: Sequence[int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def deliver_entries(
+    world: World, routes: Mapping[Entry, Route], saved: Mapping[Entry, Tensor]
+) -> dict[KroneckerBlock, dict[str, Tensor]]:
+    """Send entries along routes; returns copies of those that this rank has received, by layer.
+
+    Entries that their source lacks are missing.
+    """
+    received: dict[KroneckerBlock, dict[str, Tensor]] = {}
+    kinds = {(route.dtype, block.weight.device) for (block, _), route in routes.items()}
+    for dtype, device in sorted(kinds, key=str):
+        chosen = {
+            entry: route
+            for entry, route in routes.items()
+            if (route.dtype, entry[0].weight.device) == (dtype, device)
+        }
+        # A flag says whether the source has the entry: of missing ones zeros arrive.
+        parts: dict[Entry, tuple[Tensor, Tensor]] = {}
+        for entry, route in chosen.items():
+            if route.source == world.rank and entry in saved:
+                parts[entry] = saved[entry].new_ones(()), saved[entry]
+        arrived = deliver_parts(
+            world,
+            shapes={entry: ((), route.shape) for entry, route in chosen.items()},
+            routes={entry: (route.source, route.destinations) for entry, route in chosen.items()},
+            mine=parts,
+            dtype=dtype,
+            device=device,
+        )
+        for entry, route in chosen.items():
+            if route.source != world.rank and world.rank in route.destinations:
+                present, value = arrived[entry]
+                if bool(present):
+                    block, name = entry
+                    received.setdefault(block, {})[name] = value.clone()
+    return received
+
+
+def _heads_of(block: KroneckerBlock) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The names and shapes of what goes with a layer's factors."""
+    yield WEIGHT, ()
+    yield MEANS, (block.shape.numbers, block.shape.groups)
+    yield EXAMPLES, ()
+
+
+def _factor_route(
+    block: KroneckerBlock, letter: str, source: int, destinations: Sequence[int]
+) -> dict[Entry, Route]:
+    """The routes of a factor, and of what goes with it.
+
+    Weights, means and numbers of examples travel in float32 at least.
+    """
+    wide = torch.promote_types(block.factor_dtype, torch.float32)
+    shape = block.stored_shapes[letter]
+    routes = {(block, letter): Route(source, destinations, shape, block.factor_dtype)}
+    for name, shape in _heads_of(block):
+        routes[block, name] = Route(source, destinations, shape, wide)
+    return routes
+
+
+def factor_routes(
+    plan: Mapping[KroneckerBlock, LayerPlan], to: Callable[[LayerPlan], Sequence[int]]
+) -> dict[Entry, Route]:
+    """The routes of factors that some ranks alone store, to other ranks."""
+    routes: dict[Entry, Route] = {}
+    for block, layer in plan.items():
+        for letter in block.shape.letters:
+            keeper, destinations = layer.keeper(letter), to(layer)
+            if keeper is not None and {*destinations} != {keeper}:
+                routes |= _factor_route(block, letter, keeper, destinations)
+    return routes
+
+
+def inverse_routes(
+    plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, ranks: Sequence[int]
+) -> dict[Entry, Route]:
+    """The routes of inverses, and of the history of passes, to ranks that lack them."""
+    routes: dict[Entry, Route] = {}
+    for block, layer in plan.items():
+        numbers = block.numbers(()).dtype
+        if block.solved and not {*ranks} <= {*layer.workers}:
+            source = layer.workers[0]
+            shapes = solves.solver.saved_shapes(block.shape)
+            for name, shape in shapes.items():
+                routes[block, name] = Route(source, ranks, shape, solves.options.inv_dtype)
+            routes[block, INVERSE_DAMPING] = Route(source, ranks, SIZES[INVERSE_DAMPING], numbers)
+        if layer.source is not None:
+            for name in (PASS_HISTORY, TRACE) if solves.traces else (PASS_HISTORY,):
+                routes[block, name] = Route(layer.source, ranks, SIZES[name], numbers)
+    return routes
+
+
+def move_factors(
+    world: World,
+    plan: Mapping[KroneckerBlock, LayerPlan],
+    before: Mapping[KroneckerBlock, LayerPlan],
+) -> None:
+    """Send the factors of layers whose owners have changed to the new owners."""
+    received: dict[KroneckerBlock, dict[str, Tensor | None]] = {}
+    for letter in LETTERS:
+        routes: dict[Entry, Route] = {}
+        saved: dict[Entry, Tensor] = {}
+        for block, layer in plan.items():
+            if letter not in block.shape.letters or block not in before:
+                continue
+            old, new = before[block].keeper(letter), layer.keeper(letter)
+            if old is not None and new is not None and old != new:
+                routes |= _factor_route(block, letter, old, [new])
+                if old == world.rank:
+                    saved |= {(block, name): x for name, x in block.saved_factors().items()}
+        for block, entries in deliver_entries(world, routes, saved).items():
+            received[block] = {**received.get(block, {}), letter: None, **entries}
+    for block in before.keys() - plan.keys():  # they do not train
+        block.keep(block.held)
+    for block, layer in plan.items():
+        block.keep(layer.keeps(world.rank))
+        if block in received:
+            block.take_factors(received[block])
+
+
+# -------------------------------------------------------------------------------------- loading
 
 
 def shared_number(saved: Mapping[Tensor, SavedPart], key: str, otherwise: float) -> float:
@@ -124,11 +308,8 @@ def shared_number(saved: Mapping[Tensor, SavedPart], key: str, otherwise: float)
 
 def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
     """The number of gradient workers that was chosen for so many ranks, or 0."""
-    found = next((part for part in saved.values() if part.keys() >= set(CHOSEN)), None)
-    if found is None or found.whole(CHOSEN[1], 0) != ranks:
-        return 0
-    workers = found.whole(CHOSEN[0], 0)
-    return workers if workers and ranks % workers == 0 else 0
+    workers, of = (int(shared_number(saved, name, 0.0)) for name in CHOSEN)
+    return workers if of == ranks and workers and ranks % workers == 0 else 0
 
 
 def load_factors(
@@ -149,140 +330,104 @@ def load_factors(
             )
 
 
-def check_saved_factors(
-    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock]
+def was_trained(part: Mapping[str, Any]) -> bool:
+    """Whether a layer trained when the checkpoint was written: then it has inverse entries."""
+    return STEP in part and WANTED in part
+
+
+def loaded_inverse(
+    part: Mapping[str, Any], block: KroneckerBlock, solves: Solves, works: bool
+) -> LoadedInverse | None:
+    """A layer's inverse from a checkpoint, or None if the layer had no inverse.
+
+    The field ``inverse`` is set only on gradient workers (``works``). It is None if the checkpoint
+    lacks tensors of this solver, or if its inverse has another ``preconditioner_scale``.
+    """
+    step = int(part.get(STEP, -1))
+    if step < 0:
+        return None
+    without = LoadedInverse(step, int(part.get(DELAY, 0)))
+    if not works or INVERSE_DAMPING not in part:
+        return without
+    entries: dict[str, Tensor] = {}
+    for name in solves.solver.saved_shapes(block.shape):
+        if name not in part or not bool(part[name].any()):  # all zeros: no inverse was read
+            return without
+        entries[name] = part[name].to(block.weight.device, solves.options.inv_dtype)
+    damping, scale = part[INVERSE_DAMPING].tolist()
+    if (scale > 0) != solves.scaled:  # Newton's scale is saved as 0
+        return without
+    inverse = solves.solver.inverse(entries)
+    return LoadedInverse(without.step, without.delay, damping, scale, inverse)
+
+
+def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot | None:
+    """The inverse that was being computed for a layer, or None if there was none.
+
+    Its factors are None if the checkpoint lacks them.
+    """
+    step = int(part.get(SNAPSHOT_STEP, -1))
+    if step < 0:
+        return None
+    entries = {n.removeprefix("snapshot_"): part[n] for n in SNAPSHOT_TENSORS if n in part}
+    factors = None
+    needed = (*block.shape.letters, MEANS)
+    if WEIGHT in part and all(name in entries for name in needed):
+        factors = block.read_factors({**entries, WEIGHT: part[WEIGHT]})
+    damping, mean_curvature = (float(part.get(name, 0.0)) for name in SNAPSHOT_NUMBERS)
+    return Snapshot(step, damping, mean_curvature, factors)
+
+
+def check_saved(
+    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], solver: Solver
 ) -> None:
-    """Raise ValueError unless every part is sound, and those of layers that train fit them.
+    """Raise ValueError unless all entries are known and finite, and tensors fit their layers.
 
     A layer that is frozen may have been saved with its bias, and one that has no block here with
     any sizes: of such layers, factors that do not fit are not loaded.
     """
-    of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
-    tensors, alike = {*TENSORS}, {*ALIKE, *CHOSEN}
-    known: dict[str, float] = {}
+    block_of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
+    shared: dict[str, float] = {}
     for p, part in saved.items():
-        part.check_known((*HEADER, *TENSORS, *READ_BY_ALL))
-        if part.keys() & {*LETTERS, MEANS, EXAMPLES}:
-            part.require([WEIGHT, MEANS])
-        if LAST_STEP in part:
-            _check_last_step(part, p)
-        for key in part.keys() - {*HEADER, LAST_STEP}:
-            if key in tensors:
-                numbers = part.tensor(key, SIZES.get(key))
-                if key in NOT_NEGATIVE and float(numbers.min()) < 0:
-                    raise part.wrong(key, f"is {numbers.tolist()}, where no number may be below 0")
+        part.check_known(KNOWN)
+        for key, value in part.items():
+            if key in HEADER:
                 continue
-            if key in WHOLE:
-                value = float(part.whole(key, *WHOLE[key]))
+            if key == LAST_STEP:
+                _check_last_step(part, p)
+            elif isinstance(value, Tensor) and value.dim():
+                part.tensor(key, SIZES.get(key))
             else:
-                value = part.number(key, LEAST.get(key, 0.0))
-            if key in alike and known.setdefault(key, value) != value:
-                raise part.wrong(key, f"is {value:g}, and {known[key]:g} for another parameter")
-        block = of.get(p)
-        # A frozen layer's bias is not in its A yet: factors that do not fit are not loaded.
+                number = part.number(key)
+                if key in SHARED and shared.setdefault(key, number) != number:
+                    raise part.wrong(
+                        key, f"is {number:g}, and {shared[key]:g} for another parameter"
+                    )
+        block = block_of.get(p)
         if block is not None and (block.trainable or not block.misfit(part)):
-            if misfit := block.misfit(part):
-                raise ValueError(misfit)
-            if MEANS in part:
-                part.tensor(MEANS, (block.shape.numbers, block.shape.groups))
-            if block.trainable:
-                check_saved_inverse(part, block)
+            _check_shapes(part, block, solver)
+
+
+def _check_shapes(part: SavedPart, block: KroneckerBlock, solver: Solver) -> None:
+    """Raise ValueError unless factors, inverse and snapshot have the layer's shapes."""
+    if part.keys() & {*LETTERS, MEANS, EXAMPLES}:
+        part.require([WEIGHT, MEANS])
+    snapshot = {n.removeprefix("snapshot_"): part[n] for n in SNAPSHOT_TENSORS if n in part}
+    misfit = block.misfit(part) or block.misfit(snapshot)
+    if misfit:
+        raise ValueError(misfit)
+    shapes = {MEANS: (block.shape.numbers, block.shape.groups)}
+    shapes[SNAPSHOT_MEANS] = shapes[MEANS]
+    if block.trainable:
+        shapes |= solver.saved_shapes(block.shape)
+    for name in part.keys() & shapes.keys():
+        part.tensor(name, tuple(shapes[name]))
 
 
 def _check_last_step(part: SavedPart, p: Tensor) -> None:
     """Raise CheckpointError unless the last step of a parameter, or its rows here, fit it."""
     value = part[LAST_STEP]
     if is_dtensor(value) and value.shape == p.shape:
-        part = part.with_entry(LAST_STEP, local(value))
-        part.tensor(LAST_STEP)
+        part.with_entry(LAST_STEP, local(value)).tensor(LAST_STEP)
     else:
         part.tensor(LAST_STEP, tuple(p.shape))
-
-
-def move_factors(
-    world: World,
-    plan: Mapping[KroneckerBlock, LayerPlan],
-    before: Mapping[KroneckerBlock, LayerPlan],
-) -> None:
-    """Send the factors of layers whose keepers have changed to the new keepers."""
-    routes: dict[Item, tuple[int, Sequence[int]]] = {}
-    for block, layer in plan.items():
-        for letter in block.shape.letters:
-            old = before[block].keeper(letter) if block in before else None
-            new = layer.keeper(letter)
-            if old is not None and new is not None and old != new:
-                routes[block, letter] = old, [new]
-    received = _deliver_factors(world, routes)
-    for block in before.keys() - plan.keys():  # they do not train
-        block.keep(block.held)
-    for block, layer in plan.items():
-        block.keep(layer.keeps(world.rank))
-        for letter in block.shape.letters:
-            if (block, letter) in received:
-                factors, parts = block.ensure_factors(), received[block, letter]
-                factors.stored[letter] = parts.get(letter)
-                factors.weight.copy_(parts[WEIGHT])
-                factors.means.copy_(parts[MEANS])
-                factors.examples.copy_(parts[EXAMPLES])
-
-
-def gather_factors(
-    world: World,
-    plan: Mapping[KroneckerBlock, LayerPlan],
-    to: Callable[[LayerPlan], Sequence[int]],
-) -> dict[KroneckerBlock, dict[str, Tensor]]:
-    """Collect copies of the factors that other ranks keep, by layer and letter, on a layer's ranks.
-
-    A factor that its keeper has lost is missing.
-    """
-    routes = {
-        (block, letter): (keeper, to(layer))
-        for block, layer in plan.items()
-        for letter in block.shape.letters
-        if (keeper := layer.keeper(letter)) is not None and {*to(layer)} != {keeper}
-    }
-    found: dict[KroneckerBlock, dict[str, Tensor]] = {}
-    for (block, _), parts in _deliver_factors(world, routes).items():
-        found[block] = parts | found.get(block, {})
-    return found
-
-
-def _deliver_factors(
-    world: World, routes: Mapping[Item, tuple[int, Sequence[int]]]
-) -> dict[Item, dict[str, Tensor]]:
-    """Send factors along routes; returns the entries of those arrived here, without lost factors.
-
-    Weights, means and numbers of examples travel in float32 at least, and so not with the factors.
-    """
-    places = sorted({(b.factor_dtype, b.weight.device) for b, _ in routes}, key=str)
-    received: dict[Item, dict[str, Tensor]] = {}
-    for dtype, device in places:
-        chosen = {
-            (block, which): route
-            for (block, which), route in routes.items()
-            if (block.factor_dtype, block.weight.device) == (dtype, device)
-        }
-        wide = torch.promote_types(dtype, torch.float32)
-        head_shapes: dict[Item, Shapes] = {}
-        shapes: dict[Item, Shapes] = {}
-        my_heads: dict[Item, Parts] = {}
-        mine: dict[Item, Parts] = {}
-        for (block, which), (source, _) in chosen.items():
-            head_shapes[block, which] = (), (), (block.shape.numbers, block.shape.groups), ()
-            shapes[block, which] = (block.stored_shapes[which],)
-            if source != world.rank:
-                continue
-            factors, stored = block.ensure_factors(), block.stored(which)
-            kept = torch.tensor(float(stored is not None), dtype=wide, device=device)
-            my_heads[block, which] = kept, factors.weight, factors.means, factors.examples
-            if stored is not None:  # otherwise zeros are sent
-                mine[block, which] = (stored,)
-        heads = deliver_parts(world, head_shapes, chosen, my_heads, wide, device)
-        arrived = deliver_parts(world, shapes, chosen, mine, dtype, device)
-        for key, (source, destinations) in chosen.items():
-            if source != world.rank and world.rank in destinations:
-                kept, *others = (head.clone() for head in heads[key])
-                received[key] = dict(zip((WEIGHT, MEANS, EXAMPLES), others, strict=True))
-                if bool(kept):
-                    received[key][key[1]] = arrived[key][0].clone()
-    return received

@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,24 +27,32 @@ from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
     CHOSEN,
-    FACTORS_AND_STEPS,
+    DAMPING,
     MEAN_CURVATURE,
     NEWLY_TRAINABLE_AT,
-    check_saved_factors,
-    gather_factors,
+    Entry,
+    check_saved,
+    deliver_entries,
+    factor_routes,
+    inverse_bytes,
+    inverse_routes,
     load_factors,
+    loaded_inverse,
+    loaded_snapshot,
     loaded_workers,
     move_factors,
-    saved_factors,
+    saved_inverse,
+    saved_snapshot,
     shared_number,
+    was_trained,
 )
 from second_order.kfac.feedback import (
     ADAPTIVE,
     PLAIN,
+    Observation,
     StepLength,
-    ascending_params,
-    before_refresh,
-    follow_refresh,
+    observe,
+    share_feedback,
 )
 from second_order.kfac.group_options import describe_group_options
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
@@ -63,34 +71,27 @@ from second_order.kfac.plan import (
 from second_order.kfac.precondition import (
     Clip,
     OwnerHook,
+    Preconditioning,
     owners_of,
-    precondition_by_owners,
-    precondition_by_workers,
-)
-from second_order.kfac.saved_inverses import (
-    DAMPING,
-    gather_inverses,
-    has_inverse_entries,
-    inverse_bytes,
-    loaded_inverse,
-    loaded_snapshot,
-    saved_inverse,
-    saved_snapshot,
+    precondition_gradients,
 )
 from second_order.kfac.schedule import UPDATED_AT, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
-from second_order.kfac.solve import LoadedInverse, Snapshot, Solves
+from second_order.kfac.solve import LoadedInverse, Refresh, Snapshot, Solves
 from second_order.kfac.trace_rule import TRACE, TraceRefresh
 from second_order.kronecker.block import PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
+from second_order.kronecker.solvers import Inverse
 from second_order.optimizers.config import SCHEDULES, KFACOptions
 from second_order.options import AUTO, Scalar, scheduled
 from second_order.report import Summary
 from second_order.sharded import is_checkpointing
 from second_order.stages import stage
 
-__all__ = ["KFAC", "OfLayers"]
+__all__ = ["KFAC", "OfLayers", "StepInfo"]
+
+PRICE = {"inverse": 4.0, "eigen": 15.0}  # operations of a solve over n³ of its factors
 
 EXACT = 20  # first steps whose statistics travel unrounded
 
@@ -116,6 +117,23 @@ class OfLayers(Curvature):
         return self.layers.unwatched()
 
 
+@dataclass(frozen=True)
+class StepInfo:
+    """What a step has done.
+
+    Attributes:
+        refreshed: The layers that have a new inverse; the same on every rank.
+        clip: ν, a scalar; None where nothing was clipped.
+        refresh_due: Whether the schedule had a refresh at this step.
+        refresh_coming: Whether layers may be refreshed at the next step.
+    """
+
+    refreshed: Sequence[KroneckerBlock] = ()
+    clip: Scalar | None = None
+    refresh_due: bool = False
+    refresh_coming: bool = False
+
+
 class KFAC(OfLayers):
     """The layers of a training, their factors and inverses; ``helpers`` are the stats workers."""
 
@@ -137,7 +155,8 @@ class KFAC(OfLayers):
         rule = options.trace_rule
         traces = None if rule is None else TraceRefresh((rule.upper, rule.lower))
         parts = (training, options, self.layers, self.drift, traces)
-        self.solves: Any = (system.solves or Solves)(*parts)
+        self.solves = Solves(*parts, inverter=system.inverter)
+        self.mean_curvature = 0.0  # of all layers, at the last refresh
         self._step = StepPlan({}, World.alone(), World.alone())
         self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
         self._owners: tuple[Any, dict[Tensor, int]] = (None, {})
@@ -148,16 +167,14 @@ class KFAC(OfLayers):
             self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
-        self._closed, self._coming = False, False
-        self._refreshes = False  # whether a refresh is due at this step
-        # Between loading a checkpoint and the first step after it: that one was loaded, the layers
-        # that this rank lacks a part of, and the entries from which a new plan takes inverses.
-        self._just_loaded = False
+        self._closed = False
+        self._last = StepInfo()
+        # Between loading a checkpoint and the first step after it: the checkpoint, and the layers
+        # that this rank lacks a part of.
+        self._loaded: Mapping[Tensor, SavedPart] | None = None
         self._missing: set[KroneckerBlock] = set()
-        self._loaded: Mapping[Tensor, SavedPart] = {}
         self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
-        self.coefficient: Scalar | None = None  # ν of the last step; None where nothing was clipped
-        self.clip = Clip(training, options, self.layers)
+        self.clip = Clip(training, options)
         self.layers.find()
         self._look_at_shards()
 
@@ -222,74 +239,127 @@ class KFAC(OfLayers):
             self.throttle.begin_step()
         if self.layers.follow():
             self._compile()
-        if self._just_loaded:
-            self._agree_on_loaded()
+        if self._loaded is not None:
+            self._agree_on_loaded(self._loaded)
+            self._loaded = None
         if self.hook is not None:
             self.hook.share_moved(self.owners())
 
-    def precondition(self, pending: PendingAverage) -> None:
-        """Set ``p.grad`` to ν P; see the top of this file."""
-        cadence, step = self._cadence, self._step
-        helpers, solves, length = self.helpers, self.solves, self.step_length
-        solves.refreshed = False
-        takes = cadence.takes_statistics()
-        if takes or helpers is not None or self._pipeline is not None:
+    def precondition(self, pending: PendingAverage) -> StepInfo:  # type: ignore[override]
+        """Replace every covered ``p.grad`` by ν P, as at the top of this file; a collective."""
+        solves, length = self.solves, self.step_length
+
+        # Update A and G from this step's batches.
+        due = self._cadence.takes_statistics()
+        if due or self.helpers is not None or self._pipeline is not None:
             with stage("statistics"):
-                age = self.training.steps - cadence.updated_at
-                terms = self._take_statistics(takes)
-                if takes and step.of_gradients:
-                    self._take_gradients(pending, age, terms)
-        due = cadence.due()
-        self._refreshes = bool(due)
-        solves.asked = None
+                self._update_factors(due, pending)
+
+        # Recompute the inverses that are due, each on its inverse rank.
+        layers = self._cadence.due()
+        observed: Observation | None = None
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
-        if alone and (due or solves.wanted):
-            length.measure(step, True, self.sharded, ascending_params(self.training))
-            solves.asked = before_refresh(self.training, self._options, length, step)
-        if due or solves.wanted or solves.under_way or helpers is not None:
+        if alone and (layers or solves.wanted):
+            observed = self._observe()  # read with the errors of the decompositions
+        refresh = Refresh()
+        if layers or solves.wanted or solves.under_way or self.helpers is not None:
             with stage("solve"):
-                news = [] if helpers is None else helpers.news()
-                heard = solves.refresh(due, pending, news)
-                if helpers is not None:
-                    helpers.hear(heard, self.training)
+                refresh = self._refresh(layers, pending, observed)
+
+        # Look at what the last step has done, before gradients are preconditioned.
         if pending is not ARRIVED:
             with stage("average_gradients"):
                 pending.wait()
-        if solves.asked is None and (solves.refreshed or length.kept):
-            climbing = ascending_params(self.training)
-            length.measure(step, solves.refreshed, self.sharded, climbing)
+        if refresh.installed and observed is None:
+            observed = self._observe()
+        length.forget_step()
+
+        # Precondition on the gradient workers, exchange P, clip, and write p.grad.
         with stage("precondition"):
-            what = step, self.training, self.clip, self._options.inv_dtype
-            if self.sharded:
-                key = [id(p) for b in self.plan if b.solved for p in (b, *b.params)]
-                if self._buckets[0] != key:
-                    self._buckets = key, buckets_of(step, self.training.world)
-                self.coefficient = precondition_rows(self._buckets[1], *what)
-            elif self._system.owners is None:
-                self.coefficient = precondition_by_workers(*what)
-            else:
-                back = self.training.averages or self.hook is not None
-                sent = self.owners() if back and self.only_to_owners else None
-                self.coefficient = precondition_by_owners(*what, sent)
-        self._coming = bool(solves.under_way) or cadence.may_come()
-        if (asked := solves.refreshed or self._coming) or length.factor != 1.0:
-            length.keep(step.layers, asked)
+            result = self._precondition(refresh.previous)
+
+        # Adapt the refresh intervals and the step scale to what the refresh has changed.
+        if observed is not None and refresh.installed:
+            self._adapt(refresh, observed, result.changes)
+        coming = bool(solves.under_way) or self._cadence.may_come()
+        length.keep(self._step.layers, coming)
+        self._last = StepInfo(refresh.installed, result.clip, bool(layers), coming)
+        return self._last
 
     def correct(self) -> None:
-        """Scale the step, and offer the parameters to stats workers; the step is over."""
-        solves, cadence, drift = self.solves, self._cadence, self.drift
-        if solves.refreshed:
-            told = solves, drift, self.step_length, self._step
-            follow_refresh(self.training, self._options, *told)
-            self._coming = bool(solves.under_way) or cadence.may_come()
-        if self.step_length.kept:
-            self.step_length.scale(asked=self._coming)
+        """Scale the base's step, and offer the parameters to stats workers."""
+        self.step_length.scale(self._last.refresh_coming)
         if self.helpers is not None:
-            self.helpers.offer(self.training, solves.post)
-        if solves.refreshed:
-            cadence.warn_if_held()
+            self.helpers.offer(self.training, self.solves.inverter.post)
+        if self._last.refreshed:
+            self._cadence.warn_if_held()
         if self.throttle is not None:
-            self.throttle.end_step(refreshed=self._refreshes)
+            self.throttle.end_step(refreshed=self._last.refresh_due)
+
+    def _observe(self) -> Observation:
+        training, step = self.training, self._step
+        slope = self.step_length.measure(step, self.sharded, training.groups)
+        return observe(training, step, slope, self._options.follows_steps)
+
+    def _refresh(
+        self,
+        due: Sequence[KroneckerBlock],
+        pending: PendingAverage,
+        observed: Observation | None,
+    ) -> Refresh:
+        """Recompute inverses, and agree with the other workers on the state of the helpers."""
+        helpers = self.helpers
+        refresh = self.solves.refresh(
+            due,
+            pending,
+            self.mean_curvature,
+            news=[] if helpers is None else helpers.news(),
+            reads=() if observed is None else observed.groups,
+        )
+        if helpers is not None:
+            helpers.hear(refresh.news, self.training)
+        return refresh
+
+    def _precondition(self, previous: Mapping[KroneckerBlock, Tensor | Inverse]) -> Preconditioning:
+        """Precondition the mean gradients, by rows if FSDP2 has sharded them."""
+        training, step, dtype = self.training, self._step, self._options.inv_dtype
+        if self.sharded:
+            key = [id(p) for b in self.plan if b.solved for p in (b, *b.params)]
+            if self._buckets[0] != key:
+                self._buckets = key, buckets_of(step, training.world)
+            return precondition_rows(self._buckets[1], step, training, self.clip, dtype, previous)
+        reduced = training.averages or self.hook is not None
+        owners = self.owners() if reduced and self.only_to_owners else None
+        return precondition_gradients(step, training, self.clip, dtype, previous, owners)
+
+    def _adapt(
+        self,
+        refresh: Refresh,
+        observed: Observation,
+        changes: Mapping[KroneckerBlock, Tensor],
+    ) -> None:
+        """Let γ, the step scale and the refresh intervals follow a refresh, on all ranks alike."""
+        training, options, step = self.training, self._options, self._step
+        if self.drift is None and not options.follows_steps and options.floor == 0:
+            return
+        with stage("solve_exchange"):
+            found = share_feedback(
+                training,
+                step,
+                observed,
+                numbers=refresh.numbers,
+                known=refresh.changes,
+                changes=changes,
+                follows_steps=options.follows_steps,
+                compares=self.drift is not None,
+            )
+        self.step_length.follow(found.slope, found.rate, training.steps)
+        if found.mean_curvature is not None:
+            self.mean_curvature = found.mean_curvature
+        if self.drift is not None:
+            price = PRICE[options.solver] / training.world.size
+            costs = [price * step.costs[block] for block in step.layers]
+            self.drift.hear([*step.layers], found.changes, found.work, costs)
 
     def watch(self) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
@@ -297,80 +367,60 @@ class KFAC(OfLayers):
         due = own and self._cadence.takes_statistics()
         if due or self.layers.expecting:
             self.layers.expect(due)
-        owned = self._system.owners is not None
-        if owned and self.layers.collector.counted is not self._counted:  # it has been silent
-            self.layers.watch(self._takes, self._counted)
         if self._pipeline is not None and due:
             self._pipeline.expect(self._wire)
 
-    def _take_statistics(self, due: bool) -> Tensor | None:
-        """Update the averages by statistics of the step's passes, if ``due``, and of helpers.
-
-        Returns the loss terms of the step, if any layer has counted them.
-        """
-        terms: Tensor | None = None
+    def _update_factors(self, due: bool, pending: PendingAverage) -> None:
+        """Update the running averages by the step's passes, if ``due``, and by stats workers."""
         helpers, layers, cadence, step = self.helpers, self.layers, self._cadence, self._step
-        world, steps, pipeline = self.training.world, self.training.steps, self._pipeline
-        if helpers is not None:
-            due = due and helpers.own_passes and layers.capture.gate.open  # during the passes
-        if due:
-            reduction, more = layers.reduction, cast("Tensor | float", 1.0)
-            if reduction == "step_mean":  # before pairs that explain nothing are dropped
-                more = self._more_terms()
-            layers.look(step.taken)
-            for block in step.layers:
-                block.ensure_factors(asked=True)
+        age = self.training.steps - cadence.updated_at
+        terms: Tensor | None = None  # of the step's loss, if any layer has counted them
+        # With stats workers, statistics of passes are taken if they were due during the passes.
+        if due and (helpers is None or (helpers.own_passes and layers.capture.gate.open)):
             decay = cadence.decay()
-            exchange = partial(sum_statistics, world, step.layers)
-            if pipeline is not None:
-                pipeline.expect(self._wire)
-                sums = pipeline.sums(layers, exchange)
-            else:
-                sums = layers.sums(step.taken)
-                if world.size > 1:
-                    with stage("statistics_exchange"):
-                        exchange(sums, self._wire)
-            if reduction == "step_mean":
-                sums = layers.whole_steps(sums, world.size, more)
+            sums = self._sum_statistics()
             if step.of_gradients and helpers is None:  # helpers have batches of their own
                 terms = _most_terms(sums.values(), self.training.device)
             self._take_in(sums, decay)
-            cadence.updated_at = steps
-        elif pipeline is not None:
-            pipeline.drain()
+        elif self._pipeline is not None:
+            self._pipeline.drain()
         if helpers is not None:
-            mine = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == world.rank}
-            for found in helpers.statistics(mine, self.training):
-                decay = cadence.decay()
-                cadence.updated_at = steps
-                for block in found:
-                    block.ensure_factors(asked=True)
-                self._take_in(found, decay)
-        return terms
+            rank = self.training.world.rank
+            own = {b.name: b for b, layer in self.plan.items() if layer.solver("A") == rank}
+            for sums in helpers.statistics(own, self.training):
+                self._take_in(sums, cadence.decay())
+        if due and step.of_gradients:
+            self._update_from_gradients(pending, age, terms)
+
+    def _sum_statistics(self) -> Sums:
+        """The statistics of the step's passes, summed over the ranks; a collective."""
+        layers, step, world = self.layers, self._step, self.training.world
+        layers.look(step.taken)
+        for block in step.layers:
+            block.ensure_factors(asked=True)
+        exchange = partial(sum_statistics, world, step.layers)
+        if self._pipeline is not None:
+            self._pipeline.expect(self._wire)
+            sums = self._pipeline.sums(layers, exchange)
+        else:
+            sums = layers.sums(step.taken)
+            if world.size > 1:
+                with stage("statistics_exchange"):
+                    exchange(sums, self._wire)
+        if layers.reduction != "step_mean":
+            return sums
+        # Owners have the terms of their own batches alone: other ranks are taken to have as many.
+        owned = self._system.owners is not None
+        return layers.whole_steps(sums, world.size, world.size if owned else 1)
 
     def _take_in(self, sums: Sums, decay: float) -> None:
-        """Update the running averages; solves under way keep the factors that they started from."""
+        """Update the running averages; layers under way keep the factors that they started from."""
+        for block in sums:
+            block.ensure_factors(asked=True)
         if self.solves.under_way:
             self.solves.keep_snapshots(sums)
         self.layers.take_in(sums, decay)
-
-    def _more_terms(self) -> Tensor | float:
-        """The terms of a step on all ranks over those in sums of examples: 1, or of one rank's.
-
-        Shares are taken for equal where a rank has not counted, or has none of the counted layer's.
-        """
-        counted = self._counted
-        if counted is None:
-            return 1.0
-        ranks, like = self.training.world.size, counted.staged
-        (terms,) = self.layers.collector.terms([like])
-        number = torch.as_tensor(terms.number, dtype=like.dtype, device=like.device)
-        here = torch.stack([number, torch.full_like(number, float(not like.empty))])
-        everywhere = here.clone()
-        with stage("statistics_exchange"):
-            self.training.world.all_reduce([everywhere]).wait()
-        known = (everywhere[1] == ranks) & (here[0] > 0)
-        return torch.where(known, everywhere[0] / here[0].clamp_min(1.0), ranks)
+        self._cadence.note_update()
 
     @property
     def _wire(self) -> torch.dtype | None:
@@ -382,19 +432,20 @@ class KFAC(OfLayers):
         exact = self.training.steps < EXACT
         return None if exact else self._system.exchange_dtype
 
-    def _take_gradients(self, pending: PendingAverage, age: int, terms: Tensor | None) -> None:
-        """Update the averages of matrices that no rule knows, ``age`` steps after the last time."""
-        blocks = self._step.of_gradients
+    def _update_from_gradients(
+        self, pending: PendingAverage, age: int, terms: Tensor | None
+    ) -> None:
+        """Update the averages of gradient-factored matrices, ``age`` steps after the last time."""
         with stage("average_gradients"):
             pending.wait()
         sums = gradient_statistics(
             self.training,
             terms,
-            [block for block in blocks if self._takes(block)],
+            [block for block in self._step.of_gradients if self._takes(block)],
             counts_own=self._system.owners is not None,
             mean_loss=self._options.loss_reduction != "sum",
         )
-        for block in blocks:
+        for block in self._step.of_gradients:
             block.ensure_factors(asked=True)
         self._take_in(sums, self._cadence.decay(age))
 
@@ -422,12 +473,6 @@ class KFAC(OfLayers):
         layer = self.known.get(block)
         return layer is None or layer.source in (None, self.training.world.rank)
 
-    @property
-    def _counted(self) -> KroneckerBlock | None:
-        """The layer whose terms all ranks count; None where statistics are of all ranks' terms."""
-        alone = self._system.owners is None or self.training.world.size == 1
-        return None if alone else self.layers.counting
-
     def _compile(self) -> None:
         """Compile the step anew, as layers were frozen or unfrozen since the last one."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
@@ -440,9 +485,9 @@ class KFAC(OfLayers):
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
         moved = any(old.source != new.source for old, new in pairs)
-        resumes = bool(self._loaded) and not self._trained_others(self._loaded)
+        resumes = self._loaded is not None and not self._trains_others(self._loaded)
         if not resumes and ((steps > 0 and changed) or moved):
-            layers.newcomers_at = steps + 1  # the first passes that are sure to be captured
+            layers.take_all_at(steps + 1)  # the first passes that are sure to be captured
         known = {**before, **self.plan}
         self.known = {block: known[block] for block in layers.blocks if block in known}
         self._step = compile_step(world, plan.grid, self.plan, wire, self._takes)
@@ -450,16 +495,15 @@ class KFAC(OfLayers):
         if self._pipeline is not None:
             self._pipeline.follow(self._step.taken)
         move_factors(world, self.plan, before)
-        layers.watch(self._takes, self._counted)
+        layers.watch(self._takes)
         for block in layers.blocks:
             block.drop_inverse()
         self.solves.restart(self._step)
-        self.clip.follow()
         if self.drift is not None:
             self.drift.follow(layers.blocks)
         if self.helpers is not None:
             self.helpers.begin_anew()
-        if self._loaded:  # by the layers or the workers before
+        if self._loaded is not None:  # by the layers or the workers before
             self._take_over(self._loaded)
         if steps > 0:
             self.training.publish()  # frees factors that other ranks keep now
@@ -481,32 +525,40 @@ class KFAC(OfLayers):
     # ------------------------------------------------------------------------ state and summary
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The factors that this process keeps, by the layers' weights."""
-        kept = {**self.step_length.saved()}
+        """The factors that this process stores, by the layers' weights; shared, not copied."""
+        common = {**self.step_length.saved()}
         if self.throttle is not None:
-            kept |= self.throttle.saved()
+            common |= self.throttle.saved()
         if self.clip.usual is not None:
-            kept |= self.clip.usual.saved()
-        kept[MEAN_CURVATURE] = self.solves.mean_curvature
-        kept[UPDATED_AT] = self._cadence.updated_at
-        kept[NEWLY_TRAINABLE_AT] = self.layers.newcomers_at
+            common |= self.clip.usual.saved()
+        common[MEAN_CURVATURE] = self.mean_curvature
+        common[UPDATED_AT] = self._cadence.updated_at
+        common[NEWLY_TRAINABLE_AT] = self.layers.newcomers_at
         if self._system.chooser is not None:
-            kept |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
-        of_layers = [each for each in (self.solves.traces, self.drift) if each is not None]
+            common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
         # Before the first step, every rank has the same entries, because
         # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.
         fresh = self.training.steps == 0
-        return saved_factors(self.layers, lambda b: fresh or self._takes(b), kept, of_layers)
+        found: dict[Tensor, dict[str, Any]] = {}
+        for block in self.layers.blocks:
+            if block not in self.plan and block.factors is None:
+                continue
+            part = found[block.weight] = {**common, **block.state.agreed()}
+            if fresh or self._takes(block):
+                part |= block.saved_factors()
+            for each in (self.solves.traces, self.drift):
+                part |= {} if each is None else each.saved(block)
+        return found
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """What decides the steps between two refreshes: inverses, running solves, the last step.
+        """What decides the steps between two refreshes: inverses, and the last step.
 
-        The tensors are shared, not copied. This waits for solves on threads.
+        The tensors are shared, not copied. This waits for inverses on threads.
         """
         if self._closed:
             return {}
-        solves, rank, traces = self.solves, self.training.world.rank, self.solves.traces
-        solves.finish()
+        solves, rank = self.solves, self.training.world.rank
+        solves.inverter.finish()
         room = is_checkpointing(part=True)  # torch.distributed.checkpoint reads into what is there
         damping = float(solves.damping)
         common = {DAMPING: -1.0 if math.isnan(damping) else damping}
@@ -516,40 +568,34 @@ class KFAC(OfLayers):
                 found[p] = self.step_length.saved_step(p, room)
             part = found.setdefault(block.weight, {})
             part |= {**common, **saved_inverse(block, solves, rank in layer.workers, room)}
-            if self._on_threads and layer.keepers is None:
+            if not solves.waits and layer.keepers is None:
                 part |= saved_snapshot(block, solves, room)
             elif block in solves.under_way:
                 part["inverse_wanted"] = 1  # its owner alone has what it is computed from
             if self._takes(block):
-                part[PASS_HISTORY] = block.numbers(self._history(block))
-                part |= {} if traces is None else {TRACE: block.numbers(traces.mark(block))}
+                history = block.state.history(self._ranks_of(block))
+                part[PASS_HISTORY] = block.numbers(history)
+                if solves.traces is not None:
+                    part[TRACE] = block.numbers(solves.traces.mark(block))
         return found
 
     def _ranks_of(self, block: KroneckerBlock) -> int:
         """Number of ranks whose passes make a layer's statistics."""
         return self.training.world.size if self.plan[block].source is None else 1
 
-    def _history(self, block: KroneckerBlock) -> list[float]:
-        return block.state.history(self._ranks_of(block))
-
-    @property
-    def _on_threads(self) -> bool:
-        """Whether solves can be under way between two steps."""
-        return self._system.solves is not None and not self._system.waits
-
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Raise ValueError if saved factors do not fit the layers."""
-        check_saved_factors(saved, self.layers.blocks)
+        """Raise ValueError if a checkpoint does not fit the layers."""
+        check_saved(saved, self.layers.blocks, self.solves.solver)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over saved factors and inverses; missing inverses are computed at the next step."""
+        """Take over a checkpoint; missing inverses are computed at the next step."""
         load_factors(saved, self.layers.blocks, self.training)
         # A process may have got its own layers' factors alone, but moves and collects with others.
         for block, layer in self.known.items():
             if block.factors is None and layer.source is not None:
                 factors = block.ensure_factors()
                 if self.training.steps > 0 and self._takes(block):
-                    factors.stored.update(A=None, G=None)  # lost: the next refresh tells
+                    factors.stored.update(A=None, G=None)  # lost: the next refresh finds out
         self.solves.restart(self._step)
         workers = loaded_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
@@ -561,93 +607,67 @@ class KFAC(OfLayers):
         self.step_length.load(saved)
         if self.clip.usual is not None:
             self.clip.usual.load(saved)
-        self.solves.mean_curvature = shared_number(saved, MEAN_CURVATURE, 0.0)
-        steps = self.training.steps
-        self._cadence.updated_at = int(shared_number(saved, UPDATED_AT, steps))
-        self.layers.newcomers_at = int(shared_number(saved, NEWLY_TRAINABLE_AT, -1))
-        self._just_loaded = True
+        self.mean_curvature = shared_number(saved, MEAN_CURVATURE, 0.0)
+        self._cadence.note_update(int(shared_number(saved, UPDATED_AT, self.training.steps)))
+        self.layers.take_all_at(int(shared_number(saved, NEWLY_TRAINABLE_AT, -1)))
+        self._loaded = saved
         self._take_over(saved)
-        self._loaded = self._to_take_over_again(saved)
         self.watch()
 
-    def _to_take_over_again(self, saved: Mapping[Tensor, SavedPart]) -> dict[Tensor, SavedPart]:
-        """The entries that :meth:`_take_over` reads, with the installed inverses, not copied.
-
-        Scripts may freeze layers after loading. Then the first step makes a new plan, which needs
-        the inverses again.
-        """
-        found: dict[Tensor, SavedPart] = {}
-        for p, part in saved.items():
-            found[p] = part.without(FACTORS_AND_STEPS)
-        for block in self.plan:
-            if block.inverse is not None and block.weight in found:
-                found[block.weight].update(block.inverse.entries)
-        return found
-
-    def _trained_others(self, saved: Mapping[Tensor, SavedPart]) -> bool:
-        """Whether other layers trained when a checkpoint was written than train now."""
+    def _trains_others(self, saved: Mapping[Tensor, SavedPart]) -> bool:
+        """Whether other layers train now than when a checkpoint was written."""
         for block in self.layers.blocks:
             part = saved.get(block.weight)
-            trained = part is not None and has_inverse_entries(part)
-            if part is not None and trained != (block in self.plan):
+            if part is not None and was_trained(part) != (block in self.plan):
                 return True
         return False
 
     def _take_over(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Install the inverses of a checkpoint, and restart the solves that were in progress.
+        """Install the inverses of a checkpoint, and begin again what was being computed.
 
         Requires that the factors are loaded, and that the plan matches the layers that train.
+        Scripts may freeze layers after loading: then the first step does this again.
         """
-        solves, rank, options = self.solves, self.training.world.rank, self._options
+        solves, rank = self.solves, self.training.world.rank
         inverses: dict[KroneckerBlock, LoadedInverse] = {}
         snapshots: dict[KroneckerBlock, Snapshot] = {}
-        missing: set[KroneckerBlock] = set()
+        self._missing = set()
         for block, layer in self.plan.items():
             part = saved.get(block.weight)
-            if part is None or not has_inverse_entries(part):
+            if part is None or not was_trained(part):
                 continue  # it is refreshed at the next step
             works = rank in layer.workers
             if not part["inverse_wanted"]:
                 solves.wanted.discard(block)
-            inverse = loaded_inverse(
-                part,
-                block,
-                solves.solver,
-                options.inv_dtype,
-                works,
-                scaled=options.preconditioner_scale == "gradient",
-            )
+            inverse = loaded_inverse(part, block, solves, works)
             if inverse is not None:
                 inverses[block] = inverse
                 if works and inverse.inverse is None:
-                    missing.add(block)
+                    self._missing.add(block)
             snapshot = loaded_snapshot(part, block)
-            if snapshot is not None and self._on_threads and layer.keepers is None:
+            if snapshot is not None and not solves.waits and layer.keepers is None:
                 snapshots[block] = snapshot
                 if snapshot.factors is None:
-                    missing.add(block)
+                    self._missing.add(block)
         solves.take_over(inverses)
         damping = shared_number(saved, DAMPING, -1.0)
-        solves.damping = damping if damping >= 0 else math.nan
+        solves.note_damping(damping if damping >= 0 else math.nan)
         if solves.traces is not None:
             solves.traces.load(saved, self.layers.blocks)
-        solves.resubmit({b: s for b, s in snapshots.items() if b not in missing})
+        solves.resubmit({b: s for b, s in snapshots.items() if b not in self._missing})
         for block in self.plan:
             block.state.load(saved.get(block.weight, {}), self._ranks_of(block))
-        self._missing = missing
         if self.training.world.size == 1:
-            solves.drop_missing(missing)
+            solves.drop_missing(self._missing)
 
-    def _agree_on_loaded(self) -> None:
+    def _agree_on_loaded(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Refresh layers if any rank lacks their part of the checkpoint; a collective.
 
         If other layers train now than when the checkpoint was written, refresh all layers. A run
         that freezes or unfreezes layers at this step does the same.
         """
         world, blocks = self.training.world, list(self.plan)
-        missing = set(blocks) if self._trained_others(self._loaded) else self._missing
-        self._just_loaded = False
-        self._loaded = {}
+        missing = set(blocks) if self._trains_others(saved) else self._missing
         if world.size > 1:
             flags = torch.tensor([float(block in missing) for block in blocks], device="cpu")
             world.on_cpu().all_reduce_max([flags]).wait()
@@ -658,7 +678,7 @@ class KFAC(OfLayers):
 
     @property
     def factors_elsewhere(self) -> bool:
-        """Whether some factors are kept by other ranks alone.
+        """Whether some factors are stored by other ranks alone.
 
         Before the first step there are none: Accelerate asks for the state of each new optimizer.
         """
@@ -667,26 +687,23 @@ class KFAC(OfLayers):
 
     @property
     def kept_elsewhere(self) -> str:
-        """A name for what other ranks alone keep, factors or inverses; "" if there is nothing."""
+        """A name for what other ranks alone store, factors or inverses; "" if there is nothing."""
         if self.factors_elsewhere:
             return "the factors that other processes keep"
         size = self.training.world.size
-        for block, layer in self.plan.items():
-            if block.solved and len(layer.workers) < size:
-                return "the inverses that other processes keep"
-        return ""
+        spread = any(b.solved and len(layer.workers) < size for b, layer in self.plan.items())
+        return "the inverses that other processes keep" if spread else ""
 
     @property
     def dispensable(self) -> bool:
-        """Whether other ranks keep inverses alone, which the next step can refresh."""
+        """Whether other ranks store inverses alone, which the next step can refresh."""
         return not self.factors_elsewhere
 
     def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
         """The factors and the inverses of layers of which every rank has them."""
         for block, layer in self.plan.items():
-            if layer.keepers is None:
-                for letter in block.shape.letters:
-                    factor = block.stored(letter)
+            if layer.keepers is None and block.factors is not None:
+                for letter, factor in block.factors.stored.items():
                     if factor is not None:
                         yield f"factor {letter} of layer {block.name!r}", factor
             if block.inverse is not None and len(layer.workers) == self.training.world.size:
@@ -694,29 +711,18 @@ class KFAC(OfLayers):
                     yield f"tensor {i} of the inverse of layer {block.name!r}", tensor
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Collect copies of what other ranks keep, factors and inverses; a collective."""
+        """Collect copies of what other ranks store, factors and inverses; a collective."""
         if not self._closed and self.layers.follow():
             self._compile()
-        world, solves, rank = self.training.world, self.solves, self.training.world.rank
-        found: dict[KroneckerBlock, dict[str, Any]] = {}
-        found |= gather_factors(world, self.known, lambda _: ranks)
-        for block, entries in gather_inverses(world, self.plan, solves, ranks).items():
-            found[block] = {**found.get(block, {}), **entries}
-        # Numbers that only the rank has whose batches make the layer's statistics.
-        numbers: dict[str, dict[str, Sequence[float]]] = {}
-        for block, layer in self.plan.items():
-            if layer.source == rank:
-                numbers[block.name] = {PASS_HISTORY: self._history(block)}
-                if solves.traces is not None:
-                    numbers[block.name][TRACE] = solves.traces.mark(block)
-        known: dict[str, dict[str, Sequence[float]]] = {}
-        for each in world.all_gather_object(numbers):
-            known |= each
-        for block in self.plan:
-            more = {name: block.numbers(n) for name, n in known.get(block.name, {}).items()}
-            if more:
-                found[block] = {**found.get(block, {}), **more}
-        return {block.weight: {"curvature": parts} for block, parts in found.items()}
+        routes = factor_routes(self.known, lambda _: ranks)
+        routes |= inverse_routes(self.plan, self.solves, ranks)
+        saved: dict[Entry, Tensor] = {}
+        state, more = self.state(), self.state_to_save()
+        for block in self.known:
+            part = {**state.get(block.weight, {}), **more.get(block.weight, {})}
+            saved |= {(block, name): x for name, x in part.items() if isinstance(x, Tensor)}
+        found = deliver_entries(self.training.world, routes, saved)
+        return {block.weight: {"curvature": entries} for block, entries in found.items()}
 
     def close(self) -> None:
         """End threads and hooks; the optimizer goes on as its base alone."""
@@ -724,15 +730,16 @@ class KFAC(OfLayers):
             self.helpers.close()
         self.solves.close()
         self.layers.close()
-        self.clip.follow()
         if self.drift is not None:
             self.drift.follow(())
         if self._pipeline is not None:
             self._pipeline.close()
         self._closed = True
         self.plan, self.known, self._shapes = {}, {}, {}
-        self._step = self.solves.step = StepPlan({}, self._step.row, self._step.column)
+        self._step = StepPlan({}, self._step.row, self._step.column)
         self._owners = None, {}
+        self._last = StepInfo()
+        self._loaded = None
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""
@@ -746,7 +753,7 @@ class KFAC(OfLayers):
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log: clip, damping, traces, condition, ages and failures."""
-        last, nu = self.training.steps - 1, self.coefficient
+        last, nu = self.training.steps - 1, self._last.clip
         found = metrics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)
         found["step_length"] = self.step_length.factor
@@ -773,7 +780,7 @@ class KFAC(OfLayers):
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
         intervals = "" if self.throttle is None else self.throttle.said
         settled, age = "; ".join(filter(None, settings)), ""
-        if self._system.solves is not None:
+        if not self.solves.solves_at_once:
             solves, steps, age = self.solves, self.training.steps, "no inverses yet"
             ages = sorted(steps - step for step in solves.taken_at.values())
             delays = sorted(n - solves.taken_at[b] for b, n in solves.installed_at.items())

@@ -232,6 +232,10 @@ class Layers:
         self.active = [block for block in self.blocks if block.trainable]
         return True
 
+    def take_all_at(self, step: int) -> None:
+        """Take statistics and refresh all layers at a step; -1 for none."""
+        self.newcomers_at = step
+
     def forget_plan(self) -> None:
         """Let the next :meth:`follow` take all layers that train for new ones."""
         self._signature = self._seen = None
@@ -281,12 +285,10 @@ class Layers:
         self.expecting = True
         self.capture = Capture(self.collector, self._sampler, fsdp)
 
-    def watch(
-        self, taken: Callable[[KroneckerBlock], bool], counted: KroneckerBlock | None = None
-    ) -> None:
-        """Hook the layers whose statistics this process takes, and the one it counts terms of."""
-        self.collector.watch(filter(taken, self.blocks), counted)
-        watched = [b for b in self.blocks if taken(b) or b is counted]
+    def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:
+        """Hook the layers whose statistics this process takes."""
+        watched = [block for block in self.blocks if taken(block)]
+        self.collector.watch(watched)
         self.capture.attach(self._training.model, [m for b in watched for m in b.watched])
 
     def expect(self, due: bool) -> None:
@@ -300,16 +302,6 @@ class Layers:
     def reduction(self) -> Reduction:
         """What the losses are taken to be whose gradients are captured."""
         return self._reduction or reduction_of(self._options, self._items)
-
-    @property
-    def counting(self) -> KroneckerBlock | None:
-        """The layer that shows all processes their terms, on any rank that takes its statistics.
-
-        It is the last one that is not silent, as a rule the one whose outputs have the loss's
-        terms. All processes choose the same: they agree on which are silent.
-        """
-        last = (block for block in reversed(self.active) if block.watched)
-        return max(last, key=lambda block: not block.state.silent, default=None)
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
@@ -370,7 +362,7 @@ class Layers:
         self,
         sums: Mapping[KroneckerBlock, StatisticsSums],
         processes: int,
-        more: Tensor | float = 1.0,
+        more: float = 1.0,
     ) -> dict[KroneckerBlock, StatisticsSums]:
         """The sums over all processes, with G that of one term whatever the losses' reduction.
 

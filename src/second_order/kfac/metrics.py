@@ -7,14 +7,14 @@ is not known here is NaN, so that every process has the same names.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from second_order.contract.training import Training, members_of
 from second_order.errors import SecondOrderError
-from second_order.kfac.checkpoint import gather_factors
+from second_order.kfac.checkpoint import Entry, deliver_entries, factor_routes
 from second_order.kfac.group_options import values_by_layer
 from second_order.kfac.layers import SILENT, Layers
 from second_order.kfac.plan import LayerPlan
@@ -24,7 +24,6 @@ from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.kronecker.solvers import condition_estimate
 from second_order.optimizers.config import KFACOptions
 
 __all__ = ["NAMES", "fitted_curvature", "metrics_of"]
@@ -32,12 +31,10 @@ __all__ = ["NAMES", "fitted_curvature", "metrics_of"]
 UNNAMED = "(not in the model)"
 
 NAMES = (
-    *("clip", "damping", "damping/min", "damping/max"),
-    *("trace_A/min", "trace_A/max", "trace_G/min", "trace_G/max", "condition/min", "condition/max"),
+    *("clip", "damping", "damping/min", "damping/max", "step_length"),
     *("age/inverses", "age/statistics", "factor_update_steps", "inv_update_steps"),
-    *("drift/cosine", "drift/cosine/min", "drift/interval", "drift/length", "step_length"),
-    *("layers", "layers/solved", "layers/failing", "layers/under_way", "layers/settled"),
-    *("failed", "spared", "dropped"),
+    *("drift/cosine", "drift/cosine/min", "drift/interval", "drift/length"),
+    *("layers", "layers/solved", "layers/failing", "layers/under_way", "failed", "dropped"),
 )
 """The names of the numbers."""
 
@@ -45,52 +42,24 @@ NAMES = (
 def metrics_of(
     layers: Layers, plan: Mapping[KroneckerBlock, LayerPlan], solves: Solves, step: int
 ) -> dict[str, float]:
-    """Numbers on layers, factors and inverses. Waits for the device."""
-    blocks, traces = list(plan), solves.traces
-    solved = [block for block in blocks if block.solved]
-    found = dict.fromkeys(NAMES, math.nan) | {
-        "damping": float(solves.damping),
-        "layers": float(len(blocks)),
-        "layers/solved": float(len(solved)),
-        "layers/failing": float(sum(block.state.failures > 0 for block in blocks)),
-        "layers/under_way": float(len(solves.under_way)),
-        "layers/settled": float(len(traces.settled)) if traces else 0.0,
-        "failed": float(solves.failed),
-        "spared": traces.spared / traces.judged if traces and traces.judged else math.nan,
-        "dropped": float(sum(_numbers([block.staged.dropped for block in layers.blocks]))),
-    }
-    taken = [solves.taken_at[block] for block in solved if block in solves.taken_at]
+    """Numbers on layers and inverses. Synchronizes with the device."""
+    solved = [block for block in plan if block.solved]
+    found = dict.fromkeys(NAMES, math.nan)
+    found["damping"] = float(solves.damping)
+    found["layers"] = float(len(plan))
+    found["layers/solved"] = float(len(solved))
+    found["layers/failing"] = float(sum(block.state.failures > 0 for block in plan))
+    found["layers/under_way"] = float(len(solves.under_way))
+    found["failed"] = float(solves.failed)
+    found["dropped"] = float(sum(int(block.staged.dropped) for block in layers.blocks))
+    taken = [solves.taken_at[block] for block in solved]
     if taken:
         found["age/inverses"] = float(step - min(taken))
-    inverses = [
-        (b.inverse, b.ensure_factors(), solves.scales.get(b))
-        for b in solved
-        if b.inverse is not None
-    ]
-    kept = [(block.shape, block.factors) for block in blocks if block.factors is not None]
-    known = [weight > 0 for weight in _numbers([factors.weight for _, factors in kept])]
-    ranges = {
-        "damping": _numbers([solves.dampings[b] for b in solved if b in solves.dampings]),
-        "condition": _numbers([condition_estimate(*each) for each in inverses]),
-    }
-    for letter in "AG":
-        sums = [f.means[s.letters.index(letter)].sum() * s.dims[letter] for s, f in kept]
-        pairs = zip(_numbers(sums), known, strict=True)
-        ranges[f"trace_{letter}"] = [trace for trace, is_known in pairs if is_known]
-    for name, values in ranges.items():
-        if values:
-            found |= {f"{name}/min": min(values), f"{name}/max": max(values)}
-    return found
-
-
-def _numbers(values: Sequence[Tensor | float]) -> list[float]:
-    """Numbers as Python has them; a device is waited for once."""
-    tensors = [value.detach() for value in values if isinstance(value, Tensor)]
-    if len(tensors) < len(values) or not values:
-        return [float(value) for value in values]
-    device = tensors[0].device
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    found: list[float] = torch.stack([t.to(device, wide) for t in tensors]).tolist()
+    dampings = [solves.dampings[block] for block in solved if block in solves.dampings]
+    numbers = [float(damping) for damping in dampings]
+    if numbers:
+        found["damping/min"] = min(numbers)
+        found["damping/max"] = max(numbers)
     return found
 
 
@@ -111,7 +80,12 @@ def fitted_curvature(
     """
     world, names = training.world, training.names()
     everybody = range(world.size)
-    away = gather_factors(world, plan, lambda e: everybody if gather else [_owner(e)])
+    routes = factor_routes(plan, lambda layer: everybody if gather else [_owner(layer)])
+    stored: dict[Entry, Tensor] = {}
+    for block in plan:
+        if block.factors is not None:
+            stored |= {(block, name): x for name, x in block.saved_factors().items()}
+    away = deliver_entries(world, routes, stored)
     averages = {block: _averages_of(block, away.get(block, {})) for block in layers.blocks}
     own_dampings = values_by_layer(training.groups, layers.blocks, "damping")
     reasons, known = {}, {}

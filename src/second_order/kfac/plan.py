@@ -225,8 +225,9 @@ class System:
     # although layers have owners; None without owners.
     owners: str | None = None
     conv_approximation: Approximation | None = None  # None for that of other layers
-    solves: Callable[..., Any] | None = None  # makes inverses on threads; None: solved at once
-    waits: bool = True  # all solves are waited for: then that is of a refresh's cost
+    # Makes an inverter on threads; None: inverses are computed in the step.
+    inverter: Callable[..., Any] | None = None
+    waits: bool = True  # all inverses are waited for: then that is of a refresh's cost
     pipelined: bool = False  # statistics leave for the other ranks while backward still runs
     exchange_dtype: torch.dtype | None = None  # of factors and decompositions; None for their own
     # Chooses the number of gradient workers of a training, by `choose`, and makes the plan with so
@@ -252,7 +253,6 @@ class StepPlan:
     rows: Mapping[KroneckerBlock, int] = field(default_factory=dict)  # that precondition each layer
     costs: Mapping[KroneckerBlock, float] = field(default_factory=dict)  # of the layers' solves
     banks: Sequence[Bank] = ()  # of layers that this rank preconditions, those alike in one
-    everywhere: Sequence[Bank] = ()  # of all layers, the same on every rank
 
 
 def compile_step(
@@ -286,7 +286,6 @@ def compile_step(
         {block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
         {block: dims_of(block).cost for block in layers},
         banks_of(block for block, layer in layers.items() if rank in layer.workers),
-        banks_of(layers),
     )
 
 

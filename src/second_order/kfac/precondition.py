@@ -1,7 +1,13 @@
 """Preconditioned gradients: P by each layer's gradient workers, sent to all, clipped, in p.grad.
 
+found     P = (A ⊗ G + γ)⁻¹ ∇ of the layers that this rank preconditions
+change    Σ |P·∇| over its layers, with the squares of their learning rates
+exchange  P, and each part of the change, to the ranks that do not have them
+clip      ν from the whole change, the same on every rank
+p.grad    <- ν P
+
 ν = min(1, sqrt(κ / Σ lr² |P·∇|)) bounds a step, at the learning rates and the bound of that step.
-By default κ is not given: Σ |P·∇|, without learning rates, may be at most four times its running
+By default κ is not given: Σ P·∇, without learning rates, may be at most four times its running
 average, so that a batch of outliers cannot throw the model back.
 
 Sources: Pauloski et al. 2022, section 5.1; Ba et al. 2017, eq. 14.
@@ -12,7 +18,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import chain
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -21,13 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
-from second_order.distributed.world import World, deliver_parts
-from second_order.kfac.layers import Layers
+from second_order.distributed.world import World
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
-from second_order.kronecker.bank import CPU_BANK_BYTES, Bank, Gradients
+from second_order.kronecker.bank import Bank, Gradients
 from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.solvers import Inverse
 from second_order.optimizers.config import KFACOptions, check_clip
 from second_order.options import AUTO, PEAK_LR, Scalar
+from second_order.sharded import is_dtensor
 from second_order.stages import stage
 
 __all__ = [
@@ -35,15 +42,17 @@ __all__ = [
     "Clip",
     "OwnerHook",
     "Preconditioned",
+    "Preconditioning",
     "UsualChange",
+    "compare",
     "kl_change",
     "kl_clip_coefficient",
+    "last_results",
     "owners_of",
     "precondition",
-    "precondition_by_owners",
-    "precondition_by_workers",
+    "precondition_gradients",
+    "results_changed",
     "scale",
-    "sum_of_changes",
     "write",
 ]
 
@@ -56,117 +65,63 @@ UNBOUNDED = 5  # first steps, which are not bounded
 LEAST_PART = 4e-4  # least share of a change to keep: steps keep at least 1/50 of their length
 
 
-def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Scalar:
+# ---------------------------------------------------------------------------------------- the clip
+
+
+def _joined(products: Sequence[Tensor]) -> Tensor:
+    """Stacks of numbers as one, on the first one's device."""
+    return torch.cat([each.to(products[0]) for each in products])
+
+
+def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Tensor:
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
     lr² Σ P·∇ estimates twice the KL divergence between the model before and after the step. A layer
-    whose product is not finite is left out, so that it cannot spoil the sum. ``products`` has at
-    least one stack, each with the P·∇ of one or more layers; ``learning_rates`` has one rate per
-    layer. The sum is a float if the first stack is on the CPU; otherwise it is a scalar on that
-    stack's device, and the host does not wait for it.
+    whose product is not finite is left out, so that it cannot spoil the sum.
+
+    Args:
+        products: Stacks of P·∇ of one or more layers each; at least one stack.
+        learning_rates: One rate per layer; layers of one group have the same object.
     """
-    if products[0].device.type == "cpu":
-        numbers = chain.from_iterable(map(Tensor.tolist, products))
-        change = 0.0
-        for x, rate in zip(numbers, map(float, learning_rates), strict=True):
-            if math.isfinite(x):
-                change += abs(x) * rate**2
-        return change
-    stack = products[0]
-    if len(products) > 1:
-        stack = torch.cat([each.to(stack) for each in products])
-    stack, rates = stack.abs(), {id(rate): rate for rate in learning_rates}
-    squares: dict[int, Any] = {key: rate**2 for key, rate in rates.items()}
+    stack = _joined(products).abs()
+    squares: dict[int, Tensor] = {}
+    for rate in learning_rates:
+        if id(rate) not in squares:
+            squares[id(rate)] = stack.new_ones(()) * rate**2
     if len(squares) == 1:
-        stack = stack * squares.popitem()[1]
+        stack = stack * squares[id(learning_rates[0])]
     else:
-        if any(isinstance(rate, Tensor) for rate in rates.values()):
-            for key, square in squares.items():  # filled: an upload would be waited for
-                squares[key] = stack.new_ones(()) * square
-        weights = [squares[id(rate)] for rate in learning_rates]
-        stack = torch.stack(torch._foreach_mul(stack.unbind(), weights))
+        stack = stack * torch.stack([squares[id(rate)] for rate in learning_rates])
     return stack.nan_to_num(0.0, posinf=0.0).sum()
 
 
-def sum_of_changes(products: Sequence[Tensor]) -> Scalar:
-    """Σ |P·∇| over layers, as :func:`kl_change` with rates of 1, in fewer operations.
-
-    On a device the absolute value is skipped: inverses are positive, so that P·∇ can be negative
-    only by rounding.
-    """
-    if products[0].device.type == "cpu":
-        return kl_change(products, [1.0] * sum(map(len, products)))
-    stack = products[0]
-    if len(products) > 1:
-        stack = torch.cat([each.to(stack) for each in products])
-    return stack.nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
-
-
-def kl_clip_coefficient(change: Scalar, kl_clip: Scalar) -> Scalar:
+def kl_clip_coefficient(change: Tensor, kl_clip: Scalar) -> Tensor:
     """ν = min(1, sqrt(κ / Σ lr² |P·∇|)), which bounds the change by κ."""
-    if isinstance(change, Tensor):
-        return torch.sqrt(kl_clip / change).clamp(max=1.0)
-    return min(1.0, math.sqrt(float(kl_clip) / change)) if change > 0.0 else 1.0
-
-
-def _identity(group: Mapping[str, Any]) -> tuple[int, int]:
-    return id(group), len(group["params"])
-
-
-class Preconditioned(NamedTuple):
-    """Layers of a bank that have a gradient, and P, ``(layers x groups, out, in)``.
-
-    ``products`` are their P·∇, ``(layers,)``, which the clip needs; None if there is no clip.
-    """
-
-    bank: Bank
-    results: Tensor
-    products: Tensor | None
-
-
-def _product(bank: Bank, gradient: Tensor, results: Tensor) -> Tensor:
-    """P·∇ of each layer, ``(layers,)``."""
-    if len(bank.blocks) == 1 and results.device.type == "cpu":  # no full-size temporary
-        return torch.dot(results.flatten(), gradient.flatten()).unsqueeze(0)
-    product = (results * gradient).sum((1, 2))
-    if len(product) > len(bank.blocks):
-        product = product.view(len(bank.blocks), -1).sum(1)
-    return product
+    return torch.sqrt(kl_clip / change).clamp(max=1.0)
 
 
 class UsualChange:
-    """The running average of the steps' changes Σ |P·∇|, and the bound that follows from it.
+    """The running average of the steps' changes Σ P·∇, and the bound that follows from it.
 
     A change above the bound counts as the bound, so that outliers move the average little. If
     changes stay large, the average grows by about 15% per step until it has caught up. The bound
-    is a float if changes are floats. Otherwise it is a scalar on their device, which is updated in
-    place; the host reads it only for checkpoints.
+    is a scalar on the changes' device; the host reads it only for checkpoints.
     """
 
     def __init__(self) -> None:
-        self.bound: Scalar = 0.0  # four times the average
+        self.bound: Tensor | float = 0.0  # four times the average; a float before the first change
         self.steps = 0  # in the average, counted up to those that it remembers
 
-    def coefficient(self, change: Scalar) -> Scalar:
-        """ν for the change of a step, which the average takes in; 1 in the first steps."""
+    def coefficient(self, change: Tensor) -> Tensor | None:
+        """ν for the change of a step, which the average takes in; None in the first steps."""
         share = max(1 / REMEMBERED, 1 / (self.steps + 1))
         bounded = self.steps >= UNBOUNDED
         self.steps = min(self.steps + 1, REMEMBERED)
-        if isinstance(change, Tensor):
-            return self._coefficient_on_device(change, share, bounded)
-        bound = float(self.bound)
-        part = 1.0
-        if bounded and change > 0:
-            part = min(max(bound / change, LEAST_PART), 1.0)
-        self.bound = bound * (1 - share) + MOST_CHANGE * share * part * change
-        return math.sqrt(part)
-
-    def _coefficient_on_device(self, change: Tensor, share: float, bounded: bool) -> Tensor:
         if not isinstance(self.bound, Tensor):
             self.bound = change.new_full((), self.bound)
         if not bounded:
             self.bound.mul_(1 - share).add_(change, alpha=MOST_CHANGE * share)
-            return torch.ones_like(change)
+            return None
         tiny = torch.finfo(change.dtype).tiny  # a change of 0 is not divided by
         part = ((self.bound + tiny) / (change + tiny)).clamp(LEAST_PART, 1.0)
         self.bound.mul_(1 - share).addcmul_(change, part, value=MOST_CHANGE * share)
@@ -179,24 +134,24 @@ class UsualChange:
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over what a checkpoint has; without an entry the average starts empty."""
         names = set(USUAL_CHANGE)
+        self.bound = 0.0
+        self.steps = 0
         part = next((part for part in saved.values() if part.keys() >= names), None)
-        bound, steps = (0.0, 0.0) if part is None else map(part.number, USUAL_CHANGE)
-        self.bound = bound
-        self.steps = int(steps)
+        if part is not None:
+            self.bound = part.number(USUAL_CHANGE[0])
+            self.steps = int(part.number(USUAL_CHANGE[1]))
 
 
 class Clip:
-    """The parts of ν at a step: κ, and the change."""
+    """ν of a step, from the change Σ |P·∇| of all layers."""
 
-    def __init__(self, training: Training, options: KFACOptions, layers: Layers) -> None:
-        self._training, self._options, self._layers = training, options, layers
+    def __init__(self, training: Training, options: KFACOptions) -> None:
+        self._training = training
+        self._kl_clip: Any = options.kl_clip
         self.usual = UsualChange() if options.kl_clip == AUTO else None
-        self._group_of: dict[KroneckerBlock, int] = {}
-        self._groups: list[tuple[int, int]] = []  # ids and sizes of the groups indexed above
-
-    def follow(self) -> None:
-        """Look up the layers' groups again, as the layers have changed."""
-        self._group_of, self._groups = {}, []
+        # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
+        # ν lr P would otherwise not depend on lr at all while the clip is active.
+        self._rate = "lr" if callable(options.kl_clip) else PEAK_LR
 
     def bound(self) -> float | None:
         """κ, the bound on the change at this step; None for no clip.
@@ -205,50 +160,65 @@ class Clip:
         """
         if self.usual is not None:
             return math.inf
-        kl_clip: Any = self._options.kl_clip
+        kl_clip = self._kl_clip
         if callable(kl_clip):
             kl_clip = kl_clip(self._training.steps)
             if kl_clip is not None:
                 check_clip(kl_clip)
         return cast("float | None", kl_clip)
 
-    def _rates(self, blocks: Sequence[KroneckerBlock]) -> list[float | Tensor]:
-        """The learning rates of layers by which the change is bounded."""
-        # A constant bound is the bound at the schedule's largest lr and shrinks with lr² below it:
-        # ν lr P would otherwise not depend on lr at all while the clip is active.
-        which = "lr" if callable(self._options.kl_clip) else PEAK_LR
-        groups, rates = self._training.groups, list[float | Tensor]()
-        now = list(map(_identity, groups))
-        if self._groups != now:
-            found = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-            self._group_of = {b: found[id(b.weight)] for b in self._layers.active}
-            self._groups = now
-        by_group: dict[int, float | Tensor] = {}
-        for block in blocks:
-            number = self._group_of[block]
-            if number not in by_group:
-                by_group[number] = groups[number][which]
-            rates.append(by_group[number])
-        return rates
+    def change(self, found: Sequence[Preconditioned]) -> Tensor:
+        """Σ lr² |P·∇| over the layers that were preconditioned; without lr for the usual change."""
+        if not found:
+            return torch.zeros((), dtype=torch.float32, device=self._training.device)
+        products = [each.products() for each in found]
+        if self.usual is not None:
+            # Inverses are positive: P·∇ can be negative only by rounding.
+            return _joined(products).nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
+        rates: dict[int, Scalar] = {}
+        for group in self._training.groups:
+            for p in group["params"]:
+                rates[id(p)] = group[self._rate]
+        blocks = [block for each in found for block in each.bank.blocks]
+        return kl_change(products, [rates[id(block.weight)] for block in blocks])
 
-    def coefficient(self, change: Scalar, bound: float) -> Scalar:
-        """ν for the change of all layers."""
+    def coefficient(self, change: Tensor, bound: float) -> Tensor | None:
+        """ν for the change of all layers; None where nothing is to be scaled."""
         if self.usual is not None:
             return self.usual.coefficient(change)
         return kl_clip_coefficient(change, bound)
 
-    def change(self, found: Iterable[Preconditioned]) -> Scalar:
-        """Σ lr² |P·∇| over the layers that were preconditioned; without lr for the usual change."""
-        blocks, products = list[KroneckerBlock](), list[Tensor]()
-        for bank, _, product in found:
-            assert product is not None
-            products.append(product)
-            blocks += bank.blocks
-        if not products:
-            return 0.0
-        if self.usual is not None:
-            return sum_of_changes(products)
-        return kl_change(products, self._rates(blocks))
+
+# ------------------------------------------------------------------------------- P of this rank
+
+
+@dataclass(frozen=True)
+class Preconditioning:
+    """What preconditioning a step's gradients has come to.
+
+    Attributes:
+        clip: ν, a scalar; None where nothing is clipped.
+        changes: P₀ · P, |P₀|² and |P|², ``(3,)``, of layers of this rank that were refreshed.
+    """
+
+    clip: Scalar | None
+    changes: dict[KroneckerBlock, Tensor]
+
+
+class Preconditioned(NamedTuple):
+    """Layers of a bank that have a gradient, ∇ and P, ``(layers x groups, out, in)``."""
+
+    bank: Bank
+    gradient: Tensor
+    results: Tensor
+
+    def products(self) -> Tensor:
+        """P·∇ of each layer, ``(layers,)``."""
+        layers = len(self.bank.blocks)
+        if layers == 1 and self.results.device.type == "cpu":  # no full-size temporary
+            return torch.dot(self.results.flatten(), self.gradient.flatten()).unsqueeze(0)
+        product = (self.results * self.gradient).sum((1, 2))
+        return product if len(product) == layers else product.view(layers, -1).sum(1)
 
 
 def precondition(
@@ -256,119 +226,184 @@ def precondition(
     dtype: torch.dtype,
     gradient_of: Gradients | None = None,
     among: Container[KroneckerBlock] | None = None,
-    *,
-    clipped: bool,
 ) -> list[Preconditioned]:
     """Precondition the layers ``among`` those of banks that have an inverse and a gradient."""
     found: list[Preconditioned] = []
     for bank in banks:
-        mine: list[KroneckerBlock] = []
+        ready: list[KroneckerBlock] = []
         for block in bank.blocks:
-            known = among is None or block in among
-            if known and block.inverse is not None and block.has_gradient:
-                mine.append(block)
-        if mine:
-            some = bank if len(mine) == len(bank.blocks) else bank.some(mine)
+            chosen = among is None or block in among
+            if chosen and block.inverse is not None and block.has_gradient:
+                ready.append(block)
+        if ready:
+            some = bank.some(ready)
             gradient = some.gradient(gradient_of)
             results = some.precondition(gradient, dtype)
-            if bank.before:
-                bank.note_change(some, gradient, results, dtype)
-            product = _product(some, gradient, results) if clipped else None
-            found.append(Preconditioned(some, results, product))
+            found.append(Preconditioned(some, gradient, results))
     return found
+
+
+# ------------------------------------------------------------------ what a refresh changes in P
+
+
+def last_results(
+    bank: Bank, blocks: Iterable[KroneckerBlock], dtype: torch.dtype
+) -> dict[KroneckerBlock, Tensor | Inverse]:
+    """P by the inverses in use of some layers; the inverses where gradients are sharded.
+
+    They are to be compared with what the next inverses give, by :func:`compare`.
+    """
+    found: dict[KroneckerBlock, Tensor | Inverse] = {}
+    whole: list[KroneckerBlock] = []
+    for block in blocks:
+        if block.inverse is not None and is_dtensor(block.weight):
+            found[block] = block.inverse
+        elif block.inverse is not None and block.has_gradient:
+            whole.append(block)
+    if whole:
+        some = bank.some(whole)
+        results = some.by_layer(some.precondition(some.gradient(), dtype))
+        found |= zip(whole, results, strict=True)
+    return found
+
+
+def results_changed(
+    bank: Bank, blocks: Sequence[KroneckerBlock], new: Inverse, dtype: torch.dtype
+) -> Tensor:
+    """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of layers of a bank by ``new`` inverses of them."""
+    some = bank.some(blocks)
+    gradient = some.gradient()
+    before = some.precondition(gradient, dtype)
+    after = Bank(blocks, new).precondition(gradient, dtype)
+    return _compared(before.unflatten(0, (len(blocks), -1)), after.unflatten(0, (len(blocks), -1)))
+
+
+def compare(
+    found: Iterable[Preconditioned],
+    previous: Mapping[KroneckerBlock, Tensor | Inverse],
+    dtype: torch.dtype,
+) -> dict[KroneckerBlock, Tensor]:
+    """P₀ · P, |P₀|² and |P|², ``(3,)``, of the layers of which P₀, or its inverse, is kept."""
+    changes: dict[KroneckerBlock, Tensor] = {}
+    for bank, gradient, results in found if previous else ():
+        compared: list[KroneckerBlock] = []
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+        gradients, parts = bank.by_layer(gradient), bank.by_layer(results)
+        for block, part, result in zip(bank.blocks, gradients, parts, strict=True):
+            last = previous.get(block)
+            if last is not None:
+                if not isinstance(last, Tensor):
+                    last = last.precondition(part.to(dtype)).to(gradient.dtype)
+                compared.append(block)
+                before.append(last)
+                after.append(result)
+        if compared:
+            rows = _compared(torch.stack(before), torch.stack(after)).unbind()
+            changes |= zip(compared, rows, strict=True)
+    return changes
+
+
+def _compared(before: Tensor, after: Tensor) -> Tensor:
+    """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of results ``(layers, ...)``."""
+    before = before.flatten(1)
+    after = after.flatten(1)
+    pairs = (before, after), (before, before), (after, after)
+    return torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
 
 
 def write(
     found: Iterable[Preconditioned],
-    scale: Scalar | None = None,
+    coefficient: Scalar | None = None,
     gradient_of: Gradients | None = None,
 ) -> None:
-    """Write P, times a scale, into the gradients."""
+    """Write P, times a scalar, into the gradients."""
     found = list(found)
-    if isinstance(scale, Tensor):
-        _scale_on_device([results for _, results, _ in found], scale)
-        scale = None
-    to, written = list[Tensor](), list[Tensor]()
-    for bank, results, _ in found:
-        # What no cache holds is scaled as it is written.
-        wide = isinstance(scale, float) and results.nbytes > CPU_BANK_BYTES
-        pieces = bank.pieces(results, None if wide else scale)
-        for p, piece in zip(bank.params, pieces, strict=True):
+    if coefficient is not None:
+        scale([each.results for each in found], coefficient)
+    targets: list[Tensor] = []
+    values: list[Tensor] = []
+    for bank, _, results in found:
+        for p, piece in zip(bank.params, bank.pieces(results, None), strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
-            if gradient is None:
-                continue
-            shaped = piece if piece.shape == gradient.shape else piece.reshape(gradient.shape)
-            if wide:
-                torch.mul(shaped, cast(float, scale), out=gradient)
-            else:
-                to.append(gradient)
-                written.append(shaped)
-    if to:
-        torch._foreach_copy_(to, written)
+            if gradient is not None:
+                targets.append(gradient)
+                values.append(piece.reshape(gradient.shape))
+    if targets:
+        torch._foreach_copy_(targets, values)
 
 
-def _scale_on_device(results: Iterable[Tensor], scale: Tensor) -> None:
-    """Scale tensors in place by a scalar: one kernel for those of a device and dtype."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for each in results:
-        alike.setdefault((each.device, each.dtype), []).append(each)
-    for (device, dtype), tensors in alike.items():
-        torch._foreach_mul_(tensors, scale.to(device, dtype))
+def scale(tensors: Iterable[Tensor], coefficient: Scalar) -> None:
+    """Multiply tensors by a scalar, in place: one kernel for those of a device and dtype."""
+    same_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for each in tensors:
+        same_kind.setdefault((each.device, each.dtype), []).append(each)
+    for (device, dtype), members in same_kind.items():
+        factor = torch.as_tensor(coefficient, dtype=dtype, device=device)
+        torch._foreach_mul_(members, factor)
 
 
-def precondition_by_workers(
-    step: StepPlan, training: Training, clip: Clip, dtype: torch.dtype
-) -> Scalar | None:
-    """Precondition by gradient workers, which send P to the other ranks; write ν P.
+# ------------------------------------------------------------------------------- P on all ranks
 
-    Every rank has the mean gradients, gets all results, and clips by itself. Returns ν, a scalar;
-    None where nothing is clipped.
+
+def precondition_gradients(
+    step: StepPlan,
+    training: Training,
+    clip: Clip,
+    dtype: torch.dtype,
+    previous: Mapping[KroneckerBlock, Tensor | Inverse],
+    owners: Mapping[Tensor, int] | None = None,
+) -> Preconditioning:
+    """Precondition the layers of this rank, exchange P with the other ranks, and write ν P.
+
+    Args:
+        step: The layers of this rank, and the ranks that it exchanges P with.
+        training: The gradients; on all ranks that precondition a layer they are the mean.
+        clip: The bound on the change.
+        dtype: Dtype of the inverses.
+        previous: P by the last inverses, of layers that have been refreshed.
+        owners: The owner of each gradient, where those that no layer has are at their owners alone
+            too; None where they are everywhere.
     """
-    bound = clip.bound()
-    alone = step.column.size == 1
-    found = precondition(step.banks, dtype, clipped=alone and bound is not None)
-    if not alone:
-        with stage("precondition_exchange"):
-            given = _given_to_all(step, found, training.device)
-        found = []  # ν is to be alike everywhere, bit for bit: of the same stacks
-        for bank in step.everywhere:
-            blocks = [block for block in bank.blocks if block.solved and block.has_gradient]
-            if blocks:
-                some = Bank(blocks)
-                results = torch.cat([given[block] for block in blocks])
-                product = None if bound is None else _product(some, some.gradient(), results)
-                found.append(Preconditioned(some, results, product))
-    if not found:
-        return None
-    with stage("precondition"):
-        coefficient = None if bound is None else clip.coefficient(clip.change(found), bound)
+    ranks, bound = step.column, clip.bound()
+    found = precondition(step.banks, dtype)
+    changes = compare(found, previous, dtype)
+
+    # A rank that preconditions everything clips by itself.
+    if ranks.size == 1:
+        coefficient: Scalar | None = None
+        if found and bound is not None:
+            coefficient = clip.coefficient(clip.change(found), bound)
         write(found, coefficient)
-    return coefficient
+        return Preconditioning(coefficient, changes)
 
+    # The others get P before it is clipped, with the part that it has in the change.
+    wide = torch.promote_types(dtype, torch.float32)
+    parts = [*torch.zeros(ranks.size, dtype=wide, device=training.device).unbind()]
+    if bound is not None:  # before gradients, of which some are views, are overwritten
+        parts[ranks.rank].copy_(clip.change(found))
+    write(found)
+    solved = [block for block in step.layers if block.solved]
+    with stage("precondition_exchange"):
+        sent: list[tuple[Tensor, int]] = []
+        if owners is None:
+            for block in solved:
+                for p in block.params:  # zeros where there is none: the others expect a message
+                    gradient = torch.zeros_like(p) if p.grad is None else p.grad
+                    sent.append((gradient, step.rows[block]))
+        else:
+            sent += [(p.grad, rank) for p, rank in owners.items() if p.grad is not None]
+        if bound is not None:
+            sent += zip(parts, range(ranks.size), strict=True)
+        _share(ranks, sent)
 
-def _given_to_all(
-    step: StepPlan, found: Iterable[Preconditioned], device: torch.device
-) -> dict[KroneckerBlock, Tensor]:
-    """P of all solved layers, from the rank of the column that has it; zeros without a gradient."""
-    results: dict[KroneckerBlock, Tensor] = {}
-    mine: dict[KroneckerBlock, Tensor] = {}
-    for bank, stacked, _ in found:
-        mine.update(zip(bank.blocks, bank.by_layer(stacked), strict=True))
-    everybody = range(step.column.size)
-    rows = {block: row for block, row in step.rows.items() if block.solved}
-    for dtype in dict.fromkeys(block.work_dtype for block in rows):
-        routes = {b: (row, everybody) for b, row in rows.items() if b.work_dtype == dtype}
-        shapes = {block: (block.shape.gradient_size,) for block in routes}
-        ours: dict[KroneckerBlock, tuple[Tensor]] = {}
-        for block in routes:
-            if block in mine:
-                ours[block] = (mine[block],)
-            elif block.inverse is not None:  # without a gradient, too: others expect a message
-                size, at = block.shape.gradient_size, block.weight.device
-                ours[block] = (torch.zeros(size, dtype=dtype, device=at),)
-        received = deliver_parts(step.column, shapes, routes, ours, dtype, device)
-        results.update({block: parts[0] for block, parts in received.items()})
-    return results
+    if bound is None or not solved:  # a step without P is no usual change
+        return Preconditioning(None, changes)
+    coefficient = clip.coefficient(torch.stack(parts).sum(), bound)
+    if coefficient is not None:
+        gradients = [p.grad for block in solved for p in block.params]
+        scale([gradient for gradient in gradients if gradient is not None], coefficient)
+    return Preconditioning(coefficient, changes)
 
 
 def owners_of(
@@ -379,56 +414,6 @@ def owners_of(
     owners = [owner_of.get(id(p)) for p in params]
     found = gradient_owners([p.numel() for p in params], owners, ranks)
     return dict(zip(params, found, strict=True))
-
-
-def precondition_by_owners(
-    step: StepPlan,
-    training: Training,
-    clip: Clip,
-    dtype: torch.dtype,
-    owners: Mapping[Tensor, int] | None,
-) -> Scalar | None:
-    """Precondition by owners, which send P to all with their part of the clip's sum; write ν P.
-
-    ``owners`` has the owner of each gradient, where those that nobody preconditions are at their
-    owners alone, too; None where they are everywhere. Returns ν, a scalar; None without a clip.
-    """
-    world, bound = training.world, clip.bound()
-    solved = [block for block in step.layers if block.solved]
-    found = precondition(step.banks, dtype, clipped=bound is not None)
-    changes: list[Tensor] = []
-    with stage("precondition"):
-        if bound is not None:
-            wide = torch.promote_types(dtype, torch.float32)
-            changes = [*torch.zeros(world.size, dtype=wide, device=training.device).unbind()]
-            change = torch.as_tensor(clip.change(found), dtype=wide, device=training.device)
-            changes[world.rank].copy_(change)
-        write(found)  # not yet clipped: the whole sum comes with it
-    if world.size > 1:
-        with stage("precondition_exchange"):
-            if owners is None:  # means already, wherever nobody has preconditioned them
-                ranks = {p: step.layers[block].workers[0] for block in solved for p in block.params}
-                sent = [
-                    (torch.zeros_like(p) if p.grad is None else p.grad, ranks[p]) for p in ranks
-                ]
-            else:
-                sent = [(p.grad, rank) for p, rank in owners.items() if p.grad is not None]
-            _share(world, [*sent, *zip(changes, range(world.size), strict=False)])
-    if bound is None or not solved:  # a step without P is no usual change
-        return None
-    with stage("precondition"):
-        coefficient = clip.coefficient(torch.stack(changes).sum(), bound)
-        scale([p.grad for block in solved for p in block.params if p.grad is not None], coefficient)
-    return coefficient
-
-
-def scale(gradients: Sequence[Tensor], coefficient: Scalar) -> None:
-    """Multiply gradients by a scalar, in place."""
-    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        alike.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for (device, dtype), some in alike.items():
-        torch._foreach_mul_(some, torch.as_tensor(coefficient, dtype=dtype, device=device))
 
 
 def _share(world: World, owned: Sequence[tuple[Tensor, int]]) -> None:

@@ -282,6 +282,10 @@ class Cadence:
         if options.by_drift:
             self.drift = Drift(ADAPTIVE if options.adaptive else PLAIN, self.throttle)
 
+    def note_update(self, step: int | None = None) -> None:
+        """Note that the running averages were updated at a step; None for this one."""
+        self.updated_at = self._training.steps if step is None else step
+
     def takes_statistics(self) -> bool:
         """Whether statistics are due at this step."""
         step = self._training.steps

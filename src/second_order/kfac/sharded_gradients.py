@@ -26,12 +26,14 @@ from second_order.distributed.world import BUCKET_BYTES, World
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.precondition import (
     Clip,
+    Preconditioning,
+    compare,
     precondition,
     scale,
     write,
 )
 from second_order.kronecker.block import KroneckerBlock
-from second_order.options import Scalar
+from second_order.kronecker.solvers import Inverse
 from second_order.sharded import local
 from second_order.stages import stage
 
@@ -59,38 +61,36 @@ def precondition_rows(
     training: Training,
     clip: Clip,
     dtype: torch.dtype,
-) -> Scalar | None:
+    previous: Mapping[KroneckerBlock, Tensor | Inverse],
+) -> Preconditioning:
     """Precondition the layers that are solved, each on its worker, and write ν P by rows.
 
-    Returns ν, a scalar; None where nothing is clipped.
+    ``previous`` has the last inverses of layers that have been refreshed.
     """
     world, bound = training.world, clip.bound()
     solved = [block for block in step.layers if block.solved]
-    changes: list[Tensor] = []
+    parts: list[Tensor] = []
+    changes: dict[KroneckerBlock, Tensor] = {}
     for bucket in buckets:
         with stage("precondition_exchange"):
             whole = _gathered(bucket, world, training.device)
-        mine = {piece.block for piece in bucket.pieces[world.rank]}
-        found = precondition(step.banks, dtype, whole.get, mine, clipped=bound is not None)
-        change: Scalar = 0.0
+        here = {piece.block for piece in bucket.pieces[world.rank]}
+        found = precondition(step.banks, dtype, whole.get, here)
+        changes |= compare(found, previous, dtype)
+        change = torch.zeros((), dtype=bucket.dtype, device=training.device)
         if bound is not None:
-            change = clip.change(found)
+            change.copy_(clip.change(found))
         write(found, None, whole.get)
         with stage("precondition_exchange"):
-            changes += _returned(
-                bucket,
-                world,
-                whole,
-                torch.as_tensor(change, dtype=bucket.dtype, device=training.device),
-            )
-    if bound is None or not changes:
-        return None
-    with stage("precondition"):
-        total = torch.stack([change.to(changes[0].dtype) for change in changes]).sum()
-        coefficient = clip.coefficient(total, bound)
+            parts += _returned(bucket, world, whole, change)
+    if bound is None or not parts:
+        return Preconditioning(None, changes)
+    total = torch.stack([part.to(parts[0].dtype) for part in parts]).sum()
+    coefficient = clip.coefficient(total, bound)
+    if coefficient is not None:
         params = [p for block in solved for p in block.params]
         scale([local(p.grad) for p in params if p.grad is not None], coefficient)
-    return coefficient
+    return Preconditioning(coefficient, changes)
 
 
 def buckets_of(step: StepPlan, world: World) -> list[Bucket]:

@@ -1,17 +1,20 @@
-"""Damped inverses of the layers' factors: solved, agreed on, installed.
+"""Damped inverses of the layers' factors: computed, agreed on, exchanged, put to use.
 
-solve     each solver decomposes its factors; refreshed by trace, it spares layers that have hardly
-          moved
-agree     all ranks hear the greatest verdict on each layer
-install   decompositions go to the gradient workers of the layers that are solved, and are put to
-          use by all of them at this step; the others keep what they have, or nothing
+submit    each inverse rank hands its factors of the layers that are due to its inverter
+collect   it takes what the inverter has finished: at once, or from threads
+agree     all ranks find the largest verdict on each layer
+exchange  the decompositions of valid layers go to the layers' gradient workers
+install   all gradient workers use the new inverses from this step on; the other layers keep what
+          they have, or nothing
+
+The inverter is :class:`SynchronousInverter`, or the threads of :mod:`solve_async`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import repeat
 from typing import Any, TypeAlias
@@ -25,6 +28,7 @@ from second_order.errors import DecompositionError
 from second_order.kfac.group_options import values_by_layer
 from second_order.kfac.layers import Layers
 from second_order.kfac.plan import Item, StepPlan
+from second_order.kfac.precondition import last_results, results_changed
 from second_order.kfac.schedule import Drift
 from second_order.kronecker.bank import of_groups
 from second_order.kronecker.block import KroneckerBlock, LayerStatus
@@ -36,61 +40,49 @@ from second_order.kronecker.decompositions import (
 )
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layers import FactorShape
-from second_order.kronecker.solvers import SOLVERS, Damping, Inverse
-from second_order.kronecker.stacks import as_stack, in_groups, numbers_of
+from second_order.kronecker.solvers import SOLVERS, Damping, EigenSolver, Inverse, InverseSolver
+from second_order.kronecker.stacks import as_stack, numbers_of
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.options import as_scalar
 from second_order.sharded import is_dtensor
 from second_order.stages import stage
 
 __all__ = [
-    "Asked",
-    "FactorCopies",
+    "Collected",
+    "Job",
     "LoadedInverse",
-    "Refreshed",
+    "Refresh",
+    "Result",
     "Snapshot",
     "Solve",
-    "Solved",
     "Solves",
+    "SynchronousInverter",
     "Verdict",
     "stacked_means",
 ]
 
 MAX_CONSECUTIVE_FAILURES = 3  # refreshes in a row without an inverse of a layer
-PART_BYTES = 64 * 2**20  # bytes of full matrices that are refreshed together on one process
 
-Solved: TypeAlias = dict[str, Decomposition]
-"""A layer's decompositions, by the factors' letters; without those that failed."""
-
-Refreshed: TypeAlias = tuple[Sequence[float], list[KroneckerBlock]]
-"""All ranks' news, and the layers that have been agreed on."""
+Solver: TypeAlias = EigenSolver | InverseSolver
 
 
 class Verdict(IntEnum):
-    """A rank's verdict on a layer that is to be solved; the greatest of all ranks' counts.
+    """A rank's verdict on a layer whose inverse is computed; the largest of all ranks' counts.
 
-    The layer's solvers know whether there are statistics; any rank may know whether pairs without
-    an example have ever been captured.
+    The layer's inverse ranks know whether there are statistics; any rank may know whether pairs
+    without an example have ever been captured.
     """
 
-    OPEN = 0  # not solved yet, or not by this rank
-    SILENT = 1  # no pair of statistics has ever come
-    UNSEEN = 2  # pairs have come, but none with an example
-    SOUND = 3
-    SPARED = 4  # not to be solved: its trace has hardly moved
-    SETTLED = 5  # nor to be watched from now on
-    FAILED = 6
-    LOST = 7  # a factor is missing where it should be kept
-    UNEXPLAINED = 8  # its pairs do not explain its gradient
+    OPEN = 0  # not finished yet, or not on this rank
+    SILENT = 1  # no pair of statistics has ever been captured
+    UNSEEN = 2  # pairs have been captured, but none with an example
+    SOUND = 3  # a valid decomposition
+    SPARED = 4  # keeps its inverse: its trace has hardly moved
+    SETTLED = 5  # and its trace is not looked at from now on
+    FAILED = 6  # no valid decomposition
+    LOST = 7  # a factor is missing where it should be stored
+    UNEXPLAINED = 8  # its pairs do not reproduce its gradient
     RAISED = 9  # an exception on a thread
-
-
-@dataclass(frozen=True)
-class FactorCopies:
-    """A layer's factors as they were at a step, by letter, and their mean eigenvalues."""
-
-    stored: Mapping[str, Tensor | None]
-    means: Tensor
 
 
 @dataclass(frozen=True)
@@ -106,66 +98,163 @@ class LoadedInverse:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The factors of a solve that was in progress when a checkpoint was written."""
+    """The factors that an inverse is computed from, while training continues."""
 
     step: int
-    damping: float  # γ as the option had it then
+    damping: Damping  # γ as the option had it then
     mean_curvature: float  # of all layers, then
-    factors: KroneckerFactors | None  # None if the checkpoint does not have them
+    factors: KroneckerFactors | None  # None if a checkpoint does not have them
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
+class Damped:
+    """The damping of a layer."""
+
+    damping: Damping  # γ
+    trace: Tensor  # the mean eigenvalue of A ⊗ G + γ
+    added: Sequence[Tensor | None] = ()  # to the factors' diagonals
+
+
+@dataclass(frozen=True)
 class Solve:
-    """A layer's solve under way, of factors taken at a step."""
+    """A layer whose inverse is being computed, from the factors of a step."""
 
     step: int
-    damping: Damping | None = None  # γ at that step, on ranks that know it
-    scale: Tensor | None = None  # what the inverse is multiplied by, on these; None for nothing
-    added: Sequence[Tensor | None] = ()  # to the factors' diagonals, on these
+    option: Damping  # γ as the option had it at that step
+    mean_curvature: float  # of all layers, then
+    damped: Damped | None = None  # on ranks that know it
     verdict: Verdict = Verdict.OPEN
-    error: str = ""  # of this rank, for a message
-    solved: Solved = field(default_factory=dict)  # what this rank has decomposed
-    ticket: Any = None  # of the thread that solves it, if one does
-    option: Damping = math.nan  # γ as the option had it at that step
-    mean_curvature: float = 0.0  # of all layers, then
-    # The factors of that step: on the rank that solves, copies by letter; on the other ranks, and
-    # of the means, once they have changed.
-    copies: Callable[[], Mapping[str, Tensor]] | None = None
-    snapshot: FactorCopies | None = None
+    # The factors of that step, once they have changed and if checkpoints have them.
+    factors: KroneckerFactors | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """The factors of a layer that this rank decomposes, by letter."""
+
+    block: KroneckerBlock
+    problems: Mapping[str, Problem]
+    cost: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What has come of a job: decompositions by letter, without those that failed."""
+
+    block: KroneckerBlock
+    parts: Mapping[str, Decomposition]
+    error: BaseException | None = None  # on a thread
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Finished jobs, and the numbers that were read from the device with them, if any were."""
+
+    results: Sequence[Result]
+    numbers: Sequence[Sequence[float]] | None = None
+    retried: bool = False  # whether a first attempt at any of them was not valid
+
+
+@dataclass(frozen=True)
+class Refresh:
+    """What a refresh has changed.
+
+    Attributes:
+        installed: The layers that have a new inverse; the same on every rank.
+        previous: P by the last inverse, of layers that this rank preconditions; or the last
+            inverse, where the gradient is sharded.
+        changes: P₀ · P, |P₀|² and |P|² of layers of which they are known already.
+        numbers: The numbers that were to be read, if a device has been read.
+        news: The largest of all ranks' news.
+    """
+
+    installed: Sequence[KroneckerBlock] = ()
+    previous: Mapping[KroneckerBlock, Tensor | Inverse] = field(default_factory=dict)
+    changes: Mapping[KroneckerBlock, Sequence[float]] = field(default_factory=dict)
+    numbers: Sequence[Sequence[float]] | None = None
+    news: Sequence[float] = ()
+
+
+class SynchronousInverter:
+    """Decomposes at once: factors of one size together, and with one read of the device.
+
+    ``staleness`` is the number of steps after which a layer is waited for, None for no bound; if
+    the inverter is ``deterministic``, layers are installed then, and never before.
+    """
+
+    staleness: int | None = 0
+    deterministic = True
+
+    def __init__(self, training: Training, options: KFACOptions, solver: Solver) -> None:
+        self._solver = solver
+        self._options = options
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what has been submitted."""
+        self._jobs: Sequence[Job] = ()
+        self._items: list[Item] = []
+        self._attempts: Attempts | None = None
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue one attempt at each factor on the device."""
+        options = self._options
+        # Factors of equal layers lie next to each other, so that they are equal in their batches.
+        kinds = {shape: i for i, shape in enumerate(dict.fromkeys(j.block.shape for j in jobs))}
+        found = [(job, letter) for job in jobs for letter in job.problems]
+        found.sort(key=lambda each: (kinds[each[0].block.shape], each[1]))
+        self._jobs = jobs
+        self._items = [(job.block, letter) for job, letter in found]
+        problems = [job.problems[letter] for job, letter in found]
+        self._attempts = None
+        if jobs:
+            self._attempts = self._solver.decompose(problems, options.inv_dtype)
+
+    @property
+    def attempted(self) -> Mapping[Item, Decomposition]:
+        """The attempts, before they are known to be valid."""
+        parts = [] if self._attempts is None else self._attempts.parts
+        return dict(zip(self._items, parts, strict=True))
+
+    def collect(
+        self, waits: Callable[[KroneckerBlock], bool], reads: Sequence[Sequence[Tensor]]
+    ) -> Collected:
+        """Read the errors, and ``reads``, and decompose what failed in another way."""
+        attempts, jobs = self._attempts, self._jobs
+        if attempts is None:
+            return Collected(())
+        errors, *numbers = numbers_of([attempts.errors], *reads)
+        found = attempts.finish(errors)
+        parts: dict[KroneckerBlock, dict[str, Decomposition]] = {job.block: {} for job in jobs}
+        for (block, letter), decomposition in zip(self._items, found, strict=True):
+            if decomposition is not None:
+                parts[block][letter] = decomposition
+        retried = not all(error < attempts.tolerance for error in errors)
+        self.clear()
+        results = [Result(block, each) for block, each in parts.items()]
+        return Collected(results, numbers, retried)
+
+    def finish(self) -> None:
+        """Do nothing: all is collected at the step at which it is submitted."""
+
+    def close(self) -> None:
+        """Do nothing: there are no threads."""
 
 
 def stacked_means(
-    blocks: Iterable[KroneckerBlock],
+    factors: Mapping[KroneckerBlock, KroneckerFactors],
 ) -> list[tuple[list[KroneckerBlock], Tensor]]:
-    """Layers that are alike, and their factors' mean eigenvalues, ``(factors, layers, groups)``."""
-    alike: dict[object, list[KroneckerBlock]] = {}
-    for block in blocks:
-        means = block.ensure_factors().of_letters
+    """Layers of equal shape, and their factors' mean eigenvalues, ``(factors, layers, groups)``."""
+    same_shape: dict[object, list[KroneckerBlock]] = {}
+    for block, each in factors.items():
+        means = each.of_letters
         key = means.shape, means.dtype, means.device, block.shape.exact
-        alike.setdefault(key, []).append(block)
-    return [(b, torch.stack([x.ensure_factors().of_letters for x in b], 1)) for b in alike.values()]
-
-
-@dataclass
-class Asked:
-    """Groups of numbers on a device, and what they are once it has been waited for."""
-
-    groups: Sequence[list[Tensor]]
-    blocks: list[KroneckerBlock] = field(default_factory=list)  # that the last ones are about
-    told: Sequence[Sequence[float]] | None = None
+        same_shape.setdefault(key, []).append(block)
+    return [(b, torch.stack([factors[x].of_letters for x in b], 1)) for b in same_shape.values()]
 
 
 class Solves:
-    """The inverses of a training's layers, solved at the step at which they are due."""
-
-    heads = 0
-    """Numbers that travel before a layer's A, γ and its scale; none where all workers know them."""
-
-    solves_at_once = True
-    """Whether layers are solved in the step in which they are due, and a device is waited for."""
-
-    agreeing = "solve_exchange"
-    """The stage of the agreement; "wait" where it may wait for what is solved beside training."""
+    """The inverses of a training's layers, and the layers whose inverses are being computed."""
 
     def __init__(
         self,
@@ -174,111 +263,583 @@ class Solves:
         layers: Layers,
         drift: Drift | None = None,
         traces: Any = None,
+        inverter: Callable[..., Any] | None = None,
     ) -> None:
-        self.training, self.options, self.layers = training, options, layers
-        self.drift, self.traces = drift, traces
-        self.solver, self.solve_dtype = SOLVERS[options.solver], options.inv_dtype
+        self.training = training
+        self.options = options
+        self.layers = layers
+        self.drift = drift
+        self.traces = traces
+        self.solver = SOLVERS[options.solver]
+        make: Callable[..., Any] = inverter or SynchronousInverter
+        self.inverter = make(training, options, self.solver)
+        self.waits = self.inverter.staleness == 0
+        self.solves_at_once = inverter is None
         self.damping: Damping = math.nan  # γ as the option has it
         self.own_dampings: dict[KroneckerBlock, float] = {}  # of layers whose groups have one
-        self.mean_curvature = 0.0  # of all layers
-        self.failed = 0  # number of solves without a sound decomposition, of all layers so far
+        self.failed = 0  # number of inverses without a valid decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
-        self.changes: dict[KroneckerBlock, Sequence[float]] = {}  # by this refresh, if told with it
-        self._unsure: dict[KroneckerBlock, Tensor] = {}  # weights of layers that may have none
 
     def restart(self, step: StepPlan) -> None:
-        """Solve all layers of a plan anew, from other factors or on other ranks."""
-        self.step, self.plan = step, step.layers
+        """Compute all inverses of a plan again, from other factors or on other ranks."""
+        self.step = step
+        self.plan = step.layers
         self.wanted: set[KroneckerBlock] = set(self.plan)  # layers that are due out of turn
-        self.under_way: dict[KroneckerBlock, Solve] = {}  # verdicts on others are void
-        # Of the inverses in use: when they were put to use, the step of their factors, and γ on the
-        # layer's gradient workers.
+        self.under_way: dict[KroneckerBlock, Solve] = {}
+        self._results: dict[KroneckerBlock, Result] = {}  # of these, on this rank
+        self._errors: dict[KroneckerBlock, str] = {}  # on this rank, of those that failed
+        self.inverter.clear()
+        # Of the inverses in use: when they were put to use, the step of their factors, and γ and
+        # what they are multiplied by on the layer's gradient workers.
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
-        self.scales: dict[KroneckerBlock, Tensor] = {}  # what inverses are multiplied by besides
-        self.asked: Asked | None = None  # by others, to be told when a device is waited for
-        self.refreshed = False  # layers have been put to use at this step, alike on every rank
+        self.scales: dict[KroneckerBlock, Tensor] = {}
         if self.traces is not None:
             self.traces.forget()
 
+    def note_damping(self, damping: Damping) -> None:
+        """Take over the damping of the last refresh, of a checkpoint."""
+        self.damping = damping
+
     def close(self) -> None:
-        """Forget all layers."""
+        """End threads, and forget all layers."""
+        self.inverter.close()
         self.restart(StepPlan({}, self.training.world, self.training.world))
+
+    @property
+    def scaled(self) -> bool:
+        """Whether inverses are multiplied by the mean eigenvalue of the damped curvature."""
+        return self.options.preconditioner_scale == "gradient"
+
+    @property
+    def heads(self) -> int:
+        """Numbers that travel before a layer's A, γ and its scale.
+
+        None where all workers know them: of inverses computed beside training, the factors have
+        changed since.
+        """
+        if self.solves_at_once or self.training.world.size == 1:
+            return 0
+        return 1 + self.scaled
+
+    # ------------------------------------------------------------------------------- one refresh
 
     def refresh(
         self,
         due: Sequence[KroneckerBlock],
         pending: PendingAverage,
+        mean_curvature: float,
         news: Sequence[float] = (),
-    ) -> Sequence[float]:
-        """Solve the layers that are due, and install what the ranks agree is solved.
+        reads: Sequence[Sequence[Tensor]] = (),
+    ) -> Refresh:
+        """Compute the inverses that are due, and install what the ranks agree is finished.
 
         Gradients have arrived before a part of the world communicates: NCCL's communicators are not
-        to be used at the same time. Returns the largest of all ranks' ``news``, numbers of which
-        every rank has as many.
+        to be used at the same time.
+
+        Args:
+            due: The layers that are due.
+            pending: The average of the gradients.
+            mean_curvature: Of all layers, at their last refresh.
+            news: Numbers of which all ranks get the largest, as many on every rank.
+            reads: Groups of numbers on the device, to read if the device is read anyway.
 
         Raises:
             DecompositionError: On every rank, if a thread has raised, or a layer could not be
-                solved too often.
+                decomposed too often.
         """
         if self.wanted:
             due = [block for block in self.plan if block in self.wanted or block in due]
-        self.changes = {}
         try:
             if due:
                 damping: Any = self.options.damping
                 if callable(damping):
                     damping = damping(self.training.steps)
-                    check_damping(damping)  # everywhere, before it begins
+                    check_damping(damping)  # everywhere, before anything is computed
                 self.damping = as_scalar(damping)
                 self.own_dampings = values_by_layer(self.training.groups, self.plan, "damping")
-            heard, agreed = self.run(due, pending, news)
+            landing = set(self.under_way)
+            with stage("solve"):
+                new = [block for block in due if block not in landing]
+                self._submit(new, mean_curvature)
+                known, numbers = self._collect(new, reads)
+            verdicts, news = self._agree(pending, news)
+            with stage("solve"):
+                installed, previous = self._install(verdicts, known)
+            if due:
+                self.wanted = set()
+                again = [b for b in due if b in landing and b not in self.under_way and b.solved]
+                with stage("solve"):
+                    self._submit(again, mean_curvature)
         except DecompositionError:
             raise
-        except BaseException:  # solves under way may have lost their results
+        except BaseException:  # layers under way may have lost their results
             self.under_way.clear()
+            self.inverter.clear()
             self.wanted = set(self.plan)
             raise
-        self.layers.tell_of_silence(agreed)
+
+        self.layers.tell_of_silence(list(verdicts))
         most = MAX_CONSECUTIVE_FAILURES
-        hopeless = [repr(block.name) for block in agreed if block.state.failures >= most]
+        hopeless = [repr(block.name) for block in verdicts if block.state.failures >= most]
         if hopeless:
             raise DecompositionError(
                 f"the factors of {', '.join(hopeless)} could not be decomposed {most} refreshes in "
                 f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
                 f"skip_layers"
             )
-        return heard
+        return Refresh(installed, previous, known, numbers, news)
 
-    def run(
-        self, due: Sequence[KroneckerBlock], pending: PendingAverage, news: Sequence[float]
-    ) -> Refreshed:
-        """Do the refresh.
+    # ----------------------------------------------------------------------- submit and collect
 
-        One process takes a few layers at a time, so that old inverses are freed before the next new
-        ones are made; several take all, in few messages.
+    def _submit(self, blocks: Sequence[KroneckerBlock], mean_curvature: float) -> None:
+        """Begin to compute the inverses of some layers, from their running averages."""
+        factors = {block: block.ensure_factors() for block in blocks}
+        for block in blocks:
+            option = self.own_dampings.get(block, self.damping)
+            self.under_way[block] = Solve(self.training.steps, option, mean_curvature)
+        self._begin(factors, mean_curvature)
+
+    def _begin(
+        self, factors: Mapping[KroneckerBlock, KroneckerFactors], mean_curvature: float
+    ) -> None:
+        """Hand this rank's factors to the inverter; find γ of its layers, and of some others."""
+        local = [block for block in factors if block in self.step.to_solve]
+        others = [b for b in factors if b not in self.step.to_solve and self._knows_damping(b)]
+        try:
+            ready = self._with_statistics(local)
+            damped = self._damped({b: factors[b] for b in (*ready, *others)}, mean_curvature)
+            for block, each in damped.items():
+                self._update(block, damped=each)
+            if self.traces is not None:
+                traces = {block: each.trace for block, each in damped.items()}
+                options = {block: self.under_way[block].option for block in traces}
+                own = {b: x for b, x in options.items() if not isinstance(x, Tensor)}
+                spared = self.traces.keeping(traces, self.damping, own, ready)
+                for block, verdict in spared.items():
+                    self._update(block, verdict=verdict)
+                ready = [block for block in ready if block not in spared]
+            self.inverter.submit([self._job(block, factors[block]) for block in ready])
+        except Exception as error:  # an exception must not part this rank from the others
+            unknown = [block for block in others if self.under_way[block].damped is None]
+            self._fail([*local, *unknown], error)
+
+    def _fail(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
+        for block in blocks:
+            if self.under_way[block].verdict is Verdict.OPEN:
+                self._update(block, verdict=Verdict.FAILED)
+                self._errors[block] = f" ({type(error).__name__}: {error})"
+
+    def _update(self, block: KroneckerBlock, **changed: Any) -> None:
+        self.under_way[block] = replace(self.under_way[block], **changed)
+
+    def _knows_damping(self, block: KroneckerBlock) -> bool:
+        """Whether this rank finds γ of a layer that others decompose.
+
+        With a refresh by trace every rank knows the traces, as any of them can write a checkpoint.
         """
-        agreed, itemsize = list[KroneckerBlock](), self.options.inv_dtype.itemsize
-        sizes = [2 * itemsize * sum(map(math.prod, b.stored_shapes.values())) for b in due]
-        most = PART_BYTES if self.training.world.size == 1 else math.inf
-        for part in in_groups([None] * len(due), sizes, most):
-            with stage("solve"):
-                over = self.submit([due[i] for i in part])
-            self.layers.tell_of_sums(over)
-            news, came = self.agree(pending, news)
-            agreed += came
-        if due:
-            self.wanted = set()
-        return news, agreed
+        works = self.training.world.rank in self.plan[block].workers
+        return self.traces is not None or (works and not self.heads)
 
-    # -------------------------------------------------------------------------------- checkpoints
+    def _with_statistics(self, local: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
+        """The layers of this rank that have statistics, most likely where that costs no read."""
+        ready: list[KroneckerBlock] = []
+        unknown: list[KroneckerBlock] = []
+        for block in local:
+            if block.lost:
+                self._update(block, verdict=Verdict.LOST)
+            elif block.solved or (self.solves_at_once and captured(block)):
+                ready.append(block)
+            else:
+                unknown.append(block)
+        if unknown:
+            device = self.training.device
+            weights = [block.ensure_factors().weight.to(device) for block in unknown]
+            for block, weight in zip(unknown, torch.stack(weights).tolist(), strict=True):
+                if weight > 0:
+                    ready.append(block)
+                else:
+                    self._update(block, verdict=_without_statistics(block))
+        return ready
 
-    def finish(self) -> None:
-        """Wait for this rank's running solves; they are installed when they are due."""
+    def _damped(
+        self, factors: Mapping[KroneckerBlock, KroneckerFactors], mean_curvature: float
+    ) -> dict[KroneckerBlock, Damped]:
+        """γ of layers, and what their factors get of it; of layers of equal shape at once."""
+        options = self.options
+        found: dict[KroneckerBlock, Damped] = {}
+        for blocks, means in stacked_means(factors):
+            curvature = means.prod(0).mean(-1, keepdim=True)
+            damping: Any = self._option(blocks, curvature)
+            if options.relative_damping:  # where gradients vanish there is no curvature
+                positive = curvature.masked_fill(~(curvature > 0), 1.0)
+                damping = damping * positive.clamp_min(options.floor * mean_curvature)
+            each: Iterable[Damping] = repeat(damping)
+            if isinstance(damping, Tensor) and damping.dim():
+                each = damping.squeeze(-1).unbind()
+            on_factors = self.solver.dampings(means, damping, blocks[0].shape.exact)
+            columns = [repeat(None) if x is None else x.unbind() for x in on_factors]
+            traces = (curvature + damping).squeeze(-1).unbind()
+            for block, gamma, trace, *added in zip(blocks, each, traces, *columns, strict=False):
+                found[block] = Damped(gamma, trace, added)
+        return found
+
+    def _option(self, blocks: Sequence[KroneckerBlock], like: Tensor) -> Damping:
+        """The option γ at the step of these layers' factors, ``(layers, 1)`` where they differ."""
+        options = [self.under_way[block].option for block in blocks]
+        first = options[0]
+        numbers = not any(isinstance(option, Tensor) for option in options)
+        if all(option is first or (numbers and option == first) for option in options):
+            return first.to(like) if isinstance(first, Tensor) else first
+        return torch.stack(
+            [torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in options]
+        ).unsqueeze(-1)
+
+    def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
+        """The factors of a layer that this rank decomposes, with their damping."""
+        shape, damped = block.shape, self.under_way[block].damped
+        assert damped is not None
+        problems: dict[str, Problem] = {}
+        for letter in self.step.to_solve[block]:
+            stored = factors.stored[letter]
+            assert stored is not None, f"factor {letter} is stored elsewhere"
+            problems[letter] = Problem(
+                shape.groups,
+                shape.dims[letter],
+                self.options.inv_dtype,
+                block.weight.device,
+                stored,
+                added=damped.added[shape.letters.index(letter)],
+                is_diagonal=letter in shape.diagonals,
+                # A plan's matrices have no meaning, and every decomposition of them is valid.
+                tolerance=math.inf if self.training.world.planned else RESIDUAL_TOLERANCE,
+            )
+        return Job(block, problems, self.step.costs[block])
+
+    def _collect(
+        self, due: Sequence[KroneckerBlock], reads: Sequence[Sequence[Tensor]]
+    ) -> tuple[dict[KroneckerBlock, Sequence[float]], Sequence[Sequence[float]] | None]:
+        """Take what is finished; returns what it changes, and the numbers, if these were read."""
+        unsure = [
+            block
+            for block in self.under_way
+            if self.solves_at_once and not block.solved and block in self.step.to_solve
+        ]
+        try:
+            compared, changes = self._changes()
+            weights = [block.ensure_factors().weight for block in unsure]
+            groups = [self.layers.overflown, weights, changes, *reads]
+            collected = self.inverter.collect(self._must_land, groups)
+        except Exception as error:
+            self._fail([b for b in self.under_way if b in self.step.to_solve], error)
+            self.inverter.clear()
+            return {}, None
+        for result in collected.results:
+            self._results[result.block] = result
+        if collected.numbers is None:
+            if due:
+                self.layers.tell_of_sums()
+            return {}, None
+
+        over, known, changed, *numbers = collected.numbers
+        self.layers.tell_of_sums(over)
+        for block, weight in zip(unsure, known, strict=True):
+            if not weight > 0 and self.under_way[block].verdict is Verdict.OPEN:
+                self._update(block, verdict=_without_statistics(block))
+        triples = zip(changed[0::3], changed[1::3], changed[2::3], strict=True)
+        if collected.retried:  # the attempts that were compared are not what is installed
+            return {}, numbers or None
+        return dict(zip(compared, triples, strict=True)), numbers or None
+
+    def _changes(self) -> tuple[list[KroneckerBlock], list[Tensor]]:
+        """What the attempted inverses would change, to be read with the errors on a device.
+
+        Nothing where several processes have the parts, or a look costs more than to wait later.
+        """
+        alone = self.training.world.size == 1 and self.training.device.type != "cpu"
+        parts = self.inverter.attempted if alone and self.drift is not None else {}
+        if not parts or () in parts.values():
+            return [], []
+        compared: list[KroneckerBlock] = []
+        changes: list[Tensor] = []
+        solved = {block for block, _ in parts}
+        for bank in self.step.banks:
+            new = [b for b in bank.blocks if b in solved and b.inverse is not None]
+            new = [b for b in new if b.has_gradient and not any(map(is_dtensor, b.params))]
+            if new:
+                decomposed = [{k: parts[b, k] for k in b.shape.letters} for b in new]
+                inverse = self._combined(new[0].shape, decomposed, *self._damping_of(new))
+                changes.append(results_changed(bank, new, inverse, self.options.inv_dtype))
+                compared += new
+        return compared, changes
+
+    def _damping_of(
+        self, blocks: Sequence[KroneckerBlock]
+    ) -> tuple[list[Damping], list[Tensor] | None]:
+        """γ and the scales of layers under way, known here; None where inverses are not scaled."""
+        damped = [each for b in blocks if (each := self.under_way[b].damped) is not None]
+        scales = [each.trace for each in damped] if self.scaled else None
+        return [each.damping for each in damped], scales
+
+    def _must_land(self, block: KroneckerBlock) -> bool:
+        """Whether a layer under way is waited for at this step; the same on every rank."""
+        if self.solves_at_once or not block.solved:
+            return True
+        age, most = self.training.steps - self.under_way[block].step, self.inverter.staleness
+        late = self.drift is not None and age >= self.drift.interval(block) - 1
+        return late or (most is not None and age >= most)
+
+    # ------------------------------------------------------------------------------------ agree
+
+    def _agree(
+        self, pending: PendingAverage, news: Sequence[float]
+    ) -> tuple[dict[KroneckerBlock, Verdict], Sequence[float]]:
+        """Agree with all ranks, on the CPU: a device need not be read.
+
+        Returns the verdicts, and the largest news. Gradients have arrived then.
+        """
+        world = self.training.world
+        name = "solve_exchange" if self.waits else "wait"
+        # Exactly so many steps later: before, there is nothing to agree on.
+        possible = not self.inverter.deterministic or any(map(self._must_land, self.under_way))
+        agrees = bool(news) or (possible and bool(self.under_way))
+        numbers: list[float] = []
+        if agrees:
+            for block in self.plan:
+                solve = self.under_way.get(block)
+                numbers.append(0.0 if solve is None else float(self._verdict(block, solve)))
+            numbers += news
+        if agrees and world.size > 1:
+            with stage(name):
+                message = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+                agreement = world.on_cpu().all_reduce_max([message])
+        with stage("average_gradients"):
+            pending.wait()
+        if not agrees:
+            return {}, news
+        if world.size > 1:
+            with stage(name):
+                agreement.wait()
+                numbers = message.tolist()
+        verdicts: dict[KroneckerBlock, Verdict] = {}
+        for block, number in zip(self.plan, numbers, strict=False):
+            if number > Verdict.OPEN:
+                verdicts[block] = Verdict(int(number))
+        return verdicts, numbers[len(self.plan) :]
+
+    def _verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
+        """This rank's verdict on a layer under way."""
+        if block.state.unverified:
+            return Verdict.UNEXPLAINED
+        if solve.verdict is not Verdict.OPEN:
+            return solve.verdict
+        result = self._results.get(block)
+        if result is not None:
+            if result.error is not None:
+                return Verdict.RAISED
+            whole = len(result.parts) == len(self.step.to_solve[block])
+            return Verdict.SOUND if whole else Verdict.FAILED
+        if block in self.step.to_solve or not self._must_land(block):
+            return Verdict.OPEN
+        if self.training.world.backend == "fake":  # no other rank sends its result
+            return Verdict.SOUND
+        return Verdict.UNSEEN if captured(block) else Verdict.OPEN
+
+    def _raise_errors(self, raised: Sequence[KroneckerBlock]) -> None:
+        """Raise DecompositionError on every rank, for an error on a thread of any."""
+        if not raised:
+            return
+        results = [self._results[block] for block in raised if block in self._results]
+        error = next((each.error for each in results if each.error is not None), None)
+        self.under_way.clear()  # other layers', too: one error is raised once
+        self._results.clear()
+        self.inverter.clear()
+        where = "a thread of another process" if error is None else "a thread"
+        said = "" if error is None else f": {type(error).__name__}: {error}"
+        names = ", ".join(repr(block.name) for block in raised)
+        raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
+
+    # --------------------------------------------------------------------- exchange and install
+
+    def _install(
+        self,
+        verdicts: Mapping[KroneckerBlock, Verdict],
+        changes: Mapping[KroneckerBlock, Sequence[float]],
+    ) -> tuple[list[KroneckerBlock], dict[KroneckerBlock, Tensor | Inverse]]:
+        """Put valid inverses to use.
+
+        Returns the layers that have a new one, and what the last ones make of the gradients here,
+        unless the ``changes`` are known.
+        """
+        self._raise_errors([b for b, each in verdicts.items() if each is Verdict.RAISED])
+        installed = [block for block, each in verdicts.items() if each is Verdict.SOUND]
+        received = self._exchanged(installed)
+        solves = {block: self.under_way.pop(block) for block in verdicts}
+        for block, verdict in verdicts.items():
+            self._results.pop(block, None)
+            if self.traces is not None:
+                self.traces.installed(block, verdict)
+            if verdict is Verdict.SOUND:
+                block.installed()
+                self.installed_at[block] = self.training.steps
+                self.taken_at[block] = solves[block].step
+            elif verdict not in (Verdict.SPARED, Verdict.SETTLED):
+                self._note_failure(block, verdict)
+            self._errors.pop(block, None)
+
+        previous: dict[KroneckerBlock, Tensor | Inverse] = {}
+        for bank in self.step.banks if received else ():
+            new = [block for block in bank.blocks if block in received]
+            if not new:
+                continue
+            if self.drift is not None:
+                unknown = [block for block in new if block not in changes]
+                previous |= last_results(bank, unknown, self.options.inv_dtype)
+            parts: list[dict[str, Decomposition]] = []
+            dampings: list[Damping] = []
+            scales: list[Tensor] = []
+            for block in new:
+                each = received.pop(block)
+                parts.append(each.parts)
+                dampings.append(each.damping)
+                self.dampings[block] = each.damping
+                if each.scale is not None:
+                    scales.append(each.scale)
+                    self.scales[block] = each.scale
+            inverse = self._combined(new[0].shape, parts, dampings, scales)
+            keeps = self.drift is not None and any(map(is_dtensor, bank.params))
+            bank.install(new, inverse, keeps=keeps)
+        return installed, previous
+
+    def _combined(
+        self,
+        shape: FactorShape,
+        solved: Sequence[dict[str, Decomposition]],
+        dampings: Sequence[Damping],
+        scales: Sequence[Tensor] | None,
+    ) -> Inverse:
+        """The stacked inverses of layers of a shape, of their decompositions, which are used up."""
+        parts: dict[str, Decomposition] = {}
+        for letter in shape.letters:
+            columns = zip(*(each.pop(letter) for each in solved), strict=True)
+            parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
+        like = parts["G"][-1]
+        times = of_groups(scales, shape.groups, like) if scales else None
+        return self.solver.combine(parts, of_groups(dampings, shape.groups, like), times)
+
+    def _exchanged(self, valid: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, _Received]:
+        """Decompositions of the layers that this rank preconditions, and their γ and scale.
+
+        Where they travel in another dtype, inverse ranks round theirs: all have the same.
+        """
+        options, device, plan = self.options, self.training.device, self.step
+        dtype, alone = options.inv_dtype, plan.row.size == 1
+        local: dict[Item, tuple[Tensor, ...]] = {}
+        shapes: dict[Item, Shapes] = {}
+        for block in valid:
+            shape, result = block.shape, self._results.get(block)
+            for letter in shape.letters:
+                heads, diagonal = self.heads if letter == "A" else 0, letter in shape.diagonals
+                if not alone:
+                    sizes = shape.groups, shape.dims[letter], diagonal
+                    shapes[block, letter] = ((),) * heads + tuple(self.solver.sent_shapes(*sizes))
+                if result is None or letter not in result.parts:
+                    continue
+                parts = result.parts[letter]
+                if not alone:
+                    parts = self.solver.to_send(parts, plan.wire)
+                damped = self.under_way[block].damped
+                if heads and damped is not None:
+                    numbers = [damped.damping, damped.trace][:heads]
+                    parts = (
+                        *(torch.as_tensor(n, dtype=dtype, device=device) for n in numbers),
+                        *parts,
+                    )
+                local[block, letter] = parts
+        if not alone and valid:
+            with stage("solve_exchange"):
+                ranks = range(plan.row.size)
+                known = [item for item in shapes if item in plan.to_send]
+                routes = {item: (plan.to_send[item], ranks) for item in known}
+                local = deliver_parts(plan.row, shapes, routes, local, dtype, device, plan.wire)
+        received: dict[KroneckerBlock, _Received] = {}
+        for block in valid:
+            if self.training.world.rank in self.plan[block].workers:
+                found = {letter: local.pop((block, letter)) for letter in block.shape.letters}
+                received[block] = self._unpacked(block, found)
+        return received
+
+    def _unpacked(self, block: KroneckerBlock, parts: dict[str, Decomposition]) -> _Received:
+        """The decompositions of a layer, with γ and the scale, as sent or as known here."""
+        numbers: list[Damping] = []
+        if self.heads:
+            # Copies: a view would keep the whole message as long as the inverse.
+            numbers += [x.to(self.options.inv_dtype, copy=True) for x in parts["A"][: self.heads]]
+            parts["A"] = parts["A"][self.heads :]
+        else:
+            damped = self.under_way[block].damped
+            assert damped is not None
+            numbers += [damped.damping, damped.trace]
+        if self.step.row.size > 1:
+            dims = block.shape.dims
+            parts = {k: self.solver.received(found, dims[k]) for k, found in parts.items()}
+        return _Received(parts, numbers[0], numbers[1] if self.scaled else None)
+
+    def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> None:
+        """Treat a layer that has no new inverse."""
+        training = self.training
+        absent = verdict in (Verdict.SILENT, Verdict.UNEXPLAINED)
+        if verdict is Verdict.UNEXPLAINED:
+            self.layers.unexplained_elsewhere(block)
+            had = block.solved
+            block.forget()
+            block.lost_inverse(absent)
+            if had:
+                training.publish()  # without the factors
+        elif verdict is Verdict.LOST:
+            training.warn(
+                f"a factor of layer {block.name!r} is lost: the process that should keep it has "
+                f"not got it, from a checkpoint written without consolidate(), perhaps; the base "
+                f"optimizer trains the layer alone until its statistics have been taken anew"
+            )
+            block.forget()
+            block.lost_inverse(absent)
+            self.layers.take_all_at(training.steps + 1)
+            training.publish()  # without the lost factors
+        elif verdict is not Verdict.FAILED:
+            block.lost_inverse(absent)
+        else:
+            block.refresh_failed()
+            self.failed += 1
+            if training.first_time(f"failed:{block.name}"):
+                kept = "its last inverse is kept"
+                kept = kept if block.solved else "the base optimizer trains it alone"
+                training.warn(
+                    f"the factors of layer {block.name!r} could not be decomposed at step "
+                    f"{training.steps}{self._errors.get(block, '')}; {kept} until a refresh "
+                    f"succeeds"
+                )
+
+    # ------------------------------------------------------------------------------ checkpoints
 
     def keep_snapshots(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Keep the factors that running solves started from; the running averages will change."""
+        """Copy the factors that layers under way started from; the running averages will change.
+
+        They go into checkpoints, which any rank can write.
+        """
+        for block in blocks:
+            solve = self.under_way.get(block)
+            if solve is not None and solve.factors is None and block.factors is not None:
+                self._update(block, factors=block.read_factors(block.saved_factors()))
+
+    def snapshot(self, block: KroneckerBlock) -> Snapshot | None:
+        """What the inverse of a layer under way is computed from."""
+        solve = self.under_way.get(block)
+        if solve is None:
+            return None
+        factors = solve.factors or block.ensure_factors()
+        return Snapshot(solve.step, solve.option, solve.mean_curvature, factors)
 
     def take_over(self, found: Mapping[KroneckerBlock, LoadedInverse]) -> None:
         """Install the inverses of a checkpoint; their layers are refreshed when they are due."""
@@ -288,36 +849,29 @@ class Solves:
             self.installed_at[block] = loaded.step + loaded.delay
             if loaded.inverse is not None:
                 self.dampings[block] = loaded.damping
-                if self.options.preconditioner_scale == "gradient":
+                if self.scaled:
                     self.scales[block] = block.ensure_factors().weight.new_tensor(loaded.scale)
         for bank in self.step.banks:
-            here: dict[KroneckerBlock, Inverse] = {}
+            local: dict[KroneckerBlock, Inverse] = {}
             for block in bank.blocks:
                 inverse = found[block].inverse if block in found else None
                 if inverse is not None:
-                    here[block] = inverse
-            if here:
-                columns = zip(*(inverse.tensors for inverse in here.values()), strict=True)
-                first = next(iter(here.values()))
-                bank.install(list(here), first.of([torch.cat(c) for c in columns]), keeps=False)
+                    local[block] = inverse
+            if local:
+                columns = zip(*(inverse.tensors for inverse in local.values()), strict=True)
+                first = next(iter(local.values()))
+                bank.install(list(local), first.of([torch.cat(c) for c in columns]), keeps=False)
 
     def resubmit(self, found: Mapping[KroneckerBlock, Snapshot]) -> None:
-        """Restart the solves that were in progress when a checkpoint was written."""
-        damping, mean_curvature = self.damping, self.mean_curvature
-        own_dampings, self.own_dampings = self.own_dampings, {}  # the snapshots have theirs
+        """Begin again what was being computed when a checkpoint was written."""
         for block, snapshot in found.items():
-            self.damping, self.mean_curvature = snapshot.damping, snapshot.mean_curvature
-            current, block.factors = block.factors, snapshot.factors
-            self.submit([block])
-            block.factors = current
-            solve = self.under_way[block]
-            solve.step = snapshot.step
-            if snapshot.factors is not None:
-                solve.snapshot = FactorCopies(snapshot.factors.stored, snapshot.factors.means)
-                solve.copies = None
-        self.damping, self.mean_curvature = damping, mean_curvature
-        self.own_dampings = own_dampings
-        self.finish()
+            factors = snapshot.factors
+            assert factors is not None
+            self.under_way[block] = Solve(
+                snapshot.step, snapshot.damping, snapshot.mean_curvature, factors=factors
+            )
+            self._begin({block: factors}, snapshot.mean_curvature)
+        self.inverter.finish()
 
     def drop_missing(self, missing: Iterable[KroneckerBlock]) -> None:
         """Refresh layers at the next step, because some rank lacks part of a checkpoint."""
@@ -330,360 +884,22 @@ class Solves:
             if self.traces is not None:
                 self.traces.forget_layer(block)
 
-    # ------------------------------------------------------------------------------------ solve
 
-    def submit(self, blocks: Sequence[KroneckerBlock]) -> Sequence[float] | None:
-        """Decompose this rank's factors of some layers; the others get their verdicts.
+@dataclass(frozen=True)
+class _Received:
+    """The decompositions of a layer that this rank preconditions, its γ, and its scale."""
 
-        Returns which layers' sums have overflown, if a device has been waited for.
-        """
-        mine, others = [], []  # others know γ by themselves, unless it is sent
-        for block in blocks:
-            option = self.own_dampings.get(block, self.damping)
-            self.under_way[block] = Solve(
-                self.training.steps, option=option, mean_curvature=self.mean_curvature
-            )
-            block.ensure_factors()  # on every rank: checkpoints have the same entries on all
-            if block in self.step.to_solve:
-                mine.append(block)
-            elif self._knows_damping(block):
-                others.append(block)
-        try:
-            return self.solve(self.ready(mine, others))
-        except Exception as error:  # an exception must not part this rank from the others
-            unknown = [b for b in others if self.under_way[b].damping is None]
-            for block in (*mine, *unknown):
-                if self.under_way[block].verdict is Verdict.OPEN:
-                    self.under_way[block].verdict = Verdict.FAILED
-                    self.under_way[block].error = f" ({type(error).__name__}: {error})"
-            return None
-
-    def _knows_damping(self, block: KroneckerBlock) -> bool:
-        """Whether this rank finds out γ of a layer that others solve.
-
-        With a refresh by trace every rank knows the traces, as any of them can write a checkpoint.
-        """
-        works = self.training.world.rank in self.plan[block].workers
-        return self.traces is not None or (works and not self.heads)
-
-    def solve(self, ready: Sequence[KroneckerBlock]) -> Sequence[float] | None:
-        """Decompose this rank's factors of layers that can be solved; a device is waited for once.
-
-        Factors of layers that are alike come one after the other, to be alike in their batches.
-        """
-        if not ready:
-            return None
-        options, asked = self.options, self.asked or Asked(())
-        unsure, self._unsure = self._unsure, {}
-        like = {shape: i for i, shape in enumerate(dict.fromkeys(b.shape for b in ready))}
-        mine = [(block, letter) for block in ready for letter in self.step.to_solve[block]]
-        mine.sort(key=lambda item: (like[item[0].shape], item[1]))
-        problems = [self.problem(block, letter, block.weight.device) for block, letter in mine]
-        attempts = self.solver.decompose(problems, options.inv_dtype)
-        compared, changes = self._changes(ready, mine, attempts)
-        reads = [attempts.errors], self.layers.overflown, [*unsure.values()], changes
-        errors, over, weights, changed, *asked.told = numbers_of(*reads, *asked.groups)
-        found = attempts.finish(errors)
-        if all(error < attempts.tolerance for error in errors):  # none has climbed the ladder
-            each = iter(changed)
-            self.changes |= dict(zip(compared, zip(each, each, each, strict=True), strict=True))
-        for block in ready:
-            self.under_way[block].verdict = Verdict.SOUND
-        for (block, letter), parts in zip(mine, found, strict=True):
-            if parts is None:
-                self.under_way[block].verdict = Verdict.FAILED
-            else:
-                self.under_way[block].solved[letter] = parts
-        for block, weight in zip(unsure, weights, strict=True):
-            if not weight > 0:
-                self.under_way[block].verdict, self.under_way[block].solved = _unseen(block), {}
-        return over
-
-    def _changes(
-        self, ready: Sequence[KroneckerBlock], mine: Sequence[Item], attempts: Attempts
-    ) -> tuple[list[KroneckerBlock], list[Tensor]]:
-        """What inverses of these parts would change, to be read with the verdicts on a device.
-
-        Nothing where several processes have the parts, or a look costs more than to wait later.
-        """
-        alone = self.training.world.size == 1 and self.training.device.type != "cpu"
-        if self.drift is None or not alone or () in attempts.parts:
-            return [], []
-        parts, renewed = dict(zip(mine, attempts.parts, strict=True)), set(ready)
-        compared, changes = list[KroneckerBlock](), list[Tensor]()
-        for bank in self.step.banks:
-            new = [b for b in bank.blocks if b in renewed and b.inverse is not None]
-            new = [b for b in new if b.has_gradient and not any(map(is_dtensor, b.params))]
-            if new:
-                solved = [{k: parts[b, k] for k in b.shape.letters} for b in new]
-                inverse = self._combined(new[0].shape, solved, [self.under_way[b] for b in new])
-                changes.append(bank.changes_by(new, inverse, self.options.inv_dtype))
-                compared += new
-        return compared, changes
-
-    def ready(
-        self, mine: Sequence[KroneckerBlock], others: Sequence[KroneckerBlock]
-    ) -> list[KroneckerBlock]:
-        """This rank's layers that it can solve now; their γ, and that of the others."""
-        ready: list[KroneckerBlock] = []
-        weights: dict[KroneckerBlock, Tensor] = {}
-        for block in mine:
-            if block.lost:
-                self.under_way[block].verdict = Verdict.LOST
-            elif block.solved:  # it has statistics: the device need not be read
-                ready.append(block)
-            else:
-                weights[block] = block.ensure_factors().weight.to(self.training.device)
-        if self.solves_at_once and self.training.device.type != "cpu":
-            # These have, most likely: they are solved before that is read, with all the rest.
-            self._unsure = {block: w for block, w in weights.items() if captured(block)}
-            ready += self._unsure
-            weights = {block: w for block, w in weights.items() if block not in self._unsure}
-        if weights:
-            counts = torch.stack(list(weights.values())).tolist()
-            for block, weight in zip(weights, counts, strict=True):
-                if weight > 0:
-                    ready.append(block)
-                else:
-                    self.under_way[block].verdict = _unseen(block)
-        traces = self.damp((*ready, *others))
-        if self.traces is not None:
-            spared = self.traces.keeping(traces, self.damping, self.own_dampings, ready)
-            ready = [block for block in ready if block not in spared]
-            for block, verdict in spared.items():
-                self.under_way[block].verdict = verdict
-        return ready
-
-    def damp(self, blocks: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, Tensor]:
-        """Tell γ and the scale of layers, of those that are alike at once; their damped means."""
-        options, traces = self.options, dict[KroneckerBlock, Tensor]()
-        least = options.floor * self.mean_curvature
-        own = self.own_dampings
-        for alike, means in stacked_means(blocks):
-            of_layers = means.prod(0).mean(-1, keepdim=True)
-            option = self.damping
-            option = dampings = option.to(means) if isinstance(option, Tensor) else option
-            each: Iterable[Damping] = repeat(option)
-            if not own.keys().isdisjoint(alike):
-                of_groups = [own.get(block, option) for block in alike]
-                dtype, device = of_layers.dtype, of_layers.device
-                numbers = [torch.as_tensor(x, dtype=dtype, device=device) for x in of_groups]
-                option = dampings = torch.stack(numbers).unsqueeze(-1)
-                each = dampings.squeeze(-1).unbind()
-            if options.relative_damping:  # where gradients vanish there is no curvature
-                positive = of_layers.masked_fill(~(of_layers > 0), 1.0)
-                dampings = option * positive.clamp_min(least)
-                each = dampings.squeeze(-1).unbind()
-            on_factors = self.solver.dampings(means, dampings, alike[0].shape.exact)
-            columns = (repeat(None) if x is None else x.unbind() for x in on_factors)
-            damped = (of_layers + dampings).squeeze(-1).unbind()
-            for block, damping, trace, *added in zip(alike, each, damped, *columns, strict=False):
-                solve, traces[block] = self.under_way[block], trace
-                solve.damping, solve.added = damping, added
-                solve.scale = trace if options.preconditioner_scale == "gradient" else None
-        return traces
-
-    def problem(self, block: KroneckerBlock, letter: str, device: torch.device) -> Problem:
-        """Describe a factor to decompose on a device, with its damping."""
-        shape = block.shape
-        stored, added = block.stored(letter), self.under_way[block].added
-        assert stored is not None, f"factor {letter} is kept elsewhere"
-        return Problem(
-            shape.groups,
-            shape.dims[letter],
-            self.solve_dtype,
-            device,
-            stored,
-            added=added[shape.letters.index(letter)],
-            is_diagonal=letter in shape.diagonals,
-            # A plan's matrices have no meaning, and every decomposition of them is valid.
-            tolerance=math.inf if self.training.world.planned else RESIDUAL_TOLERANCE,
-        )
-
-    # ------------------------------------------------------------------------------------ agree
-
-    def agree(self, pending: PendingAverage, news: Sequence[float]) -> Refreshed:
-        """Agree with all ranks, on the CPU, and install: a device need not be waited for."""
-        solves, world = self.under_way, self.training.world
-        heard: list[float] = []
-        asked = bool(solves or news)
-        with stage(self.agreeing):
-            if asked:
-                for block in self.plan:
-                    mine = self.verdict(block, solves[block]) if block in solves else 0
-                    heard.append(float(mine))
-                heard += news
-                if world.size > 1:
-                    message = torch.tensor(heard, dtype=torch.float32, device="cpu")
-                    agreement = world.on_cpu().all_reduce_max([message])
-        with stage("average_gradients"):
-            pending.wait()
-        if not asked:
-            return news, []
-        if world.size > 1:
-            with stage(self.agreeing):
-                agreement.wait()
-                heard = message.tolist()
-        agreed = {}
-        for block, number in zip(self.plan, heard, strict=False):
-            if number > Verdict.OPEN:
-                agreed[block] = Verdict(int(number))
-        with stage("solve"):
-            self.install(agreed)
-        return heard[len(self.plan) :], list(agreed)
-
-    def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
-        """This rank's verdict on a layer that is to be installed."""
-        if block.state.unverified:
-            return Verdict.UNEXPLAINED
-        if solve.verdict is not Verdict.OPEN:
-            return solve.verdict
-        if self.training.world.backend == "fake":  # no other rank sends its result
-            return Verdict.SOUND
-        return Verdict.UNSEEN if captured(block) else Verdict.OPEN
-
-    # ---------------------------------------------------------------------------------- install
-
-    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
-        """Put solved layers to use."""
-        received, solves = self._exchanged(verdicts), dict[KroneckerBlock, Solve]()
-        for block, verdict in verdicts.items():
-            solve = self.under_way.pop(block)
-            if self.traces is not None:
-                self.traces.installed(block, verdict)
-            if verdict in (Verdict.SPARED, Verdict.SETTLED):
-                continue
-            if verdict is not Verdict.SOUND:
-                self._note_failure(block, verdict, solve.error)
-                continue
-            if block in received:
-                assert solve.damping is not None
-                self.dampings[block], solves[block] = solve.damping, solve
-                if solve.scale is not None:
-                    self.scales[block] = solve.scale
-            block.installed()
-            self.refreshed, self.installed_at[block] = True, self.training.steps
-            self.taken_at[block] = solve.step
-        compared = self.drift is not None
-        for bank in self.step.banks if received else ():
-            new = [block for block in bank.blocks if block in received]
-            if not new:
-                continue
-            if compared:
-                told = [block for block in new if block not in self.changes]
-                bank.keep_before(told, self.options.inv_dtype)
-            solved = [received.pop(block) for block in new]
-            inverse = self._combined(new[0].shape, solved, [solves[block] for block in new])
-            bank.install(new, inverse, keeps=compared and any(map(is_dtensor, bank.params)))
-
-    def _combined(
-        self, shape: FactorShape, solved: Sequence[Solved], solves: Sequence[Solve]
-    ) -> Inverse:
-        """The stacked inverses of layers of a shape, of their decompositions, which are used up."""
-        parts: dict[str, Decomposition] = {}
-        for letter in shape.letters:
-            columns = zip(*(each.pop(letter) for each in solved), strict=True)
-            parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
-        dampings = [solve.damping for solve in solves if solve.damping is not None]
-        scales = [solve.scale for solve in solves if solve.scale is not None]
-        each = shape.groups, parts["G"][-1]
-        times = of_groups(scales, *each) if scales else None
-        return self.solver.combine(parts, of_groups(dampings, *each), times)
-
-    def _exchanged(
-        self, verdicts: Mapping[KroneckerBlock, Verdict]
-    ) -> dict[KroneckerBlock, Solved]:
-        """Decompositions of the layers that this rank preconditions, and their γ and scale.
-
-        Where they travel in another dtype, solvers round theirs as it would: all have the same.
-        """
-        options, device, plan = self.options, self.training.device, self.step
-        dtype, rounding = options.inv_dtype, plan.wire if plan.row.size > 1 else None
-        mine: dict[Item, tuple[Tensor, ...]] = {}
-        shapes: dict[Item, Shapes] = {}
-        sound = []
-        for block, verdict in verdicts.items():
-            if verdict is not Verdict.SOUND:
-                continue
-            sound.append(block)
-            shape, solve = block.shape, self.under_way[block]
-            for k in shape.letters:
-                heads, diagonal = self.heads if k == "A" else 0, k in shape.diagonals
-                if plan.row.size > 1:
-                    sizes = shape.groups, shape.dims[k], diagonal
-                    shapes[block, k] = ((),) * heads + tuple(self.solver.sent_shapes(*sizes))
-                if k in solve.solved:
-                    parts = solve.solved.pop(k)
-                    if plan.row.size > 1:
-                        parts = self.solver.to_send(parts, rounding)
-                    for number in (solve.scale, solve.damping)[2 - heads :]:
-                        head = torch.as_tensor(number, dtype=rounding or dtype, device=device)
-                        parts = head.to(device, dtype), *parts
-                    mine[block, k] = parts
-        if plan.row.size > 1 and sound:
-            with stage("solve_exchange"):
-                everybody, to_send = range(plan.row.size), plan.to_send
-                routes = {item: (to_send[item], everybody) for item in shapes if item in to_send}
-                mine = deliver_parts(plan.row, shapes, routes, mine, dtype, device, plan.wire)
-        received: dict[KroneckerBlock, Solved] = {}
-        for block in sound:
-            if self.training.world.rank in self.plan[block].workers:
-                found = received[block] = {}
-                for letter in block.shape.letters:
-                    found[letter] = mine.pop((block, letter))
-                if self.heads:
-                    # Copies: a view would keep the whole message as long as the inverse.
-                    told = [x.to(dtype, copy=True) for x in found["A"][: self.heads]]
-                    found["A"] = found["A"][self.heads :]
-                    solve = self.under_way[block]
-                    solve.damping, solve.scale = told[0], told[1] if self.heads > 1 else None
-                for letter in block.shape.letters:
-                    found[letter] = self.solver.received(found[letter], block.shape.dims[letter])
-        return received
-
-    def _note_failure(self, block: KroneckerBlock, verdict: Verdict, error: str) -> None:
-        """Treat a layer that was not solved."""
-        training = self.training
-        silent = verdict in (Verdict.SILENT, Verdict.UNEXPLAINED)
-        if verdict is Verdict.UNEXPLAINED:
-            self.layers.unexplained_elsewhere(block)
-            had = block.solved
-            block.lost_inverse(silent)
-            block.forget()
-            if had:
-                training.publish()  # without the factors
-        elif verdict is Verdict.LOST:
-            training.warn(
-                f"a factor of layer {block.name!r} is lost: the process that should keep it has "
-                f"not got it, from a checkpoint written without consolidate(), perhaps; the base "
-                f"optimizer trains the layer alone until its statistics have been taken anew"
-            )
-            block.lost_inverse(silent)
-            block.forget()
-            self.layers.newcomers_at = training.steps + 1
-            training.publish()  # without the lost factors
-        elif verdict is not Verdict.FAILED:
-            block.lost_inverse(silent)
-        else:
-            block.refresh_failed()
-            self.failed += 1
-            if training.first_time(f"failed:{block.name}"):
-                kept = "its last inverse is kept"
-                kept = kept if block.solved else "the base optimizer trains it alone"
-                training.warn(
-                    f"the factors of layer {block.name!r} could not be decomposed at step "
-                    f"{training.steps}{error}; {kept} until a refresh succeeds"
-                )
+    parts: dict[str, Decomposition]
+    damping: Damping
+    scale: Damping | None
 
 
-_NONE_CAME = (LayerStatus.NOT_CAPTURED, LayerStatus.UNVERIFIED)
+def _without_statistics(block: KroneckerBlock) -> Verdict:
+    """The verdict on a layer without statistics; the pairs of a dead layer have been captured."""
+    absent = block.state.status in (LayerStatus.NOT_CAPTURED, LayerStatus.UNVERIFIED)
+    return Verdict.SILENT if absent else Verdict.UNSEEN
 
 
 def captured(block: KroneckerBlock) -> bool:
     """Whether this process has captured a pair of a layer that is of use."""
     return block.state.status is LayerStatus.CAPTURED
-
-
-def _unseen(block: KroneckerBlock) -> Verdict:
-    """The verdict on a layer without statistics; a dead layer's pairs have been heard."""
-    return Verdict.SILENT if block.state.status in _NONE_CAME else Verdict.UNSEEN

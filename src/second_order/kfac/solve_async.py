@@ -1,52 +1,45 @@
-"""DistKFAC's inverses: solved on threads beside training, put to use when all ranks have them.
+"""DistKFAC's inverses: computed on threads beside training, put to use when all ranks have them.
 
-submit    copies of a layer's factors and of what is added to them, handed to a thread
-solve     the decompositions of the copies, by the thread
-install   the results, on the device of the training, at the step at which all ranks agree
+submit    copies of a layer's factors, and of what is added to them, are handed to a thread
+          the thread decomposes the copies
+collect   finished results are moved to the device of the training
 
 A layer is under way from the step that submits a snapshot of its factors until it is installed, and
 is not submitted again before: at that step if it is due. One without an inverse is waited for.
 
 Decompositions release the interpreter lock. A thread computes with one core, whatever torch is set
 to for the others. Threads end with their pool or with the interpreter, after the work that they
-have begun: Python may not cut off a thread in C++ code. A child of ``fork`` is refused.
+have begun: Python may not cut off a thread in C++ code.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from second_order.contract.training import PendingAverage
-from second_order.errors import DecompositionError
-from second_order.kfac.solve import (
-    FactorCopies,
-    Refreshed,
-    Solve,
-    Solved,
-    Solves,
-    Verdict,
-)
+from second_order.contract.training import Training
+from second_order.kfac.plan import Item
+from second_order.kfac.solve import Collected, Job, Result, Solver
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.decompositions import Attempts, Problem
-from second_order.optimizers.config import DistKFACOptions
+from second_order.kronecker.decompositions import Attempts, Decomposition, Problem
+from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.stages import stage
 
-__all__ = ["SolvesOnThreads", "WorkerPool", "half_the_cores", "own_cores", "solve"]
+__all__ = ["ThreadedInverter", "WorkerPool", "half_the_cores", "own_cores"]
 
 T = TypeVar("T")
 Decompose: TypeAlias = Callable[[Sequence[Problem]], Attempts]
-
+Parts: TypeAlias = dict[str, Decomposition]
 
 _STARTING = threading.Lock()
 
@@ -68,21 +61,10 @@ class WorkerPool:
     def __init__(self, threads: int) -> None:
         name = "second_order inverses"
         self._threads = ThreadPoolExecutor(threads, name, initializer=_take_one_core)
-        self._pid: int | None = None  # of the process whose threads these are
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue a piece of work; RuntimeError after :meth:`close`, and in a child of ``fork``."""
-        self.require_own_process()
-        self._pid = os.getpid()
+        """Queue a piece of work; RuntimeError after :meth:`close`."""
         return self._threads.submit(_unless_at_the_end, work)
-
-    def require_own_process(self) -> None:
-        """Raise RuntimeError in a child of ``fork``: threads and what they do are its parent's."""
-        if self._pid not in (None, os.getpid()):
-            raise RuntimeError(
-                "this process was forked from one whose threads solve: they are not here; make the "
-                "optimizer in the child, or start it by 'spawn'"
-            )
 
     def close(self) -> None:
         """Drop the work that has not been begun, and end the threads after that which has."""
@@ -143,17 +125,6 @@ def _arriving(
     return fetch
 
 
-def _tensors_of(problems: Mapping[str, Problem]) -> list[Tensor]:
-    """Factors, and what is added to them where that is a tensor."""
-    added = [each.added for each in problems.values() if each.added is not None]
-    return [*(each.stored for each in problems.values()), *added]
-
-
-def _by_letter(letters: Sequence[str], fetch: Callable[[], list[Tensor]]) -> dict[str, Tensor]:
-    """The copies of factors that a thread received, by letter."""
-    return dict(zip(letters, fetch(), strict=False))
-
-
 def retrieve(
     parts: Sequence[Tensor], device: torch.device, streams: Streams | None
 ) -> tuple[Tensor, ...]:
@@ -185,183 +156,120 @@ def half_the_cores() -> int:
     return min(max(own_cores() // 2, 1), 4)
 
 
-class SolvesOnThreads(Solves):
-    """The inverses of a training's layers, solved on the threads of a pool."""
+class ThreadedInverter:
+    """Decomposes snapshots of factors on the threads of a pool."""
 
-    solves_at_once = False
-
-    def __init__(self, *arguments: Any, own: DistKFACOptions) -> None:
-        super().__init__(*arguments)
-        self._own, self.pool = own, WorkerPool(own.inverse_threads or half_the_cores())
-        if own.inverse_device == "cuda" and self.training.device.type != "cuda":
+    def __init__(
+        self, training: Training, options: KFACOptions, solver: Solver, own: DistKFACOptions
+    ) -> None:
+        device = training.device
+        if own.inverse_device == "cuda" and device.type != "cuda":
             raise ValueError(
-                f"inverse_device='cuda', but the parameters are on {self.training.device}; move "
+                f"inverse_device='cuda', but the parameters are on {device}; move "
                 f"the model there first, or use inverse_device='cpu'"
             )
-        if own.staleness != 0:
-            self.agreeing = "wait"
-
-    @property
-    def heads(self) -> int:  # type: ignore[override]
-        """γ, and the scale, if there are others to tell: their factors have moved on."""
-        scaled = self.options.preconditioner_scale == "gradient"
-        return 0 if self.training.world.size == 1 else 1 + scaled
+        self.staleness = own.staleness
+        self.deterministic = own.deterministic
+        self._training = training
+        self._on_cuda = own.inverse_device == "cuda"
+        self._decompose: Decompose = partial(solver.decompose, dtype=options.inv_dtype)
+        self.pool = WorkerPool(own.inverse_threads or half_the_cores())
+        self.clear()
 
     @cached_property
     def _streams(self) -> Streams | None:
         """The CUDA streams that copy and solve beside training; None without CUDA."""
-        device = self.training.device
-        cuda = device.type == "cuda"
-        return Streams(*(torch.cuda.Stream(device) for _ in range(3))) if cuda else None
+        device = self._training.device
+        if device.type != "cuda":
+            return None
+        return Streams(*(torch.cuda.Stream(device) for _ in range(3)))
+
+    @property
+    def attempted(self) -> Mapping[Item, Decomposition]:
+        """Nothing: attempts are on threads."""
+        return {}
+
+    def clear(self) -> None:
+        """Forget what has been submitted."""
+        self._tickets: dict[KroneckerBlock, Future[Parts]] = {}
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Hand snapshots of factors to threads, the largest first, so that they end together."""
+        if not jobs:
+            return
+        jobs = sorted(jobs, key=lambda job: job.cost, reverse=True)
+        device = self._training.device if self._on_cuda else torch.device("cpu")
+        tensors: list[list[Tensor]] = []
+        for job in jobs:
+            stored = [each.stored for each in job.problems.values()]
+            added = [each.added for each in job.problems.values() if each.added is not None]
+            tensors.append([*stored, *added])
+        snapshots = take_snapshots(tensors, device, self._streams)
+        for job, fetch in zip(jobs, snapshots, strict=True):
+            problems = dict(job.problems)
+            if self._on_cuda:  # where float32 products obey a setting of the whole process
+                problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
+            work = partial(decompose_snapshot, fetch, problems, self._decompose, self._streams)
+            self._tickets[job.block] = self.pool.submit(work)
+
+    def collect(
+        self, waits: Callable[[KroneckerBlock], bool], reads: Sequence[Sequence[Tensor]]
+    ) -> Collected:
+        """Return finished layers, and those that are waited for; nothing is read."""
+        results: list[Result] = []
+        for block, ticket in list(self._tickets.items()):
+            if waits(block):
+                with stage("wait"):
+                    wait([ticket])
+            elif self.deterministic or not ticket.done():
+                continue
+            del self._tickets[block]
+            # Also SystemExit and the like: they would end this process, or a step of it, alone.
+            error = ticket.exception()
+            parts: Parts = {}
+            if error is None:
+                for letter, found in ticket.result().items():
+                    parts[letter] = retrieve(found, self._training.device, self._streams)
+            results.append(Result(block, parts, error))
+        return Collected(results)
+
+    def finish(self) -> None:
+        """Wait for all that has been submitted."""
+        wait(self._tickets.values())
+
+    def close(self) -> None:
+        """End the threads."""
+        self.pool.close()
 
     def post(self, copies: list[Tensor], send: Callable[[list[Tensor]], None]) -> None:
         """Send copies of tensors from the CPU; copies on CUDA by a thread that waits for them."""
-        streams = self._streams
-        if streams is None:
+        if self._streams is None:
             send(copies)
             return
-        (fetch,) = take_snapshots([copies], torch.device("cpu"), streams)
+        (fetch,) = take_snapshots([copies], torch.device("cpu"), self._streams)
         self.pool.submit(lambda: send(fetch()))
 
-    def run(
-        self, due: Sequence[KroneckerBlock], pending: PendingAverage, news: Sequence[float]
-    ) -> Refreshed:
-        """Submit what is due, install what has come, and submit what is due of that again."""
-        before = list(self.under_way)
-        with stage("solve"):
-            self.submit([block for block in due if block not in self.under_way])
-        if due:
-            self.layers.tell_of_sums()
-        agreed: list[KroneckerBlock] = []
-        # Exactly so many steps later: before, there is nothing to agree on.
-        if news or not self._own.deterministic or any(map(self._waits, self.under_way)):
-            news, agreed = self.agree(pending, news)
-        if due:
-            self.wanted = set()
-            came = {b for b in before if b not in self.under_way and b.solved}
-            with stage("solve"):
-                self.submit([block for block in due if block in came])
-        return news, agreed
 
-    def solve(self, ready: Sequence[KroneckerBlock]) -> None:
-        """Hand snapshots of this rank's factors to threads, the largest first: ending together."""
-        if not ready:
-            return
-        options, streams = self.options, self._streams
-        decompose = partial(self.solver.decompose, dtype=options.inv_dtype)
-        on_cuda = self._own.inverse_device == "cuda"
-        device = self.training.device if on_cuda else torch.device("cpu")
-        every: list[dict[str, Problem]] = []
-        ready = sorted(ready, key=self.step.costs.__getitem__, reverse=True)
-        for block in ready:
-            place = block.weight.device if on_cuda else device
-            problems = {k: self.problem(block, k, place) for k in block.shape.letters}
-            if on_cuda:  # where float32 products obey a setting of the whole process
-                problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
-            every.append(problems)
-        fetches = take_snapshots([*map(_tensors_of, every)], device, streams)
-        for block, problems, fetch in zip(ready, every, fetches, strict=True):
-            self.under_way[block].copies = partial(_by_letter, list(problems), fetch)
-            self.under_way[block].ticket = self.pool.submit(
-                partial(solve, fetch, problems, decompose, streams)
-            )
-
-    def finish(self) -> None:
-        """Wait for this rank's running solves; they are installed when they are due."""
-        wait([solve.ticket for solve in self.under_way.values() if solve.ticket is not None])
-
-    def keep_snapshots(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Keep the factors that running solves started from; the running averages will change.
-
-        They go into checkpoints, which any rank can write.
-        """
-        for block in blocks:
-            solve, factors = self.under_way.get(block), block.factors
-            if solve is None or solve.snapshot is not None or factors is None:
-                continue
-            stored: dict[str, Tensor | None] = {}
-            if solve.copies is None:
-                stored = {k: None if t is None else t.clone() for k, t in factors.stored.items()}
-            solve.snapshot = FactorCopies(stored, factors.means.clone())
-
-    def _waits(self, block: KroneckerBlock) -> bool:
-        """Whether a layer under way must be installed at this step; the same on every rank."""
-        if not block.solved:
-            return True
-        age, most = self.training.steps - self.under_way[block].step, self._own.staleness
-        late = self.drift is not None and age >= self.drift.interval(block) - 1
-        return late or (most is not None and age >= most)
-
-    def verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
-        """This rank's verdict on a layer that is under way."""
-        self.pool.require_own_process()
-        ticket, waits = solve.ticket, self._waits(block)
-        if block.state.unverified or (ticket is None and waits):
-            return super().verdict(block, solve)
-        if ticket is None:
-            return solve.verdict
-        if waits:
-            with stage("wait"):
-                wait([ticket])
-        elif self._own.deterministic or not ticket.done():
-            return Verdict.OPEN
-        # Also SystemExit and the like: they would end this process, or a step of it, alone.
-        if ticket.exception() is not None:
-            return Verdict.RAISED
-        return Verdict.SOUND if len(ticket.result()) == len(block.shape.letters) else Verdict.FAILED
-
-    def install(self, verdicts: Mapping[KroneckerBlock, Verdict]) -> None:
-        """Put solved layers to use; DecompositionError on every rank, for an error on a thread."""
-        raised = [block for block, verdict in verdicts.items() if verdict is Verdict.RAISED]
-        if raised:
-            tickets = [self.under_way[block].ticket for block in raised]
-            errors = [t.exception() for t in tickets if t is not None and t.done()]
-            error = next(filter(None, errors), None)
-            self.under_way.clear()  # other layers', too: one error is raised once
-            where = "a thread of another process" if error is None else "a thread"
-            said = "" if error is None else f": {type(error).__name__}: {error}"
-            names = ", ".join(repr(block.name) for block in raised)
-            raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
-        device, streams = self.training.device, self._streams
-        for block, verdict in verdicts.items():
-            solve, ticket = self.under_way[block], self.under_way[block].ticket
-            if ticket is not None and verdict is Verdict.SOUND:
-                found = ticket.result().items()
-                solve.solved = {k: retrieve(parts, device, streams) for k, parts in found}
-                solve.ticket = None
-        super().install(verdicts)
-
-    def close(self) -> None:
-        """End the threads, and forget all layers."""
-        self.pool.close()
-        super().close()
-
-
-def solve(
+def decompose_snapshot(
     fetch: Callable[[], list[Tensor]],
     problems: Mapping[str, Problem],
     decompose: Decompose,
     streams: Streams | None,
-) -> Solved:
+) -> Parts:
     """Decompose a layer's factors from a snapshot; runs on a thread."""
     snapshot = fetch()
     added = iter(snapshot[len(problems) :])
-    built = [
-        replace(
-            problem,
-            device=stored.device,
-            stored=stored,
-            added=None if problem.added is None else next(added),
-        )
-        for stored, problem in zip(snapshot, problems.values(), strict=False)
-    ]
+    copies: list[Problem] = []
+    for stored, problem in zip(snapshot, problems.values(), strict=False):
+        own = None if problem.added is None else next(added)
+        copies.append(replace(problem, device=stored.device, stored=stored, added=own))
     with torch.no_grad():
         if streams is None:
-            found = decompose(built).finish()
-        elif built[0].device.type == "cpu":  # pinned, to be fetched without waiting
-            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(built).finish()]
+            found = decompose(copies).finish()
+        elif copies[0].device.type == "cpu":  # pinned, to be fetched without waiting
+            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(copies).finish()]
         else:
             with torch.cuda.stream(streams.solves):
-                found = decompose(built).finish()
+                found = decompose(copies).finish()
             streams.solves.record_event().synchronize()
     return {letter: parts for letter, parts in zip(problems, found, strict=True) if parts}

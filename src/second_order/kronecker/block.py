@@ -371,6 +371,15 @@ class KroneckerBlock:
                 factors.stored[letter] = None
         return factors
 
+    def take_factors(self, entries: Mapping[str, Tensor | None]) -> None:
+        """Put factors of another process in place, and what goes with them; None is a lost one."""
+        own = self.saved_factors()
+        for name, value in entries.items():
+            if name in self.shape.letters:
+                self.ensure_factors().stored[name] = value
+            elif value is not None:
+                own[name].copy_(value)
+
     def misfit(self, saved: Mapping[str, Any]) -> str:
         """Why saved factors have not this layer's sizes as it is now; "" if they have."""
         for letter, needed in self.stored_shapes.items():

@@ -23,7 +23,7 @@ from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.plan import System, block_rules, distkfac_plan
-from second_order.kfac.solve_async import SolvesOnThreads
+from second_order.kfac.solve_async import ThreadedInverter
 from second_order.kfac.stats_workers import StatsWorker, with_stats_workers
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import (
@@ -159,7 +159,7 @@ class DistKFAC(KroneckerOptimizer):
             block_rules(options, own.wide_layers),
             str(replace(own, inverse_threads=None)),  # ranks may have other numbers of cores
             conv_approximation="reduce" if conv_factors == "cheap" else None,
-            solves=partial(SolvesOnThreads, own=own),
+            inverter=partial(ThreadedInverter, own=own),
             waits=own.staleness == 0,
         )
         super().__init__(
