@@ -294,7 +294,7 @@ class Solves:
         self.installed_at: dict[KroneckerBlock, int] = {}
         self.taken_at: dict[KroneckerBlock, int] = {}
         self.dampings: dict[KroneckerBlock, Damping] = {}
-        self.scales: dict[KroneckerBlock, Tensor] = {}
+        self.scales: dict[KroneckerBlock, Damping] = {}
         if self.traces is not None:
             self.traces.forget()
 
@@ -698,7 +698,7 @@ class Solves:
                 previous |= last_results(bank, unknown, self.options.inv_dtype)
             parts: list[dict[str, Decomposition]] = []
             dampings: list[Damping] = []
-            scales: list[Tensor] = []
+            scales: list[Damping] = []
             for block in new:
                 each = received.pop(block)
                 parts.append(each.parts)
@@ -717,7 +717,7 @@ class Solves:
         shape: FactorShape,
         solved: Sequence[dict[str, Decomposition]],
         dampings: Sequence[Damping],
-        scales: Sequence[Tensor] | None,
+        scales: Sequence[Damping] | None,
     ) -> Inverse:
         """The stacked inverses of layers of a shape, of their decompositions, which are used up."""
         parts: dict[str, Decomposition] = {}
