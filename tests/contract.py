@@ -167,7 +167,7 @@ def curvature_of(optimizer: Any) -> dict[str, tuple[Tensor, ...]]:
     if subspace is None:
         return {}
     vectors = subspace.basis.vectors
-    carried = vectors[0] * 0.0 if subspace.carried is None else subspace.carried * subspace.decayed
+    carried = subspace.carried * subspace.decayed
     known = (subspace.values, vectors, subspace.residuals, subspace.momentum, carried)
     return {"eigenpairs": tuple(value.clone() for value in known)}
 

@@ -230,16 +230,10 @@ vectors are rounded under autocast
   <-  mrdho2_accelerator::autocast_around_serve_does_not_round_the_vectors
     with vector.plain():  =>  if True:
 
-== fosi/checkpoint.py
+== fosi/state.py
 room for eigenpairs taken for eigenpairs
   <-  dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit
-    int(head.get("largest", -1)) < 0 or  =>  not head or
-carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    load_vector(saved, CARRIED, params, dtype)  =>  None
-
-== fosi/fused.py
-what cannot be compiled is an error  <-  fused::what_cannot_be_compiled_runs_as_it_is
-    except Exception:  =>  except ImportError:
+    first if first.get("largest", -1) >= 0 else None  =>  first if "largest" in first else None
 
 == fosi/options.py
 groups' own learning rates in the final update
@@ -252,18 +246,21 @@ a Newton step that does not follow the schedule
 uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
     scale = -float(given) if group.get("maximize") else float(given)  =>  scale = float(given)
 
-== fosi/curvature.py
+== fosi/update.py
+parameters without a gradient move
+  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
+    [None if p.grad is None else p for p in params]  =>  params
 a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
   - if self.vector.follow():
   -             self.parameters_changed()
   -
-  -     def replan
+  -     def parameters_changed
   + pass
   +
-  +     def replan
-parameters without a gradient move
-  <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
-    [None if p.grad is None else p for p in chunk.params]  =>  chunk.params
+  +     def parameters_changed
+the share of the gradient counted on every process
+  <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
+    sums[0 if rows else 1] /= world.size  =>  pass
 
 == fosi/eigenpairs.py
 the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
@@ -271,45 +268,37 @@ the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_
   + loss > (1.0 + TOLERATED_RISE) * self.batch_loss
 a start without new directions
   <-  curvature_corners::a_warm_start_sees_curvature_outside_the_old_span
-    old.add_(fresh, alpha=FRESH)  =>  pass
+    old.add_(fresh, alpha=FRESH)  =>  old
 the bound of s is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
     self.bound = counts.get("rest_scale_bound", 1.0)  =>  pass
-the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
-    subspace.last = head["last_step"][basis.mine].clone()  =>  pass
+carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
+    carried=vector.cut({p: saved[p][CARRIED]  =>  carried=0 * vector.cut({p: saved[p][CARRIED]
 endless steps where the curvature has vanished
   <-  found::curvature_that_vanishes_makes_no_endless_steps
-    if not now < VANISHED * before:  =>  if True:
+    and not self._vanished(pairs.values)  =>  and True
 
 == fosi/epochs.py
 gradients go to the sum of another point
   <-  mrdho2_use::a_checkpoint_of_the_epoch_under_way_is_taken_back
-  - self.start = self.total = None
-  -         self._parts = []
-  + self.start = self.total = None
+  - self.sums = None
+  -         super().load(saved)
+  + super().load(saved)
 an update where the loss falls at all  <-  mrdho2::the_guard_asks_for_half_the_loss
     after <= before - LEAST_FALL * abs(before)  =>  after <= before
 a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic_is_its_closed_form
-    before - self.start,  =>  0 * before,
+    before - self.sums.start,  =>  0 * before,
 eigenvectors of the accelerators in another order
   <-  mrdho2::final_updates_of_a_network_are_those_of_dense_hessians
-    for tensors, _ in found], -1)  =>  for tensors, _ in found[::-1]], -1)
+    for tensors, _ in messages]  =>  for tensors, _ in messages[::-1]]
 no warm-up with accelerators  <-  mrdho2::the_base_alone_warms_up
     if not self.helped or self._warming_up:  =>  if not self.helped:
 
-== fosi/sharded_base.py
-the scheduler does not reach a base in pieces
-  <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
-    own.update({key: value for key, value in group.items() if key != "params"})  =>  pass
+== fosi/flat_params.py
 pieces of parameters that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
-    stand_in.copy_(current)  =>  pass
-stand-ins that keep their dtype when the model is cast
-  <-  found::a_model_that_is_cast_goes_on_in_rows
-    if stand_in.dtype != current.dtype:  =>  if False:
-
-== fosi/vector.py
-the room of packed parameters that is not written back  <-  dho2::steps_are_those_of_dense_algebra
-    torch._foreach_copy_(cast(list[Tensor], tensors), views)  =>  pass
+    stand_in.data = piece.of(piece.param)  =>  pass
+packed parameters that are not written back  <-  dho2::steps_are_those_of_dense_algebra
+    torch._foreach_copy_(targets, sources)  =>  pass
 parts of gradients that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     p.grad = gradient.contiguous()  =>  pass
@@ -319,24 +308,25 @@ near-zero eigenvalues give endless steps  <-  dho2::steps_are_those_of_dense_alg
     torch.maximum(sizes, floor * largest)  =>  sizes
 Newton steps up negative curvature  <-  dho2::one_newton_step_finds_the_minimum_and_leaves_saddles
     sizes = values.abs()  =>  sizes = values
-the share of the gradient counted on every process
-  <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
-    sums[0 if rows else 1] /= world.size  =>  pass
-the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_subspace
-    -scale * step - taken_out  =>  -scale * step
-a step said to be taken back is not
-  <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
-  - new, self.last = verdict.back * self.last, torch.zeros_like(step)
-  + new = self.last = torch.zeros_like(step)
 all groups step by the Newton scale of the first
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-    self._spans if len(c) > 1 else self._whole  =>  self._whole
+    self.group_spans if len(c) > 1 else [slice(None)]  =>  [slice(None)]
+the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
+    self.last = last[self.basis.mine].clone()  =>  pass
 
 == fosi/trust.py
+the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_subspace
+    -scale * step - rest_scale * c  =>  -scale * step
 Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
-    choose(excess > NEAR, scale * _ratio(AIM, excess), grown)  =>  grown
+    torch.where(excess > NEAR, state.scale * AIM / excess, grown)  =>  grown
 a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_usual
-    far = (square > bound) & (usual > 0.0)  =>  far = usual < 0.0
+    torch.where(known, RADIUS * state.usual, math.inf)  =>  torch.full_like(square, math.inf)
+a step said to be taken back is not
+  <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
+    torch.where(undo, verdict.back * last, new)  =>  torch.where(undo, 0.0, new)
+what cannot be compiled is an error
+  <-  trust::a_rule_is_compiled_off_the_cpu_and_runs_as_it_is_where_that_fails
+    except Exception:  =>  except ImportError:
 
 == kfac/checkpoint.py
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count

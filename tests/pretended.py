@@ -25,8 +25,7 @@ beside    the same for the threads that the package starts, who wait on their ow
 Bases take their foreach form by default, as on CUDA; generators are the CPU's. It stands for the
 habits of any accelerator; times, streams, memory and rounding are not pretended, nor that an
 operation such as a decomposition is several kernels, nor that CUDA parts the lists of a _foreach_
-of more than some 30 to 110 tensors. An operation of the package's own is one, too: torch.compile
-makes some kernels of it, and without a compiler it is as many as it looks.
+of more than some 30 to 110 tensors. A function of torch.compile is one operation, too.
 It is made with torch.utils.backend_registration and a tensor subclass, so it exists once a process.
 """
 
@@ -122,12 +121,24 @@ def pretend_device() -> Iterator[Seen]:
     """Make the device "pretend" known for a block, and count from zero."""
     _register()
     _seen.clear()
-    with _Everywhere(), patch.object(torch, "Generator", _Generator):
+    compiles = patch.object(torch, "compile", _compiled)
+    with _Everywhere(), patch.object(torch, "Generator", _Generator), compiles:
         yield _seen
     # Autograd's device thread releases the dispatch mode after the last backward has returned, and
     # needs the GIL for it. If the interpreter is already finalizing then, the process aborts with
     # "terminate called without an active exception".
     time.sleep(0.2)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that the device is asked for once, as a kernel that torch.compile has made."""
+
+    def call(*args: Any) -> Any:
+        _note(_seen.kernels, function.__name__)
+        found = function(*_each(_bare, args))
+        return _each(lambda t: Pretended(t) if isinstance(t, torch.Tensor) else t, found)
+
+    return call
 
 
 class _Generator(torch.Generator):

@@ -343,8 +343,8 @@ def kept_by_dcp(rank: int, world_size: int, path: Any) -> list[Any] | None:
                 set_optimizer_state_dict(model, optimizer, state["optimizer"])
             else:
                 dcp.save(state, checkpoint_id=path, no_dist=True)
-            epochs = optimizer._curvature
-            found.append([None if t is None else t.clone() for t in (epochs.start, epochs.total)])
+            sums = optimizer._curvature.sums
+            found.append([sums.start.clone(), sums.total.clone()])
     return found or None
 
 

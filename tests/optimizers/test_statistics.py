@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -16,8 +15,7 @@ from models import ZOO
 from ranks import kaisa, shard
 
 from instruments import bytes_by_stage
-from second_order import DHO2, DPKFAC, KAISA, DistKFAC
-from second_order.fosi import metrics as eigenpair_statistics
+from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order.kfac import metrics as kronecker_statistics
 from second_order.stages import recorded_by, stage
 
@@ -91,32 +89,6 @@ def test_failures_are_counted() -> None:
         assert found["age/inverses"] == {2: 1, 3: 2}.get(step, 0)
 
 
-def test_the_newton_share_is_that_of_the_movement() -> None:
-    """In coordinates of the eigenvectors, with the whole movement of the parameters."""
-    model = MLP.model()
-    stretched = {"lr_scale_clip": 3.0, "lr_scale_guard": False}
-    optimizer = make(DHO2, model, curvature_interval=100, **stretched)
-    for step, batch in enumerate(BATCHES):
-        before = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-        take(model, optimizer, batch, MLP.loss)
-        moved = torch.cat([p.detach().reshape(-1) for p in model.parameters()]) - before
-        subspace, found = optimizer._curvature.subspace, optimizer.statistics()
-        if step == 0:
-            assert subspace is None
-            assert math.isnan(found["newton_share"])
-            assert found["pairs"] == 0
-            continue
-        assert found["rest_scale"] == subspace.rest_scale > 1.1
-        inside = subspace.basis.vectors @ moved
-        share = float(inside.square().sum() / moved.square().sum())
-        assert found["newton_share"] == pytest.approx(share, rel=1e-8)
-        assert 0.001 < share < 0.999
-        assert found["age/pairs"] == step - 1
-        report = optimizer.curvature
-        assert found["eigenvalue/largest"] == float(report.eigenvalues.max())
-        assert found["gradient_share"] == report.gradient_share
-
-
 def names_and_bytes(rank: int, world_size: int, System: Any, options: dict[str, Any]) -> Any:
     """The names of the metrics, the bytes of the last step by stage, and the clip."""
     model = MLP.model()
@@ -182,8 +154,7 @@ def test_the_page_has_every_name_and_no_other() -> None:
     page = page.split("## Stages of a step")[0]
     rows = [line for line in page.splitlines() if line.startswith("| `")]
     named = {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
-    expected = {"step", *kronecker_statistics.NAMES, *eigenpair_statistics.NAMES}
-    expected |= set(eigenpair_statistics.EPOCH_NAMES)
+    expected = {*kronecker_statistics.NAMES, *make(MRDHO2, MLP.model()).statistics()}
     assert named == expected
 
 

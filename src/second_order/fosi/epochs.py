@@ -4,7 +4,7 @@
     the first P - A ranks            Worker: the base, and a final update at the end of each epoch
     the last A ranks                 Accelerating (`accelerator.py`): eigenpairs for the workers
 
-    begin   c <- w, p <- 0; worker 0 sends c and what does not train; all listen for the pairs at c
+    begin   c <- w, p <- 0; worker 0 sends c and what does not train; all expect the pairs at c
     add     p <- p + g, every step
     end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" asks for a verdict first
 
@@ -18,6 +18,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,21 +35,18 @@ from second_order.distributed.helper_link import (
     pack_by_dtype,
 )
 from second_order.distributed.roles import Role, assign_roles
-from second_order.fosi.checkpoint import START, SUM, counts_of, load_vector, vector_parts
-from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
-from second_order.fosi.metrics import EPOCH_NAMES
 from second_order.fosi.options import newton_scales
+from second_order.fosi.state import START, SUM, counts_of
 from second_order.fosi.subspace import Basis, newton_rates
-from second_order.fosi.trust import Flag
-from second_order.fosi.vector import Chunk
+from second_order.fosi.update import FOSICurvature
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.optimizers.config import EpochOptions
 from second_order.report import EpochReport
 from second_order.sharded import is_checkpointing
 from second_order.stages import stage
 
-__all__ = ["LEAST_FALL", "Divided", "Team", "Worker", "answers", "correction", "refusal"]
+__all__ = ["LEAST_FALL", "Divided", "Team", "Worker", "answers", "final_update", "refusal"]
 
 # Share by which the loss of the accelerators' batch must fall for "guarded". Smaller
 # falls on one batch at one moment tell little of where training ends.
@@ -65,9 +63,8 @@ class Divided(FOSICurvature):
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self.epoch = self.epoch_step = 0  # the epoch under way, and how many of its steps are taken
-        self.start: Tensor | None = None  # c, flat; None if there is to be no final update
-        self.total: Tensor | None = None  # p, alike
+        self.epoch = 0  # the epoch under way
+        self.epoch_step = 0  # how many of its steps are taken
         self.helped = False  # whether accelerators are at work for this worker
         # Workers wait until they agree on what has come: ``waited`` is long on all where one waits.
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
@@ -83,7 +80,7 @@ class Divided(FOSICurvature):
         size = training.world.size
         if options.wanted:
             training.warn(
-                f"MRDHO2 with {size} process{'es' * (size > 1)} and "
+                f"MRDHO2 with {size} process{'es' if size > 1 else ''} and "
                 f"accelerators={options.accelerators}: nobody computes eigenpairs on the side, so "
                 f"each process stops for them every {options.epoch_steps} steps, as DHO2 does"
             )
@@ -100,21 +97,24 @@ class Divided(FOSICurvature):
 
     def counts(self) -> dict[str, float]:
         """The counts that are saved with each parameter."""
-        sums = float(self.start is not None)  # whether c and p are saved
-        place = {"epoch": self.epoch, "epoch_step": self.epoch_step, "epoch_sums": sums}
-        return {**super().counts(), **place}
+        return {**super().counts(), "epoch": self.epoch, "epoch_step": self.epoch_step}
 
     def metrics(self) -> dict[str, float]:
         """Numbers to log, those of the epoch under way and of the last that ended among them."""
-        last = [(each.waited, float(each.applied)) for each in [*self.reports][-1:]]
-        values = float(self.epoch), *(last[0] if last else (math.nan, math.nan))
-        return super().metrics() | dict(zip(EPOCH_NAMES, values, strict=True))
+        last = self.reports[-1] if self.reports else None
+        return {
+            **super().metrics(),
+            "epoch/number": float(self.epoch),
+            "epoch/waited": math.nan if last is None else last.waited,
+            "epoch/applied": math.nan if last is None else float(last.applied),
+        }
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over counts, eigenpairs, and the place in the epochs."""
         super().load(saved)
         counts = counts_of(saved)
-        self.epoch, self.epoch_step = counts.get("epoch", 0), counts.get("epoch_step", 0)
+        self.epoch = counts.get("epoch", 0)
+        self.epoch_step = counts.get("epoch_step", 0)
 
 
 class Team(Divided):
@@ -140,16 +140,13 @@ class Team(Divided):
         for link in self.links:
             link.close(patience)
 
-    def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's counts, and its part of c and p, or zeros in their place."""
-        parts, here = super().state(), {START: self.start, SUM: self.total}
-        kept = {name: vector for name, vector in here.items() if vector is not None}
-        if parts and len(kept) < len(here) and is_checkpointing(part=True):  # read in place
-            size, dtype, device = self.vector.size, self.vector.dtype, self.training.device
-            room = {name: torch.zeros(size, dtype=dtype, device=device) for name in here}
-            kept = room | kept
-        vectors = vector_parts(kept, self.vector.params)
-        return {p: {**part, **vectors[p]} for p, part in parts.items()}
+
+@dataclass(frozen=True)
+class EpochSums:
+    """What an epoch's final update is made from, flat."""
+
+    start: Tensor  # c
+    total: Tensor  # p, which gradients are added to in place
 
 
 class Worker(Team):
@@ -157,8 +154,8 @@ class Worker(Team):
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self._parts: list[Tensor] = []  # views of p with the shapes of parameters
-        self._found: tuple[Tensor, Tensor] | None = None  # of the last eigenpairs that came
+        self.sums: EpochSums | None = None  # None if there is to be no final update
+        self._received: tuple[Tensor, Tensor] | None = None  # û and residuals of the last pairs
         self._asked = -1  # the epoch whose eigenpairs are under way
         self._request = -1  # number of the message with these
         self._taken = 0  # steps taken with this object
@@ -168,21 +165,19 @@ class Worker(Team):
         super().begin()
         self.helped = True
 
-    steps_by_pairs = False  # not those of an epoch: its end is
+    def eigenvalues(self) -> tuple[Tensor, Tensor]:
+        """û and the residuals of the last eigenpairs that came."""
+        return super().eigenvalues() if self._received is None else self._received
 
     def parameters_changed(self) -> None:
         """Drop the final update: other parameters train now than at the epoch's start."""
-        if self.start is not None:
+        if self.sums is not None:
             self.training.warn(
                 "the parameters that train have changed: this epoch has no final update"
             )
-            self._let_go()
+            self.sums = None
             self.training.publish()
         super().parameters_changed()
-
-    def found(self) -> tuple[Tensor, Tensor]:
-        """û and the residuals of the last eigenpairs that came."""
-        return super().found() if self._found is None else self._found
 
     def close(self) -> None:
         """Say goodbye to the accelerators, and go on as the base alone."""
@@ -192,22 +187,42 @@ class Worker(Team):
     def _part(self, patience: float) -> None:
         self.close_links(patience)
         self.helped = False
-        self._let_go()
+        self.sums = None
 
-    def _let_go(self) -> None:
-        """Drop c and p: this epoch gets no final update."""
-        self.start = self.total = None
-        self._parts = []
+    # ------------------------------------------------------------------------------------ state
+
+    def counts(self) -> dict[str, float]:
+        """The counts that are saved with each parameter, and whether c and p are."""
+        return {**super().counts(), "epoch_sums": float(self.sums is not None)}
+
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        """Each parameter's counts, and its part of c and p, or zeros in their place."""
+        parts = super().state()
+        sums = self.sums
+        if sums is None and parts and is_checkpointing(part=True):  # which is read in place
+            room = torch.zeros(
+                self.vector.size, dtype=self.vector.dtype, device=self.training.device
+            )
+            sums = EpochSums(room, room.clone())
+        if sums is not None:
+            for p, start in self.vector.by_param(sums.start).items():
+                parts[p][START] = start
+            for p, total in self.vector.by_param(sums.total).items():
+                parts[p][SUM] = total
+        return parts
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Go on where a checkpoint was made, with its c and p, without pairs that are under way."""
         self._asked = -1
-        self._let_go()
+        self.sums = None
         super().load(saved)
-        if self.helped and self.epoch_step and counts_of(saved).get("epoch_sums", 1.0):
+        if self.helped and self.epoch_step and counts_of(saved).get("epoch_sums"):
             params = self.vector.params
-            self.start = load_vector(saved, START, params, lanczos_dtype(params))
-            self.total = load_vector(saved, SUM, params, self.vector.dtype)
+            if all(saved.get(p, {}).keys() >= {START, SUM} for p in params):
+                cut = self.vector.cut
+                start = cut({p: saved[p][START] for p in params}, lanczos_dtype(params))
+                total = cut({p: saved[p][SUM] for p in params}, self.vector.dtype)
+                self.sums = EpochSums(start, total)
 
     # ---------------------------------------------------------------------------------- an epoch
 
@@ -224,25 +239,19 @@ class Worker(Team):
             return
         if self._asked != self.epoch:
             self._begin()
-        if self.total is None:
-            return
-        params = self.vector.params
-        if not self._parts:  # views: packing small gradients first would cost more than adding them
-            pieces = self.total.split([p.numel() for p in params])
-            self._parts = [piece.view(p.shape) for piece, p in zip(pieces, params, strict=True)]
-        pairs = zip(self._parts, params, strict=True)
-        here = [(total, p.grad) for total, p in pairs if p.grad is not None]
-        if here:  # a step may have been without backward
-            torch._foreach_add_([t for t, _ in here], [gradient for _, gradient in here])
+        if self.sums is not None:
+            gradients = [piece.param.grad for piece in self.vector.mine]
+            self.sums.total.add_(self.vector.read(gradients))
 
     def _begin(self) -> None:
         """Send c to the accelerators; an epoch from a checkpoint has c and p already."""
         elsewhere = []
-        if self.start is None or self.epoch_step == 0:
-            self.start, self._parts = self.vector.flat(), []
-            self.total = torch.zeros_like(self.start, dtype=self.vector.dtype)
+        if self.sums is None or self.epoch_step == 0:
+            start = self.vector.flat()
+            total = torch.zeros_like(start, dtype=self.vector.dtype)
+            self.sums = EpochSums(start, total)
         else:
-            elsewhere = [self.start]
+            elsewhere = [self.sums.start]
         self._asked = self.epoch
         self._send_request(elsewhere, do="compute", epoch=self.epoch)
 
@@ -264,67 +273,87 @@ class Worker(Team):
         super().correct()
         if not self.helped:
             return
-        self.epoch_step, self._taken = self.epoch_step + (not self._warming_up), self._taken + 1
+        self.epoch_step += not self._warming_up
+        self._taken += 1
         if self.epoch_step >= self.options.epoch_steps:
-            tally = self.pairs.tally
             with stage("final_update"), self.vector.plain():
                 report = self._end()
             self.reports.append(report)
-            self._let_go()
+            self.sums = None
             if report.reason == GONE:
                 self._part(0.1)  # no accelerator is left to say goodbye to
-            self.epoch, self.epoch_step = self.epoch + 1, 0
-            tally.failures += report.reason == UNSOUND
-            if report.products:
-                tally.add(self.training.steps + 1 - self.options.epoch_steps, report.products)
+            failed = report.reason == UNSOUND
+            if report.products or failed:
+                first = self.training.steps + 1 - self.options.epoch_steps
+                self.pairs.count(first, report.products, failed=failed)
+            self.epoch += 1
+            self.epoch_step = 0
             self.training.publish()  # frees c and p
-        for link in self.links if self.training.world.rank == 0 and self.helped else ():
-            link.send([], do="step", steps=self._taken)
+        if self.training.world.rank == 0 and self.helped:
+            for link in self.links:
+                link.send([], do="step", steps=self._taken)
 
     def _end(self) -> EpochReport:
-        """End the epoch, and use its eigenpairs if every worker has sound ones."""
+        """End the epoch, and use its eigenpairs if every worker has finite ones."""
         training, options, vector = self.training, self.options, self.vector
-        patience = options.helper_timeout
-        found, waited = answers(training, self.links, self._request, patience)
-        if not found:
-            return EpochReport(self.epoch, waited, False, GONE)
-        if self.start is None or self.total is None:
-            return EpochReport(self.epoch, waited, False, "other parameters train now")
-        if not all(note["finite"] for _, note in found):  # all workers are told the same
+
+        # Wait for the eigenpairs at c.
+        messages, waited = answers(training, self.links, self._request, options.helper_timeout)
+        report = EpochReport(self.epoch, waited, applied=False)
+        if not messages:
+            return replace(report, reason=GONE)
+        if self.sums is None:
+            return replace(report, reason="other parameters train now")
+        if not all(note["finite"] for _, note in messages):  # all workers receive the same
             if training.first_time("unsound"):
                 training.warn(
                     f"the accelerators' eigenpairs of epoch {self.epoch} are not finite; the base "
-                    f"goes on alone until sound ones come"
+                    f"goes on alone until finite ones come"
                 )
-            return EpochReport(self.epoch, waited, False, UNSOUND)
-        (values, residuals, _), note = found[0]
-        self._found, products = (values, residuals), int(note["products"])
-        rows = torch.cat([tensors[2].to(training.device, vector.dtype) for tensors, _ in found], -1)
+            return replace(report, reason=UNSOUND)
+        (values, residuals, _), note = messages[0]
+        self._received = values, residuals
+        report = replace(report, products=int(note["products"]))
+
+        # The final update, equation 17.
+        parts = [tensors[2].to(training.device, vector.dtype) for tensors, _ in messages]
+        world, spans = training.world, vector.group_spans
         before = vector.flat()
-        change, sound_step = correction(
-            before - self.start,
-            self.total,
-            Basis(rows, vector.chunks, training.world, len(values)),
+        change, sound = final_update(
+            before - self.sums.start,
+            self.sums.total,
+            Basis(torch.cat(parts, -1), len(values), False, world, spans),
             newton_rates(values, options.eigenvalue_floor),
-            vector.chunks,
             newton_scales(options.newton_scale, training),
         )
-        if not bool(sound_step):  # the same on all workers, as its sums are
+        if not bool(sound):  # the same on all workers, as its sums are
             what = f"the final update of epoch {self.epoch}"
             training.warn(f"{what} is not finite: it is left out")
-            return EpochReport(self.epoch, waited, False, UNSOUND, products=products)
-        after, reason, losses = before + change, "", (None, None)
-        if options.final_update == "guarded":  # asks whether the accelerators' loss halves with it
-            self._send_request([after], do="judge")
-            found, more = answers(training, self.links, self._request, patience)
-            waited += more
-            if not found:
-                return EpochReport(self.epoch, waited, False, GONE)
-            losses = found[0][1]["losses"]
-            reason = refusal(*losses)
-        if not reason:
+            return replace(report, reason=UNSOUND)
+
+        # "guarded" asks whether the accelerators' loss halves with it.
+        after = before + change
+        if options.final_update == "guarded":
+            report = self._judged(report, after)
+        if not report.reason:
             vector.overwrite(after)
-        return EpochReport(self.epoch, waited, not reason, reason, *losses, products)
+        return replace(report, applied=not report.reason)
+
+    def _judged(self, report: EpochReport, after: Tensor) -> EpochReport:
+        """The report with the accelerators' losses, and the reason to leave the update out."""
+        self._send_request([after], do="judge")
+        timeout = self.options.helper_timeout
+        messages, waited = answers(self.training, self.links, self._request, timeout)
+        report = replace(report, waited=report.waited + waited)
+        if not messages:
+            return replace(report, reason=GONE, products=0)
+        before, with_update = messages[0][1]["losses"]
+        return replace(
+            report,
+            reason=refusal(before, with_update),
+            loss_before=before,
+            loss_after=with_update,
+        )
 
 
 def answers(
@@ -370,27 +399,22 @@ def refusal(before: float, after: float) -> str:
     return "" if enough else f"{what} would have fallen by less than {LEAST_FALL:.0%}"
 
 
-def correction(
+def final_update(
     moved: Tensor,
-    gradient: Tensor,
+    total: Tensor,
     basis: Basis,
     rates: Tensor,
-    chunks: Sequence[Chunk],
     scales: Sequence[float | Tensor],
-) -> tuple[Tensor, Flag]:
-    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2: the final update.
+) -> tuple[Tensor, Tensor]:
+    """−V̂ [α |û|⁻¹ ∘ V̂ᵀp + V̂ᵀ(w_E − c)], equation 17 of MR-DHO2.
 
-    Of V̂, this worker's vectors are in the basis; p is ``gradient``, ``(n,)``, w_E − c is ``moved``;
-    α of each group is in ``scales``. Returns the update, zeros if it is not finite, and whether it
-    is.
+    p is ``total``, ``(n,)``, and w_E − c is ``moved``; α of each group is in ``scales``. Returns
+    the update, zeros if it is not finite, and whether it is.
     """
-
-    def coefficients(x: Tensor) -> Tensor:
-        return basis.coefficients([x[chunk.columns] for chunk in chunks])
-
-    newton = coefficients(gradient) * rates[basis.mine].to(gradient)
-    undone = coefficients(moved.to(gradient))
-    steps = [-(scale * newton + undone) for scale in scales]
-    result = torch.zeros_like(gradient)
-    parts = [result[chunk.columns] for chunk in chunks]
-    return result, basis.add(parts, steps)
+    newton = basis.coefficients(total) * rates[basis.mine].to(total)
+    inside = basis.coefficients(moved.to(total))
+    steps = [-(scale * newton + inside) for scale in scales]
+    check = torch.stack(steps).sum()
+    change = basis.combine(steps, sums=check)
+    sound = check.isfinite()
+    return torch.where(sound, change, 0.0), sound

@@ -1,50 +1,46 @@
 """Bounds on Newton steps: how far the quadratic model of the loss is to be trusted.
 
-    promise     q = nᵀ|û|⁻¹n, the square of a full Newton step's length, in units of the loss
-    radius      τ <= Δ / √q, with Δ² a hundred times the usual q of the steps taken
-    curvature   α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q over the last steps
-    scale       where α τ κ comes near the limit of stability, τ is cut to half of it; then it grows
+    predicted decrease   q = nᵀ|û|⁻¹n, the square of a full Newton step's length, in units of loss
+    radius               τ <= Δ / √q, with Δ² a hundred times the usual q of the steps taken
+    curvature            α κ = Σ τ nᵀ|û|⁻¹(c − c₊) / Σ τ² q over the last steps
+    scale                where α τ κ comes near the limit of stability, τ is cut to half of it; then
+                         it grows
 
 n is what momentum makes of c = V̂ᵀg, c₊ the next step's c, and −α τ |û|⁻¹ n the step that is taken.
 So κ is the curvature along the steps over that which the eigenvalues tell: with exact pairs of a
 quadratic at most 1. A step of which κ says that c has been thrown far across, or after which the
 gradient is not finite, is taken back.
 
-On the CPU the numbers are plain ones, as fifty operations on tensors take as long as a step of a
-small model. On a device they are tensors, so that nobody waits for them.
+All numbers are tensors on the eigenvectors' device, so that the host does not synchronize with it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from second_order.fosi.fused import fused
-
 __all__ = [
-    "Flag",
-    "Number",
-    "TrustRegion",
-    "TrustVerdict",
-    "choose",
-    "judged",
+    "MomentumRule",
+    "NewtonStep",
+    "TrustState",
+    "compiled_on_devices",
+    "corrections",
+    "judge",
     "largest_scale",
-    "newton_step",
-    "newton_terms",
-    "settled",
-    "stability_limit",
-    "taken_in",
+    "propose",
+    "renewed",
+    "settle",
 ]
 
-Number: TypeAlias = float | Tensor
-Flag: TypeAlias = bool | Tensor
+T = TypeVar("T")
 
-RADIUS = 100.0  # Δ² in usual promises: a step may be ten times as long as usual
-USUAL_DECAY = 0.99  # of the running mean of promises; Δ doubles in two steps at most
+RADIUS = 100.0  # Δ² in usual predicted decreases: a step may be ten times as long as usual
+USUAL_DECAY = 0.99  # of the running mean of predicted decreases; Δ doubles in two steps at most
 SUMS_DECAY = 0.8  # of the sums of κ: one step of three times the length outweighs the rest
 NEAR, AIM = 0.75, 0.5  # shares of the limit of stability: where τ is cut, and to what
 GROWTH = 1.05  # of τ, at a step below that
@@ -53,27 +49,96 @@ AFTER_UNDOING = 0.1  # times τ, where nothing tells how much too long a step wa
 RENEWED = 2.0  # times τ with new pairs
 
 
-def stability_limit(decay: float, gain: float, nesterov: bool) -> float:
-    """The bound on α τ κ below which steps come to rest on a quadratic.
+def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
+    """Compile a function of small tensors where its first one is not on the CPU.
 
-    With mom <- decay · mom + gain · V̂ᵀg, which a step looks ahead by once more if ``nesterov``.
+    Its fifty operations on single numbers would be fifty launches there (`make launches`). If
+    ``torch.compile`` fails, as without a compiler, the function runs as it is.
     """
-    ahead = 1.0 + 2.0 * decay if nesterov else 1.0
-    return 2.0 * (1.0 + decay) / (gain * ahead)
+    chosen: list[Callable[..., T]] = []
+
+    def call(*args: Any) -> T:
+        if args[0].device.type == "cpu":
+            return function(*args)
+        if not chosen:
+            chosen.append(torch.compile(function))
+        try:
+            return chosen[0](*args)
+        except Exception:  # an error of the function itself comes again
+            chosen[0] = function
+            return function(*args)
+
+    return call
 
 
-def largest_scale(scales: Sequence[Number]) -> Number:
-    """The largest |α| of the groups."""
-    tensors = [scale for scale in scales if isinstance(scale, Tensor)]
+@dataclass(frozen=True)
+class MomentumRule:
+    """The rule m <- decay m + gain V̂ᵀg of the momentum in the subspace.
+
+    A step looks ahead by once more of the rule if ``nesterov``.
+    """
+
+    decay: float
+    gain: float
+    nesterov: bool
+
+    @property
+    def stability_limit(self) -> float:
+        """The bound on α τ κ below which steps come to rest on a quadratic."""
+        ahead = 1.0 + 2.0 * self.decay if self.nesterov else 1.0
+        return 2.0 * (1.0 + self.decay) / (self.gain * ahead)
+
+
+class TrustState(NamedTuple):
+    """What the steps so far tell of the model: tensors of one element."""
+
+    usual: Tensor  # the usual predicted decrease; 0 before there is one
+    scale: Tensor  # the bound on τ by the curvature along the steps
+    change: Tensor  # the sums of κ; this one without what the coming c₊ adds
+    model: Tensor
+    share: Tensor  # τ of the last step
+    alpha: Tensor  # α of the last step
+    undone: Tensor  # how many steps have been taken back, or left out
+
+    @staticmethod
+    def start(device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The numbers before the first step, in one tensor, as all functions here keep them."""
+        numbers = torch.zeros(len(TrustState._fields), dtype=dtype, device=device)
+        numbers[1] = 1.0
+        return numbers
+
+
+class Verdict(NamedTuple):
+    """What is to be done at a step."""
+
+    state: TrustState  # from now on
+    share: Tensor  # τ, the share of the Newton step to take
+    undo: Tensor  # whether to take the last Newton step back instead
+    back: Tensor  # the share of |û|⁻¹n of the last step that does so, at this α
+
+
+class NewtonStep(NamedTuple):
+    """A Newton step, and what it leaves for the next one."""
+
+    step: Tensor  # (r,) coefficients, to be multiplied by −α; 0 if the step is left out
+    momentum: Tensor  # (r,)
+    last: Tensor  # (r,) |û|⁻¹ n of this step, before τ
+    numbers: Tensor  # the trust region's
+    taken: Tensor  # whether the step is finite
+    undo: Tensor  # whether it takes the last one back
+
+
+def largest_scale(scales: Sequence[float | Tensor], like: Tensor) -> Tensor:
+    """The largest |α| of the groups, on a tensor's device."""
+    tensors = [scale.to(like).reshape(()) for scale in scales if isinstance(scale, Tensor)]
+    numbers = [abs(scale) for scale in scales if not isinstance(scale, Tensor)]
     if not tensors:
-        return max(abs(float(scale)) for scale in scales)
-    return torch.stack(
-        [torch.as_tensor(s, device=tensors[0].device).to(tensors[0]).abs() for s in scales]
-    ).max()
+        return like.new_full((), max(numbers))
+    return torch.stack(tensors).abs().max().clamp(min=max(numbers, default=0.0))
 
 
-@fused
-def taken_in(
+@compiled_on_devices
+def propose(
     c: Tensor,
     momentum: Tensor,
     rates: Tensor,
@@ -81,187 +146,116 @@ def taken_in(
     decay: float,
     gain: float,
     nesterov: bool,
-    bounded: bool,
-) -> list[Tensor]:
-    """The momentum that has taken in c = V̂ᵀg, and |û|⁻¹ n of it.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Let the momentum take in c = V̂ᵀg.
 
-    If steps are ``bounded``, the results of :func:`newton_terms`, too.
+    Returns the momentum, |û|⁻¹ n, and the sums over vectors that :func:`judge` needs: the products
+    of |û|⁻¹ n with n and with c, and that of the last step with c.
     """
     momentum = torch.add(momentum * decay, c, alpha=gain)
     newton = momentum * decay + gain * c if nesterov else momentum
     step = newton * rates
-    return [momentum, step, *([newton_terms(newton, step, c, last)] if bounded else [])]
+    return momentum, step, torch.stack([step @ newton, step @ c, last @ c])
 
 
-def newton_terms(newton: Tensor, step: Tensor, c: Tensor, last: Tensor) -> Tensor:
-    """The sums over vectors that :meth:`TrustRegion.judge` needs, ``(3,)``.
-
-    Of n, |û|⁻¹ n, V̂ᵀg, and |û|⁻¹ n of the last step.
-    """
-    return torch.stack([step @ newton, step @ c, last @ c])
-
-
-@fused
-def settled(
-    witness: Tensor,
-    gradient: Tensor,
-    c: Tensor,
-    old: Tensor,
-    momentum: Tensor,
+@compiled_on_devices
+def settle(
+    terms: Tensor,
     step: Tensor,
-    *bounds: Any,
-) -> list[Tensor]:
-    """What becomes of a step on a device, by the rule of :meth:`TrustRegion.judge`.
-
-    Where the sum of ``witness`` is not finite V̂ᵀg is not, and where that of ``gradient`` is not the
-    gradient is not; ``old`` is the momentum before. The ``bounds``, if there are, are the results
-    of :func:`newton_terms`, the last step, numbers, how many are undone, α and the limit. Returns
-    −c, the step to take, NaN for none, whether V̂ᵀg is finite, and the momentum from now on; with
-    bounds also last, each number, undone, and whether the last step is taken back.
-    """
-    sound = witness.sum().abs() < math.inf
-    if not bounds:
-        return [-c, torch.where(sound, step, math.nan), sound, torch.where(sound, momentum, old)]
-    terms, last, numbers, undone, alpha, limit = bounds
-    finite = gradient.sum().abs() < math.inf
-    after, verdict = judged(numbers.unbind(), terms.unbind(), alpha, limit, sound, finite)
-    undo = torch.as_tensor(verdict.undo, device=step.device)
-    new = torch.where(undo, verdict.back * last, step * verdict.share)
-    new = torch.where(sound | undo, new, math.nan)
-    momentum = torch.where(undo, 0.0, torch.where(sound, momentum, old))
-    last = torch.where(undo, 0.0, torch.where(sound, step, last))
-    kept = cast(list[Tensor], after)
-    return [-c, new, sound, momentum, last, *kept, undone + undo, undo]
-
-
-@fused
-def newton_step(
-    c: Tensor,
     momentum: Tensor,
-    rates: Tensor,
+    old_momentum: Tensor,
     last: Tensor,
-    gradient: Tensor,
-    decay: float,
-    gain: float,
-    nesterov: bool,
-    *bounds: Any,
-) -> list[Tensor]:
-    """:func:`taken_in` and :func:`settled` of coefficients that are whole on every process."""
-    new, step, *terms = taken_in(c, momentum, rates, last, decay, gain, nesterov, bool(bounds))
-    witness = c.sum() + 0.0 * step.sum()
-    known = (*terms, last, *bounds) if bounds else ()
-    return list(settled(witness, gradient, c, momentum, new, step, *known))
-
-
-def choose(condition: Flag, yes: Number, no: Number) -> Number:
-    """One of two values, numbers or tensors."""
-    if isinstance(condition, Tensor):
-        return torch.where(condition, yes, no)
-    return yes if condition else no
-
-
-def _no(flag: Flag) -> Flag:
-    return ~flag if isinstance(flag, Tensor) else not flag
-
-
-def _finite(x: Number) -> Flag:
-    return x.isfinite() if isinstance(x, Tensor) else math.isfinite(x)
-
-
-def _ratio(a: Number, b: Number) -> Number:
-    """The quotient a / b; a where b is 0."""
-    return a / (b + (b == 0.0))
-
-
-class TrustVerdict(NamedTuple):
-    """What is to be done at a step; plain values on the CPU, tensors elsewhere."""
-
-    share: Number  # τ, the share of the Newton step to take
-    undo: Flag  # whether to take the last Newton step back instead
-    back: Number  # the share of |û|⁻¹n of the last step that does so, at this α
-
-
-def judged(
-    numbers: Sequence[Number],
-    terms: Sequence[Number],
-    alpha: Number,
+    numbers: Tensor,
+    alpha: Tensor,
     limit: float,
-    sound: Flag,
-    finite: Flag,
-) -> tuple[list[Number], TrustVerdict]:
-    """The rule of :meth:`TrustRegion.judge`: the numbers after the step, and what to do."""
-    promise, descent, last = terms
-    usual, scale, change, model, before, length = numbers
-    back = -_ratio(before * length, alpha)
-    change = change - before * last
-    excess = scale * _ratio(change, model * limit)
-    far_off = (excess > EXPLODED) | _no(_finite(promise + descent + last))
-    undo = (_no(finite) | (sound & far_off)) & (before * length > 0.0) & (alpha > 0.0)
-    grown = scale * GROWTH
-    grown = choose(grown > 1.0, 1.0, grown)
-    scale = choose(excess > NEAR, scale * _ratio(AIM, excess), grown)
+    bounded: bool,
+) -> tuple[Tensor, ...]:
+    """The fields of the :class:`NewtonStep` that becomes of what :func:`propose` returns.
 
-    square, bound = scale * scale * promise, RADIUS * usual
-    far = (square > bound) & (usual > 0.0)
-    share = choose(far, scale * _ratio(bound, square) ** 0.5, scale)
-    taken = choose(far, bound, square)
-    mean = USUAL_DECAY * usual + (1.0 - USUAL_DECAY) * taken
-    usual = choose(usual > 0.0, mean, taken)
-
-    change = SUMS_DECAY * change + share * descent
-    model = SUMS_DECAY * model + share * share * promise
-    after = [usual, scale, change, model, share, alpha + 0.0 * share]
-    kept = sound & _finite(usual + change + model)
-    first, second, *others = numbers
-    less = [first * AFTER_UNDOING**2, second * AFTER_UNDOING, *(0.0 * each for each in others)]
-    chosen = [
-        choose(undo, cut, choose(kept, new, old))
-        for cut, new, old in zip(less, after, numbers, strict=True)
-    ]
-    return chosen, TrustVerdict(share, undo, back)
+    ``terms`` are the sums over all vectors. They are not finite if V̂ᵀg is not, on any process.
+    """
+    state = TrustState(*numbers.unbind())
+    sound = terms.sum().abs() < math.inf
+    if not bounded:
+        after = state._replace(undone=state.undone + ~sound)
+        kept = torch.where(sound, momentum, old_momentum)
+        nothing = torch.zeros_like(sound)
+        step = torch.where(sound, step, 0.0)
+        return step, kept, last.clone(), torch.stack(after), sound, nothing
+    verdict = judge(state, terms, alpha, limit, sound)
+    undo = verdict.undo
+    new = torch.where(sound, step * verdict.share, 0.0)
+    new = torch.where(undo, verdict.back * last, new)
+    momentum = torch.where(undo, 0.0, torch.where(sound, momentum, old_momentum))
+    last = torch.where(undo, 0.0, torch.where(sound, step, last))
+    return new, momentum, last, torch.stack(verdict.state), sound | undo, undo
 
 
-class TrustRegion:
-    """What the steps so far tell of the model: six numbers, and how many steps are taken back."""
+@compiled_on_devices
+def corrections(
+    c: Tensor, step: Tensor, rest_scale: float, *scales: float | Tensor
+) -> tuple[Tensor, ...]:
+    """The coefficients −α step − s V̂ᵀd₂ for each α, and a sum that is finite if they are."""
+    steps = [-scale * step - rest_scale * c for scale in scales]
+    return *steps, torch.stack(steps).sum()
 
-    def __init__(self) -> None:
-        # The usual promise, 0 before there is one; the bound on τ by the curvature along the steps;
-        # the two sums of κ, the first without what the coming c₊ adds; τ and α of the last step.
-        # A list of numbers on the CPU, a tensor elsewhere.
-        self.numbers: list[Number] | Tensor = [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
-        self.undone: Number = 0
 
-    def follow(self, like: Tensor) -> None:
-        """Go on with numbers of a tensor's device and dtype."""
-        if like.device.type == "cpu":
-            self.numbers, self.undone = [float(x) for x in self.numbers], int(self.undone)
-        elif not isinstance(self.numbers, Tensor):
-            self.numbers = torch.tensor(self.numbers, dtype=like.dtype, device=like.device)
-            self.undone = like.new_full((), float(self.undone))
+def judge(state: TrustState, terms: Tensor, alpha: Tensor, limit: float, sound: Tensor) -> Verdict:
+    """Look at what the last step has done, and bound the one to come."""
+    predicted, descent, last = terms.unbind()
 
-    def judge(
-        self, terms: Tensor, alpha: float, limit: float, sound: bool, finite: bool
-    ) -> TrustVerdict:
-        """Look at what the last step has done, and bound the one to come, on the CPU.
+    # What has the last step done to V̂ᵀg? Without a last step the excess is 0 / 0.
+    change = state.change - state.share * last
+    excess = state.scale * change / (state.model * limit)
+    moved = (state.share * state.alpha > 0.0) & (alpha > 0.0)
+    undo = (~sound | (excess > EXPLODED)) & moved
+    back = -state.share * state.alpha / alpha
 
-        By the results of :func:`newton_terms` over all vectors and of :func:`stability_limit`, α,
-        which is not negative, whether V̂ᵀg is finite, ``sound``, and whether the gradient is.
-        """
-        self.numbers, verdict = judged(
-            list(self.numbers), terms.tolist(), alpha, limit, sound, finite
-        )
-        self.undone = self.undone + verdict.undo
-        return verdict
+    # Bound τ by the curvature along the steps.
+    grown = (state.scale * GROWTH).clamp(max=1.0)
+    scale = torch.where(excess > NEAR, state.scale * AIM / excess, grown)
 
-    def renewed(self, *, risen: bool) -> None:
-        """Go on with new pairs, which get twice the trust that the last ones had at the end.
+    # Bound it by the radius.
+    square = scale * scale * predicted
+    known = state.usual > 0.0
+    bound = torch.where(known, RADIUS * state.usual, math.inf)
+    share = scale * (bound / square).clamp(max=1.0).sqrt()
+    taken = torch.minimum(square, bound)
+    mean = USUAL_DECAY * state.usual + (1.0 - USUAL_DECAY) * taken
 
-        But no more where the loss of the curvature batch has ``risen`` since the last refresh:
-        every step promised that it would fall.
-        """
-        usual, scale, *others = self.numbers
-        twice = RENEWED * scale
-        scale = scale if risen else choose(twice > 1.0, 1.0, twice)
-        found = [usual, scale, *(0.0 * other for other in others)]
-        on_device = isinstance(self.numbers, Tensor)
-        self.numbers = torch.stack(cast(list[Tensor], found)) if on_device else found
+    # The numbers after this step; after a step back; or as they were, if this one is left out.
+    none = torch.zeros_like(share)
+    after = state._replace(
+        usual=torch.where(known, mean, taken),
+        scale=scale,
+        change=SUMS_DECAY * change + share * descent,
+        model=SUMS_DECAY * state.model + share * share * predicted,
+        share=share,
+        alpha=alpha + none,
+    )
+    cut = TrustState(
+        usual=state.usual * AFTER_UNDOING**2,
+        scale=state.scale * AFTER_UNDOING,
+        change=none,
+        model=none,
+        share=none,
+        alpha=none,
+        undone=state.undone + 1.0,
+    )
+    left_out = state._replace(undone=state.undone + 1.0)
+    numbers = torch.where(sound, torch.stack(after), torch.stack(left_out))
+    numbers = torch.where(undo, torch.stack(cut), numbers)
+    return Verdict(TrustState(*numbers.unbind()), share, undo, back)
+
+
+def renewed(numbers: Tensor, *, risen: bool) -> Tensor:
+    """The numbers with new pairs, which get twice the trust that the last ones had at the end.
+
+    But no more if the loss of the curvature batch has ``risen`` since the last refresh: every step
+    predicted that it would fall.
+    """
+    state = TrustState(*numbers.unbind())
+    none = torch.zeros_like(state.scale)
+    scale = state.scale if risen else (RENEWED * state.scale).clamp(max=1.0)
+    fresh = state._replace(scale=scale, change=none, model=none, share=none, alpha=none)
+    return torch.stack(fresh)

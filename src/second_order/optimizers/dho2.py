@@ -26,8 +26,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from second_order.fosi.curvature import FOSICurvature
 from second_order.fosi.eigenpairs import Closures
+from second_order.fosi.update import FOSICurvature
 from second_order.lanczos.closure import check_closure, check_curvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.config import FOSIOptions, ScriptOptions
@@ -51,9 +51,7 @@ class EigenpairOptimizer(SecondOrderOptimizer):
     @curvature_closure.setter
     def curvature_closure(self, closure: Closures | None) -> None:
         """Replace the curvature closure by another function, or a sequence of functions."""
-        if closure is not None:
-            check_closure(closure)
-        self._curvature.closure = closure
+        self._curvature.set_closure(closure)
 
     def step(
         self,
@@ -81,11 +79,8 @@ class EigenpairOptimizer(SecondOrderOptimizer):
         """
         if curvature_closure is not None and self.training.world.size == 1:
             check_closure(curvature_closure)  # several processes hear of it together, once due
-        self._curvature.closure_of_step = curvature_closure
-        try:
+        with self._curvature.closure_for_step(curvature_closure):
             return super().step(closure)
-        finally:
-            self._curvature.closure_of_step = None
 
     @property
     def curvature(self) -> CurvatureReport:
