@@ -40,9 +40,7 @@ class Recorder:
     def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Of gradients, nothing is compared."""
 
-    def consume(
-        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
-    ) -> None:
+    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, again: bool) -> None:
         self.pairs.append(Pair(module, x, d, pass_id))
         self.grad_enabled.append(torch.is_grad_enabled())
         self.autocast.append(torch.is_autocast_enabled("cpu"))
@@ -80,10 +78,8 @@ def summed(output: Any, call: int) -> Tensor:
 class Keeper(Recorder):
     """A recorder that keeps copies: a graph uses the memory of a pair again."""
 
-    def consume(
-        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
-    ) -> None:
-        super().consume(module, x.clone(), d.clone(), pass_id, source, again)
+    def consume(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, again: bool) -> None:
+        super().consume(module, x.clone(), d.clone(), pass_id, again)
         self.again = [*getattr(self, "again", []), again]
 
     def of(self, model: nn.Module) -> list[Pair]:

@@ -58,7 +58,6 @@ from second_order.stages import stage
 __all__ = ["Capture", "GradientScale", "StatisticsCollector"]
 
 Sampler = Callable[[Any, int], Tensor]
-ALONE = -1  # the number of an input whose memory is a graph's, or of which nothing is known
 TRANSFORMED = (
     "torch.func transforms (vmap, grad) show a layer's hooks no gradients; call the module outside "
     "of them, and backward() on its loss"
@@ -96,59 +95,56 @@ _FIRST_REPEATED = "second_order: the first backward pass that repeated a forward
 _FIRST_PASS = "second_order: the first backward pass through a compiled graph"
 
 
-@dataclass(frozen=True)
-class _Product:
-    """A product of a layer's call, whose output's gradient is awaited."""
+class _Product(NamedTuple):
+    """A product of a layer's call."""
 
     module: nn.Module
-    edge: GradientEdge  # at which it comes
     x: Any = None  # the input; None where autograd alone has it
-    source: int = ALONE  # a number of the input, as in `StatisticsCollector.consume`
     shape: torch.Size | None = None  # of the output; the gradient of its node need not have it
-    thirds: tuple[int, ...] = ()  # of an attention, the product whose gradient is awaited
+    thirds: tuple[int, ...] = ()  # of an attention, which of queries, keys and values
     assembly: Assembly | None = None  # puts an attention's pair together
 
 
 class _Call:
-    """What waits for the gradient of a product; a hook of the node, which must not hold the node.
+    """What waits for the gradient of a product: a hook of its node, which must not hold the node.
 
     It keeps the input as autograd keeps its own.
     """
 
-    def __init__(self, capture: Capture, product: _Product, sampled: bool) -> None:
+    def __init__(self, capture: Capture, product: _Product, output: int, sampled: bool) -> None:
         self._capture = weakref.ref(capture)
-        self._output = product.edge.output_nr
-        self.module, self.source = product.module, product.source
-        self._shape, self._thirds = product.shape, product.thirds
-        self._assembly = product.assembly
+        self._output = output  # of the node
         self._outer, self._repeated = _repeated_in()
         self._drawn: tuple[Tensor, Tensor, int] | None = None  # pair of drawn labels, its number
-        self._read: Callable[[], Any] | None = None  # None: autograd alone has the input
+        self._read: Callable[[], Any] | None = None  # the input; None: autograd alone has it
         x = product.x
         if x is not None:
             # Detached, as x may be changed in place and have the node behind it.
             keep = x.kept if isinstance(x, Routed) else partial(autograd.keep, x)
             self._read = x.detach().detach if sampled else keep()
-        self._freed = False
+        self._product: _Product | None = product._replace(x=None)
 
     def __call__(self, gradients: tuple[Any, ...]) -> None:
         """Take the gradients of the node's outputs."""
         capture, gradient = self._capture(), gradients[self._output]
-        if capture is None or self._freed or gradient is None or autograd.is_drawing():
+        product = self._product
+        if capture is None or product is None or gradient is None or autograd.is_drawing():
             return
         with stage("statistics"):
-            capture.take(self, gradient)
+            capture.take(self, product.module, gradient)
             if not autograd.keeps_graph():
                 # Autograd frees its own inputs now, however long the loss is kept.
-                self._freed, self._read = True, None
+                self._product = self._read = None
 
     def pair(self, gradient: Tensor, node: Any = None) -> tuple[Any, Tensor] | None:
         """The pair of the call; None if others of its products are awaited."""
-        x = input_of(node) if self._read is None else self._read()
-        x, d = x.detach(), gradient.detach()
-        if self._assembly is not None:
-            return self._assembly.add(self._thirds, x, d)
-        return x, d if self._shape is None else d.reshape(self._shape)
+        assert self._product is not None
+        _, _, shape, thirds, assembly = self._product
+        x = (input_of(node) if self._read is None else self._read()).detach()
+        d = gradient.detach()
+        if assembly is not None:
+            return assembly.add(thirds, x, d)
+        return x, d if shape is None else d.reshape(shape)
 
     def begin_pass(self) -> tuple[int, bool]:
         """The number of the pass that has come, and whether another came through before.
@@ -163,7 +159,7 @@ class _Call:
     @property
     def is_whole(self) -> bool:
         """Whether the call has no other product."""
-        return self._assembly is None
+        return self._product is not None and self._product.assembly is None
 
     def keep_drawn(self, gradient: Tensor, node: Any, number: int) -> None:
         """Keep the pair of drawn labels until the user's own pass comes by."""
@@ -242,8 +238,6 @@ class Capture:
         self._inside_root = self._told = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
-        self._last_input: tuple[weakref.ref[Tensor], int] | None = None
-        self._sources = 0  # numbers of inputs
         self._watches: list[Watch] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, release, self._hooked)
@@ -323,14 +317,19 @@ class Capture:
                 products = self._of_attention(module, args, kwargs, output)
             else:
                 products = self._of_layer(module, args, kwargs, output)
-            for product in products:
-                if product.module in layers:
-                    self._wait_for(product)
+            for product, edge in products:
+                if product.module not in layers:
+                    continue
+                sampled = self._sampler is not None
+                call = _Call(self, product, edge.output_nr, sampled)
+                if sampled:
+                    self._pending.append((call, edge))
+                cast(Any, edge.node).register_prehook(call)
 
     def _of_layer(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Any
-    ) -> list[_Product]:
-        """The product of a layer whose output is that of its product."""
+    ) -> list[tuple[_Product, GradientEdge]]:
+        """The product of a layer whose output is that of its product, and its node."""
         x: Any = input_in(args, kwargs)
         if is_experts(module):
             x = Routed.of_call(args, kwargs)
@@ -340,21 +339,16 @@ class Capture:
         if not output.requires_grad:
             return []
         shape = output.shape
-        if isinstance(x, Routed):
-            return [_Product(module, _node_of(output), x, shape=shape)]
-        rows = x.shape[:-1]
-        if len(shape) == 2 < x.dim() and rows.numel() == len(output):
-            shape = torch.Size((*rows, shape[-1]))  # a router's, of (batch, positions, in)
-        last = self._last_input
-        if last is None or last[1] != x._version or last[0]() is not x:
-            self._sources += 1
-            self._last_input = weakref.ref(x), x._version
-        return [_Product(module, _node_of(output), autograd.as_used(x), self._sources, shape)]
+        if isinstance(x, Tensor):
+            if len(shape) == 2 < x.dim() and x.shape[:-1].numel() == len(output):
+                shape = (*x.shape[:-1], shape[-1])  # a router's, of (batch, positions, in)
+            x = autograd.as_used(x)
+        return [(_Product(module, x, torch.Size(shape)), _node_of(output))]
 
     def _of_attention(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor
-    ) -> list[_Product]:
-        """The products of an attention."""
+    ) -> list[tuple[_Product, GradientEdge]]:
+        """The products of an attention, and their nodes."""
         if not output.requires_grad:
             return []
         inputs, found = projections(module, args, kwargs, output, self.fsdp)
@@ -363,37 +357,28 @@ class Capture:
         checkpointed = bool(saving) and saving[0].__module__ == "torch.utils.checkpoint"
         products = []
         for owner, node, thirds in found:
-            edge = GradientEdge(node, 0)
-            self._sources += 1
+            product = _Product(owner, None, None, thirds, apart)
             if owner is module:
                 x = autograd.as_used(inputs[thirds[0]])
-                products.append(_Product(owner, edge, x, self._sources, None, thirds, whole))
+                product = product._replace(x=x, assembly=whole)
             elif checkpointed:
                 # Of the output's projection autograd alone has the input.
                 self.missed[owner] = CHECKPOINTED
-            else:
-                products.append(_Product(owner, edge, None, self._sources, None, thirds, apart))
+                continue
+            products.append((product, GradientEdge(node, 0)))
         return products
-
-    def _wait_for(self, product: _Product) -> None:
-        """Wait for the gradient that comes to a node; no hook of the node may hold it."""
-        call = _Call(self, product, self._sampler is not None)
-        if self._sampler is not None:
-            self._pending.append((call, product.edge))
-        cast(Any, product.edge.node).register_prehook(call)
 
     # --------------------------------------------------------------------------------- gradients
 
-    def take(self, call: _Call, gradient: Tensor) -> None:
+    def take(self, call: _Call, module: nn.Module, gradient: Tensor) -> None:
         """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
-        module = call.module
         if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
             self.missed[module] = NOT_ACCUMULATED
             return
         if self._sampler is not None:
             drawn = call.pop_drawn()
             if drawn is not None:
-                self.emit(module, *drawn, call.source, False)
+                self.emit(module, *drawn, False)
             if call.is_whole:
                 with torch.no_grad(), torch.autocast(gradient.device.type, enabled=False):
                     self._consumer.look(module, *cast(Any, call.pair(gradient)))
@@ -408,7 +393,7 @@ class Capture:
             return
         pass_id, again = call.begin_pass()
         if pair is not None:
-            self.emit(module, *pair, pass_id, call.source, again)
+            self.emit(module, *pair, pass_id, again)
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Take a pair that the backward of a compiled graph delivers; its memory is the graph's."""
@@ -422,15 +407,13 @@ class Capture:
             # A backward that is compiled as a whole has no nodes, and runs once.
             pass_id = autograd.current_pass()
             again = _seen_before(_FIRST_PASS, pass_id)
-            self.emit(module, x, gradient, pass_id, ALONE, again)
+            self.emit(module, x.clone(), gradient.clone(), pass_id, again)
 
-    def emit(
-        self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, source: int, again: bool
-    ) -> None:
+    def emit(self, module: nn.Module, x: Tensor, d: Tensor, pass_id: int, again: bool) -> None:
         """Hand a pair to the consumer, unless its layer was let go while it was in flight."""
         if module in self._observed:
             with torch.no_grad(), torch.autocast(d.device.type, enabled=False):
-                self._consumer.consume(module, x, d.detach(), pass_id, source, again)
+                self._consumer.consume(module, x, d.detach(), pass_id, again=again)
 
     # ------------------------------------------------------------------------------ drawn labels
 
@@ -585,14 +568,12 @@ class StatisticsCollector:
         x: Tensor,
         d: Tensor,
         pass_id: int,
-        source: int = -1,
         again: bool = False,
     ) -> None:
         """Add one pair to the staged statistics of its blocks.
 
-        ``pass_id`` is one number for all pairs of a backward pass, ``source`` one for layers called
-        in a row on one tensor, -1 if that is not known; ``again``: a backward pass has come through
-        this call of the layer before.
+        ``pass_id`` is one number for all pairs of a backward pass. ``again``: a backward pass has
+        come through this call of the layer before.
         """
         blocks = self._training(module)
         counted = [cast(KroneckerBlock, self.counted)] if self._counts(module) else []
@@ -643,7 +624,7 @@ class StatisticsCollector:
             if on_host:
                 self._add(block, pair, current.alive(group))
             else:
-                self._keep(block, pair, source)
+                self._keep(block, pair)
             self._unheard.append(block)
         if self.heard is not None and current.decided:
             self._tell()
@@ -738,7 +719,7 @@ class StatisticsCollector:
         fits = pair.x.shape[: len(rows)] == pair.d.shape[: len(rows)] == rows
         return fits and (kind is None or kind.rows is None)
 
-    def _keep(self, block: KroneckerBlock, pair: _Pair, source: int) -> None:
+    def _keep(self, block: KroneckerBlock, pair: _Pair) -> None:
         """Keep a pair on a device until its pass ends, or many have come."""
         x, d, group = pair.x, pair.d, pair.seen.group
         rows = None if group.certain else pair.seen
@@ -754,8 +735,7 @@ class StatisticsCollector:
         staged, number = block.staged, pair.seen.of.number
         place, partly = self._places[block], partial(self._add, block, pair)
         queued = QueuedPair(what, tensors, staged, number, self.gradient_scale, place, rows, partly)
-        # The memory of a graph's pairs, which have no source, is the graph's.
-        self.queue.add(queued, keep=source >= 0 and staged.keeps)
+        self.queue.add(queued, keep=staged.keeps)
 
     def _statistics(
         self, block: KroneckerBlock, module: nn.Module, x: Any, d: Tensor, rows: LiveRows

@@ -346,20 +346,12 @@ def _patches_of_output(module: nn.Module, bias: bool) -> FactorShape:
 
 
 def _conv_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
-    """Whether a pair has the sizes of a convolution's input and output, transposed or not."""
+    """Whether a pair has the channels of a convolution's input and output."""
     conv = cast(Convolution, module)
-    at = -len(conv.kernel_size) - 1
-    channels = (*x.shape[at : at + 1], *d.shape[at : at + 1])
-    if x.shape[:at] != d.shape[:at] or channels != (conv.in_channels, conv.out_channels):
+    channels = -len(conv.kernel_size) - 1
+    if x.dim() != d.dim() or x.dim() < -channels:
         return False
-    narrow, wide = (t.shape[at + 1 :] for t in ((x, d) if conv.transposed else (d, x)))
-    windows = (padding_per_side(conv), conv.dilation, conv.kernel_size, conv.stride)
-    for found, size, sides, dilation, kernel, stride in zip(narrow, wide, *windows, strict=True):
-        expected = (size + sum(sides) - dilation * (kernel - 1) - 1) // stride + 1
-        # A transposed one may add to its output's end.
-        if found > expected or (found < expected and not conv.transposed):
-            return False
-    return True
+    return x.shape[channels] == conv.in_channels and d.shape[channels] == conv.out_channels
 
 
 CONV = LayerKind(_conv_statistics, gradient=_conv_gradient, fits=_conv_fits)
