@@ -728,10 +728,10 @@ an expert's A moves as if it had tokens in all steps
 == kronecker/fisher.py
 micro-batches draw the same noise
   <-  contract_steps::sampled_labels_of_micro_batches_are_drawn_one_by_one
-    hash((self.step, call - self._last[1], self._rank))  =>  hash((self.step, 0, self._rank))
+    hash((self._step, call - self._last[1], self._rank))  =>  hash((self._step, 0, self._rank))
 ranks draw the same noise  <-  kaisa::ranks_draw_labels_of_their_own
-  - hash((self.step, call - self._last[1], self._rank))
-  + hash((self.step, call - self._last[1], 0))
+  - hash((self._step, call - self._last[1], self._rank))
+  + hash((self._step, call - self._last[1], 0))
 a coin that falls the other way
   <-  invariants_factors::14_labels_are_drawn_from_the_models_distribution
     (uniform < output.sigmoid())  =>  (uniform > output.sigmoid())

@@ -294,9 +294,9 @@ class Layers:
     def expect(self, due: bool) -> None:
         """Capture during the coming passes only if the coming step wants statistics."""
         self.expecting = due
-        self.capture.gate.open = due
+        self.capture.gate.set(due)
         if self._sampler is not None:
-            self._sampler.step = self._training.steps
+            self._sampler.begin_step(self._training.steps)
 
     @property
     def reduction(self) -> Reduction:

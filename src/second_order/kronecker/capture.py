@@ -238,7 +238,6 @@ class Capture:
         self._inside_root = self._told = False
         self._pending: list[tuple[_Call, GradientEdge]] = []
         self._compiler: Any = None  # what compiles where the model is called, while it runs eagerly
-        self._watches: list[Watch] = []
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         weakref.finalize(self, release, self._hooked)
 
@@ -264,15 +263,11 @@ class Capture:
         for module, kind in kinds:
             watch = Watch(self, module, self.gate, self._sampler is not None)
             hook_of(module, kind).watches.append(watch)
-            self._watches.append(watch)
             self._hooked.add(module)
 
     def detach(self, keep: bool = False) -> None:
         """Watch nothing any more, forget pairs in flight, and remove every hook, or keep them."""
-        for watch in self._watches:
-            watch.gone = True
-        self._watches.clear()
-        release(self._hooked, keep=keep)
+        release(self._hooked, self, keep=keep)
         self._observed = weakref.WeakSet()
         self._pending.clear()
         if not keep:
@@ -559,7 +554,7 @@ class StatisticsCollector:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
         for block in self._training(module):
             if (self.verifies_always or block.looks) and block.fits_pair(module, x, d):
-                with stage("statistics"), ieee_matmul(d.device):
+                with ieee_matmul(d.device):
                     block.look(module, x, d, self.fsdp)
 
     def consume(
@@ -749,7 +744,7 @@ class StatisticsCollector:
         form = Form(block.trains_bias, approximation, packed, rows)
         x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         plain = torch.autocast(d.device.type, enabled=False)
-        with torch.no_grad(), plain, stage("statistics"), ieee_matmul(d.device):
+        with torch.no_grad(), plain, ieee_matmul(d.device):
             return block.statistics(module, x, d.to(wide), form)
 
 

@@ -86,16 +86,20 @@ def logits_of(output: Any) -> Tensor:
 
 
 class LabelSampler:
-    """Draws labels by a seed of the rank, the pass and ``step``, which is set before the passes."""
+    """Draws labels by a seed of the rank, the pass and the step."""
 
     def __init__(self, likelihood: Likelihood, rank: int) -> None:
-        self.step = 0
+        self._step = 0
         self._likelihood, self._rank = likelihood, rank
         self._last = (0, 0)  # the last step, and its first call
 
+    def begin_step(self, step: int) -> None:
+        """Set the step whose passes come next."""
+        self._step = step
+
     def __call__(self, output: Any, call: int) -> Tensor:
         """The loss on labels drawn for the ``call``-th pass since the beginning."""
-        if self._last[0] != self.step:
-            self._last = (self.step, call)
-        seed = hash((self.step, call - self._last[1], self._rank)) % 2**63
+        if self._last[0] != self._step:
+            self._last = (self._step, call)
+        seed = hash((self._step, call - self._last[1], self._rank)) % 2**63
         return sampled_loss(output, self._likelihood, seed)

@@ -58,13 +58,17 @@ class Gate:
 
     open = True
 
+    def set(self, is_open: bool) -> None:
+        """Open or close it for the passes to come."""
+        self.open = is_open
+
 
 class Watch:
     """A capture's interest in a module, as the module's hooks and compiled graphs see it."""
 
     def __init__(self, capture: Any, module: nn.Module, gate: Gate, drawn: bool) -> None:
         self.capture, self.module = weakref.ref(capture), weakref.ref(module)
-        self.gate, self.gone = gate, False  # the interest is over
+        self.gate = gate
         self.drawn = drawn  # gradients are those of drawn labels, of which graphs know nothing
         number = next(_numbers)  # that graphs know the watch by
         with torch.inference_mode(False):
@@ -266,11 +270,11 @@ def hook_of(module: nn.Module, kind: type[WatchHook]) -> WatchHook:
     return hook
 
 
-def release(modules: Iterable[nn.Module], *, keep: bool = False) -> None:
-    """Forget watches of nobody, and take off hooks by which nobody watches, or keep them."""
+def release(modules: Iterable[nn.Module], capture: Any = None, *, keep: bool = False) -> None:
+    """Forget the watches of a capture, and of those that are gone; remove unused hooks, or not."""
     for module in modules:
         for hooks, key, hook in _hooks(module):
-            hook.watches[:] = [w for w in hook.watches if not w.gone and w.capture() is not None]
+            hook.watches[:] = [w for w in hook.watches if w.capture() not in (None, capture)]
             if not (hook.watches or keep):
                 del hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)

@@ -30,7 +30,6 @@ from second_order.kronecker.layers import (
 from second_order.kronecker.rows import BackwardPass, RowGroup
 from second_order.kronecker.stacks import as_stack, in_groups, most_elements
 from second_order.kronecker.triangles import pack_upper_triangular
-from second_order.stages import stage
 
 __all__ = ["LinearPair", "PairQueue", "QueuedPair", "SeenRows"]
 
@@ -237,7 +236,7 @@ def _bring_all(ready: Iterable[_Ready]) -> None:
     for group in in_groups(keys):
         device = keys[group[0]][0]
         plain = torch.autocast(device.type, enabled=False)
-        with torch.no_grad(), plain, stage("statistics"), ieee_matmul(device):
+        with torch.no_grad(), plain, ieee_matmul(device):
             _bring([ordered[i][2] for i in group])
 
 
