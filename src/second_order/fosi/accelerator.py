@@ -17,7 +17,7 @@ Before a collective, all accelerators agree on whether one of them has failed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence, Sized
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -160,7 +160,7 @@ class Accelerating(Team):
 
         self._loss_fn = self._together(prepare)
         measured = vector.hessian(self._loss_fn, options.hvp, options.curvature)
-        with stage("lanczos"), closing(measured), measured as space:
+        with stage("lanczos"), measured as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             loss = space.loss()
 

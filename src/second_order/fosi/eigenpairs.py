@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -127,7 +126,7 @@ class RefreshedPairs:
         training, options = self._training, self._options
         with stage("lanczos"):
             measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-            with closing(measured), measured as space:
+            with measured as space:
                 pairs = self._find(space)
                 loss = space.loss()
             usable = not pairs.trouble and math.isfinite(loss) and not self._vanished(pairs.values)
@@ -156,14 +155,15 @@ class RefreshedPairs:
     def _find(self, space: RowSpace) -> Pairs:
         """The eigenpairs, from the last ones if they are finite."""
         # Read with the first numbers of Lanczos, so that the host synchronizes once.
-        space.asked = [TrustState(*self.trust.unbind()).undone]
+        undone = TrustState(*self.trust.unbind()).undone
+        space.read_along([undone])
         fresh = space.random(self._options.seed + self._training.steps, 1 / math.sqrt(space.size))
         start = fresh
         if warm := self.subspace is not None and self._options.warm_start:
             old = self.subspace.basis.rows_of_sum(space.rows) / math.sqrt(self.subspace.basis.count)
             start = old.add_(fresh, alpha=FRESH)
         pairs = wanted_pairs(space, start, self._options, warm=warm, expected=self._expected)
-        self._warn_of_steps(*(space.told or [float(space.asked[0])]))
+        self._warn_of_steps(*(space.told or [float(undone)]))
         if warm and pairs.trouble:  # the last vectors were not finite, perhaps
             pairs = wanted_pairs(space, fresh, self._options)
         self._expected = 0 if pairs.trouble else len(pairs.basis)

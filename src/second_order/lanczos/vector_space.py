@@ -48,8 +48,8 @@ class RowSpace(Space):
         super().__init__(hessian.product, hessian.size, dtype, hessian.params[0].device)
         bounds = row_bounds(hessian.size, world.size)
         self.error: Exception | None = None
-        self.asked: Sequence[Tensor] = ()  # scalars that a device is to be asked for by the way
-        self.told: Sequence[float] = ()  # what it has told of them
+        self._along: Sequence[Tensor] = ()  # scalars to read with the next coefficients
+        self.told: Sequence[float] = ()  # their values
         self._sums: Sequence[float] = ()  # of losses and examples, likewise
         self._hessian, self._world, self._sign, self._mine = hessian, world, sign, mine
         self.rows = slice(bounds[world.rank], bounds[world.rank + 1])
@@ -63,16 +63,12 @@ class RowSpace(Space):
                 self.error = error
             self.raise_together()
         except BaseException:
-            self.close()
+            self._hessian.__exit__()
             raise
         return self
 
-    def close(self) -> None:
-        """Put everything back."""
-        self._hessian.__exit__()
-
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        self.close()
+        self._hessian.__exit__()
         if error is not None and self.error is not None and error is not self.error:
             raise self.error from error  # what has failed here is why others do not answer
 
@@ -111,11 +107,15 @@ class RowSpace(Space):
         self._world.reduce([*h.split(self._sizes), summed], owners).wait()
         return h[self.rows] / summed
 
+    def read_along(self, scalars: Sequence[Tensor]) -> None:
+        """Read scalars on a device with the coefficients of the recurrence, into :attr:`told`."""
+        self._along = scalars
+
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
         """The values of small tensors; of a device, what else a refresh asks it."""
         if self.device.type == "cpu":
             return super().read(numbers)
-        found = super().read([*numbers, *self.asked, self._losses()])
+        found = super().read([*numbers, *self._along, self._losses()])
         count = sum(x.numel() for x in numbers)
         self.told = found[count:-2]
         self._sums = found[-2:]
