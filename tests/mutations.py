@@ -708,7 +708,9 @@ a step without examples forgets
     torch.where(present, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
 dropped statistics are not counted
   <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
-    self.dropped += 1  =>  pass
+  -             found = {k: torch.zeros_like(factor) for k, factor in found.items()}
+  -             self.dropped.add_(1)
+  +             found = {k: torch.zeros_like(factor) for k, factor in found.items()}
 a gradient's scale once instead of squared
   <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
     found[letter].mul_(gradient_scale**2)  =>  found[letter].mul_(gradient_scale)

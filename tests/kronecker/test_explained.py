@@ -45,8 +45,8 @@ def judged() -> Iterator[dict[str, float]]:
     found: dict[str, float] = {}
     inner = KroneckerBlock.judge
 
-    def judge(block: KroneckerBlock, residual: float) -> None:
-        found[block.name] = max(residual, found.get(block.name, 0.0))
+    def judge(block: KroneckerBlock, residual: float | None) -> None:
+        found[block.name] = max(residual or 0.0, found.get(block.name, 0.0))
         inner(block, residual)
 
     with patch.object(KroneckerBlock, "judge", judge):

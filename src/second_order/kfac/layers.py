@@ -330,7 +330,7 @@ class Layers:
             if explanation is not None and explanation.known:
                 found[block] = explanation
             elif explanation is not None:
-                block.skip_comparison()
+                block.judge(None)
         for block, residual in zip(found, residuals(list(found.values())), strict=True):
             if math.isfinite(residual):
                 block.judge(residual)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.autograd import params_in_pass
-from second_order.kronecker.explanation import TOLERANCE, Explanation
+from second_order.kronecker.explanation import TOLERANCE
 from second_order.kronecker.factors import (
     KroneckerFactors,
     StagedStatistics,
@@ -69,6 +69,37 @@ class LayerState:
     def unverified(self) -> bool:
         """Whether the pairs do not reproduce the gradient, so that they are not used."""
         return self.status is LayerStatus.UNVERIFIED
+
+    def note_due(self) -> None:
+        """Note that a step needs statistics."""
+        if self.status is LayerStatus.WAITING:
+            self.status = LayerStatus.NOT_CAPTURED
+
+    def note_comparison(self, residual: float | None) -> None:
+        """Note what a step's pairs leave over of the gradient; None if that cannot be known."""
+        self.comparisons += 1
+        if residual is None:
+            return
+        self.residual = residual
+        if residual > TOLERANCE:
+            self.status = LayerStatus.UNVERIFIED
+        elif self.unverified:
+            self.status = LayerStatus.NOT_CAPTURED
+
+    def note_refresh(self, *, failed: bool = False) -> None:
+        """Note how a refresh with statistics has ended; a failed one gave no valid inverse."""
+        self.silent = False
+        self.failures = self.failures + 1 if failed else 0
+
+    def note_silence(self, silent: bool) -> None:
+        """Note a refresh without statistics."""
+        self.silent = silent
+
+    def forget_factors(self) -> None:
+        """Note that the running averages start again."""
+        self.failures = 0
+        if self.status is LayerStatus.NOT_CAPTURED:
+            self.status = LayerStatus.WAITING
 
     def agreed(self) -> dict[str, Any]:
         """The entries of a checkpoint that are the same on all ranks."""
@@ -151,7 +182,7 @@ class KroneckerBlock:
         for letter in self.shape.letters:
             self.stored_shapes[letter] = self.shape.stored_shape(letter)
         self.staged = StagedStatistics(self.shape, device, self.factor_dtype)
-        self.staged.dropped += dropped
+        self.staged.dropped.add_(dropped)
         self.factors: KroneckerFactors | None = None
         self.drop_inverse()
 
@@ -256,35 +287,27 @@ class KroneckerBlock:
         weight = params_in_pass(module, fsdp).get(self.looked_at(module))
         if weight is None:
             return
-        if self.staged.explanation is None:
-            self.staged.explanation = Explanation()
         wide = torch.promote_types(d.dtype, torch.float32)
         rows = x if isinstance(x, Tensor) else x.hidden
         inputs = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         product = self.product(module, inputs, d.to(wide))
-        self.staged.explanation.add(product, rows, d, weight)
+        self.staged.explain().add(product, rows, d, weight)
 
-    def skip_comparison(self) -> None:
-        """Count a comparison that a hook of the user's on the weight makes impossible."""
-        self.state.comparisons += 1
+    def judge(self, residual: float | None) -> None:
+        """Note how much of the gradient the step's pairs leave over; drop pairs that leave much.
 
-    def judge(self, residual: float) -> None:
-        """Note how much of the gradient the step's pairs leave over; drop pairs that leave much."""
-        state = self.state
-        state.comparisons += 1
-        state.residual = residual
-        if residual > TOLERANCE:
-            state.status = LayerStatus.UNVERIFIED
+        None: a hook of the user's on the weight makes the comparison impossible.
+        """
+        self.state.note_comparison(residual)
+        if self.state.unverified:
             self.staged.clear()
-        elif state.unverified:
-            state.status = LayerStatus.NOT_CAPTURED
 
     # ------------------------------------------------------------------------------------ factors
 
     def ensure_factors(self, asked: bool = False) -> KroneckerFactors:
         """The running averages, made on first use; ``asked``: as statistics are due."""
-        if asked and self.state.status is LayerStatus.WAITING:
-            self.state.status = LayerStatus.NOT_CAPTURED
+        if asked:
+            self.state.note_due()
         if self.factors is None:
             self.factors = self._new_factors()
         return self.factors
@@ -330,9 +353,7 @@ class KroneckerBlock:
     def forget(self) -> None:
         """Start the running averages again: the layer runs on its base gradient until then."""
         self.factors = None
-        self.state.failures = 0
-        if self.state.status is LayerStatus.NOT_CAPTURED:
-            self.state.status = LayerStatus.WAITING
+        self.state.forget_factors()
         self.drop_inverse()
 
     # -------------------------------------------------------------------------------- checkpoints
@@ -406,17 +427,15 @@ class KroneckerBlock:
     def installed(self) -> None:
         """Mark the layer as solved by its gradient workers, this process or others."""
         self.solved = True
-        self.state.silent = False
-        self.state.failures = 0
+        self.state.note_refresh()
 
     def refresh_failed(self) -> None:
         """Count a refresh without a valid decomposition; a last inverse stays."""
-        self.state.silent = False
-        self.state.failures += 1
+        self.state.note_refresh(failed=True)
 
     def lost_inverse(self, silent: bool) -> None:
         """Drop the inverse at a refresh that found no statistics; ``silent``: on any process."""
-        self.state.silent = silent
+        self.state.note_silence(silent)
         self.drop_inverse()
 
     def drop_inverse(self) -> None:

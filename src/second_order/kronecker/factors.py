@@ -99,6 +99,12 @@ class StagedStatistics:
         self._first_passes: set[int] = set()
         self._passes: set[int] = set()
 
+    def explain(self) -> Explanation:
+        """The comparison of these passes' pairs with the gradient, made on first use."""
+        if self.explanation is None:
+            self.explanation = Explanation()
+        return self.explanation
+
     def knows(self, pass_id: int) -> bool:
         """Whether a backward pass has brought a pair."""
         return pass_id in self._passes
@@ -145,7 +151,7 @@ class StagedStatistics:
         if not math.isfinite(record.sum()):
             record.zero_()
             found = {k: torch.zeros_like(factor) for k, factor in found.items()}
-            self.dropped += 1
+            self.dropped.add_(1)
         put([(self, pass_id, found, record)])
 
     def drop_changed(self) -> None:
