@@ -21,7 +21,6 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import Layout
 from second_order.kronecker.solvers import Inverse
 from second_order.kronecker.stacks import as_stack, in_groups
-from second_order.sharded import is_dtensor
 
 __all__ = [
     "CPU_BANK_BYTES",
@@ -90,10 +89,6 @@ class Bank:
         self._dtype = first.work_dtype
         self._layout = first.layout
         self.params = [p for block in self.blocks for p in block.params]
-        # Of layers that have been renewed: P by the last inverses, or these, to be compared; and
-        # P₀ · P, |P₀|² and |P|².
-        self.before: dict[KroneckerBlock, Inverse | Tensor] = {}
-        self.changes: dict[KroneckerBlock, Tensor] = {}
 
     def some(self, blocks: Sequence[KroneckerBlock]) -> Bank:
         """The bank of some of the layers, in their order; with views of inverses if in a row."""
@@ -148,51 +143,6 @@ class Bank:
             return self.inverse.precondition(gradient)
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
-    def keep_before(self, renewed: Iterable[KroneckerBlock], dtype: torch.dtype) -> None:
-        """Keep P by the inverses in use, or these where gradients are in shards, to tell a change.
-
-        The layers are those whose inverses are about to be ``renewed``.
-        """
-        whole: list[KroneckerBlock] = []
-        for block in renewed:
-            self.before.pop(block, None)
-            if block.inverse is not None and is_dtensor(block.weight):
-                self.before[block] = block.inverse
-            elif block.inverse is not None and block.has_gradient:
-                whole.append(block)
-        if whole:
-            some = self.some(whole)
-            results = some.by_layer(some.precondition(some.gradient(), dtype))
-            self.before |= zip(whole, results, strict=True)
-
-    def changes_by(
-        self, blocks: Sequence[KroneckerBlock], new: Inverse, dtype: torch.dtype
-    ) -> Tensor:
-        """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of some layers by ``new`` inverses of them."""
-        some = self.some(blocks)
-        gradient = some.gradient()
-        before = some.precondition(gradient, dtype)
-        after = Bank(blocks, new).precondition(gradient, dtype)
-        return _compared(*(each.unflatten(0, (len(blocks), -1)) for each in (before, after)))
-
-    def note_change(
-        self, some: Bank, gradient: Tensor, results: Tensor, dtype: torch.dtype
-    ) -> None:
-        """Note what has changed of those among some of the layers that have been renewed."""
-        renewed, old, new = list[KroneckerBlock](), list[Tensor](), list[Tensor]()
-        both = some.by_layer(gradient), some.by_layer(results)
-        for block, part, result in zip(some.blocks, *both, strict=True):
-            before = self.before.pop(block, None)
-            if before is not None:
-                if not isinstance(before, Tensor):
-                    before = before.precondition(part.to(dtype)).to(gradient.dtype)
-                renewed.append(block)
-                old.append(before)
-                new.append(result)
-        if renewed:
-            changes = _compared(torch.stack(old), torch.stack(new)).unbind()
-            self.changes |= zip(renewed, changes, strict=True)
-
     def by_layer(self, results: Tensor) -> Sequence[Tensor]:
         """The layers' parts, ``(groups, out, in)`` each."""
         layers: Sequence[Tensor] = results.unflatten(0, (len(self.blocks), -1)).unbind()
@@ -228,13 +178,6 @@ def of_groups(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> A
         return first
     each = torch.stack([n if isinstance(n, Tensor) else like.new_tensor(n) for n in numbers])
     return each.repeat_interleave(groups) if groups > 1 else each
-
-
-def _compared(before: Tensor, after: Tensor) -> Tensor:
-    """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of results ``(layers, ...)``."""
-    before, after = before.flatten(1), after.flatten(1)
-    pairs = (before, after), (before, before), (after, after)
-    return torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
 
 
 def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:
