@@ -610,8 +610,7 @@ a Linear with an activation behind it taken for one
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
-  - factors.weight.copy_(torch.as_tensor(saved["average_weight"], device=device))
-  + factors.weight.fill_(1.0)
+    number.copy_(torch.as_tensor(saved.get(name, 0.0), device=device))  =>  number.fill_(1.0)
 a checkpoint of any shape is accepted
   <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
     tuple(saved[letter].shape) != needed:  =>  False:

@@ -176,9 +176,7 @@ def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> Kronecker
     averages = KroneckerFactors(block.shape, block.weight.device, *kept)
     averages.stored |= {k: away.get(k, block.stored(k)) for k in block.shape.letters}
     if away:
-        averages.numbers["weight"] = away["average_weight"]
-        averages.numbers["means"] = away["mean_eigenvalues"]
-        averages.numbers["examples"] = away["examples"]
+        averages.numbers.update({name: away[name] for name in averages.numbers})
     elif here is not None:
         averages.numbers.update(here.numbers)
     return averages

@@ -367,12 +367,8 @@ class KroneckerBlock:
     def saved_factors(self) -> dict[str, Tensor]:
         """The factors kept here, as a checkpoint has them; tensors are shared, not copied."""
         factors = self.ensure_factors()
-        found = {
-            "average_weight": factors.weight,
-            "mean_eigenvalues": factors.means,
-            "examples": factors.examples,
-        }
-        return found | {k: factor for k, factor in factors.stored.items() if factor is not None}
+        kept = {k: factor for k, factor in factors.stored.items() if factor is not None}
+        return {**factors.numbers, **kept}
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
         """Take over saved averages that fit; a missing one counts as lost."""
@@ -382,9 +378,8 @@ class KroneckerBlock:
         """Copy saved averages that fit, as they are kept on this process."""
         factors = self._new_factors()
         device = self.weight.device
-        factors.weight.copy_(torch.as_tensor(saved["average_weight"], device=device))
-        factors.means.copy_(saved["mean_eigenvalues"])
-        factors.examples.copy_(torch.as_tensor(saved.get("examples", 0.0), device=device))
+        for name, number in factors.numbers.items():
+            number.copy_(torch.as_tensor(saved.get(name, 0.0), device=device))
         for letter, place in factors.stored.items():
             if place is not None and letter in saved:
                 place.copy_(saved[letter])
@@ -394,12 +389,12 @@ class KroneckerBlock:
 
     def take_factors(self, entries: Mapping[str, Tensor | None]) -> None:
         """Put factors of another process in place, and what goes with them; None is a lost one."""
-        own = self.saved_factors()
+        factors = self.ensure_factors()
         for name, value in entries.items():
-            if name in self.shape.letters:
-                self.ensure_factors().stored[name] = value
+            if name in factors.stored:
+                factors.stored[name] = value
             elif value is not None:
-                own[name].copy_(value)
+                factors.numbers[name].copy_(value)
 
     def misfit(self, saved: Mapping[str, Any]) -> str:
         """Why saved factors have not this layer's sizes as it is now; "" if they have."""

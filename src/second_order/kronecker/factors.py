@@ -355,7 +355,7 @@ class KroneckerFactors:
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: Dtype in which the factors are stored.
-        numbers: By name, :attr:`weight`, :attr:`examples` and :attr:`means`.
+        numbers: By their names in a checkpoint, :attr:`weight`, :attr:`means`, :attr:`examples`.
         stored: By letter, the factors as stored; None where one is not kept, or is lost.
     """
 
@@ -370,9 +370,9 @@ class KroneckerFactors:
         self.dtype = dtype
         zeros = partial(torch.zeros, dtype=torch.promote_types(dtype, torch.float32), device=device)
         self.numbers = {
-            "weight": zeros(()),
+            "average_weight": zeros(()),
+            "mean_eigenvalues": zeros((shape.numbers, shape.groups)),
             "examples": zeros(()),
-            "means": zeros((shape.numbers, shape.groups)),
         }
         self.stored: dict[str, Tensor | None] = dict.fromkeys(shape.letters)
         for k in shape.letters:
@@ -383,7 +383,7 @@ class KroneckerFactors:
     @property
     def weight(self) -> Tensor:
         """W of the top of this file, a scalar; 0 before the first statistic."""
-        return self.numbers["weight"]
+        return self.numbers["average_weight"]
 
     @property
     def examples(self) -> Tensor:
@@ -396,7 +396,7 @@ class KroneckerFactors:
 
         Or ``(3, 1)`` with that of L; or ``(3, groups)`` with each expert's share of the examples.
         """
-        return self.numbers["means"]
+        return self.numbers["mean_eigenvalues"]
 
     def matrix(self, which: str, dtype: torch.dtype) -> Tensor:
         """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal."""
@@ -482,7 +482,7 @@ def _take_in(
 
     # The weight W. A layer of which no row has ever had a gradient has no curvature to average.
     numbers = [each.numbers for each in averages]
-    weight = own_stack(numbers, "weight")
+    weight = own_stack(numbers, "average_weight")
     present = (examples > 0) & ((means[:, 1] != 0).any(1) | (weight > 0))
     torch.where(present, weight * decay + 1.0, weight, out=weight)
 
@@ -495,7 +495,7 @@ def _take_in(
     if shape.routed:
         counts = torch.cat([counts, examples.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
-    average = own_stack(numbers, "means")
+    average = own_stack(numbers, "mean_eigenvalues")
     news = (means / _rows(counts, means)).to(average.dtype)
     steps = _rows(step, average)
     if shape.routed:
