@@ -28,21 +28,12 @@ def find(
     """Blocks and what is left to the base, by name; of all parameters, or of those in `only`."""
     only = kept.get("only", list(model.parameters()))
     owned = {id(p): p.numel() for p in only}
-    blocks, left = find_blocks(
-        model, owned, skip, kept.get("known", {}), torch.float32, True, rules
-    )
+    blocks, left = find_blocks(model, owned, skip, kept.get("known", {}), torch.float32, rules)
     assert sum(row.parameters for row in left) + sum(
-        p.numel() for block in blocks for p in everything(block)
+        p.numel() for block in blocks for p in block.owned
     ) == sum(owned.values())
     assert len({block.name for block in blocks}) == len(blocks)
     return {block.name: block for block in blocks}, {row.name: row for row in left}
-
-
-def everything(block: KroneckerBlock) -> list[nn.Parameter]:
-    """What a block has, whether it trains now or not."""
-    if isinstance(block, ExactBlock):
-        return block.owned
-    return [p for p in (block.weight, block.bias) if p is not None]
 
 
 def kinds(blocks: dict[str, KroneckerBlock]) -> dict[str, type[KroneckerBlock]]:
@@ -76,7 +67,7 @@ def test_every_parameter_is_in_one_block_or_row(name: str) -> None:
     model = ZOO[name].model()
     for rules in (None, EXACT, BlockRules(max_factor_dim=5, max_exact_dim=2)):
         blocks, _ = find(model, rules)
-        held = [id(p) for block in blocks.values() for p in everything(block)]
+        held = [id(p) for block in blocks.values() for p in block.owned]
         assert len(held) == len(set(held))
 
 
