@@ -848,7 +848,7 @@ tensors out of order taken for a stack
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking
     return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)  =>  return traces
 a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_identity
-    mirror_(matrix[..., :h, :h], lower=False)  =>  mirror_(matrix[..., :h, :h], lower=True)
+    upper.triu() + upper.triu(1).mT  =>  upper.tril() + upper.tril(-1).mT
 
 == lanczos/closure.py
 a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs

@@ -159,7 +159,8 @@ def tridiagonalise(
         return torch.tensor(both, dtype=torch.float64, device="cpu")
 
     def result(count: int, finite: bool) -> Tridiagonal:
-        return Tridiagonal(D[:count], *matrix(count), finite, products)
+        B = matrix(count)
+        return Tridiagonal(D[:count], B[0], B[1], finite, products)
 
     while len(diagonal) < iterations:
         # Make some rows of D, and read the coefficients of B.
