@@ -416,7 +416,7 @@ def _check_shapes(part: SavedPart, block: KroneckerBlock, solver: Solver) -> Non
     misfit = block.misfit(part) or block.misfit(snapshot)
     if misfit:
         raise ValueError(misfit)
-    shapes = {MEANS: (block.shape.numbers, block.shape.groups)}
+    shapes: dict[str, tuple[int, ...]] = {MEANS: (block.shape.numbers, block.shape.groups)}
     shapes[SNAPSHOT_MEANS] = shapes[MEANS]
     if block.trainable:
         shapes |= solver.saved_shapes(block.shape)

@@ -168,6 +168,7 @@ class KroneckerBlock:
                 self.owned.append(bias)
         self.factor_dtype = factor_dtype
         self.held = (True, True)
+        self.inverse: Inverse | None = None
         self.state = LayerState()
         self._last_backward = -1  # the number of the pass that brought the last pair
         self._reset(dropped=0)
@@ -226,9 +227,9 @@ class KroneckerBlock:
         """The places of the gradients of :attr:`params` in the layer's matrix."""
         return layout_of(self.shape, [p.numel() for p in self.params])
 
-    def replace_params(self, others: Mapping[Tensor, nn.Parameter]) -> None:
+    def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Put other parameters of the same shapes in the place of some of the block's."""
-        self.owned = [others.get(p, p) for p in self.owned]
+        self.owned = [cast(nn.Parameter, others.get(p, p)) for p in self.owned]
 
     def follow_requires_grad(self) -> None:
         """Start again where the bias was frozen or unfrozen, or the layer moved, if it trains."""
@@ -435,7 +436,7 @@ class KroneckerBlock:
 
     def drop_inverse(self) -> None:
         """Forget the inverse: the layer runs on its base gradient until it is solved again."""
-        self.inverse: Inverse | None = None
+        self.inverse = None
         self.solved = False
 
     @property

@@ -211,7 +211,8 @@ class ExactBlock(KroneckerBlock):
         rows = torch.cat([part.reshape(-1, *part.shape[-dims:]).flatten(1) for part in parts], 1)
         if approximation == "expand" or positions == 1:
             return rows
-        return rows.unflatten(0, (-1, positions)).sum(1)
+        summed: Tensor = rows.unflatten(0, (-1, positions)).sum(1)
+        return summed
 
 
 # -------------------------------------------------------------------------------- doubly factored

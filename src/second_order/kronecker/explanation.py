@@ -97,7 +97,8 @@ class Explanation:
             common = (rest * self.weight).sum() / self.weight.square().sum().clamp_min(1e-30)
             rest = rest - common * self.weight
         largest = torch.maximum(_norm(self.gradient), _norm(self.pairs))
-        return (_norm(rest) - self.noise).clamp_min(0.0) / largest
+        share: Tensor = (_norm(rest) - self.noise).clamp_min(0.0) / largest
+        return share
 
 
 def _arrive(
