@@ -1057,24 +1057,19 @@ two bases: special keywords without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
     return found[0], {**found[-1], **special}  =>  return found[0], found[-1]
 
-== planning/machine.py
-solves on threads planned as free where no core is idle
-  <-  planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is
-  - return self.device != "cpu" if self.spare_cores is None else self.spare_cores > 0
-  + return True
-sums between nodes of all the data  <-  planning_times::sums_come_together_inside_of_nodes_first
-  -                 share /= g
-  -
+== planning/cost.py
+inverses on threads that are free although training uses the cores
+  <-  planning_cost::inverses_on_threads_are_free_beside_a_device
+  - if setting.system == "DistKFAC" and machine.device != "cpu":
+  + if setting.system == "DistKFAC":
+factors that every rank keeps although their owners do
+  <-  planning_cost::memory_of_factors_and_inverses
+    owners_keep = is_dpkfac or setting.owned_factors  =>  owners_keep = False
 
 == planning/plan.py
-plans of settings that do not fit  <-  planning_plan::memory_is_honoured
+plans of settings that do not fit  <-  planning_plan::memory_is_honored
     fitting = [choice for choice in choices if choice.fits]  =>  fitting = list(choices)
 
-== planning/record.py
-solves on threads that hold up the step
-  <-  planning_plan::solves_on_threads_are_free_where_a_core_is_idle_and_work_where_none_is
-  -         self.clock = before
-  -
 
 == report.py
 frozen parameters in the summary's share  <-  summary::only_what_trains_is_counted_and_named

@@ -3,15 +3,13 @@
     papers                                 the keywords that reproduce a paper
     integrations                           connections to frameworks, which only users import
     optimizers                             what users make
-    planning                               what it will cost: it runs optimizers, which ask it
     measuring                              the curvature of a trained model, without an optimizer
     kfac        fosi                       two wings that know nothing of each other
+    planning                               the cost model, which kfac asks for a number of workers
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options
     safetensors files                      of what is saved
     report  errors  patterns  stages  sharded   know nothing at all
-
-`python -m second_order` (`__main__`) is the command of `planning.plan`.
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -57,19 +55,16 @@ BELOW: dict[str, set[str]] = {
     "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
     "kfac": {
         *("errors", "report", "patterns", "sharded", "stages", "options", "contract", "kronecker"),
-        "distributed",
+        *("distributed", "planning"),
     },
     "fosi": {
         *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
         "distributed",
     },
-    "planning": {
-        *("kronecker", "distributed", "kfac", "options", "contract", "stages", "optimizers"),
-        *("report", "errors", "fosi"),
-    },
+    "planning": {"errors", "options", "report", "kronecker", "distributed"},
     "optimizers": {
         *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
-        *("kfac", "fosi", "sharded", "stages", "planning"),
+        *("kfac", "fosi", "sharded", "stages"),
     },
     "integrations": {"optimizers"},
     "measuring": {
@@ -81,7 +76,6 @@ BELOW: dict[str, set[str]] = {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
         *("files", "planning", "measuring"),
     },
-    "__main__": {"planning"},
 }
 
 

@@ -29,7 +29,7 @@ from measuring import (
     steps_to,
     train_by_name,
 )
-from second_order import KAISA, Interconnect, Machine
+from second_order import KAISA, Machine
 from workloads import ResNet
 
 __all__ = ["Planned", "intervals", "kaisa_rows", "planned"]
@@ -54,23 +54,18 @@ def planned(scale: Scale) -> Planned:
     depths = (1, 1) if scale.tiny else (2, 2, 2, 2)
     torch.manual_seed(0)
     model = ResNet(widths, depths, classes=10 if scale.tiny else 1000)
-    machine = Machine.given(
-        flops={1024: 1e13}, eigh={1024: 0.1}, inverse={1024: 0.01}, bandwidth=1e12, name="any"
-    )
+    machine = Machine("any", matmul={1024: 2e-4}, eigh={1024: 0.1}, inverse={1024: 0.01})
     plan = second_order.plan(
         model,
         torch.zeros(2, 3, 32, 32),
         scale.ranks,
         machine=machine,
-        network=Interconnect.of_nodes(8, inside=(1e-5, 1e11), between=(2e-5, 1e10)),
         systems=("KAISA", "DPKFAC"),
-        solvers=("eigen",),
-        intervals=((1, 1),),
     )
-    # What the plan keeps includes gradients and the base's momentum.
-    first_order = 2 * sum(p.nbytes for p in model.parameters())
     state = {
-        choice.name.removesuffix(", eigen"): choice.kept - first_order for choice in plan.choices
+        f"{choice.setting.system} {choice.setting.mode}".strip(): choice.costs.curvature_bytes
+        for choice in plan.choices
+        if choice.setting.solver == "eigen"
     }
     return Planned(scale.ranks, "a tiny ResNet" if scale.tiny else "ResNet-18", state)
 

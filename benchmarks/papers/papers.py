@@ -5,7 +5,7 @@
 
 Measures at small scale what a paper measured on many GPUs: training runs on the digits, step times
 of small networks on one process and on two gloo processes, bytes counted on them, and memory that
-`second_order.plan` records for 64 ranks. Times are ratios of medians of steps that alternate.
+`second_order.plan` predicts for 64 ranks. Times are ratios of medians of steps that alternate.
 
 Prints the table, and writes it as JSON and into the page. Where our value does not support a claim,
 the row says why.

@@ -21,6 +21,7 @@ from second_order.distributed.assignment import (
     solve_cost,
     spread_costs,
 )
+from second_order.kfac.plan import gradient_owners
 
 COSTS: tuple[AssignmentCost, ...] = ("compute", "memory")
 DIMS = st.builds(
@@ -164,3 +165,22 @@ def test_assignment_is_that_of_its_definition(
 ) -> None:
     found = assign_layers(layers, grid, cost=cost, colocate_factors=colocate)
     assert found == plainly(layers, grid, cost, colocate)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(0, 3))), max_size=9))
+def test_gradients_of_no_layer_go_where_there_is_least(
+    gradients: list[tuple[int, int | None]],
+) -> None:
+    """The largest first, the lowest rank where several have the least."""
+    sizes = [size for size, _ in gradients]
+    expected = [owner for _, owner in gradients]
+    load = [0] * 4
+    for size, owner in gradients:
+        if owner is not None:
+            load[owner] += size
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        if expected[i] is None:
+            rank = load.index(min(load))
+            expected[i] = rank
+            load[rank] += sizes[i]
+    assert gradient_owners(sizes, [owner for _, owner in gradients], 4) == expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,12 +13,8 @@ from models import ZOO
 from ranks import kaisa, shard, vector
 from torch import nn
 
-from second_order import KAISA, Interconnect, Machine, RankMismatchError
-from second_order.kfac.plan import kaisa_plan
-from second_order.kronecker.model_blocks import find_blocks
-from second_order.optimizers.config import KFACOptions
-from second_order.planning import machine as machines
-from second_order.planning.machine import AutoFraction, workers_of
+from second_order import KAISA, RankMismatchError
+from second_order.kfac import curvature
 
 if TYPE_CHECKING:
     from pool import World
@@ -27,26 +22,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore::second_order.SecondOrderWarning")
 MLP = ZOO["mlp"]
 BATCHES = MLP.batches(3, n=12)
-
-OPTIONS = KFACOptions(damping=0.1, factor_decay=0.95, kl_clip=None, preconditioner_scale="newton")
-AUTO = AutoFraction(OPTIONS, partial(kaisa_plan, cost="compute", colocate=True, keeps_all=True))
-LAYERS = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-SIZES = {id(p): p.numel() for p in LAYERS.parameters()}
-BLOCKS, _ = find_blocks(LAYERS, SIZES, (), {}, torch.float32)
-
-
-def machine(flops: float) -> Machine:
-    return Machine.given(
-        flops, eigh={64: 1e-6}, inverse={64: 1e-6}, bandwidth=1e15, launch=1e-12, python=0.0,
-        device="cpu",
-    )  # fmt: skip
-
-
-def test_slow_links_want_all_ranks_and_slow_products_want_few() -> None:
-    """With one worker a gradient is sent at every step; with all, every rank multiplies it."""
-    slow_links = AUTO.fastest(BLOCKS, 4, machine(1e15), Interconnect.flat(1e-3, 1e6))
-    slow_products = AUTO.fastest(BLOCKS, 4, machine(1e7), Interconnect.flat(1e-9, 1e12))
-    assert (slow_links, slow_products) == (4, 1)
 
 
 def trained(model: nn.Module, optimizer: KAISA, rank: int, size: int) -> torch.Tensor:
@@ -81,14 +56,9 @@ def test_all_ranks_choose_the_same_and_train_as_if_it_were_given(world: World, s
 
 
 def force(patch: pytest.MonkeyPatch, workers: int) -> None:
-    """Rank 0 finds so many; the others another number, which nobody is to hear."""
-
-    def fastest(*_: Any) -> int:
-        return 1 if torch.distributed.get_rank() else workers
-
-    patch.setattr(machines, "measure_machine", lambda *_, **__: machine(1e9))
-    patch.setattr(machines, "measure_network", lambda *_: Interconnect.flat(1e-4, 1e9))
-    patch.setattr(AutoFraction, "fastest", fastest)
+    """Let the cost model choose this number."""
+    patch.setattr(curvature, "calibrate", lambda *_: (None, None))
+    patch.setattr(curvature, "cheapest_workers", lambda *_, **__: workers)
 
 
 def remembered(rank: int, size: int) -> Any:
@@ -148,16 +118,8 @@ def test_ranks_that_differ_are_told(world: World) -> None:
     assert all("auto" in said for said in world.run(one_rank_alone, 2))
 
 
-def test_numbers_of_gradient_workers() -> None:
-    assert workers_of(1) == [1]
-    assert workers_of(12) == [12, 6, 4, 3, 2, 1]
-    many = workers_of(4096)
-    assert (len(many), many[0], many[-1]) == (8, 4096, 1)
-    assert all(4096 % n == 0 for n in many)
-
-
 def test_one_process_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "measure_machine", None)
+    monkeypatch.setattr(curvature, "calibrate", None)
     assert workers_in(KAISA(MLP.model(), lr=0.1, grad_worker_fraction="auto")) == 1
     with pytest.raises(TypeError, match="'auto' chooses"):
         KAISA(MLP.model(), lr=0.1, grad_worker_fraction="most")  # type: ignore[arg-type]

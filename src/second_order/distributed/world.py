@@ -57,9 +57,6 @@ class World:
     Without a ``group`` it is the default group if that is initialized, otherwise this process.
     """
 
-    planned = False
-    """Whether the other ranks do not exist, and results are numbers without a meaning."""
-
     def __init__(self, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.group: dist.ProcessGroup | None = None
         self.rank = 0

@@ -84,7 +84,9 @@ from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import Inverse
 from second_order.optimizers.config import SCHEDULES, KFACOptions
-from second_order.options import AUTO, Scalar, scheduled
+from second_order.options import AUTO, Scalar, scheduled, value_at
+from second_order.planning.cost import cheapest_workers
+from second_order.planning.machine import calibrate
 from second_order.report import Summary
 from second_order.sharded import is_checkpointing
 from second_order.stages import stage
@@ -204,16 +206,35 @@ class KFAC(OfLayers):
         self._system.plan([], self.training.world.size)
         if self.helpers is not None:
             self.helpers.begin(self.training)
-        if self._system.chooser is not None and not self.layers.sharded:
+        if self._system.auto_workers and not self.layers.sharded:
             # Sharded gradients come together on one rank, whatever would be chosen.
-            self._take_workers(self._system.chooser.choose(self.training))
+            self._take_workers(self._cheapest_workers())
         self._look()
+
+    def _cheapest_workers(self) -> int:
+        """The number of gradient workers with the fastest predicted step; a collective."""
+        world = self.training.world
+        shapes = [block.shape for block in self.layers.blocks if block.trainable]
+        if world.size == 1 or not shapes:
+            return 1
+        machine, network = calibrate(self.training.device, world.group)
+        interval = self._options.refresh_interval
+        if interval is None:
+            interval = 10  # the overhead limit chooses it later
+        return cheapest_workers(
+            shapes,
+            world.size,
+            machine,
+            network,
+            solver=self._options.solver,
+            inv_update_steps=max(int(value_at(interval, 0)), 1),
+        )
 
     def _take_workers(self, workers: int) -> None:
         """Plan with so many gradient workers, at the next look at the layers."""
-        chooser, ranks = self._system.chooser, self.training.world.size
         self.workers = workers
-        self._system = replace(self._system, plan=chooser.planner(workers, ranks))
+        fraction = workers / self.training.world.size
+        self._system = replace(self._system, plan=partial(self._system.plan, fraction=fraction))
         self.layers.forget_plan()
 
     def _look(self) -> None:
@@ -534,7 +555,7 @@ class KFAC(OfLayers):
         common[MEAN_CURVATURE] = self.mean_curvature
         common[UPDATED_AT] = self._cadence.updated_at
         common[NEWLY_TRAINABLE_AT] = self.layers.newcomers_at
-        if self._system.chooser is not None:
+        if self._system.auto_workers:
             common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)
         # Before the first step, every rank has the same entries, because
         # set_optimizer_state_dict(full_state_dict=True) fails for 0-d tensors that a rank lacks.

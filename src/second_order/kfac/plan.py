@@ -218,7 +218,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 class System:
     """The choices in which the systems with Kronecker factors differ."""
 
-    plan: Planner  # makes the plan of the layers: which rank does what
+    plan: Callable[..., Plan]  # a Planner: makes the plan of the layers: which rank does what
     rules: BlockRules  # for which modules become blocks
     said: str = ""  # the system's own options, for comparison between ranks
     # Where mean gradients go: "owner", to the layers' owners alone; "all_reduce", to all ranks
@@ -230,9 +230,8 @@ class System:
     waits: bool = True  # all inverses are waited for: then that is of a refresh's cost
     pipelined: bool = False  # statistics leave for the other ranks while backward still runs
     exchange_dtype: torch.dtype | None = None  # of factors and decompositions; None for their own
-    # Chooses the number of gradient workers of a training, by `choose`, and makes the plan with so
-    # many, by `planner`; None where it is given.
-    chooser: Any = None
+    # Whether the cost model chooses the number of gradient workers: the ``fraction`` of the plan.
+    auto_workers: bool = False
 
 
 @dataclass(frozen=True)

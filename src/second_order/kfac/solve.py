@@ -229,7 +229,7 @@ class SynchronousInverter:
         for (block, letter), decomposition in zip(self._items, found, strict=True):
             if decomposition is not None:
                 parts[block][letter] = decomposition
-        retried = not all(error < attempts.tolerance for error in errors)
+        retried = not all(error < RESIDUAL_TOLERANCE for error in errors)
         self.clear()
         results = [Result(block, each) for block, each in parts.items()]
         return Collected(results, numbers, retried)
@@ -512,8 +512,6 @@ class Solves:
                 stored,
                 added=damped.added[shape.letters.index(letter)],
                 is_diagonal=letter in shape.diagonals,
-                # A plan's matrices have no meaning, and every decomposition of them is valid.
-                tolerance=math.inf if self.training.world.planned else RESIDUAL_TOLERANCE,
             )
         return Job(block, problems, self.step.costs[block])
 

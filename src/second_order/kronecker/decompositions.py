@@ -86,7 +86,6 @@ class Problem:
     stored: Tensor  # (groups, n, n); (groups, n (n + 1) / 2), a triangle; (groups, n), a diagonal
     added: Tensor | None = None  # damping added to the diagonals, (groups,)
     is_diagonal: bool = False
-    tolerance: float = RESIDUAL_TOLERANCE  # relative error up to which a decomposition is valid
 
 
 def diagonal(factor: Tensor) -> Tensor:
@@ -177,14 +176,12 @@ class Attempts:
         errors: One number for each group of each problem, in the order of the batches.
         parts: What :meth:`finish` returns if all are valid; ``()`` for a problem of a batch whose
             routine raised.
-        tolerance: The error below which a decomposition is valid.
     """
 
     def __init__(self, problems: Sequence[Problem], decompose: Decompose) -> None:
         self._problems = problems
         self._decompose = decompose
         self._batches = _batches(problems)
-        self.tolerance = max((each.tolerance for each in problems), default=RESIDUAL_TOLERANCE)
         self.parts: list[Decomposition] = [()] * len(problems)
         errors = [self._attempt(batch) for batch in self._batches]
         if not errors:
@@ -214,7 +211,7 @@ class Attempts:
         for batch in self._batches:
             for i in batch:
                 of_groups = list(islice(known, self._problems[i].groups))
-                if not all(error < self.tolerance for error in of_groups):
+                if not all(error < RESIDUAL_TOLERANCE for error in of_groups):
                     found[i] = self._retry(self._problems[i])
         return found
 
@@ -226,7 +223,7 @@ class Attempts:
         for device in dict.fromkeys([matrices.device, torch.device("cpu")]):
             with suppress(RuntimeError):
                 parts, errors = self._decompose(matrices.to(device, torch.float64))
-                if all(error < self.tolerance for error in errors.tolist()):
+                if all(error < RESIDUAL_TOLERANCE for error in errors.tolist()):
                     return tuple(part.to(matrices.device) for part in parts)
         return None
 

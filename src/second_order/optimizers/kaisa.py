@@ -37,7 +37,6 @@ from second_order.optimizers.config import (
 )
 from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
 from second_order.options import Interval, Schedule, check_patterns
-from second_order.planning.machine import AutoFraction
 
 __all__ = ["KAISA", "KroneckerOptimizer"]
 
@@ -183,20 +182,21 @@ class KAISA(KroneckerOptimizer):
             colocate_factors=colocate_factors,
         )
         own.check_with(options)
+        chooses = is_auto(grad_worker_fraction)
         plan = partial(
             kaisa_plan,
+            fraction=1.0 if chooses else float(grad_worker_fraction),
             cost="compute",
             colocate=colocate_factors,
             keeps_all=factor_exchange != "reduce",
         )
-        chooses = is_auto(grad_worker_fraction)
         system = System(
-            partial(plan, fraction=1.0 if chooses else float(grad_worker_fraction)),
+            plan,
             block_rules(options),
             str(own),
             pipelined=factor_exchange == "pipelined",
             exchange_dtype=exchange_dtype,
-            chooser=AutoFraction(options, plan) if chooses else None,
+            auto_workers=chooses,
         )
         super().__init__(
             params,

@@ -1,1 +1,1 @@
-"""What a training costs before it is run: counts of work, messages and memory, rank by rank."""
+"""What training costs on a number of ranks: predicted time, bytes and memory."""

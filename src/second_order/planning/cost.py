@@ -1,0 +1,293 @@
+"""The cost model: seconds, bytes sent and memory of a step, from the layers' sizes and their ranks.
+
+Statistics, every ``factor_update_steps``: R n² multiplications for a factor of size n with R rows
+in a rank's batch. KAISA and DistKFAC then sum all factors over the ranks.
+
+Inverses, every ``inv_update_steps``: one decomposition of each factor on its inverse rank. The
+layer's gradient workers then gather them.
+
+Preconditioning, every step: n · in · out multiplications for each factor of a layer, and twice as
+many with eigenvectors. Ranks with different layers then gather the preconditioned gradients.
+
+The busiest rank counts for each part. Packing, averaging and clipping are not
+counted, and inverses count with the bytes that they have in memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from second_order.distributed.assignment import (
+    Grid,
+    LayerAssignment,
+    LayerDims,
+    assign_layers,
+)
+from second_order.kronecker.layers import FactorShape
+from second_order.kronecker.solvers import SOLVERS
+from second_order.planning.machine import Interconnect, Machine
+
+__all__ = ["Costs", "Layer", "Part", "Setting", "cheapest_workers", "predict", "worker_counts"]
+
+SIMILAR = 0.03
+"""Settings whose steps differ by less than this share count as equally fast, because the cost model
+is no more accurate."""
+
+ITEMSIZE = 4
+"""Bytes of an element: factors, inverses and gradients are in float32."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer to plan for.
+
+    Attributes:
+        shape: The sizes of its factors.
+        rows: Number of rows of its input in one rank's batch, examples times positions.
+    """
+
+    shape: FactorShape
+    rows: int = 0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An optimizer, and those of its keywords that decide its costs.
+
+    Attributes:
+        system: "KAISA", "DPKFAC" or "DistKFAC".
+        solver: "inverse" or "eigen".
+        ranks: Number of ranks.
+        workers: Number of gradient workers of each layer.
+        factor_update_steps: Steps between two updates of the factors.
+        inv_update_steps: Steps between two refreshes.
+        owned_factors: Whether only a factor's inverse rank keeps it: ``factor_exchange="reduce"``.
+    """
+
+    system: str
+    solver: str
+    ranks: int
+    workers: int
+    factor_update_steps: int
+    inv_update_steps: int
+    owned_factors: bool = False
+
+    @property
+    def name(self) -> str:
+        """The system, the mode and the solver in words."""
+        system = f"{self.system} {self.mode}" if self.mode else self.system
+        return f"{system}, {self.solver}"
+
+    @property
+    def mode(self) -> str:
+        """KAISA's name for the number of gradient workers; "" for the other systems."""
+        if self.system != "KAISA" or self.ranks == 1:
+            return ""
+        mode = f"HYBRID {self.workers}/{self.ranks}"
+        if self.workers == self.ranks:
+            mode = "COMM-OPT"
+        elif self.workers == 1:
+            mode = "MEM-OPT"
+        return f"{mode}, reduce" if self.owned_factors else mode
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keywords of the optimizer that select this setting."""
+        keywords: dict[str, Any] = {
+            "solver": self.solver,
+            "factor_update_steps": self.factor_update_steps,
+            "inv_update_steps": self.inv_update_steps,
+        }
+        if self.system == "KAISA":
+            keywords["grad_worker_fraction"] = self.workers / self.ranks
+        if self.owned_factors:
+            keywords["factor_exchange"] = "reduce"
+        return keywords
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a step, per step: seconds, and bytes that one rank sends."""
+
+    seconds: float
+    sent: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a setting costs on the busiest rank.
+
+    Attributes:
+        parts: The parts of a step by name.
+        curvature_bytes: Bytes of factors, inverses, and the last step of preconditioned parameters,
+            from which the step scale follows.
+        pending_bytes: Bytes of statistics that wait for the next update of the factors.
+    """
+
+    parts: Mapping[str, Part]
+    curvature_bytes: int
+    pending_bytes: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds per step."""
+        return sum(part.seconds for part in self.parts.values())
+
+    @property
+    def sent(self) -> float:
+        """Bytes per step that one rank sends."""
+        return sum(part.sent for part in self.parts.values())
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """The costs of one layer: seconds each time that the work is due, and bytes."""
+
+    statistics: float
+    inverses: float
+    precondition: float
+    factor_bytes: int
+    inverse_bytes: int
+    gradient_bytes: int
+
+
+def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
+    """The costs of one layer."""
+    shape = layer.shape
+    gradient_size = shape.groups * shape.in_dim * shape.out_dim
+    factor_sizes = [math.prod(shape.stored_shape(letter)) for letter in shape.letters]
+    inverse_sizes = [math.prod(size) for size in SOLVERS[solver].saved_shapes(shape).values()]
+
+    statistics = 0.0
+    inverses = 0.0
+    precondition = 0.0
+    for letter in set(shape.letters) - set(shape.diagonals):
+        n = shape.dims[letter]
+        statistics += machine.product_seconds(layer.rows * n**2 * shape.groups)
+        inverses += shape.groups * machine.decomposition_seconds(solver, n)
+        product = machine.product_seconds(2 * n * gradient_size)
+        precondition += 2 * product if solver == "eigen" else product
+    return LayerCosts(
+        statistics=statistics,
+        inverses=inverses,
+        precondition=precondition,
+        factor_bytes=ITEMSIZE * sum(factor_sizes),
+        inverse_bytes=ITEMSIZE * sum(inverse_sizes),
+        gradient_bytes=ITEMSIZE * gradient_size,
+    )
+
+
+def predict(
+    layers: Sequence[Layer], setting: Setting, machine: Machine, network: Interconnect
+) -> Costs:
+    """Predict what the curvature costs, without the model's passes and the base optimizer."""
+    costs = [layer_costs(layer, setting.solver, machine) for layer in layers]
+    is_dpkfac = setting.system == "DPKFAC"
+
+    # Add up what each rank owns, and what each row of ranks preconditions.
+    places = assign(layers, setting)
+    owners = [place.a_solver for place in places]
+    rows = [place.row for place in places]
+    factor_bytes = _totals(owners, [each.factor_bytes for each in costs])
+    inverse_bytes = _totals(rows, [each.inverse_bytes for each in costs])
+    inverses = max(_totals(owners, [each.inverses for each in costs]).values())
+    precondition = max(_totals(rows, [each.precondition for each in costs]).values())
+    gradient_bytes = sum(each.gradient_bytes for each in costs)
+    all_factors = sum(factor_bytes.values())
+
+    # Statistics: DPKFAC's owners compute those of their own layers, and send none.
+    statistics = [each.statistics for each in costs]
+    if is_dpkfac:
+        statistics_seconds = max(_totals(owners, statistics).values())
+        exchange = Part(0.0)
+    else:
+        statistics_seconds = sum(statistics)
+        exchange = _gather(network, all_factors, setting.ranks)
+        if not setting.owned_factors:  # a reduce-scatter, and an all-gather
+            exchange = Part(2 * exchange.seconds, 2 * exchange.sent)
+
+    # DistKFAC computes inverses on threads. They cost nothing if training leaves the host idle.
+    if setting.system == "DistKFAC" and machine.device != "cpu":
+        inverses = 0.0
+    inverse_exchange = _gather(network, max(inverse_bytes.values()), setting.workers)
+
+    updates = setting.factor_update_steps
+    refreshes = setting.inv_update_steps
+    parts = {
+        "statistics": Part(statistics_seconds / updates),
+        "statistics exchange": Part(exchange.seconds / updates, exchange.sent / updates),
+        "inverses": Part(inverses / refreshes),
+        "inverse exchange": Part(
+            inverse_exchange.seconds / refreshes, inverse_exchange.sent / refreshes
+        ),
+        "precondition": Part(precondition),
+        "gradient exchange": _gather(network, gradient_bytes, setting.ranks // setting.workers),
+    }
+
+    # DistKFAC holds the inverses in use and the next ones.
+    copies = 2 if setting.system == "DistKFAC" else 1
+    owners_keep = is_dpkfac or setting.owned_factors
+    curvature_bytes = max(
+        (factor_bytes[owner] if owners_keep else all_factors) + copies * inverse_bytes[row]
+        for owner, row in zip(owners, rows, strict=True)
+    )
+    pending_bytes = max(factor_bytes.values()) if is_dpkfac else all_factors
+    return Costs(parts, curvature_bytes + gradient_bytes, pending_bytes)
+
+
+def _totals(keys: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
+    """The sum of the values with each key."""
+    totals: dict[int, Any] = defaultdict(int)
+    for key, value in zip(keys, values, strict=True):
+        totals[key] += value
+    return totals
+
+
+def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:
+    """The ranks of each layer, as the systems assign them with default settings.
+
+    A row of the grid has a layer's gradient workers: one with DPKFAC, all with DistKFAC.
+    """
+    dims = [
+        LayerDims(
+            layer.shape.groups, layer.shape.in_dim, layer.shape.out_dim, layer.shape.diagonal_a
+        )
+        for layer in layers
+    ]
+    grid = Grid(setting.ranks // setting.workers, setting.workers)
+    return assign_layers(dims, grid, cost="memory" if setting.system == "DPKFAC" else "compute")
+
+
+def _gather(network: Interconnect, nbytes: float, ranks: int) -> Part:
+    """An all-gather or reduce-scatter of n bytes in all."""
+    if ranks == 1:
+        return Part(0.0)
+    return Part(network.gather_seconds(nbytes, ranks), nbytes * (ranks - 1) / ranks)
+
+
+def worker_counts(ranks: int) -> list[int]:
+    """The possible numbers of gradient workers, the largest first."""
+    return [workers for workers in range(ranks, 0, -1) if ranks % workers == 0]
+
+
+def cheapest_workers(
+    shapes: Sequence[FactorShape],
+    ranks: int,
+    machine: Machine,
+    network: Interconnect,
+    *,
+    solver: str,
+    inv_update_steps: int,
+) -> int:
+    """KAISA's number of gradient workers with the fastest step; of similar ones, the smallest."""
+    layers = [Layer(shape) for shape in shapes]
+    seconds: dict[int, float] = {}
+    for workers in worker_counts(ranks):
+        setting = Setting("KAISA", solver, ranks, workers, inv_update_steps, inv_update_steps)
+        seconds[workers] = predict(layers, setting, machine, network).seconds
+    bound = (1 + SIMILAR) * min(seconds.values())
+    return min(workers for workers, taken in seconds.items() if taken <= bound)
