@@ -360,9 +360,6 @@ a floor by the arithmetic mean  <-  step_length::damping_has_a_floor_by_all_laye
 steps over adaptive bases that are earned under a schedule
   <-  step_length::over_adaptive_bases_steps_are_twice_as_long_while_the_rate_moves
     least, most = bounds.least_scheduled, SCHEDULED  =>  least, most = bounds.least, SCHEDULED
-steps that maximize judged as those that minimize
-  <-  step_length::to_maximize_a_negative_loss_is_to_minimize_the_loss
-    climbing if p in ascending else pairs  =>  pairs
 each rank's own changes  <-  drift::cosine_and_length_are_those_of_dense_preconditioning
     if block in local_blocks else (0.0,) * 3  =>  if True else (0.0,) * 3
 steps that are scaled by the base's side
@@ -400,15 +397,6 @@ G of a step's losses without their number
 statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
     sums_of(staged, micro_batches, terms)  =>  sums_of(staged, 1, terms)
-the recipe calls all preconditioned
-  <-  two_bases::the_recipe_tells_who_trains_what_and_how two_bases::one_base_has_a_recipe_too
-  - if block.trainable and not block.state.silent]
-  -         return [p for
-  + ]
-  +         return [p for
-frozen parameters in the share that is said  <-  summary::only_what_trains_is_counted_and_named
-  - share = _share(self.preconditioned(), training.training_params())
-  + share = _share(self.preconditioned(), members_of(training.groups))
 
 == kfac/metrics.py
 a curvature object with an absolute damping

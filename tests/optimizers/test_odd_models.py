@@ -185,18 +185,14 @@ def overflowing(rank: int, world_size: int, system: int, options: dict[str, Any]
 
 
 @pytest.mark.parametrize(("system", "options"), SPREAD)
-def test_statistics_that_overflow_in_the_sum_are_dropped_and_told_of(
+def test_statistics_that_overflow_in_the_sum_are_dropped_and_counted(
     world: World, system: int, options: dict[str, Any]
 ) -> None:
-    """Not taken for factors that cannot be decomposed; the other layer goes on."""
+    """Not taken for factors that cannot be decomposed; the other layer continues."""
     results = world.run(overflowing, 2, system, options)
     assert max(history[-1][1] for history, *_ in results) > 1.0  # decayed sum of weights
-    told = 0
     for history, said, dropped in results:
         assert all(map(torch.equal, history[-1][0], history[0][0]))
         assert dropped in (0, 5)
-        assert len(said) == bool(dropped)
-        for message in said:
-            told += 1
-            assert "the statistics of '0' overflow torch.float32 when they are added up" in message
-    assert told == (1 if KRONECKER[system] is DPKFAC else 2)  # whose owner alone knows
+        assert not said
+    assert sum(dropped > 0 for *_, dropped in results) == (1 if KRONECKER[system] is DPKFAC else 2)

@@ -144,18 +144,14 @@ class StepLength:
         ascending = {p for group in groups if group.get("maximize") for p in group["params"]}
         reporting = {*step.told}
         pairs: list[tuple[Tensor, Tensor]] = []
-        climbing: list[tuple[Tensor, Tensor]] = []
         for block in step.layers:
             valid = block.solved and not block.lost and not block.state.unverified
             if valid and (block in reporting or (rows and is_dtensor(block.weight))):
                 for p in block.params:
                     if p.grad is not None and p in last:
-                        pair = local(p.grad), last[p].to(p.device)
-                        (climbing if p in ascending else pairs).append(pair)
-        falls, climbs = _product(pairs), _product(climbing)
-        if climbs is None:
-            return falls
-        return -climbs if falls is None else falls - climbs
+                        gradient = -local(p.grad) if p in ascending else local(p.grad)
+                        pairs.append((gradient, last[p].to(p.device)))
+        return _product(pairs)
 
     def forget_step(self) -> None:
         """Drop the last step: no refresh has come that would measure it."""

@@ -39,7 +39,6 @@ from second_order.kronecker.layers import Approximation, FactorShape
 from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blocks
 from second_order.kronecker.queued import PairQueue
 from second_order.kronecker.rows import Terms
-from second_order.kronecker.stacks import numbers_of
 from second_order.optimizers.config import KFACOptions
 from second_order.options import AUTO
 from second_order.patterns import unmatched_patterns
@@ -99,8 +98,6 @@ class Layers:
         self.blocks: list[KroneckerBlock] = []  # of all layers, frozen ones too
         self.active: list[KroneckerBlock] = []  # those that train now
         self.left: list[LeftToBase] = []  # the parameters left to the base, and why
-        # Names of matrices that would have factors made of their gradients, but for FSDP2.
-        self.left_by_shards: list[str] = []
         # The first step whose passes are sure to have been captured for layers that began to train
         # in mid-run, or lost their factors.
         self.newcomers_at = -1
@@ -111,7 +108,6 @@ class Layers:
         self._seen: list[tuple[bool, torch.device, torch.Size]] | None = None
         self._shapes: list[FactorShape] = []
         self.expecting = True
-        self._overflown: dict[tuple[KroneckerBlock, ...], Tensor] = {}
         # Hears, in a backward pass, of each layer whose statistics have grown.
         self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
@@ -124,22 +120,17 @@ class Layers:
         groups = self._training.groups
         known = {id(block.weight): block for block in self.blocks}
 
-        def found_by(rules: BlockRules) -> tuple[list[KroneckerBlock], list[LeftToBase]]:
-            return find_blocks(
-                self._training.model,
-                {id(p): p.numel() for p in params},
-                options.skip_layers,
-                known,
-                options.factor_dtype,
-                rules,
-                excluded=excluded_params(groups),
-            )
-
-        blocks, left = found_by(rules)
         if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
-            # No rank has their whole gradients.
-            self.left_by_shards = [block.name for block in gradient_blocks(blocks)]
-            blocks, left = found_by(replace(rules, other_matrices="base"))
+            rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
+        blocks, left = find_blocks(
+            self._training.model,
+            {id(p): p.numel() for p in params},
+            options.skip_layers,
+            known,
+            options.factor_dtype,
+            rules,
+            excluded=excluded_params(groups),
+        )
         check_layers(groups, {block: block.owned for block in blocks})
         self.blocks, self.left = blocks, left
 
@@ -167,48 +158,40 @@ class Layers:
 
     def name_those_left(self) -> None:
         """Warn, once each, of the modules that are trained without curvature."""
-        training, skipped = self._training, self._options.skip_layers
-        for pattern in unmatched_patterns(training.model, skipped):
+        training = self._training
+        for pattern in unmatched_patterns(training.model, self._options.skip_layers):
             if training.first_time(f"pattern:{pattern}"):
                 training.warn(
                     f"skip_layers: the pattern {pattern!r} matches no module of the model"
                 )
-        left = self._left_training()
-        new = [row for row in left if training.first_time(f"left:{row}")]
-        if new:
-            share = _share(self.preconditioned(), training.training_params())
-            # FSDP2 leaves no rank the whole gradients that other_matrices='gradient' needs.
-            options = "" if self.sharded else "other_matrices='gradient', "
-            training.warn(
-                f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
-                f"alone, without curvature: {_listed({row: left[row] for row in new})}; summary() "
-                f"tells why" + ("" if share >= 0.5 else f"; more are with {options}{REMEDY}")
-            )
-        if self.left_by_shards and training.first_time("left by shards"):
-            names = self.left_by_shards[:MOST_NAMES]
-            if len(self.left_by_shards) > MOST_NAMES:
-                names.append(f"{len(self.left_by_shards) - MOST_NAMES} more")
-            training.warn(
-                f"{', '.join(names)}: under FSDP2 no rank has their whole gradients, of which "
-                f"other_matrices='auto' would make factors; {training.base_name} trains them "
-                f"alone, unlike under DistributedDataParallel"
-            )
+        new = [row for row in self._left_training() if training.first_time(f"left:{row}")]
+        if not new:
+            return
+        heard = [block for block in self.blocks if block.trainable and not block.state.silent]
+        total = sum(p.numel() for p in training.training_params())
+        share = sum(block.size for block in heard) / max(total, 1)
+        # FSDP2 leaves no rank the whole gradients that other_matrices='gradient' needs.
+        options = "" if self.sharded else "other_matrices='gradient', "
+        training.warn(
+            f"{share:.1%} of the parameters preconditioned; trained by {training.base_name} "
+            f"alone, without curvature: {_listed(new)}; summary() tells why"
+            + ("" if share >= 0.5 else f"; more are with {options}{REMEDY}")
+        )
 
-    def _left_training(self) -> dict[LeftToBase, list[Tensor]]:
-        """What is left to the base and trains now, and its parameters."""
-        ours = {id(p) for block in self.blocks for p in block.params}
-        wanted = {id(p): p for p in self._training.training_params() if id(p) not in ours}
+    def _left_training(self) -> list[LeftToBase]:
+        """The modules and parameters that the base alone trains now."""
+        covered = {id(p) for block in self.blocks for p in block.params}
+        strays = {id(p) for p in self._training.training_params()} - covered
+        trained = set(strays)
+        names: set[str] = set()
         reshard(self._training.model)
-        strays = wanted.copy()
-        by_name: dict[str, dict[int, Tensor]] = {}
         for name, p in self._training.model.named_parameters(remove_duplicate=False):
-            if id(p) in wanted:
-                for each in (name, name.rpartition(".")[0] or "(model)"):
-                    by_name.setdefault(each, {})[id(p)] = p
-                strays.pop(id(p), None)
-        by_name["(no module)"] = strays
-        found = {row: list(by_name.get(row.name, {}).values()) for row in self.left}
-        return {row: params for row, params in found.items() if params}
+            if id(p) in trained:
+                names |= {name, name.rpartition(".")[0] or "(model)"}
+                strays.discard(id(p))
+        if strays:
+            names.add("(no module)")
+        return [row for row in self.left if row.name in names]
 
     @property
     def unchanged(self) -> bool:
@@ -377,7 +360,7 @@ class Layers:
         """Update the running averages by sums over all processes, weighted by their examples.
 
         ``decay`` is the weight of the past of layers whose groups have none of their own.
-        Sums that do not fit their dtype are dropped, and noted; no device is waited for.
+        Sums that do not fit their dtype are dropped, and counted.
         """
         averages = [block.ensure_factors() for block in sums]
         before = [factor for each in averages for factor in each.stored.values()]
@@ -388,9 +371,7 @@ class Layers:
         for past, blocks in by_decay.items():
             parts = [block.ensure_factors() for block in blocks], [sums[block] for block in blocks]
             for order, over in update_averages(*parts, past):
-                ours = tuple(blocks[i] for i in order)
-                count_dropped([block.staged for block in ours], over)
-                self._overflown[ours] = over | self._overflown.get(ours, over)
+                count_dropped([blocks[i].staged for i in order], over)
         after = (factor for each in averages for factor in each.stored.values())
         if any(map(operator.is_not, before, after)):
             self._training.publish()  # frees those that have become slices of a stack
@@ -406,32 +387,6 @@ class Layers:
         return found if reduction == "mean" else 1
 
     # ------------------------------------------------------------------------- what goes wrong
-
-    @property
-    def overflown(self) -> list[Tensor]:
-        """Whether the sums since the last refresh have overflown, of layers that may have any."""
-        return list(self._overflown.values())
-
-    def tell_of_sums(self, over: Sequence[float] | None = None) -> None:
-        """Warn of layers whose sums since the last refresh have overflown, unless they are told."""
-        if not self._overflown:
-            return
-        training, noted = self._training, self._overflown
-        (over,) = numbers_of(self.overflown) if over is None else (over,)
-        self._overflown = {}
-        blocks = [block for group in noted for block in group]
-        names = [block.name for block, dropped in zip(blocks, over, strict=True) if dropped]
-        for name in names:
-            training.first_time(f"no:{name}")  # its statistics did arrive
-        if len(names) == len(self.active) > 0:
-            training.first_time("no statistics")
-        new = [repr(name) for name in names if training.first_time(f"overflow:{name}")]
-        if new:
-            training.warn(
-                f"the statistics of {', '.join(new)} overflow {self._options.factor_dtype} when "
-                f"they are added up over examples and processes: such sums are dropped; scale the "
-                f"layers' inputs or the loss down, or use factor_dtype=torch.float64"
-            )
 
     def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of those of some layers of which no statistic has ever come."""
@@ -472,11 +427,6 @@ class Layers:
         self.capture.missed.update(dict.fromkeys(block.modules, ELSEWHERE))
 
     # --------------------------------------------------------------------------------- the rest
-
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters of layers that train, and of which statistics come."""
-        heard = [block for block in self.blocks if block.trainable and not block.state.silent]
-        return [p for block in heard for p in block.params]
 
     def summary(self, said: Mapping[str, str]) -> Summary:
         """A table of every layer, and of the parameters left to the base."""
@@ -519,13 +469,6 @@ class Layers:
         self.collector.watch(())
         self.blocks, self.active, self.left, self._signature = [], [], [], ()
         self._params, self._seen = [], []
-        self._overflown = {}
-
-
-def _share(some: Iterable[Tensor], params: Iterable[Tensor]) -> float:
-    """The share of parameters that some of them are, 0 to 1."""
-    sizes = [sum(p.numel() for p in each) for each in (some, params)]
-    return sizes[0] / max(sizes[1], 1)
 
 
 def _factors(shape: FactorShape) -> str:
@@ -545,14 +488,16 @@ def _status(block: KroneckerBlock) -> str:
     return "base" if block.state.silent else "preconditioned"
 
 
-def _listed(left: Mapping[LeftToBase, Sequence[Tensor]]) -> str:
+def _listed(left: Sequence[LeftToBase]) -> str:
     """What is left to the base, the largest first, and norm layers as one."""
     norms = sum(row.norm and not row.unexpected for row in left)
     others = [row for row in left if not row.norm or row.unexpected]
-    others.sort(key=lambda row: -sum(p.numel() for p in left[row]))
-    names = list(map(str, others[:MOST_NAMES]))
-    names += [f"{len(others) - MOST_NAMES} more"] if len(others) > MOST_NAMES else []
-    names += [f"{norms} norm layer{'s' if norms > 1 else ''}"] if norms else []
+    others.sort(key=lambda row: -row.parameters)
+    names = [str(row) for row in others[:MOST_NAMES]]
+    if len(others) > MOST_NAMES:
+        names.append(f"{len(others) - MOST_NAMES} more")
+    if norms:
+        names.append(f"{norms} norm layer{'s' if norms > 1 else ''}")
     return ", ".join(names)
 
 

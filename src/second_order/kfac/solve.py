@@ -363,7 +363,7 @@ class Solves:
             with stage("solve"):
                 new = [block for block in due if block not in landing]
                 self._submit(new, mean_curvature)
-                known, numbers = self._collect(new, reads)
+                known, numbers = self._collect(reads)
             verdicts, news = self._agree(pending, news)
             with stage("solve"):
                 installed, previous = self._install(verdicts, known)
@@ -516,7 +516,7 @@ class Solves:
         return Job(block, problems, self.step.costs[block])
 
     def _collect(
-        self, due: Sequence[KroneckerBlock], reads: Sequence[Sequence[Tensor]]
+        self, reads: Sequence[Sequence[Tensor]]
     ) -> tuple[dict[KroneckerBlock, Sequence[float]], Sequence[Sequence[float]] | None]:
         """Take what is finished; returns what it changes, and the numbers, if these were read."""
         unsure = [
@@ -527,8 +527,7 @@ class Solves:
         try:
             compared, changes = self._changes()
             weights = [block.ensure_factors().weight for block in unsure]
-            groups = [self.layers.overflown, weights, changes, *reads]
-            collected = self.inverter.collect(self._must_land, groups)
+            collected = self.inverter.collect(self._must_land, [weights, changes, *reads])
         except Exception as error:
             self._fail([b for b in self.under_way if b in self.step.to_solve], error)
             self.inverter.clear()
@@ -536,12 +535,9 @@ class Solves:
         for result in collected.results:
             self._results[result.block] = result
         if collected.numbers is None:
-            if due:
-                self.layers.tell_of_sums()
             return {}, None
 
-        over, known, changed, *numbers = collected.numbers
-        self.layers.tell_of_sums(over)
+        known, changed, *numbers = collected.numbers
         for block, weight in zip(unsure, known, strict=True):
             if not weight > 0 and self.under_way[block].verdict is Verdict.OPEN:
                 self._update(block, verdict=_without_statistics(block))
