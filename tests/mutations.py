@@ -510,8 +510,6 @@ stale inverses after a change of layers
 an unexplained layer not told of to the other ranks
   <-  explained::a_layer_that_one_rank_cannot_verify_is_left_on_all
     if block.state.unverified:  =>  if False:
-the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    dampings.append(each.damping)  =>  dampings.append(self.damping)
 decompositions of threads arrive with another damping
   <-  distkfac_ranks::without_staleness_it_is_kaisa
     torch.as_tensor(n, dtype=dtype, device=device)  =>  torch.ones((), dtype=dtype)

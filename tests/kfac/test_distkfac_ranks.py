@@ -122,7 +122,12 @@ def test_all_have_the_same_parameters_however_the_threads_are_scheduled(
         {"max_staleness": 3, "inv_update_steps": 2},
         {"max_staleness": 2, "deterministic": True},
         {"max_staleness": 1, "deterministic": True, "solver": "eigen"},
-        {"max_staleness": 2, "deterministic": True, "preconditioner_scale": "gradient"},
+        {
+            "max_staleness": 2,
+            "deterministic": True,
+            "preconditioner_scale": "gradient",
+            "step_scale": False,
+        },
     ]
     results = world.run(scheduled, world_size, choices)
     for i, options in enumerate(choices):

@@ -51,7 +51,6 @@ __all__ = [
     "owners_of",
     "precondition",
     "precondition_gradients",
-    "results_changed",
     "scale",
     "write",
 ]
@@ -267,17 +266,6 @@ def last_results(
     return found
 
 
-def results_changed(
-    bank: Bank, blocks: Sequence[KroneckerBlock], new: Inverse, dtype: torch.dtype
-) -> Tensor:
-    """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of layers of a bank by ``new`` inverses of them."""
-    some = bank.some(blocks)
-    gradient = some.gradient()
-    before = some.precondition(gradient, dtype)
-    after = Bank(blocks, new).precondition(gradient, dtype)
-    return _compared(before.unflatten(0, (len(blocks), -1)), after.unflatten(0, (len(blocks), -1)))
-
-
 def compare(
     found: Iterable[Preconditioned],
     previous: Mapping[KroneckerBlock, Tensor | Inverse],
@@ -299,17 +287,12 @@ def compare(
                 before.append(last)
                 after.append(result)
         if compared:
-            rows = _compared(torch.stack(before), torch.stack(after)).unbind()
+            old = torch.stack(before).flatten(1)
+            new = torch.stack(after).flatten(1)
+            pairs = (old, new), (old, old), (new, new)
+            rows = torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1).unbind()
             changes |= zip(compared, rows, strict=True)
     return changes
-
-
-def _compared(before: Tensor, after: Tensor) -> Tensor:
-    """P₀ · P, |P₀|² and |P|², ``(layers, 3)``, of results ``(layers, ...)``."""
-    before = before.flatten(1)
-    after = after.flatten(1)
-    pairs = (before, after), (before, before), (after, after)
-    return torch.stack([torch.linalg.vecdot(*pair) for pair in pairs], 1)
 
 
 def write(

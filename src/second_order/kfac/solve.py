@@ -28,9 +28,9 @@ from second_order.errors import DecompositionError
 from second_order.kfac.group_options import values_by_layer
 from second_order.kfac.layers import Layers
 from second_order.kfac.plan import Item, StepPlan
-from second_order.kfac.precondition import last_results, results_changed
+from second_order.kfac.precondition import compare, last_results, precondition
 from second_order.kfac.schedule import Drift
-from second_order.kronecker.bank import of_groups
+from second_order.kronecker.bank import Bank, of_groups
 from second_order.kronecker.block import KroneckerBlock, LayerStatus
 from second_order.kronecker.decompositions import (
     RESIDUAL_TOLERANCE,
@@ -525,9 +525,11 @@ class Solves:
             if self.solves_at_once and not block.solved and block in self.step.to_solve
         ]
         try:
-            compared, changes = self._changes()
+            changes = self._changes()
             weights = [block.ensure_factors().weight for block in unsure]
-            collected = self.inverter.collect(self._must_land, [weights, changes, *reads])
+            collected = self.inverter.collect(
+                self._must_land, [weights, list(changes.values()), *reads]
+            )
         except Exception as error:
             self._fail([b for b in self.under_way if b in self.step.to_solve], error)
             self.inverter.clear()
@@ -544,37 +546,32 @@ class Solves:
         triples = zip(changed[0::3], changed[1::3], changed[2::3], strict=True)
         if collected.retried:  # the attempts that were compared are not what is installed
             return {}, numbers or None
-        return dict(zip(compared, triples, strict=True)), numbers or None
+        return dict(zip(changes, triples, strict=True)), numbers or None
 
-    def _changes(self) -> tuple[list[KroneckerBlock], list[Tensor]]:
+    def _changes(self) -> dict[KroneckerBlock, Tensor]:
         """What the attempted inverses would change, to be read with the errors on a device.
 
         Nothing where several processes have the parts, or a look costs more than to wait later.
         """
         alone = self.training.world.size == 1 and self.training.device.type != "cpu"
         parts = self.inverter.attempted if alone and self.drift is not None else {}
-        if not parts or () in parts.values():
-            return [], []
-        compared: list[KroneckerBlock] = []
-        changes: list[Tensor] = []
+        changes: dict[KroneckerBlock, Tensor] = {}
+        if () in parts.values():
+            return changes
+        dtype = self.options.inv_dtype
         solved = {block for block, _ in parts}
         for bank in self.step.banks:
             new = [b for b in bank.blocks if b in solved and b.inverse is not None]
             new = [b for b in new if b.has_gradient and not any(map(is_dtensor, b.params))]
             if new:
-                decomposed = [{k: parts[b, k] for k in b.shape.letters} for b in new]
-                inverse = self._combined(new[0].shape, decomposed, *self._damping_of(new))
-                changes.append(results_changed(bank, new, inverse, self.options.inv_dtype))
-                compared += new
-        return compared, changes
-
-    def _damping_of(
-        self, blocks: Sequence[KroneckerBlock]
-    ) -> tuple[list[Damping], list[Tensor] | None]:
-        """γ and the scales of layers under way, known here; None where inverses are not scaled."""
-        damped = [each for b in blocks if (each := self.under_way[b].damped) is not None]
-        scales = [each.trace for each in damped] if self.scaled else None
-        return [each.damping for each in damped], scales
+                attempts = []
+                for block in new:
+                    found = {letter: parts[block, letter] for letter in block.shape.letters}
+                    attempts.append(self._unpacked(block, found))
+                candidate = Bank(new, self._combined(new[0].shape, attempts))
+                previous = last_results(bank, new, dtype)
+                changes |= compare(precondition([candidate], dtype), previous, dtype)
+        return changes
 
     def _must_land(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way is waited for at this step; the same on every rank."""
@@ -690,37 +687,27 @@ class Solves:
             if self.drift is not None:
                 unknown = [block for block in new if block not in changes]
                 previous |= last_results(bank, unknown, self.options.inv_dtype)
-            parts: list[dict[str, Decomposition]] = []
-            dampings: list[Damping] = []
-            scales: list[Damping] = []
             for block in new:
-                each = received.pop(block)
-                parts.append(each.parts)
-                dampings.append(each.damping)
-                self.dampings[block] = each.damping
-                if each.scale is not None:
-                    scales.append(each.scale)
-                    self.scales[block] = each.scale
-            inverse = self._combined(new[0].shape, parts, dampings, scales)
+                self.dampings[block] = received[block].damping
+                scale = received[block].scale
+                if scale is not None:
+                    self.scales[block] = scale
+            inverse = self._combined(new[0].shape, [received.pop(block) for block in new])
             keeps = self.drift is not None and any(map(is_dtensor, bank.params))
             bank.install(new, inverse, keeps=keeps)
         return installed, previous
 
-    def _combined(
-        self,
-        shape: FactorShape,
-        solved: Sequence[dict[str, Decomposition]],
-        dampings: Sequence[Damping],
-        scales: Sequence[Damping] | None,
-    ) -> Inverse:
+    def _combined(self, shape: FactorShape, received: Sequence[_Received]) -> Inverse:
         """The stacked inverses of layers of a shape, of their decompositions, which are used up."""
         parts: dict[str, Decomposition] = {}
         for letter in shape.letters:
-            columns = zip(*(each.pop(letter) for each in solved), strict=True)
+            columns = zip(*(each.parts.pop(letter) for each in received), strict=True)
             parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
         like = parts["G"][-1]
+        dampings = of_groups([each.damping for each in received], shape.groups, like)
+        scales = [each.scale for each in received if each.scale is not None]
         times = of_groups(scales, shape.groups, like) if scales else None
-        return self.solver.combine(parts, of_groups(dampings, shape.groups, like), times)
+        return self.solver.combine(parts, dampings, times)
 
     def _exchanged(self, valid: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, _Received]:
         """Decompositions of the layers that this rank preconditions, and their γ and scale.
