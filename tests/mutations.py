@@ -329,11 +329,27 @@ what cannot be compiled is an error
     except Exception:  =>  except ImportError:
 
 == kfac/checkpoint.py
+a lost factor arrives as zeros  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
+    letter: None, **entries}  =>  **entries}
+inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
+    if (scale > 0) != solves.scaled:  =>  if False:
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -
 
 == kfac/curvature.py
+a chosen fraction that checkpoints forget
+  <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
+    common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
+messages forget since the beginning of a resumed run
+  <-  stats::a_first_message_forgets_no_more_than_since_the_last_update
+    self._cadence.note_update(int(shared_number(saved, UPDATED_AT, self.training.steps)))  =>  pass
+statistics that leave in the passes as sums
+  <-  loss_reduction::unequal_shares_however_statistics_travel
+    if layers.reduction != "step_mean":  =>  if True:
+an instrument without the owners' clip
+  <-  statistics::the_clip_is_the_one_that_shortened_the_gradient
+    StepInfo(refresh.installed, result.clip,  =>  StepInfo(refresh.installed, None,
 a frozen layer keeps its inverse  <-  kaisa::a_frozen_layer_holds_no_inverse
     block.drop_inverse()  =>  pass
 ranks' losses not compared  <-  loss_reduction::ranks_that_are_told_differently
@@ -351,10 +367,11 @@ a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
     snapshots[block] = snapshot  =>  pass
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
     world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
-a length of steps that is forgotten  <-  step_length::a_resumed_run_has_the_length
-    self.step_length.load(saved)  =>  pass
 
 == kfac/feedback.py
+steps that maximize judged as those that minimize
+  <-  step_length::to_maximize_a_negative_loss_is_to_minimize_the_loss
+    -local(p.grad) if p in ascending else local(p.grad)  =>  local(p.grad)
 a floor by the arithmetic mean  <-  step_length::damping_has_a_floor_by_all_layers
     (sum_of_roots / layers) ** 2  =>  sum_of_roots / layers
 steps over adaptive bases that are earned under a schedule
@@ -440,6 +457,11 @@ every gradient worker keeps an inverse of a sharded layer
     (rank, rank), _one(rank), said  =>  (rank, rank), layer.workers, said
 
 == kfac/precondition.py
+a clip of a rank's own layers alone
+  <-  dpkfac::all_layers_of_all_owners_are_clipped_by_one_coefficient
+    torch.stack(parts).sum()  =>  parts[ranks.rank]
+outliers that count in full  <-  usual_change::the_bound_is_four_times_the_running_average
+    addcmul_(change, part, value  =>  addcmul_(change, torch.ones_like(part), value
 the hook's means are lost with their owner
   <-  dpkfac::owners_that_move_after_the_backward_pass_get_the_hooks_means
     if owners.get(p, rank) != rank]  =>  if False]
@@ -452,8 +474,6 @@ a clip in lr, not lr²  <-  solvers::the_clip_takes_each_layers_own_learning_rat
     stack.new_ones(()) * rate**2  =>  stack.new_ones(()) * rate
 a clip that stretches  <-  solvers::the_clip_bounds_what_it_measures
     torch.sqrt(kl_clip / change).clamp(max=1.0)  =>  torch.sqrt(kl_clip / change)
-
-== kfac/saved_inverses.py
 
 == kfac/schedule.py
 factors that count updates  <-  defaults::factors_remember_steps_whatever_the_interval
@@ -479,6 +499,16 @@ the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucke
     parts += _returned(  =>  parts = _returned(
 
 == kfac/solve.py
+the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
+    [each.damping for each in received]  =>  [self.damping for each in received]
+layers that are due when they land wait for the next interval
+  <-  distkfac::a_layer_that_is_due_when_it_lands_is_launched_again
+    self._submit(again, mean_curvature)  =>  pass
+layers under way are launched again  <-  distkfac::never_more_than_so_many_steps_under_way
+    [block for block in due if block not in landing]  =>  list(due)
+decompositions that their solver has not rounded
+  <-  exchange_dtype::every_rank_has_the_same_numbers
+    self.solver.to_send(parts, plan.wire)  =>  self.solver.to_send(parts, None)
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
     return Verdict.SOUND if whole else Verdict.FAILED  =>  return Verdict.SOUND if whole else 1
 a lost factor is less grave than a sound one
@@ -582,6 +612,10 @@ inverses of some layers of a bank are others'
     as_stack([parts[i] for i in here])  =>  as_stack([parts[0] for i in here])
 
 == kronecker/block.py
+failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
+  -         self.state.silent = False
+  -         self.state.failures = 0
+  +         self.state.silent = False
 a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
     self.factors.stored[letter] = factor.clone()  =>  pass
 micro-batches that FSDP2 has yet to average dropped

@@ -156,8 +156,9 @@ class KFAC(OfLayers):
         self.throttle, self.drift = self._cadence.throttle, self._cadence.drift
         rule = options.trace_rule
         traces = None if rule is None else TraceRefresh((rule.upper, rule.lower))
-        parts = (training, options, self.layers, self.drift, traces)
-        self.solves = Solves(*parts, inverter=system.inverter)
+        self.solves = Solves(
+            training, options, self.layers, self.drift, traces, inverter=system.inverter
+        )
         self.mean_curvature = 0.0  # of all layers, at the last refresh
         self._step = StepPlan({}, World.alone(), World.alone())
         self._buckets: tuple[Any, list[Bucket]] = (None, [])  # and what they are made of
@@ -166,7 +167,6 @@ class KFAC(OfLayers):
         self._pipeline: Pipeline | None = None
         if system.pipelined and training.world.size > 1:
             self._pipeline = Pipeline(training, self.layers, options.factor_dtype)
-            self.layers.heard = self._pipeline.heard
         lengths = ADAPTIVE if options.adaptive else PLAIN
         self.step_length = StepLength(lengths if options.follows_steps else None)
         self._closed = False
@@ -177,6 +177,9 @@ class KFAC(OfLayers):
         self._missing: set[KroneckerBlock] = set()
         self.workers = 0  # number of gradient workers that has been chosen; 0 where it is given
         self.clip = Clip(training, options)
+        # What a checkpoint has with every layer.
+        parts = (self.throttle, self.step_length, self.clip.usual)
+        self._parts: list[Any] = [part for part in parts if part is not None]
         self.layers.find()
         self._look_at_shards()
 
@@ -239,7 +242,7 @@ class KFAC(OfLayers):
 
     def _look(self) -> None:
         self.layers.forget_plan()
-        self.layers.connect()
+        self.layers.connect(None if self._pipeline is None else self._pipeline.heard)
         if self.layers.follow():
             self._compile()
         self.layers.name_those_left()
@@ -547,11 +550,9 @@ class KFAC(OfLayers):
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """The factors that this process stores, by the layers' weights; shared, not copied."""
-        common = {**self.step_length.saved()}
-        if self.throttle is not None:
-            common |= self.throttle.saved()
-        if self.clip.usual is not None:
-            common |= self.clip.usual.saved()
+        common: dict[str, Any] = {}
+        for part in self._parts:
+            common |= part.saved()
         common[MEAN_CURVATURE] = self.mean_curvature
         common[UPDATED_AT] = self._cadence.updated_at
         common[NEWLY_TRAINABLE_AT] = self.layers.newcomers_at
@@ -564,11 +565,11 @@ class KFAC(OfLayers):
         for block in self.layers.blocks:
             if block not in self.plan and block.factors is None:
                 continue
-            part = found[block.weight] = {**common, **block.state.agreed()}
+            entries = found[block.weight] = {**common, **block.state.agreed()}
             if fresh or self._takes(block):
-                part |= block.saved_factors()
+                entries |= block.saved_factors()
             for each in (self.solves.traces, self.drift):
-                part |= {} if each is None else each.saved(block)
+                entries |= {} if each is None else each.saved(block)
         return found
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
@@ -623,11 +624,8 @@ class KFAC(OfLayers):
             self._take_workers(workers)
         if self.drift is not None:
             self.drift.load(saved, self.layers.blocks)
-        if self.throttle is not None:
-            self.throttle.load(saved)
-        self.step_length.load(saved)
-        if self.clip.usual is not None:
-            self.clip.usual.load(saved)
+        for part in self._parts:
+            part.load(saved)
         self.mean_curvature = shared_number(saved, MEAN_CURVATURE, 0.0)
         self._cadence.note_update(int(shared_number(saved, UPDATED_AT, self.training.steps)))
         self.layers.take_all_at(int(shared_number(saved, NEWLY_TRAINABLE_AT, -1)))

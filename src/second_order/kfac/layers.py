@@ -108,8 +108,6 @@ class Layers:
         self._seen: list[tuple[bool, torch.device, torch.Size]] | None = None
         self._shapes: list[FactorShape] = []
         self.expecting = True
-        # Hears, in a backward pass, of each layer whose statistics have grown.
-        self.heard: Callable[[KroneckerBlock], None] | None = None
         self._items: ItemsHook | None = None
 
     def find(self, optimized: Iterable[Tensor] | None = None) -> None:
@@ -226,8 +224,10 @@ class Layers:
 
     # -------------------------------------------------------------------------------- statistics
 
-    def connect(self) -> None:
+    def connect(self, heard: Callable[[KroneckerBlock], None] | None = None) -> None:
         """Make the capture that turns the model's passes into statistics.
+
+        ``heard`` is called in a backward pass with each layer whose statistics have grown.
 
         Raises:
             ValueError: If labels are to be sampled from a model that may not be the whole one.
@@ -257,7 +257,7 @@ class Layers:
             verifies_always=self._training.debug,
             sampled=sampled,
             drawn_rows=sampled and not callable(likelihood),
-            heard=self.heard,
+            heard=heard,
             queue=PairQueue(),
         )
         self.collector.watch(self.blocks)

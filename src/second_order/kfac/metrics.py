@@ -174,7 +174,7 @@ def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> Kronecker
     here = block.factors
     kept = block.factor_dtype, (False, False)
     averages = KroneckerFactors(block.shape, block.weight.device, *kept)
-    averages.stored |= {k: away.get(k, block.stored(k)) for k in block.shape.letters}
+    averages.stored.update({k: away.get(k, block.stored(k)) for k in block.shape.letters})
     if away:
         averages.numbers.update({name: away[name] for name in averages.numbers})
     elif here is not None:
