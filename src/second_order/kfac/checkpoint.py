@@ -57,7 +57,6 @@ __all__ = [
     "check_saved",
     "deliver_entries",
     "factor_routes",
-    "inverse_bytes",
     "inverse_routes",
     "load_factors",
     "loaded_inverse",
@@ -152,15 +151,6 @@ def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[st
         if factor is not None:
             found[f"snapshot_{letter}"] = factor
     return found
-
-
-def inverse_bytes(blocks: Sequence[KroneckerBlock], solver: Solver, dtype: torch.dtype) -> int:
-    """Bytes that the inverses of all layers add to a complete checkpoint."""
-    total = 0
-    for block in blocks:
-        for shape in solver.saved_shapes(block.shape).values():
-            total += dtype.itemsize * torch.Size(shape).numel()
-    return total
 
 
 # ------------------------------------------------------------------------------ transfer of entries

@@ -34,7 +34,6 @@ from second_order.kfac.checkpoint import (
     check_saved,
     deliver_entries,
     factor_routes,
-    inverse_bytes,
     inverse_routes,
     load_factors,
     loaded_inverse,
@@ -791,9 +790,6 @@ class KFAC(OfLayers):
             describe_group_options(self.training.groups),
             *of_layers,
         ]
-        solver, dtype = self.solves.solver, self._options.inv_dtype
-        added = inverse_bytes(list(self.plan), solver, dtype) / 2**20
-        settings.append(f"inverses add {added:.2f} MiB to a checkpoint")
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")

@@ -14,7 +14,6 @@ data, which steps loop over.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -182,13 +181,11 @@ def gradient_owners(sizes: Sequence[int], owners: Sequence[int | None], ranks: i
     for size, owner in zip(sizes, owners, strict=True):
         if owner is not None:
             load[owner] += size
-    queue = [(size, rank) for rank, size in enumerate(load)]
-    heapq.heapify(queue)
     found = list(owners)
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         if found[i] is None:
-            least, rank = queue[0]
-            heapq.heapreplace(queue, (least + sizes[i], rank))
+            rank = min(range(ranks), key=load.__getitem__)
+            load[rank] += sizes[i]
             found[i] = rank
     return [owner for owner in found if owner is not None]
 
