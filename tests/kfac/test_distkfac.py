@@ -25,7 +25,7 @@ from threaded import (
 )
 from torch import nn
 
-from second_order import DecayingClip
+from second_order import DecayingClip, PerStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -201,12 +201,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"max_staleness": -1}, "max_staleness=-1 .*None for no bound"),
     (
         {"async_inverse": False, "max_staleness": 2},
-        "async_inverse=False waits for every solve, so that max_staleness=2 .*; leave it out",
+        "async_inverse=False waits for every inverse, so that max_staleness=2 .*; leave it out",
     ),
     ({"deterministic": True}, "after exactly max_staleness steps; give max_staleness, 10 perhaps"),
     (
         {"deterministic": True, "max_staleness": 2, "stats_workers": 1},
-        "deterministic=True cannot be had with stats_workers=1.*; use stats_workers=0",
+        "deterministic=True does not work with stats_workers=1.*; use stats_workers=0",
     ),
     ({"doubly_factored": {"0": 3}}, r"doubly_factored=\{'0': 3\} is not .*\(locations, channels\)"),
     ({"doubly_factored": {"0": (3, 2)}}, "'0'.*5"),
@@ -228,7 +228,7 @@ def test_wrong_options_are_refused_before_anything_is_changed(
 def test_without_a_decay_factors_forget_evenly_in_time() -> None:
     """As many steps are remembered, however often statistics are taken."""
     found = []
-    for chosen in (None, 0.95**3, 0.95):
+    for chosen in (PerStep(0.95), 0.95**3, 0.95):
         model = CASE.model()
         options = {"factor_update_steps": 3, "max_staleness": 0}
         with distkfac(model, factor_decay=chosen, **options) as optimizer:

@@ -426,18 +426,3 @@ def test_old_inverses_are_not_kept_alive_by_the_state() -> None:
     index = [id(p) for p in model.parameters()].index(id(block.weight))
     shared = state[index]["curvature"]["inverse_A"]
     assert shared.data_ptr() == block.inverse.entries["inverse_A"].data_ptr()
-
-
-def test_a_measurement_ends_at_the_step_at_which_it_would_have_ended() -> None:
-    """And what has been measured is kept."""
-    run = Run(KAISA, "SGD", {"overhead": 0.5})
-    model = network()
-    optimizer, scheduler = run.make(model)
-    take(model, optimizer, scheduler, 0, 2)
-    model, other, scheduler = resumed(run, saved(model, optimizer, scheduler))
-    until = optimizer._curvature.budget.until
-    assert other._curvature.budget.until == until == 5
-    take(model, other, scheduler, 2, until)
-    assert not other._curvature.budget.measuring
-    _, last, _ = resumed(run, saved(model, other, scheduler))
-    assert last._curvature.budget.said == other._curvature.budget.said

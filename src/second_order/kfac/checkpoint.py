@@ -89,8 +89,13 @@ SHARED = (
 )
 """Entries that are the same in the parts of all layers."""
 
-SIZES = {PASS_HISTORY: (4,), TRACE: (2,), INVERSE_DAMPING: (2,)}
-"""Tensors of a few numbers, and their shapes."""
+SIZES: dict[str, tuple[int, ...]] = {
+    PASS_HISTORY: (4,),
+    TRACE: (2,),
+    INVERSE_DAMPING: (2,),
+    **dict.fromkeys((WEIGHT, EXAMPLES), ()),
+}
+"""Tensors of one shape for all layers."""
 
 KNOWN = (
     *(*LETTERS, *HEADS, *INVERSE_ENTRIES, STEP, DELAY, WANTED, SNAPSHOT_STEP, *SNAPSHOT_NUMBERS),

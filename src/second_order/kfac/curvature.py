@@ -94,6 +94,8 @@ __all__ = ["KFAC", "OfLayers", "StepInfo"]
 
 PRICE = {"inverse": 4.0, "eigen": 15.0}  # operations of a solve over n³ of its factors
 
+NO_REFRESH = Refresh()
+
 EXACT = 20  # first steps whose statistics travel unrounded
 
 
@@ -125,12 +127,14 @@ class StepInfo:
     Attributes:
         refreshed: The layers that have a new inverse; the same on every rank.
         clip: ν, a scalar; None where nothing was clipped.
+        keeps_step: Whether the weights before the base's step are kept.
         refresh_due: Whether the schedule had a refresh at this step.
         refresh_coming: Whether layers may be refreshed at the next step.
     """
 
     refreshed: Sequence[KroneckerBlock] = ()
     clip: Scalar | None = None
+    keeps_step: bool = False
     refresh_due: bool = False
     refresh_coming: bool = False
 
@@ -284,7 +288,7 @@ class KFAC(OfLayers):
         alone = self.training.world.size == 1 and pending is ARRIVED and solves.solves_at_once
         if alone and (layers or solves.wanted):
             observed = self._observe()  # read with the errors of the decompositions
-        refresh = Refresh()
+        refresh = NO_REFRESH
         if layers or solves.wanted or solves.under_way or self.helpers is not None:
             with stage("solve"):
                 refresh = self._refresh(layers, pending, observed)
@@ -295,7 +299,6 @@ class KFAC(OfLayers):
                 pending.wait()
         if refresh.installed and observed is None:
             observed = self._observe()
-        length.forget_step()
 
         # Precondition on the gradient workers, exchange P, clip, and write p.grad.
         with stage("precondition"):
@@ -305,13 +308,14 @@ class KFAC(OfLayers):
         if observed is not None and refresh.installed:
             self._adapt(refresh, observed, result.changes)
         coming = bool(solves.under_way) or self._cadence.may_come()
-        length.keep(self._step.layers, coming)
-        self._last = StepInfo(refresh.installed, result.clip, bool(layers), coming)
+        kept = length.keep(self._step.layers, coming)
+        self._last = StepInfo(refresh.installed, result.clip, kept, bool(layers), coming)
         return self._last
 
     def correct(self) -> None:
         """Scale the base's step, and offer the parameters to stats workers."""
-        self.step_length.scale(self._last.refresh_coming)
+        if self._last.keeps_step:
+            self.step_length.scale(self._last.refresh_coming)
         if self.helpers is not None:
             self.helpers.offer(self.training, self.solves.inverter.post)
         if self._last.refreshed:

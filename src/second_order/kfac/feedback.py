@@ -153,23 +153,21 @@ class StepLength:
                         pairs.append((gradient, last[p].to(p.device)))
         return _product(pairs)
 
-    def forget_step(self) -> None:
-        """Drop the last step: no refresh has come that would measure it."""
-        self._step = {}
+    def keep(self, blocks: Iterable[KroneckerBlock], wanted: bool) -> bool:
+        """Keep weights before the base's step, to scale it, or if :meth:`measure` may want it.
 
-    def keep(self, blocks: Iterable[KroneckerBlock], wanted: bool) -> None:
-        """Keep weights before the base's step, to scale it, or if :meth:`measure` may want it."""
-        self._before = {}
+        The step before is dropped. Returns whether any weights are kept.
+        """
+        self._step, self._before = {}, {}
         if (self._lengths is not None and wanted) or self.factor != 1.0:
             params = [p for block in blocks if block.solved for p in block.params]
             copies = torch._foreach_mul([local(p).detach() for p in params], 1.0) if params else ()
             self._before = dict(zip(params, copies, strict=True))
+        return bool(self._before)
 
     def scale(self, wanted: bool) -> None:
         """Scale the base's step by τ, if it is kept; it is kept on if it is ``wanted``."""
         before, self._before = self._before, {}
-        if not before:
-            return
         now, old = list(map(local, before)), list(before.values())
         if self.factor != 1.0:
             torch._foreach_lerp_(now, old, 1.0 - self.factor)

@@ -235,7 +235,7 @@ def precondition(
             if chosen and block.inverse is not None and block.has_gradient:
                 ready.append(block)
         if ready:
-            some = bank.some(ready)
+            some = bank if len(ready) == len(bank.blocks) else bank.some(ready)
             gradient = some.gradient(gradient_of)
             results = some.precondition(gradient, dtype)
             found.append(Preconditioned(some, gradient, results))
@@ -273,7 +273,7 @@ def compare(
 ) -> dict[KroneckerBlock, Tensor]:
     """P₀ · P, |P₀|² and |P|², ``(3,)``, of the layers of which P₀, or its inverse, is kept."""
     changes: dict[KroneckerBlock, Tensor] = {}
-    for bank, gradient, results in found if previous else ():
+    for bank, gradient, results in found:
         compared: list[KroneckerBlock] = []
         before: list[Tensor] = []
         after: list[Tensor] = []
@@ -301,9 +301,6 @@ def write(
     gradient_of: Gradients | None = None,
 ) -> None:
     """Write P, times a scalar, into the gradients."""
-    found = list(found)
-    if coefficient is not None:
-        scale([each.results for each in found], coefficient)
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for bank, _, results in found:
@@ -312,6 +309,8 @@ def write(
             if gradient is not None:
                 targets.append(gradient)
                 values.append(piece.reshape(gradient.shape))
+    if coefficient is not None and values:
+        scale(values, coefficient)
     if targets:
         torch._foreach_copy_(targets, values)
 
@@ -350,7 +349,7 @@ def precondition_gradients(
     """
     ranks, bound = step.column, clip.bound()
     found = precondition(step.banks, dtype)
-    changes = compare(found, previous, dtype)
+    changes = compare(found, previous, dtype) if previous else {}
 
     # A rank that preconditions everything clips by itself.
     if ranks.size == 1:

@@ -76,7 +76,8 @@ def precondition_rows(
             whole = _gathered(bucket, world, training.device)
         here = {piece.block for piece in bucket.pieces[world.rank]}
         found = precondition(step.banks, dtype, whole.get, here)
-        changes |= compare(found, previous, dtype)
+        if previous:
+            changes |= compare(found, previous, dtype)
         change = torch.zeros((), dtype=bucket.dtype, device=training.device)
         if bound is not None:
             change.copy_(clip.change(found))
