@@ -67,11 +67,6 @@ LEAST_PART = 4e-4  # least share of a change to keep: steps keep at least 1/50 o
 # ---------------------------------------------------------------------------------------- the clip
 
 
-def _joined(products: Sequence[Tensor]) -> Tensor:
-    """Stacks of numbers as one, on the first one's device."""
-    return torch.cat([each.to(products[0]) for each in products])
-
-
 def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> Tensor:
     """Σ lr² |P·∇| over layers, which estimates how far a step moves the model's predictions.
 
@@ -82,7 +77,7 @@ def kl_change(products: Sequence[Tensor], learning_rates: Sequence[Scalar]) -> T
         products: Stacks of P·∇ of one or more layers each; at least one stack.
         learning_rates: One rate per layer; layers of one group have the same object.
     """
-    stack = _joined(products).abs()
+    stack = torch.cat([each.to(products[0]) for each in products]).abs()
     squares: dict[int, Tensor] = {}
     for rate in learning_rates:
         if id(rate) not in squares:
@@ -173,7 +168,8 @@ class Clip:
         products = [each.products() for each in found]
         if self.usual is not None:
             # Inverses are positive: P·∇ can be negative only by rounding.
-            return _joined(products).nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
+            stack = torch.cat([each.to(products[0]) for each in products])
+            return stack.nan_to_num(0.0, posinf=0.0, neginf=0.0).sum()
         rates: dict[int, Scalar] = {}
         for group in self._training.groups:
             for p in group["params"]:
