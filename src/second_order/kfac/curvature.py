@@ -154,7 +154,6 @@ class KFAC(OfLayers):
         self.layers = Layers(training, options, system.rules, system.conv_approximation)
         self.plan: Mapping[KroneckerBlock, LayerPlan] = {}  # of each layer that trains
         self.known: dict[KroneckerBlock, LayerPlan] = {}  # of layers that have ever trained
-        self._shapes: dict[KroneckerBlock, Any] = {}  # shapes of these layers
         self._cadence = Cadence(training, options, self.layers)
         self.throttle, self.drift = self._cadence.throttle, self._cadence.drift
         rule = options.trace_rule
@@ -501,23 +500,28 @@ class KFAC(OfLayers):
         return layer is None or layer.source in (None, self.training.world.rank)
 
     def _compile(self) -> None:
-        """Compile the step anew, as layers were frozen or unfrozen since the last one."""
+        """Assign the layers that train now to ranks, and move factors to where they belong."""
         layers, steps, world = self.layers, self.training.steps, self.training.world
-        shapes = {block: block.shape for block in layers.active}
-        changed = any(self._shapes.get(block) != shape for block, shape in shapes.items())
-        self._shapes |= shapes
-        plan: Plan = self._system.plan(list(map(dims_of, layers.active)), world.size)
-        plan = with_one_worker(plan) if self.sharded else plan
-        before, wire = self.known, self._system.exchange_dtype
+        plan: Plan = self._system.plan([dims_of(block) for block in layers.active], world.size)
+        if self.sharded:
+            plan = with_one_worker(plan)
+        before = self.known
         self.plan = dict(zip(layers.active, plan.layers, strict=True))
-        pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
-        moved = any(old.source != new.source for old, new in pairs)
-        resumes = self._loaded is not None and not self._trains_others(self._loaded)
-        if not resumes and ((steps > 0 and changed) or moved):
-            layers.take_all_at(steps + 1)  # the first passes that are sure to be captured
         known = {**before, **self.plan}
         self.known = {block: known[block] for block in layers.blocks if block in known}
-        self._step = compile_step(world, plan.grid, self.plan, wire, self._takes)
+
+        # Newly trainable layers, and those of other sources, need the passes before the next step.
+        new = steps > 0 and any(block.factors is None for block in layers.active)
+        pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
+        moved = any(old.source != layer.source for old, layer in pairs)
+        resumes = self._loaded is not None and not self._trains_others(self._loaded)
+        if (new or moved) and not resumes:
+            layers.take_all_at(steps + 1)
+
+        # Hooks, factors and inverses follow.
+        self._step = compile_step(
+            world, plan.grid, self.plan, self._system.exchange_dtype, self._takes
+        )
         self._buckets, self._owners = (None, []), (None, {})
         if self._pipeline is not None:
             self._pipeline.follow(self._step.taken)
@@ -757,7 +761,7 @@ class KFAC(OfLayers):
         if self._pipeline is not None:
             self._pipeline.close()
         self._closed = True
-        self.plan, self.known, self._shapes = {}, {}, {}
+        self.plan, self.known = {}, {}
         self._step = StepPlan({}, self._step.row, self._step.column)
         self._owners = None, {}
         self._last = StepInfo()
