@@ -305,10 +305,10 @@ def write(
             if gradient is not None:
                 targets.append(gradient)
                 values.append(piece.reshape(gradient.shape))
-    if coefficient is not None and values:
-        scale(values, coefficient)
     if targets:
         torch._foreach_copy_(targets, values)
+    if coefficient is not None:
+        scale(targets, coefficient)
 
 
 def scale(tensors: Iterable[Tensor], coefficient: Scalar) -> None:
