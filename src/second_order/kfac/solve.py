@@ -298,6 +298,11 @@ class Solves:
         if self.traces is not None:
             self.traces.forget()
 
+    def _forget_under_way(self) -> None:
+        self.under_way.clear()
+        self._results.clear()
+        self.inverter.clear()
+
     def note_damping(self, damping: Damping) -> None:
         """Take over the damping of the last refresh, of a checkpoint."""
         self.damping = damping
@@ -375,8 +380,7 @@ class Solves:
         except DecompositionError:
             raise
         except BaseException:  # layers under way may have lost their results
-            self.under_way.clear()
-            self.inverter.clear()
+            self._forget_under_way()
             self.wanted = set(self.plan)
             raise
 
@@ -397,6 +401,7 @@ class Solves:
         """Begin to compute the inverses of some layers, from their running averages."""
         factors = {block: block.ensure_factors() for block in blocks}
         for block in blocks:
+            self._results.pop(block, None)
             option = self.own_dampings.get(block, self.damping)
             self.under_way[block] = Solve(self.training.steps, option, mean_curvature)
         self._begin(factors, mean_curvature)
@@ -535,7 +540,8 @@ class Solves:
             self.inverter.clear()
             return {}, None
         for result in collected.results:
-            self._results[result.block] = result
+            if result.block in self.under_way:  # else it has been agreed on without it
+                self._results[result.block] = result
         if collected.numbers is None:
             return {}, None
 
@@ -643,9 +649,7 @@ class Solves:
             return
         results = [self._results[block] for block in raised if block in self._results]
         error = next((each.error for each in results if each.error is not None), None)
-        self.under_way.clear()  # other layers', too: one error is raised once
-        self._results.clear()
-        self.inverter.clear()
+        self._forget_under_way()  # other layers', too: one error is raised once
         where = "a thread of another process" if error is None else "a thread"
         said = "" if error is None else f": {type(error).__name__}: {error}"
         names = ", ".join(repr(block.name) for block in raised)
