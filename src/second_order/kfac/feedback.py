@@ -142,7 +142,7 @@ class StepLength:
         if not last:
             return None
         ascending = {p for group in groups if group.get("maximize") for p in group["params"]}
-        reporting = {*step.told}
+        reporting = {*step.reporting}
         pairs: list[tuple[Tensor, Tensor]] = []
         for block in step.layers:
             valid = block.solved and not block.lost and not block.state.unverified
@@ -297,7 +297,7 @@ def observe(
     rates = _rates_of(training, step.layers) if follows_steps else []
     curvatures: list[Tensor] = []
     blocks: list[KroneckerBlock] = []
-    known = {b: b.factors for b in step.told if b.factors is not None}
+    known = {b: b.factors for b in step.reporting if b.factors is not None}
     for same_shape, means in stacked_means(known):
         curvatures.append(means.prod(0).mean(-1))
         blocks += same_shape
@@ -341,7 +341,7 @@ def share_feedback(
     rates = _rates_of(training, blocks) if follows_steps else []
     rate = max([0.0, *on_device, *(rate for rate in rates if not isinstance(rate, Tensor))])
 
-    reporting = [block for block in step.told if block.solved]
+    reporting = [block for block in step.reporting if block.solved]
     local_blocks = set(reporting)
     roots: list[float] = []
     for block, curvature in zip(observed.blocks, curvatures, strict=True):

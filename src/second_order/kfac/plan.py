@@ -241,7 +241,7 @@ class StepPlan:
     wire: torch.dtype | None = None  # in which decompositions travel; None for their own
     taken: Sequence[KroneckerBlock] = ()  # into whose factors the passes of this rank go
     of_gradients: Sequence[GradientBlock] = ()  # whose factors are made of gradients
-    told: Sequence[KroneckerBlock] = ()  # of which this rank tells the others after a refresh
+    reporting: Sequence[KroneckerBlock] = ()  # whose changes this rank reports after a refresh
     # The factors that this rank decomposes, by layer.
     to_solve: Mapping[KroneckerBlock, Sequence[str]] = field(default_factory=dict)
     # Of the layers that this row preconditions, the position in it of the factor's solver.
@@ -259,29 +259,29 @@ def compile_step(
     takes: Callable[[KroneckerBlock], bool],
 ) -> StepPlan:
     """List what this rank does; a collective, for the groups of its row and its column."""
-    here, rank = grid.row(grid.row_of(world.rank)), world.rank
+    rank = world.rank
+    row = grid.row(grid.row_of(rank))
     to_solve: dict[KroneckerBlock, list[str]] = {}
+    to_send: dict[Item, int] = {}
     for block, layer in layers.items():
         if rank in layer.solvers:
             to_solve[block] = [k for k in block.shape.letters if layer.solver(k) == rank]
+        if layer.workers == row:
+            for letter in block.shape.letters:
+                to_send[block, letter] = row.index(layer.solver(letter))
     return StepPlan(
-        layers,
-        world.subgroup(here),
-        world.subgroup(grid.column(grid.column_of(world.rank))),
-        wire,
-        [block for block in layers if block.watched and takes(block)],
-        [block for block in layers if isinstance(block, GradientBlock)],
-        [block for block, layer in layers.items() if layer.workers[0] == rank],
-        to_solve,
-        {
-            (block, letter): here.index(layer.solver(letter))
-            for block, layer in layers.items()
-            if layer.workers == here
-            for letter in block.shape.letters
-        },
-        {block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
-        {block: dims_of(block).cost for block in layers},
-        banks_of(block for block, layer in layers.items() if rank in layer.workers),
+        layers=layers,
+        row=world.subgroup(row),
+        column=world.subgroup(grid.column(grid.column_of(rank))),
+        wire=wire,
+        taken=[block for block in layers if block.watched and takes(block)],
+        of_gradients=[block for block in layers if isinstance(block, GradientBlock)],
+        reporting=[block for block, layer in layers.items() if layer.workers[0] == rank],
+        to_solve=to_solve,
+        to_send=to_send,
+        rows={block: layer.workers[0] // len(layer.workers) for block, layer in layers.items()},
+        costs={block: dims_of(block).cost for block in layers},
+        banks=banks_of(block for block, layer in layers.items() if rank in layer.workers),
     )
 
 
