@@ -612,10 +612,6 @@ inverses of some layers of a bank are others'
     as_stack([parts[i] for i in here])  =>  as_stack([parts[0] for i in here])
 
 == kronecker/block.py
-failures add up that are not in a row  <-  failures::failures_that_are_not_in_a_row_are_no_error
-  -         self.state.silent = False
-  -         self.state.failures = 0
-  +         self.state.silent = False
 a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
     self.factors.stored[letter] = factor.clone()  =>  pass
 micro-batches that FSDP2 has yet to average dropped
