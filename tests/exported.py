@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order import measure
-from second_order.safetensors import load_tensors
+from second_order.files import load_tensors
 
 if TYPE_CHECKING:
     from second_order import KroneckerCurvature
@@ -62,7 +62,7 @@ def measured(model: nn.Module, x: Tensor, y: Tensor, factors: Any, call: Any = N
 def files_in(folder: Path) -> dict[str, dict[str, Tensor]]:
     """The tensors of all safetensors files below a folder, by path and name."""
     paths = sorted(folder.rglob("*.safetensors"))
-    return {str(path.relative_to(folder)): load_tensors(path)[0] for path in paths}
+    return {str(path.relative_to(folder)): load_tensors(path) for path in paths}
 
 
 # ---------------------------------------------------------------------------------- kronfluence

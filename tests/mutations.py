@@ -211,15 +211,22 @@ what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_
 words that are never compared  <-  agreement::ranks_know_whether_they_have_the_same_words
     return int(both[0]) == ~int(both[1])  =>  return True
 
+== export/kronfluence.py
+sums for documents, written as means
+  <-  doors::files_for_influence_functions_say_what_the_factors_are
+    found["lambda_matrix"] = layer.corrected * terms  =>  found["lambda_matrix"] = layer.corrected
+
+== export/layers.py
+a bias's column handed to GPTQ  <-  doors::gptqs_hessian_is_that_of_the_rows_without_the_bias
+    if columns == shape.in_dim:  =>  if True:
+each rank writes
+  <-  doors::the_first_layers_owner_writes_what_one_process_would
+    return next(iter(curvature), None) in curvature.here  =>  return True
+
 == files.py
 files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole_or_not_at_all
   -             os.fsync(file.fileno())
   -
-files whose entries nobody compares  <-  files::a_flipped_bit_of_a_number_is_refused
-    spoilt = archive.testzip()  =>  spoilt = None
-tensors that claim to be folders
-  <-  files::a_flipped_bit_in_the_directory_never_gives_other_numbers
-    entry.external_attr | entry.internal_attr  =>  entry.internal_attr
 
 == fosi/accelerator.py
 maximize is forgotten where updates are judged  <-  mrdho2::uphill_on_the_negative_loss_is_downhill
@@ -798,7 +805,7 @@ a diagonal of corrected eigenvalues in their own basis
     {k: q.square() for k, q in self._vectors.items()}  =>  {}
 corrected eigenvalues without the vectors that they belong to
   <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
-    basis=basis or None)  =>  basis=None)
+    basis=basis or None,  =>  basis=None,
 relative damping by the trace
   <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
     self.trace() / math.prod(self.shape.gradient_size)  =>  self.trace()
@@ -809,9 +816,6 @@ an owner that fails alone  <-  curvature_functions::owners_together_are_what_one
 an index that is there before its layers
   <-  curvature_functions::a_folder_that_is_not_whole_is_refused
     remove_index(folder)  =>  pass
-a wrong vector is one process's own affair
-  <-  curvature_functions::owners_together_are_what_one_process_is
-    self._agreed(lambda: found.append(check()))  =>  found.append(check())
 
 == kronecker/queued.py
 a pair that is kept over zero_grad
@@ -924,82 +928,46 @@ the Hessian of the negative loss has its sign
   - weight = self._sign * self._hessian.examples
   + weight = self._hessian.examples
 
+== measuring/accumulators.py
+each call of a layer has a square of its own
+  <-  measure_terms::eigenvalues_are_of_all_calls_of_a_layer
+    if len(kept) >= self._calls[layer]:  =>  if True:
+positions that examples share pass for each one's
+  <-  measure_terms::positions_that_entries_share_have_no_gradients_of_single_ones
+    if self._is_shared(layer, x):  =>  if False:
+
 == measuring/batches.py
 padding that measure counts  <-  measure::inputs_are_those_of_entries_without_padding
-    return rows if index is None else rows.index_select(0, index), number  =>  return rows, number
+    rows = rows.index_select(0, index)  =>  pass
 padding's terms count, which are zero
   <-  measure::pairs_and_corrected_eigenvalues_are_those_of_entries
     | nonzero).sum()  =>  | True).sum()
 a term that is zero counts for nothing  <-  measure_terms::a_label_that_is_ignored_is_no_term
     (fit.to(value.device, non_blocking=True) | nonzero).sum()  =>  nonzero.sum()
-labels drawn for padding  <-  measure::no_label_is_drawn_for_padding
-    if index is not None:  =>  if False:
+labels sampled for padding  <-  measure::no_label_is_drawn_for_padding
+  -     if index is not None:
+  -         logits
+  +     if False:
+  +         logits
 
-== measuring/doors.py
-a bias's column handed to GPTQ  <-  doors::gptqs_hessian_is_that_of_the_rows_without_the_bias
-    if columns == shape.in_dim:  =>  if True:
-an upper triangle for YAQA  <-  doors::yaqas_pair_is_the_lower_triangles_of_both_sides
-    torch.tril_indices(  =>  torch.triu_indices(
-each process writes
-  <-  doors::the_first_layers_owner_writes_what_one_process_would
-    return next(iter(curvature), None) in curvature.here  =>  return True
-sums for documents, handed over as means
-  <-  doors::files_for_influence_functions_say_what_the_factors_are
-    found["lambda_matrix"] = layer.corrected * terms  =>  found["lambda_matrix"] = layer.corrected
-
-== measuring/find.py
-a budget without the sums of owners alone  <-  measure::a_budget_counts_what_is_there
-    filled + max(own.values()) > budget  =>  filled > budget
+== measuring/hooks.py
+buffers stay as measure leaves them  <-  measure::the_model_is_left_as_it_was
+    buffer.copy_(value)  =>  pass
 
 == measuring/measure.py
-who shares an input is each process's own opinion
-  <-  measure_ranks::who_shares_an_input_is_agreed
-    if every - self.apart:  =>  if False:
-terms of a batch that is repeated for others' sake
+terms of a batch that is repeated for FSDP2
   <-  measure_ranks::processes_find_the_same_together
-    (0 if idle else number)  =>  number
-
-== measuring/progress.py
-saves of another measurement are as good
-  <-  measure::a_save_of_another_measurement_is_refused
-    if not other:  =>  if True:
-each process goes on from its own last save
-  <-  measure_ranks::who_owns_what_is_known_after_a_resumption
-    sorted(common, reverse=True)  =>  sorted(mine, reverse=True)
-
-== measuring/statistics.py
-what shares an A is elsewhere than that
-  <-  measure_ranks::who_owns_what_is_known_after_a_resumption
-    self.assigned if self.leader is None else self.leader.assigned  =>  self.assigned
-what was wrong before an interruption is forgotten
-  <-  measure::what_was_wrong_is_known_after_a_resumption
-    {**self.known_wrong, **wrong}  =>  wrong
-a tensor that has been changed in place is still the same
-  <-  measure::layers_that_read_one_tensor_share_a_factor_until_they_do_not
-    known[0]() is x and known[1] == x._version  =>  known[0]() is x
-each call of a layer has a square of its own
-  <-  measure_terms::eigenvalues_are_of_all_calls_of_a_layer
-    if len(waiting) >= self._calls[layer]:  =>  if True:
-weights that are used elsewhere pass for their layers'
-  <-  measure_terms::a_weight_that_is_used_outside_of_its_calls_is_named
-    if residual > TOLERANCE:  =>  if False:
-entries are always first  <-  measure::positions_may_come_before_entries
-    d.dim() < 3 or not len(d) != self.entries == d.shape[1]  =>  True
+    (number if counts else 0)  =>  number
 
 == measuring/sums.py
 sums in the host's memory are of the last batch
-  <-  measure::a_budget_and_the_hosts_memory_change_nothing
-    place[key].add_(matrix) if key in place else matrix  =>  matrix
+  <-  measure::the_hosts_memory_changes_nothing
+    sums[key].add_(part) if key in sums else part  =>  part
 sums that come after their turn in the last batch are lost
   <-  measure_ranks::layers_that_a_process_does_not_call_do_not_hold_up_others
-    self.end_batch()  # what  =>  pass  # what
-
-== measuring/watch.py
-buffers stay as measure leaves them  <-  measure::the_model_is_left_as_it_was
-    buffer.copy_(value)  =>  pass
-forward passes end although a layer is called again
-  <-  measure::passes_end_early_only_where_nothing_follows
-    self._calls[module] == 1 for  =>  True for
+  -         self._send(len(self._order))
+  -         return
+  +         return
 
 == optimizers/base.py
 a first zero step taken for a checkpoint's

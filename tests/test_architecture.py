@@ -3,12 +3,12 @@
     papers                                 the keywords that reproduce a paper
     integrations                           connections to frameworks, which only users import
     optimizers                             what users make
-    measuring                              the curvature of a trained model, without an optimizer
+    measuring   export                     the curvature of a trained model, without an optimizer
     kfac        fosi                       two wings that know nothing of each other
     planning                               the cost model, which kfac asks for a number of workers
     kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
     distributed options
-    safetensors files                      of what is saved
+    files                                  of what is saved
     report  errors  patterns  stages  sharded   know nothing at all
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
@@ -44,11 +44,10 @@ BELOW: dict[str, set[str]] = {
     "errors": set(),
     "report": set(),
     "files": {"errors"},
-    "safetensors": {"errors", "files"},
     "sharded": set(),
     "patterns": {"sharded"},
     "stages": set(),
-    "kronecker": {"errors", "patterns", "sharded", "stages", "files", "safetensors"},
+    "kronecker": {"errors", "patterns", "sharded", "stages", "files"},
     "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
     "distributed": {"errors", "sharded", "stages"},
     "options": {"errors"},
@@ -69,12 +68,12 @@ BELOW: dict[str, set[str]] = {
     "integrations": {"optimizers"},
     "measuring": {
         *("errors", "files", "report", "patterns", "sharded", "kronecker", "distributed"),
-        *("stages", "safetensors"),
     },
+    "export": {"files", "kronecker"},
     "papers": {"kfac", "optimizers"},
     "": {
         *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "planning", "measuring"),
+        *("files", "planning", "measuring", "export"),
     },
 }
 

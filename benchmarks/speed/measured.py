@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import reporting
 from second_order import measure
 from second_order.distributed.assignment import spread_costs
-from second_order.measuring.find import find_layers
+from second_order.measuring.layers import find_layers
 
 LENGTH, ENTRIES, BATCHES = 128, 8, 4
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4}
@@ -101,9 +101,6 @@ def times(sizes: dict[str, int], rounds: int) -> dict[str, float]:
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
     rows = torch.randn(ENTRIES * LENGTH, max(max(m.weight.shape) for m in linear))
     counted = int(data[0]["attention_mask"].sum())
-    # One A for queries, keys and values, and for gate and up.
-    names = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    own = [not name.endswith(("k_proj", "v_proj", "up_proj")) for name in names]
 
     def product(count: int, dim: int) -> None:
         x = rows[:count, :dim].contiguous()
@@ -112,9 +109,8 @@ def times(sizes: dict[str, int], rounds: int) -> dict[str, float]:
 
     def inputs_floor() -> None:
         for _ in data:
-            for m, is_own in zip(linear, own, strict=True):
-                if is_own:
-                    product(counted, m.in_features)
+            for m in linear:
+                product(counted, m.in_features)
 
     def pairs_floor() -> None:
         for _ in data:
@@ -189,13 +185,10 @@ def on_paper(config: dict[str, Any], inputs: bool, ranks: int) -> dict[str, floa
     """Bytes of all triangles, of a process's by owner, and of the largest layer's products."""
     with torch.device("meta"):
         model = llama(**config)
-    layers, _ = find_layers(model, ["*layers*"], inputs)
-    shared = ("k_proj", "v_proj", "up_proj") if inputs else ()
+    layers, _ = find_layers(model, ["*layers*"], inputs, 1)
     costs, largest = [], 0
     for layer in layers:
         letters = "A" if inputs else layer.shape.letters
-        if layer.name.endswith(shared):
-            continue
         costs.append(sum(4 * n * (n + 1) // 2 for n in map(layer.shape.dims.get, letters) if n))
         largest = max(largest, *(4 * layer.shape.dims[letter] ** 2 for letter in letters))
     loads = [0] * ranks

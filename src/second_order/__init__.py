@@ -18,11 +18,11 @@ if TYPE_CHECKING:
         SecondOrderError,
         SecondOrderWarning,
     )
+    from second_order.export import doors
     from second_order.files import load_checkpoint, save_checkpoint
     from second_order.kronecker.kinds import register_layer
     from second_order.kronecker.layer_curvature import LayerCurvature
     from second_order.kronecker.model_curvature import KroneckerCurvature
-    from second_order.measuring import doors
     from second_order.measuring.measure import measure
     from second_order.optimizers.base import SecondOrderOptimizer
     from second_order.optimizers.config import DecayingClip, PerStep, SecondBase, TraceRule
@@ -85,12 +85,12 @@ _NAMES_IN = {
         "CheckpointError CurvatureError DecompositionError RankMismatchError SecondOrderError "
         "SecondOrderWarning"
     ),
+    "export.doors": "doors",
     "files": "load_checkpoint save_checkpoint",
     "optimizers.config": "DecayingClip PerStep SecondBase TraceRule",
     "kronecker.layer_curvature": "LayerCurvature",
     "kronecker.model_curvature": "KroneckerCurvature",
     "kronecker.kinds": "register_layer",
-    "measuring.doors": "doors",
     "measuring.measure": "measure",
     "optimizers.base": "SecondOrderOptimizer",
     "optimizers.dho2": "DHO2",

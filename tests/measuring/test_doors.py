@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from second_order import KroneckerCurvature, LayerCurvature, doors, measure
+from second_order.files import load_tensors
 from second_order.kronecker.layers import FactorShape
-from second_order.safetensors import load_tensors
 
 if TYPE_CHECKING:
     from pool import World
@@ -330,8 +330,7 @@ def test_laplaces_hessian_of_other_layers_has_the_blocks_of_their_parameters(gro
 # --------------------------------------------------------------------------------- quantisation
 
 
-@pytest.mark.parametrize("tokens", [True, False])
-@pytest.mark.parametrize("factors", ["inputs", "kfac"])
+@pytest.mark.parametrize(("factors", "tokens"), [("inputs", True), ("kfac", True), ("kfac", False)])
 def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
     tmp_path: Path, tokens: bool, factors: str
 ) -> None:
@@ -343,7 +342,7 @@ def test_gptqs_hessian_is_that_of_the_rows_without_the_bias(
     close(hessians["0"], 2 / rows * x.mT @ x)
     assert hessians.keys() == {"0", "2"}
     assert hessians["0"].shape[0] == first.weight[0].numel()
-    tensors, _ = load_tensors(tmp_path / "0.safetensors")
+    tensors = load_tensors(tmp_path / "0.safetensors")
     close(tensors["H"], hessians["0"])
     assert tensors["nsamples"].item() == rows
 
@@ -362,69 +361,14 @@ def test_gptqs_hessian_of_a_convolutions_groups_is_their_mean() -> None:
     close(doors.to_gptq(KroneckerCurvature({"0": layer}, [], {}))["0"], 2 * a.mean(0))
     experts = replace(layer, kind=nn.Module)
     close(doors.to_gptq(KroneckerCurvature({"0": experts}, [], {}))["0"], 2 * a)
-    with pytest.raises(ValueError, match="of '0': it has 2 groups"):
-        doors.to_quip(KroneckerCurvature({"0": layer}, [], {}), "nowhere")
-
-
-def llama(factors: str) -> KroneckerCurvature:
-    """Two blocks with the names of a Llama's."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.self_attn = nn.ModuleDict({f"{k}_proj": nn.Linear(4, 4) for k in "qkvo"})
-            sizes = {"gate": (4, 6), "up": (4, 6), "down": (6, 4)}
-            self.mlp = nn.ModuleDict({f"{k}_proj": nn.Linear(*n) for k, n in sizes.items()})
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.self_attn.o_proj(sum(self.self_attn[f"{k}_proj"](x) for k in "qkv").tanh())
-            return self.mlp.down_proj(self.mlp.gate_proj(x).sigmoid() * self.mlp.up_proj(x))
-
-    torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(4, CLASSES)).double()
-    model = nn.ModuleDict({"layers": model[:2], "head": model[2]})
-    x, y = torch.randn(ENTRIES, TOKENS, 4, dtype=torch.float64), torch.zeros(ENTRIES, TOKENS).long()
-
-    return measured(model, x, y, factors, lambda m, batch: m["head"](m["layers"](batch[0])))
-
-
-def symmetric(flat: Tensor, n: int) -> Tensor:
-    """A matrix from its lower triangle, element by element."""
-    matrix, elements = torch.zeros(n, n, dtype=flat.dtype), iter(flat)
-    for i in range(n):
-        for j in range(i + 1):
-            matrix[i, j] = matrix[j, i] = next(elements)
-    assert next(elements, None) is None
-    return matrix
-
-
-def test_yaqas_pair_is_the_lower_triangles_of_both_sides(tmp_path: Path) -> None:
-    curvature = llama("kfac")
-    assert doors.to_yaqa(curvature, tmp_path) == {"head": "names= has none for 'head'"}
-    names = ("q", "k", "v", "o", "up", "gate", "down")
-    files = {f"{i}_{k}_{end}.pt" for i in range(2) for k in names for end in ("hin", "hout")}
-    assert {path.name for path in tmp_path.iterdir()} == files
-    layer = curvature["layers.1.mlp.down_proj"]
-    close(symmetric(torch.load(tmp_path / "1_down_hin.pt"), 6), layer.A[0, :6, :6])
-    close(symmetric(torch.load(tmp_path / "1_down_hout.pt"), 4), layer.G[0])
-    with pytest.raises(ValueError, match=r"'layers\.0.*' and 'layers\.0.*' .* '0'; give names="):
-        doors.to_yaqa(curvature, tmp_path / "b", names=lambda module: module.split(".")[1:2][0])
-
-
-def test_quips_files_are_one_for_each_input(tmp_path: Path) -> None:
-    curvature = llama("inputs")
-    assert "layers.0.self_attn.k_proj" in doors.to_quip(curvature, tmp_path)
-    names = {f"{i}_{k}.pt" for i in range(2) for k in ("qkv", "o", "up", "down")}
-    assert {path.name for path in tmp_path.iterdir()} == names
-    content = torch.load(tmp_path / "0_qkv.pt")
-    assert (content["n"], content["ct"], content["mu"].abs().max()) == (4, ENTRIES * TOKENS, 0)
-    close(symmetric(content["flatH"], 4), curvature["layers.0.self_attn.v_proj"].A[0])
+    with pytest.raises(ValueError, match="'0': it has 2 groups"):
+        doors.to_kronfluence(KroneckerCurvature({"0": layer}, [], {}), "nowhere")
 
 
 # ---------------------------------------------------------------------------------------- refusals
 
 
-@pytest.mark.parametrize("door", [doors.to_kronfluence, doors.to_bergson, doors.to_yaqa])
+@pytest.mark.parametrize("door", [doors.to_kronfluence, doors.to_bergson])
 def test_a_curvature_of_inputs_alone_is_refused_where_gradients_are_needed(
     tmp_path: Path, door: Any
 ) -> None:
@@ -443,7 +387,6 @@ def written(rank: int, ranks: int, folder: Path) -> list[Any]:
     curvature = measure(case.model, batches, keep="owner", **options)
     folder = folder / f"{rank} of {ranks}"
     left_out = doors.to_kronfluence(curvature, folder / "factors_a")
-    doors.to_yaqa(curvature, folder / "yaqa", names=lambda module: module)
     return [len(curvature.here), left_out, {*doors.to_gptq(curvature, folder / "gptq")}]
 
 
@@ -455,10 +398,10 @@ def test_the_first_layers_owner_writes_what_one_process_would(tmp_path: Path, wo
     assert len(one) == 1
     names = {path.relative_to(alone) for path in alone.rglob("*.*")}
     assert names == {path.relative_to(one[0]) for path in one[0].rglob("*.*")}
-    assert len(names) == 11 + 4 + 2
+    assert len(names) == 11 + 2
     for name in names:
         if name.suffix == ".safetensors" and "eigenvectors" not in name.stem:
-            close(load_tensors(one[0] / name)[0], load_tensors(alone / name)[0])
+            close(load_tensors(one[0] / name), load_tensors(alone / name))
         elif name.suffix == ".pt":
             close(torch.load(one[0] / name), torch.load(alone / name))
     said = json.loads((one[0] / "factors_a" / "factor_arguments.json").read_text())

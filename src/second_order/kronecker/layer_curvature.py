@@ -136,10 +136,9 @@ class LayerCurvature:
         found: dict[str, tuple[Tensor, Tensor | None]] = {}
         for letter, parts in zip(self.stored, Attempts(problems, eigh).finish(), strict=True):
             if parts is None:
-                entries = int((~self.stored[letter].isfinite()).sum())
-                why = f"{entries} entries are not finite" if entries else "no routine has done it"
                 raise DecompositionError(
-                    f"factor {letter} of layer {self.name!r} cannot be decomposed: {why}"
+                    f"factor {letter} of layer {self.name!r} cannot be decomposed: "
+                    f"{int((~self.stored[letter].isfinite()).sum())} of its entries are not finite"
                 )
             found[letter] = (parts[-1], parts[0] if len(parts) > 1 else None)
         return found
@@ -243,14 +242,16 @@ class LayerCurvature:
         relative: bool = False,
     ) -> Tensor:
         """A sample of N(0, (F + γ)⁻¹) as a matrix ``(groups, out, in)``."""
-        like, gamma = self.values, self.gamma(damping, relative)
+        like = self.values
+        gamma = self.gamma(damping, relative)
         normal = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
         return _product(normal * (like + gamma).rsqrt(), self._vectors)
 
     def to_dense(self) -> Tensor:
         """F ``(n, n)`` of the parameters flattened one after the other; for small layers."""
         counts = [math.prod(size) for size in self.shapes.values()]
-        like, columns = next(iter(self.stored.values())), []
+        like = next(iter(self.stored.values()))
+        columns = []
         for unit in torch.eye(sum(counts), dtype=like.dtype, device=like.device):
             sizes = zip(self.shapes.items(), unit.split(counts), strict=True)
             vector = {name: piece.view(size) for (name, size), piece in sizes}
@@ -266,17 +267,8 @@ class LayerCurvature:
         Where F is zero, the mean eigenvalue counts as 1.
 
         Raises:
-            ValueError: As :meth:`check_damping` does.
-        """
-        number = self.check_damping(damping, relative)
-        mean = self.trace() / math.prod(self.shape.gradient_size) if relative else 1.0
-        return number * (mean if mean > 0 else 1.0)
-
-    def check_damping(self, damping: float | None, relative: bool) -> float:
-        """A damping as a number, the training's own for None.
-
-        Raises:
-            ValueError: Unless it is positive, finite and known; a relative one is to be given.
+            ValueError: Unless the damping is positive, finite and known; a relative one has to be
+                given.
         """
         if damping is None and relative:
             raise ValueError(
@@ -294,7 +286,10 @@ class LayerCurvature:
             raise ValueError(
                 f"damping={damping} of layer {self.name!r} must be positive and finite"
             )
-        return float(damping)
+        if not relative:
+            return float(damping)
+        mean = self.trace() / math.prod(self.shape.gradient_size)
+        return damping * (mean if mean > 0 else 1.0)
 
     # ------------------------------------------------------------------------------------- tensors
 
@@ -321,8 +316,12 @@ class LayerCurvature:
             for letter in letters
             if letter + VALUES in tensors
         }
-        stored, corrected = {letter: tensors[letter] for letter in letters}, tensors.get(CORRECTED)
-        return replace(self, stored=stored, corrected=corrected, basis=basis or None)
+        return replace(
+            self,
+            stored={letter: tensors[letter] for letter in letters},
+            corrected=tensors.get(CORRECTED),
+            basis=basis or None,
+        )
 
     @property
     def _vectors(self) -> dict[str, Tensor]:

@@ -7,9 +7,9 @@ other processes keep, results are sent and not factors.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar, cast
 
@@ -88,10 +88,14 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     ) -> None:
         if owners and world is None:
             raise ValueError("owners= are ranks of processes; give world=, the World they are of")
-        self._layers, self.names = dict(layers), list(names)
-        self.uncovered, self.report = dict(uncovered), report
-        alone = world is None or world.size == 1
-        self.owners, self._world = {} if alone else dict(owners or {}), world
+        self.names = list(names)
+        self.uncovered = dict(uncovered)
+        self.report = report
+        self.owners: dict[str, int] = {}
+        if owners and world is not None and world.size > 1:
+            self.owners = dict(owners)
+        self._layers = dict(layers)
+        self._world = world
         self._sizes = {n: size for each in layers.values() for n, size in each.shapes.items()}
 
     def __getitem__(self, name: str) -> LayerCurvature:
@@ -100,22 +104,19 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layer = self._layers[name]
         if name not in self.owners:
             return layer
-        tensors = self._everywhere([name], LayerCurvature.tensors)[name]
+        tensors = self._on_owners(lambda: _Work([name], LayerCurvature.tensors))[name]
         return layer if layer.stored else layer.with_tensors(tensors)
 
     def _unknown(self, name: object) -> str:
         """The reason why no layer has a name, and what to write instead."""
-        owner = next((key for key, each in self._layers.items() if name in each.shapes), None)
+        owner = next((key for key, layer in self._layers.items() if name in layer.shapes), None)
         if owner is not None:
             return f"{name!r} is a parameter of layer {owner!r}; write curvature[{owner!r}]"
-        of_layer = (why for key, why in self.uncovered.items() if key.rpartition(".")[0] == name)
-        why = self.uncovered.get(str(name)) or next(of_layer, None)
-        if why is not None:
-            return f"{name!r} has no curvature: {why}"
-        near = difflib.get_close_matches(str(name), self._layers, n=1) or list(self._layers)[:3]
-        return (
-            f"{name!r} is the name of no layer; there are {', '.join(map(repr, near))} and others"
-        )
+        for parameter, reason in self.uncovered.items():
+            if name in (parameter, parameter.rpartition(".")[0]):
+                return f"{name!r} has no curvature: {reason}"
+        first = ", ".join(map(repr, list(self._layers)[:3]))
+        return f"{name!r} is the name of no layer; there are {first} and others"
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would fetch the layer
         return name in self._layers
@@ -143,20 +144,26 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         On the other ranks there are then no layers, and :attr:`uncovered` says so.
         """
-        rank, size = (0, 1) if self._world is None else (self._world.rank, self._world.size)
+        size = 1 if self._world is None else self._world.size
         if to is not None and to not in range(size):
             raise ValueError(
-                f"to={to} is no rank of {size} processes; give 0 to {size - 1}, or None for all"
+                f"to={to} is not a rank of {size} processes; give 0 to {size - 1}, or None for all"
             )
         if not self.owners:
             return self
-        wanted, layers = to in (None, rank), {}
+        assert self._world is not None
+        keeps = to in (None, self._world.rank)
+        layers = {}
         for name in self:
-            layer = self[name]
-            if wanted:
+            layer = self[name]  # fetched on every rank, and kept on some
+            if keeps:
                 layers[name] = layer
-        away = {} if wanted else dict.fromkeys(self._sizes, f"it has been gathered on rank {to}")
-        return KroneckerCurvature(layers, self.names, self.uncovered | away, report=self.report)
+        elsewhere = {}
+        if not keeps:
+            elsewhere = dict.fromkeys(self._sizes, f"it has been gathered on rank {to}")
+        return KroneckerCurvature(
+            layers, self.names, self.uncovered | elsewhere, report=self.report
+        )
 
     # --------------------------------------------------------------------------------- functions
 
@@ -168,15 +175,14 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         Args:
             vector: By parameter name; names that are left out count as zero, and the result has all
                 parameters of the layers that are named. Or a list with an entry for each of
-                :attr:`names`, None for those without curvature. Of FSDP2's shards, given by every
-                process, the result is whole. With one dimension more in front, ``(n, ...)``, all
-                its tensors are of n vectors, and so are those of the result.
+                :attr:`names`, None for those without curvature. With one dimension more in
+                front, ``(n, ...)``, the tensors are n vectors, and so are those of the result.
 
         Raises:
             ValueError: For a parameter without curvature, or another shape than the parameter's.
             SecondOrderError: If another process raises.
         """
-        return self._mapped(vector, lambda layer, matrix: layer.apply(matrix))
+        return self._map(vector, LayerCurvature.apply)
 
     def solve(self, vector: V, damping: Damping = None, *, relative: bool = False) -> V:
         """(F + γ)⁻¹ v.
@@ -189,10 +195,11 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         Raises:
             ValueError: As for :meth:`apply`, and for a γ that is not positive or not known.
         """
-        gamma = self._dampings(damping, relative)
-        return self._mapped(
-            vector, lambda layer, matrix: layer.solve(matrix, gamma[layer.name], relative=relative)
-        )
+
+        def solved(layer: LayerCurvature, matrix: Tensor) -> Tensor:
+            return layer.solve(matrix, self._damping_of(layer, damping), relative=relative)
+
+        return self._map(vector, solved)
 
     def sqrt(self, vector: V) -> V:
         """F^(1/2) v; ``vector`` as for :meth:`apply`."""
@@ -207,7 +214,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             vector: As for :meth:`apply`.
             f: Gives a tensor of the shape of its argument, a layer's ``(groups, out, in)``.
         """
-        return self._mapped(vector, lambda layer, matrix: layer.function(matrix, f))
+        return self._map(vector, lambda layer, matrix: layer.function(matrix, f))
 
     def sample(
         self,
@@ -227,10 +234,11 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 owner draws for it.
             relative: As for :meth:`solve`.
         """
-        gamma = self._dampings(damping, relative)
-        return self._vector(
-            lambda layer: layer.sample(gamma[layer.name], generator, relative=relative)
-        )
+
+        def sampled(layer: LayerCurvature) -> Tensor:
+            return layer.sample(self._damping_of(layer, damping), generator, relative=relative)
+
+        return self._vector(sampled)
 
     def diagonal(self) -> dict[str, Tensor]:
         """The diagonal of F, by parameter name."""
@@ -238,7 +246,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     def eigenvalues(self) -> Tensor:
         """All eigenvalues of F, the largest first: as many as there are parameters."""
-        found = self._everywhere(self, lambda layer: {"": layer.values.flatten()}).values()
+        found = self._of_all(lambda layer: {"": layer.values.flatten()}).values()
         return torch.cat([each[""] for each in found]).sort(descending=True).values
 
     def trace(self) -> float:
@@ -247,8 +255,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     def logdet(self, damping: Damping = None, *, relative: bool = False) -> float:
         """Log det (F + γ), γ as for :meth:`solve`."""
-        gamma = self._dampings(damping, relative)
-        return self._sum(lambda layer: layer.logdet(gamma[layer.name], relative=relative))
+        return self._sum(
+            lambda layer: layer.logdet(self._damping_of(layer, damping), relative=relative)
+        )
 
     # ------------------------------------------------------------------------------------- files
 
@@ -263,8 +272,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layers, into a folder that all processes see; of a curvature without owners one process
         alone is to call this.
         """
-        folder, world = Path(folder), self._world if self.owners else None
-        rank = 0 if world is None else world.rank
+        folder = Path(folder)
+        rank = self._world.rank if self.owners and self._world is not None else 0
 
         def begin() -> None:
             if rank == 0:
@@ -280,8 +289,8 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             if rank == 0:
                 write_index(folder, self._layers, self.names, self.uncovered, self.report)
 
-        for each in (begin, write, end):
-            self._agreed(each)
+        for step in (begin, write, end):
+            self._gather(step)
 
     @classmethod
     def load(
@@ -303,118 +312,110 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     # ------------------------------------------------------------------------------------ layers
 
-    def _mapped(self, vector: V, f: Callable[[LayerCurvature, Tensor], Tensor]) -> V:
-        given = self._together(lambda: self._named(vector))
-        named = {
-            name: cast(Any, part).full_tensor() if is_dtensor(part) else part
-            for name, part in given.items()
-        }
-        device = next((part.device for part in named.values()), None)
-        stacked = any(part.shape != self._sizes[name] for name, part in named.items())
+    def _map(self, vector: V, f: Callable[[LayerCurvature, Tensor], Tensor]) -> V:
+        """The results of a function of each layer and its part of the vector, as a matrix."""
 
-        def result(layer: LayerCurvature) -> dict[str, Tensor]:
-            to_matrix, to_vector = layer.to_matrix, layer.to_vector
-            if stacked:
-                to_matrix, to_vector = torch.vmap(to_matrix), torch.vmap(to_vector)
-            parts = to_vector(
-                f(layer, to_matrix({n: named[n] for n in layer.shapes if n in named}))
-            )
-            return {name: part.to(device) for name, part in parts.items()}
+        def work() -> _Work:
+            named = self._named(vector)
+            device = next((part.device for part in named.values()), None)
+            stacked = any(part.shape != self._sizes[name] for name, part in named.items())
 
-        chosen = [
-            k for k, layer in self._layers.items() if not layer.shapes.keys().isdisjoint(named)
-        ]
-        found = _joined(self._everywhere(chosen, result))
+            def result(layer: LayerCurvature) -> dict[str, Tensor]:
+                parts = {name: named[name] for name in layer.shapes if name in named}
+                to_matrix = torch.vmap(layer.to_matrix) if stacked else layer.to_matrix
+                to_vector = torch.vmap(layer.to_vector) if stacked else layer.to_vector
+                found = to_vector(f(layer, to_matrix(parts)))
+                return {name: part.to(device) for name, part in found.items()}
+
+            names = [k for k, layer in self._layers.items() if layer.shapes.keys() & named.keys()]
+            return _Work(names, result)
+
+        found = _joined(self._on_owners(work))
         if isinstance(vector, Mapping):
             return cast(V, found)
         return cast(V, [found.get(name) for name in self.names])
 
     def _vector(self, f: Callable[[LayerCurvature], Tensor]) -> dict[str, Tensor]:
         """The matrices of all layers as a vector."""
-        return _joined(self._everywhere(self, lambda layer: layer.to_vector(f(layer))))
+        return _joined(self._of_all(lambda layer: layer.to_vector(f(layer))))
 
     def _sum(self, f: Callable[[LayerCurvature], float]) -> float:
         def number(layer: LayerCurvature) -> dict[str, Tensor]:
             return {"": torch.tensor(f(layer), dtype=torch.float64, device="cpu")}
 
-        return sum(float(each[""]) for each in self._everywhere(self, number).values())
+        return sum(float(each[""]) for each in self._of_all(number).values())
 
-    def _everywhere(
-        self,
-        names: Iterable[str],
-        compute: Callable[[LayerCurvature], Mapping[str, Tensor]],
+    def _of_all(
+        self, compute: Callable[[LayerCurvature], Mapping[str, Tensor]]
     ) -> dict[str, Mapping[str, Tensor]]:
-        """Compute tensors of layers where these are; all processes get them, by layer and key."""
-        names, rank = list(names), 0 if self._world is None else self._world.rank
-        found: dict[str, Mapping[str, Tensor]] = {}
+        """Compute tensors of all layers."""
+        return self._on_owners(lambda: _Work(list(self), compute))
 
-        def mine() -> dict[tuple[str, str], Tensor]:
-            for name in names:
+    def _on_owners(self, work: Callable[[], _Work]) -> dict[str, Mapping[str, Tensor]]:
+        """Compute tensors of layers on their owners; every rank gets all of them, by layer.
+
+        Collective, unless every rank has all layers. If a rank raises, all of them do.
+        """
+        rank = 0 if self._world is None else self._world.rank
+        local: dict[str, Mapping[str, Tensor]] = {}
+
+        def compute() -> tuple[list[str], dict[tuple[str, str], Any]]:
+            todo = work()
+            for name in todo.names:
                 if self.owners.get(name, rank) == rank:
-                    found[name] = compute(self._layers[name])
-            owned = [name for name in found if name in self.owners]
-            return {(name, key): t for name in owned for key, t in found[name].items()}
+                    local[name] = todo.compute(self._layers[name])
+            parts = {
+                (name, key): (tuple(tensor.shape), tensor.dtype, tensor.device.type)
+                for name, tensors in local.items()
+                for key, tensor in tensors.items()
+                if name in self.owners
+            }
+            return todo.names, parts
 
-        if self.owners.keys().isdisjoint(names):
-            mine()
-            return found
-        assert self._world is not None
-        arrived: dict[str, dict[str, Tensor]] = {}
-        for (name, key), tensor in self._spread(names, mine).items():
-            arrived.setdefault(name, {})[key] = tensor
-        return {name: arrived.get(name, found.get(name, {})) for name in names}
-
-    def _spread(
-        self, names: list[str], compute: Callable[[], dict[tuple[str, str], Tensor]]
-    ) -> dict[tuple[str, str], Tensor]:
-        """Send what each process computes to all; raise if not all ask for the same layers."""
-        world, mine = cast(Processes, self._world), {}
-
-        def told() -> tuple[list[str], dict[tuple[str, str], Any]]:
-            mine.update(compute())
-            return names, {k: (tuple(t.shape), t.dtype, t.device.type) for k, t in mine.items()}
-
-        agreed = self._agreed(told)
-        for rank, (asked, _) in enumerate(agreed):
-            if asked != agreed[0][0]:
+        # Agree on the layers, and on the shapes of what arrives.
+        everywhere = self._gather(compute)
+        names = everywhere[0][0]
+        for other, (asked, _) in enumerate(everywhere):
+            if asked != names:
                 raise SecondOrderError(
-                    f"rank 0 asks for layers {agreed[0][0]}, and rank {rank} for {asked}; every "
-                    f"process is to ask for the same ones, or call gather() before"
+                    f"rank 0 asks for layers {names}, and rank {other} for {asked}; every "
+                    f"rank has to ask for the same ones, or to call gather() before"
                 )
-        tensors, owners = {}, {}
-        for rank, (_, said) in enumerate(agreed):
-            for key, (shape, dtype, device) in said.items():
-                owners[key] = rank
-                here = rank == world.rank
-                tensors[key] = mine[key] if here else torch.empty(shape, dtype=dtype, device=device)
-        for kind in sorted({tensor.device.type for tensor in tensors.values()}):
-            over = world.on_cpu() if kind == "cpu" else world
-            keys = [key for key, tensor in tensors.items() if tensor.device.type == kind]
-            over.broadcast([tensors[key] for key in keys], [owners[key] for key in keys])
-        return tensors
 
-    def _agreed(self, compute: Callable[[], Any]) -> list[Any]:
-        """What each process computes, by rank; where one raises, all do."""
+        # Broadcast the tensors of each owner.
+        arrived = {name: dict(local.get(name, {})) for name in names}
+        by_device: dict[str, list[tuple[Tensor, int]]] = {}
+        for owner, (_, parts) in enumerate(everywhere):
+            for (name, key), (shape, dtype, device) in parts.items():
+                if owner != rank:
+                    arrived[name][key] = torch.empty(shape, dtype=dtype, device=device)
+                by_device.setdefault(device, []).append((arrived[name][key], owner))
+        for device, tensors in sorted(by_device.items()):
+            world = cast(Processes, self._world)
+            group = world.on_cpu() if device == "cpu" else world
+            group.broadcast([t for t, _ in tensors], [owner for _, owner in tensors])
+        return dict(arrived)
+
+    def _gather(self, compute: Callable[[], T]) -> list[T]:
+        """What each rank computes, by rank; if one raises, all do.
+
+        Not a collective if every rank has all layers.
+        """
         if not self.owners or self._world is None:
             return [compute()]
-        value, error = None, None
+        value = None
+        error = None
         try:
             value = compute()
-        except Exception as raised:  # the others wait for this process
+        except Exception as raised:  # the others wait for this rank
             error = raised
-        told = self._world.all_gather_object((value, repr(error) if error else ""))
+        everywhere = self._world.all_gather_object((value, repr(error) if error else ""))
         if error is not None:
             raise error
-        failed = {rank: said for rank, (_, said) in enumerate(told) if said}
+        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everywhere) if text]
         if failed:
-            raise SecondOrderError("; ".join(f"rank {r}: {said}" for r, said in failed.items()))
-        return [value for value, _ in told]
-
-    def _together(self, check: Callable[[], T]) -> T:
-        """What this process's check returns; where one raises, all do."""
-        found: list[T] = []
-        self._agreed(lambda: found.append(check()))
-        return found[0]
+            raise SecondOrderError("; ".join(failed))
+        return [each for each, _ in everywhere]
 
     def _named(self, vector: Vector) -> Mapping[str, Tensor]:
         """A vector, or a stack of vectors, by name, of parameters that have curvature."""
@@ -426,39 +427,47 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 )
             pairs = zip(self.names, vector, strict=True)
             vector = {name: tensor for name, tensor in pairs if tensor is not None}
+        stacks: dict[torch.Size, str] = {}
         for name, tensor in vector.items():
             size = self._sizes.get(name)
             if size is None:
                 why = self.uncovered.get(name, "it is no parameter of the optimizer")
                 raise ValueError(
                     f"{name!r} has no curvature: {why}; leave it out of the vector, or give None "
-                    f"in its place in a list"
+                    f"for it in a list"
+                )
+            if is_dtensor(tensor):
+                raise ValueError(
+                    f"the vector has a DTensor for {name!r}; give whole tensors, as "
+                    f"tensor.full_tensor() returns them"
                 )
             if size not in (tensor.shape, tensor.shape[1:]):
                 raise ValueError(
                     f"the vector has shape {tuple(tensor.shape)} for {name!r}, a parameter of "
                     f"shape {tuple(size)}"
                 )
-        numbers = {t.shape[: t.dim() - len(self._sizes[name])]: name for name, t in vector.items()}
-        if len(numbers) > 1:
-            said = ", ".join(f"{list(n) or 'one'} for {name!r}" for n, name in numbers.items())
-            raise ValueError(f"the vectors are not as many for all parameters: {said}")
+            stacks[tensor.shape[: tensor.dim() - len(size)]] = name
+        if len(stacks) > 1:
+            numbers = ", ".join(f"{list(n) or 'one'} for {name!r}" for n, name in stacks.items())
+            raise ValueError(f"the vectors are not as many for all parameters: {numbers}")
         return vector
 
-    def _dampings(self, damping: Damping, relative: bool) -> dict[str, float]:
-        """The number given for each layer, or known."""
-        given = damping if isinstance(damping, Mapping) else dict.fromkeys(self, damping)
+    def _damping_of(self, layer: LayerCurvature, damping: Damping) -> float | None:
+        """The damping that is given for a layer."""
+        if not isinstance(damping, Mapping):
+            return damping
+        unknown = [name for name in damping if name not in self]
+        if unknown:
+            raise ValueError(f"damping= is of {unknown[0]!r}, no layer; give names of {list(self)}")
+        return damping.get(layer.name)
 
-        def numbers() -> dict[str, float]:
-            unknown = [repr(name) for name in given if name not in self]
-            if unknown:
-                raise ValueError(
-                    f"damping= is of {unknown[0]}, no layer; give names of {list(self)}"
-                )
-            layers = self._layers.items()
-            return {n: layer.check_damping(given.get(n), relative) for n, layer in layers}
 
-        return self._together(numbers)
+@dataclass(frozen=True)
+class _Work:
+    """Layers, and what their owners compute of each, by key."""
+
+    names: list[str]
+    compute: Callable[[LayerCurvature], Mapping[str, Tensor]]
 
 
 def _joined(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:

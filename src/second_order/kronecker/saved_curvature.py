@@ -2,33 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import torch
 from torch import nn
 
 from second_order.errors import CheckpointError
-from second_order.files import replacing
+from second_order.files import load_tensors, replacing, save_tensors
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.layers import FactorShape
-from second_order.safetensors import load_tensors, save_tensors
 
 __all__ = ["Index", "read_index", "read_layer", "remove_index", "write_index", "write_layer"]
 
-LONGEST = 200  # bytes of a file's name, to which a partial file adds some; systems allow 255
-INDEX, FORMAT, VERSION = "curvature.json", "second_order.KroneckerCurvature", 1
+INDEX = "curvature.json"
+FORMAT = "second_order.KroneckerCurvature"
 NUMBERS = ("examples", "updates", "damping", "rows")
 SIZES = [field.name for field in fields(FactorShape) if field.init]
 
 
-class Index(NamedTuple):
+@dataclass(frozen=True)
+class Index:
     """What a folder has: layers without their tensors, and the rest of the curvature."""
 
     layers: list[LayerCurvature]
@@ -40,8 +39,6 @@ class Index(NamedTuple):
 def file_name(layer: str) -> str:
     """The file of a layer: one within the folder, and not hidden, whatever the layer's name."""
     name = quote(layer, safe="") or "%"
-    if len(name) > LONGEST:  # no other name is quoted with a +
-        name = f"{name[: LONGEST // 2]}+{hashlib.sha256(layer.encode()).hexdigest()[:32]}"
     return f"{'%2E' + name[1:] if name.startswith('.') else name}.safetensors"
 
 
@@ -56,21 +53,22 @@ def read_layer(
     """A layer of an index with its tensors, of which factors and corrected eigenvalues fit."""
     path = folder / file_name(layer.name)
     try:
-        tensors, _ = load_tensors(path, device)
+        tensors = load_tensors(path, device)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is not there, which {INDEX} has for the factors of layer {layer.name!r}; copy "
             f"the whole folder, or save the curvature anew"
         ) from error
-    shapes = {k: layer.shape.stored_shape(k, False) for k in layer.shape.letters}
-    shapes["corrected"] = layer.shape.gradient_size
-    found = {key: tuple(tensors[key].shape) for key in shapes if key in tensors}
-    wrong = [key for key, shape in found.items() if shape != shapes[key]]
-    if wrong or "A" not in found:
-        raise CheckpointError(
-            f"{path} does not fit {INDEX}: {wrong or 'A'} of {found}, to be {shapes}; it is of "
-            f"another run"
-        )
+    expected = {k: layer.shape.stored_shape(k, False) for k in layer.shape.letters}
+    expected["corrected"] = layer.shape.gradient_size
+    for name, shape in expected.items():
+        if name in tensors and tuple(tensors[name].shape) != tuple(shape):
+            raise CheckpointError(
+                f"{path} does not fit {INDEX}: {name} has the shape {tuple(tensors[name].shape)} "
+                f"instead of {tuple(shape)}; it is of another run"
+            )
+    if "A" not in tensors:
+        raise CheckpointError(f"{path} does not fit {INDEX}: it has no A; it is of another run")
     return layer.with_tensors(tensors)
 
 
@@ -89,7 +87,6 @@ def write_index(
     """Write the index, which says that all layers have been written."""
     content = {
         "format": FORMAT,
-        "version": VERSION,
         "names": list(names),
         "uncovered": dict(uncovered),
         "report": None if report is None else str(report),
@@ -111,7 +108,7 @@ def _described(layer: LayerCurvature) -> dict[str, Any]:
 
 
 def read_index(folder: Path) -> Index:
-    """Read the index of a folder; raise CheckpointError if it has none, or no sound one."""
+    """Read the index of a folder; raise CheckpointError if it has none, or not a valid one."""
     path = folder / INDEX
     if not path.is_file():
         raise CheckpointError(
@@ -120,25 +117,33 @@ def read_index(folder: Path) -> Index:
         )
     try:
         content = json.loads(path.read_bytes())
-        if (content["format"], content["version"]) != (FORMAT, VERSION):
-            raise ValueError(f"{content['format']} of version {content['version']} is not known")
-        layers = [_layer(name, entry) for name, entry in content["layers"].items()]
-        names, uncovered = list(content["names"]), dict(content["uncovered"])
-        return Index(layers, names, uncovered, content["report"])
+        if content["format"] != FORMAT:
+            raise ValueError(f"{content['format']} is not {FORMAT}")
+        return Index(
+            layers=[_layer(name, entry) for name, entry in content["layers"].items()],
+            names=list(content["names"]),
+            uncovered=dict(content["uncovered"]),
+            report=content["report"],
+        )
     except (ValueError, AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}; save it anew") from error
+        raise CheckpointError(f"{path} cannot be read: {error!r}; save it again") from error
 
 
 def _layer(name: str, entry: Mapping[str, Any]) -> LayerCurvature:
-    shapes = {each: torch.Size(size) for each, size in entry["shapes"].items()}
-    numbers = {each: entry[each] for each in NUMBERS}
-    shape, modules = FactorShape(**entry["shape"]), tuple(entry["modules"])
-    return LayerCurvature(name, modules, _class(entry["kind"]), shapes, shape, {}, **numbers)
+    return LayerCurvature(
+        name=name,
+        modules=tuple(entry["modules"]),
+        kind=_class(entry["kind"]),
+        shapes={each: torch.Size(size) for each, size in entry["shapes"].items()},
+        shape=FactorShape(**entry["shape"]),
+        stored={},
+        **{each: entry[each] for each in NUMBERS},
+    )
 
 
-def _class(said: str) -> type[nn.Module]:
+def _class(path: str) -> type[nn.Module]:
     """A class by its name, if its module has been imported; else that of any module."""
-    module, _, name = said.partition(":")
+    module, _, name = path.partition(":")
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

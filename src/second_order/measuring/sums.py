@@ -1,20 +1,18 @@
-"""Sums over a data set of the matrices of layers, and where they live while they grow.
+"""Sums over a data set of the matrices of layers, and where they are stored meanwhile.
 
-device   whole on the device, each process its own, summed to the owners at the end
-cpu      as triangles in the host's memory
-owner    as triangles, each on one process alone: with every batch each layer's sum goes to its
-         owner, in a fixed order, and nobody keeps another's for longer than that takes
+device   whole matrices on the device of the model, reduced to their owners at the end
+cpu      triangles in the host's memory, reduced to their owners at the end
+owner    triangles, each on its owner alone: every rank sends its sum of each batch to the owner
 
-With "owner" a layer's turn comes once a batch, in the order in which layers are called. When a
-layer has been called, those before it have had theirs, with or without a sum of this process; what
-comes after its turn waits for the next batch.
+With "owner" all ranks send in one fixed order, that in which layers are usually called. When a
+layer adds to its sum, the rank sends it and those that come before it in that order, as zeros if
+the layer was not called. What a layer adds later is sent with the next batch.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,28 +26,27 @@ from second_order.kronecker.triangles import pack_upper_triangular
 __all__ = ["WIDENING", "Keep", "Key", "Sums"]
 
 WIDENING = {"cuda"}
-"""Devices whose products of narrow numbers can be added up in float32."""
+"""Devices whose products of bfloat16 or float16 can be accumulated in float32."""
 
 Keep: TypeAlias = Literal["device", "cpu", "owner"]
 
 Key: TypeAlias = tuple[str, str]
-"""A layer's name, and the letter of one of its matrices."""
+"""A layer's name, and the name of one of its matrices."""
 
 
 class Sums:
-    """Sums of the layers of a pass over the data.
+    """Sums of the matrices of layers.
 
     Args:
-        keep: Where they live; "owner" among several processes only.
-        sizes: The shape of each sum as it is kept, ``(groups, n, n)``, ``(groups, n (n + 1) / 2)``
-            or ``(groups, n)``, in the order of turns.
-        owners: The process that gets each.
-        world: The processes.
-        device: Where the model is.
-        dtype: Of the sums.
-        waits: With "owner", wait for a layer's message before the next Linear's sum is computed,
-            as little memory is then under way. Not where others need this process's passes to send
-            theirs, as FSDP2 does: then what has not arrived is waited for as the batch ends.
+        keep: Where they are stored.
+        sizes: The shape of each as it is stored by its owner, ``(groups, n (n + 1) / 2)``,
+            ``(groups, n)`` or ``(groups, n, m)``, in the order in which they are sent.
+        owners: The rank that gets each sum.
+        world: The ranks.
+        device: The device of the model.
+        dtype: The dtype of the sums.
+        at_once: With "owner", send each sum when it is added to, rather than at the end of a batch.
+            FSDP2 does not allow it, because its own collectives come between.
     """
 
     def __init__(
@@ -60,127 +57,78 @@ class Sums:
         world: World,
         device: torch.device,
         dtype: torch.dtype,
-        waits: bool = True,
+        at_once: bool,
     ) -> None:
-        self._keep, self._sizes, self._owners = keep, sizes, owners
-        self._world, self._device, self.dtype = world, device, dtype  # dtype: of the sums
-        self._turns = {key: turn for turn, key in enumerate(sizes)}
+        self.dtype = dtype
+        self._by_owner = keep == "owner" and world.size > 1
+        self._packed = keep != "device"
+        self._place = torch.device("cpu") if keep == "cpu" else device
+        self._sizes = sizes
+        self._owners = owners
+        self._world = world
+        self._at_once = at_once
         self._order = list(sizes)
-        self._next = 0
-        self._sending: deque[tuple[Key, Tensor, Any]] = deque()
-        self._waits = waits
-        self.found: dict[Key, Tensor] = {}
-        self.waiting: dict[Key, Tensor] = {}  # for their owners
+        self._turns = {key: turn for turn, key in enumerate(sizes)}
+        self._next_turn = 0
+        self._local: dict[Key, Tensor] = {}
+        self._owned: dict[Key, Tensor] = {}
 
-    def drop(self, keys: Iterable[Key]) -> None:
-        """Expect no more of these."""
-        for key in set(keys).intersection(self._turns):
-            del self._turns[key]
-            self.found.pop(key, None)
-        self._order = list(self._turns)
-        self._turns = {key: turn for turn, key in enumerate(self._order)}
-
-    def gram(self, key: Key, rows: Tensor) -> None:
+    def add_gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows, of ``(rows, n)``."""
-        self._make_room()
-        wide = self.dtype
-        narrow = wide is torch.float32 and rows.dtype in (torch.bfloat16, torch.float16)
-        fused = narrow and rows.device.type in WIDENING
-        rows = rows if fused else rows.to(wide)
+        is_narrow = self.dtype is torch.float32 and rows.dtype in (torch.bfloat16, torch.float16)
+        widens = is_narrow and rows.device.type in WIDENING
+        if not widens:
+            rows = rows.to(self.dtype)
         with ieee_matmul(rows.device), torch.autocast(rows.device.type, enabled=False):
-            if self._keep != "device" and not fused:
+            if widens:
+                self.add(key, torch.mm(rows.mT, rows, out_dtype=self.dtype).unsqueeze(0))
+            elif self._packed:
                 self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
-            elif self._keep != "device":
-                self.add(key, _product(rows, wide).unsqueeze(0))
-            elif key not in self.found:
-                self.found[key] = _product(rows, wide).unsqueeze(0)
-            elif not fused:
-                self.found[key][0].addmm_(rows.mT, rows)
-            elif torch.__version__ >= "2.12":  # before, what is added to had to be narrow, too
-                total = self.found[key][0]
-                torch.addmm(total, rows.mT, rows, out_dtype=wide, out=total)
+            elif key in self._local:
+                self._local[key][0].addmm_(rows.mT, rows)
             else:
-                self.found[key][0].add_(_product(rows, wide))
+                self.add(key, (rows.mT @ rows).unsqueeze(0))
 
     def add(self, key: Key, matrix: Tensor) -> None:
-        """Add ``(groups, n, n)``, or another form in which a sum is kept; its memory is taken."""
-        if self._keep != "device" and matrix.shape != self._sizes[key]:
+        """Add ``(groups, n, n)``, or a form in which a sum is stored; takes over its memory."""
+        if self._packed and matrix.shape != self._sizes[key]:
             matrix = pack_upper_triangular(matrix)
-        place = self.waiting if self._keep == "owner" else self.found
-        matrix = matrix.to("cpu" if self._keep == "cpu" else self._device, self.dtype)
-        place[key] = place[key].add_(matrix) if key in place else matrix
-        if self._keep == "owner" and (turn := self._turns[key]) >= self._next:
-            self._send(turn + 1)
+        _add_to(self._local, key, matrix.to(self._place, self.dtype))
+        if self._by_owner and self._at_once and self._turns[key] >= self._next_turn:
+            self._send(self._turns[key] + 1)
 
     def end_batch(self) -> None:
-        """Give the layers that have not been called in this batch their turn."""
-        if self._keep == "owner":
+        """Send the sums that have not been sent in this batch. Collective with "owner"."""
+        if self._by_owner:
             self._send(len(self._order))
-            self._next = 0
-            self._take_in(all_of_them=True)
+            self._next_turn = 0
 
     def _send(self, end: int) -> None:
-        world = self._world
-        for key in self._order[self._next : end]:
-            self._make_room()
-            part = self.waiting.pop(key, None)
-            part = self._zeros(key) if part is None else part
-            part = part.cpu() if world.backend == "gloo" else part
-            to = self._owners[key]
-            work = dist.reduce(part, group=world.group, group_dst=to, async_op=True)
-            self._sending.append((key, part, work))
-            self._next += 1  # also where the next one raises: it is not sent again
+        """Send all sums up to a turn to their owners."""
+        for key in self._order[self._next_turn : end]:
+            self._next_turn += 1  # also if this one raises
+            total = self._reduce_to_owner(key)
+            if total is not None:
+                _add_to(self._owned, key, total.to(self._place))
 
-    def _make_room(self) -> None:
-        """Take in sums before another is computed or sent."""
-        self._take_in(all_of_them=self._waits)
-
-    def _take_in(self, all_of_them: bool) -> None:
-        """Take in the sums that have arrived, or wait for all that are under way."""
-        sending = self._sending
-        while sending and (all_of_them or sending[0][2].is_completed()):
-            key, part, work = sending.popleft()
-            work.wait()
-            if self._owners[key] == self._world.rank:
-                part = part.to(self._device)
-                self.found[key] = self.found[key].add_(part) if key in self.found else part
+    def _reduce_to_owner(self, key: Key) -> Tensor | None:
+        """The sum over ranks of what each has added since the last one; None if not the owner."""
+        part = self._local.pop(key, None)
+        if part is None:
+            part = torch.zeros(self._sizes[key], dtype=self.dtype, device=self._place)
+        if part.shape != self._sizes[key]:
+            part = pack_upper_triangular(part)
+        owner = self._owners[key]
+        if self._world.size > 1:
+            part = part.cpu() if self._world.backend == "gloo" else part
+            dist.reduce(part, group=self._world.group, group_dst=owner)
+        return part if owner == self._world.rank else None
 
     def finish(self) -> dict[Key, Tensor]:
-        """The sums over all processes of which this one is the owner, as they are kept.
-
-        A collective. A sum to which nobody has added is zero.
-        """
-        if self._keep == "owner":
-            self.end_batch()  # what has come after its turn
-        mine: dict[Key, Tensor] = {}
-        for key in self._order:
-            part, size = self.found.pop(key, None), self._sizes[key]
-            if part is None:
-                part = self._zeros(key)
-            if part.shape != size:
-                part = pack_upper_triangular(part)
-            if self._keep != "owner" and self._world.size > 1:
-                self._world.reduce([part], [self._owners[key]]).wait()
-            if self._owners[key] == self._world.rank:
-                mine[key] = part
-        return mine
-
-    def _zeros(self, key: Key) -> Tensor:
-        return torch.zeros(self._sizes[key], dtype=self.dtype, device=self._device)
-
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint has of them, between batches."""
-        parts = ("found", self.found), ("waiting", self.waiting)
-        return {name: [(*key, part) for key, part in of.items()] for name, of in parts}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        place = torch.device("cpu") if self._keep == "cpu" else self._device
-        for name in ("found", "waiting"):
-            setattr(self, name, {(layer, k): part.to(place) for layer, k, part in state[name]})
+        """The sums over all ranks that this rank owns, as they are stored. Collective."""
+        self._send(len(self._order))
+        return self._owned
 
 
-def _product(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    if rows.dtype == dtype:
-        return rows.mT @ rows
-    return torch.mm(rows.mT, rows, out_dtype=dtype)
+def _add_to(sums: dict[Key, Tensor], key: Key, part: Tensor) -> None:
+    sums[key] = sums[key].add_(part) if key in sums else part

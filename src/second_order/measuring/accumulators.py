@@ -1,0 +1,363 @@
+"""What is summed over the data: second moments of inputs, of pairs, and EK-FAC's eigenvalues.
+
+inputs    A += Σ x xᵀ over the rows that count
+pairs     A, and G += Σ d dᵀ over all rows
+ekfac     Λ += Σ_b (Q_Gᵀ ∇_b Q_A)², elementwise, ∇_b = Σ_t d_t x_tᵀ of an example b of the batch,
+          over all rows t of all calls of the layer (George et al. 2018, equation 9)
+
+A and G of convolutions are those of Grosse and Martens 2016: A is a sum over an image's locations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from second_order.errors import SecondOrderError
+from second_order.kronecker.autograd import as_used
+from second_order.kronecker.bank import as_matrices
+from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.experts import Routed
+from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Form, gram, layout_of
+from second_order.measuring.batches import Batch
+from second_order.measuring.hooks import capturing_inputs, capturing_pairs
+from second_order.measuring.layers import Layer
+from second_order.measuring.sums import Sums
+
+__all__ = ["Accumulator", "Basis", "Eigenvalues", "Inputs", "Pairs"]
+
+SHARED = (
+    "all examples of a batch share its indices of shape {shape}, so the gradients of single "
+    "examples are not known; give each example its own, for example by position_ids of shape "
+    "(examples, positions) in the batch"
+)
+CHUNK_BYTES = 2**26
+"""Of the gradients of single examples of a batch that exist at the same time."""
+
+
+class Accumulator:
+    """Adds what the calls of layers contribute, batch by batch.
+
+    Attributes:
+        rows: By layer, the number of rows in A's sum, or ``(experts,)``, each one's own.
+        failed: By layer, why it has no factors.
+        by_row: Names of layers whose rows count as examples in the corrected eigenvalues.
+    """
+
+    def __init__(self, layers: Sequence[Layer], sums: Sums) -> None:
+        self.layers = list(layers)
+        self.sums = sums
+        self.rows: dict[str, int | Tensor] = {layer.name: 0 for layer in layers}
+        self.failed: dict[str, str] = {}
+        self.by_row: set[str] = set()
+        self.layers_of: dict[nn.Module, list[Layer]] = {}  # fused experts are two layers
+        for layer in layers:
+            for module in layer.block.modules:
+                self.layers_of.setdefault(module, []).append(layer)
+        self.batch: Batch
+        self.counts = True
+
+    @contextmanager
+    def capturing(self, model: nn.Module) -> Iterator[Any]:
+        """Capture the calls of the layers in a block; yields what runs the backward pass."""
+        modules = list(self.layers_of)
+        with capturing_pairs(model, modules, self) as (backward, missed):
+            yield backward
+            for module, why in missed.items():
+                self.failed |= {layer.name: why for layer in self.layers_of[module]}
+
+    def begin(self, batch: Batch, counts: bool) -> None:
+        """Begin a batch, which may count for nothing."""
+        self.batch = batch
+        self.counts = counts
+
+    def end(self) -> None:
+        """End a batch. Collective with ``keep="owner"``."""
+        self.sums.end_batch()
+
+
+# ------------------------------------------------------------------------------------------ inputs
+
+
+class Inputs(Accumulator):
+    """A of layers, by forward passes."""
+
+    @contextmanager
+    def capturing(self, model: nn.Module) -> Iterator[Any]:
+        """Capture the inputs of the layers in a block."""
+        with capturing_inputs(self.layers_of, self.take):
+            yield None
+
+    def take(self, module: nn.Module, x: Any) -> None:
+        """Add the input of a call."""
+        if not self.counts:
+            return
+        if isinstance(x, Routed):
+            self._take_experts(module, x)
+            return
+        (layer,) = self.layers_of[module]
+        if not isinstance(x, Tensor):
+            raise SecondOrderError(f"layer {layer.name!r} was not called with one tensor")
+        if x.shape[-1] == layer.shape.dims["A"]:  # else the model itself will raise
+            rows, number = self.batch.rows.pick(x)
+            self.rows[layer.name] += number
+            self.sums.add_gram((layer.name, "A"), as_used(rows))
+
+    def _take_experts(self, module: nn.Module, call: Routed) -> None:
+        """Add the rows that each of the fused experts multiplies."""
+        mask = self.batch.rows.mask_of(call.hidden)
+        routed, _, _ = call.rows(module, mask)
+        for layer in self.layers_of[module]:
+            rows = routed.of[layer.weight_name].to(self.sums.dtype)
+            with _full_precision(rows.device):
+                by_expert = rows.unsqueeze(0).split(routed.counts, dim=1)
+                a = torch.cat([gram(each, False, False) for each in by_expert])
+            self.rows[layer.name] += torch.tensor(routed.counts, device=a.device)
+            self.sums.add((layer.name, "A"), a)
+
+
+# ------------------------------------------------------------------------------------------- pairs
+
+
+class Pairs(Accumulator):
+    """A and G of layers; a consumer of :class:`~second_order.kronecker.capture.Capture`."""
+
+    def wants(self, module: nn.Module) -> bool:
+        """Whether pairs of a module are wanted."""
+        return module in self.layers_of and self.counts
+
+    def count_call(self, module: nn.Module) -> None:
+        """See a call of a module in a forward pass."""
+
+    def consume(
+        self,
+        module: nn.Module,
+        x: Any,
+        d: Tensor,
+        pass_id: int,
+        source: int = -1,
+        again: bool = False,
+    ) -> None:
+        """Add a pair."""
+        for layer in self.layers_of[module]:
+            if self._is_shared(layer, x):
+                self.failed[layer.name] = SHARED.format(shape=tuple(x.shape))
+            self._add(layer, module, x, d)
+
+    def _is_shared(self, layer: Layer, x: Any) -> bool:
+        """Whether all examples of a batch share an embedding's indices, such as positions.
+
+        Else their first dimension is that of the batch, or there are as many as a tensor of the
+        batch has elements.
+        """
+        if not layer.shape.diagonal_a or self.batch.size < 2:
+            return False
+        known_sizes = {shape.numel() for shape in self.batch.shapes}
+        return len(x) != self.batch.size and x.numel() not in known_sizes
+
+    def _add(self, layer: Layer, module: nn.Module, x: Any, d: Tensor) -> None:
+        if layer.is_linear(module):
+            rows, number = self.batch.rows.pick(x, homogeneous=layer.has_bias)
+            self.rows[layer.name] += number
+            self.sums.add_gram((layer.name, "A"), rows)
+            self.sums.add_gram((layer.name, "G"), d.reshape(-1, d.shape[-1]))
+            return
+        d = d.to(torch.promote_types(d.dtype, torch.float32))
+        form = Form(bias=layer.has_bias, approximation="expand")
+        with ieee_matmul(d.device):
+            pair = layer.kind(module).statistics(module, _to(x, d.dtype), d, form)
+        number = pair.examples if pair.routed is None else pair.routed.to(torch.int64)
+        self.rows[layer.name] += number
+        for name, factor in pair.factors.items():
+            self.sums.add((layer.name, name), factor)
+
+
+# ------------------------------------------------------------------------------------- eigenvalues
+
+
+@dataclass(frozen=True)
+class Basis:
+    """Eigenvectors of A, None where it is diagonal, and of G: ``(groups, n, n)``."""
+
+    a: Tensor | None
+    g: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Pair:
+    """A pair of a module, in float32 at least."""
+
+    module: nn.Module
+    x: Any
+    d: Tensor
+
+
+class Eigenvalues(Pairs):
+    """The second moment of the gradients of examples in the eigenbasis of A and G.
+
+    An example's gradient is that of all calls of a layer. So the pairs of a layer that is called
+    several times are kept until the last of them has come.
+    """
+
+    def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Basis]) -> None:
+        super().__init__(layers, sums)
+        self._bases = bases
+        self._calls: Counter[Layer] = Counter()  # in this batch
+        self._kept: dict[Layer, list[Pair]] = {}
+
+    def count_call(self, module: nn.Module) -> None:
+        """See a call of a module in a forward pass."""
+        self._calls.update(self.layers_of.get(module, ()))
+
+    def consume(
+        self,
+        module: nn.Module,
+        x: Any,
+        d: Tensor,
+        pass_id: int,
+        source: int = -1,
+        again: bool = False,
+    ) -> None:
+        """Keep a pair, or add the layer's if it is the last."""
+        d = d.to(torch.promote_types(d.dtype, torch.float32))
+        pair = Pair(module, _to(x, d.dtype), d)
+        for layer in self.layers_of[module]:
+            kept = self._kept.setdefault(layer, [])
+            kept.append(pair)
+            if len(kept) >= self._calls[layer]:
+                self._add_squares(layer, self._kept.pop(layer))
+
+    def end(self) -> None:
+        """End a batch, with the pairs of layers of which some calls have no gradient."""
+        for layer in list(self._kept):
+            self._add_squares(layer, self._kept.pop(layer))
+        self._calls.clear()
+        super().end()
+
+    def _add_squares(self, layer: Layer, pairs: Sequence[Pair]) -> None:
+        """Add the squares of the rotated gradients of all examples of a batch."""
+        basis = self._bases[layer.name]
+        all_linear = all(layer.is_linear(pair.module) for pair in pairs)
+        squares = _squares_of_rows if all_linear else _squares_of_gradients
+        by_example = [pair for pair in pairs if self._num_examples(layer, pair) == self.batch.size]
+        by_row = [pair for pair in pairs if pair not in by_example]
+        with torch.no_grad(), _full_precision(pairs[0].d.device):
+            if by_example:
+                total = squares(layer, basis, by_example, self.batch.size)
+                self.sums.add((layer.name, "F"), total)
+            for pair in by_row:
+                self.by_row.add(layer.name)
+                total = squares(layer, basis, [pair], self._num_examples(layer, pair))
+                self.sums.add((layer.name, "F"), total)
+
+    def _num_examples(self, layer: Layer, pair: Pair) -> int:
+        """The number of examples that the rows of a pair belong to.
+
+        If there is no multiple of the batch size of rows, each row counts as an example.
+        """
+        d = pair.d
+        in_rows = layer.is_linear(pair.module) or layer.shape.diagonal_a
+        is_flat = in_rows and (d.dim() == 2 or len(d) == 1)
+        count = d.numel() // d.shape[-1] if in_rows else d.shape[_batch_dim(layer, pair)]
+        leading = count if is_flat or not in_rows else len(d)
+        return self.batch.size if self.batch.size and leading % self.batch.size == 0 else count
+
+
+def _batch_dim(layer: Layer, pair: Pair) -> int:
+    """The dimension of the examples of a pair that is no matrix's."""
+    is_attention = layer.kind(pair.module) is KINDS[nn.MultiheadAttention]
+    return int(is_attention and pair.d.dim() > 3)  # 1 if q, k and v come first
+
+
+def _squares_of_rows(layer: Layer, basis: Basis, pairs: Sequence[Pair], examples: int) -> Tensor:
+    """Λ of a Linear, from rows ``(..., in)`` and ``(..., out)``."""
+    assert basis.a is not None
+    a = basis.a[0]
+    g = basis.g[0]
+    with_rows = [pair for pair in pairs if pair.d.numel()]
+    if not with_rows:
+        return g.new_zeros(1, len(g), len(a))
+    x = torch.cat([p.x.reshape(examples, -1, p.x.shape[-1]) for p in with_rows], dim=1)
+    d = torch.cat([p.d.reshape(examples, -1, p.d.shape[-1]) for p in with_rows], dim=1)
+
+    # Rotate the rows, which are fewer numbers than the gradients.
+    a = a.to(x.dtype)
+    x = x @ a[:-1] + a[-1] if layer.has_bias else x @ a
+    d = d @ g.to(d.dtype)
+    if d.shape[1] == 1:
+        return (d[:, 0].square().mT @ x[:, 0].square()).unsqueeze(0)
+    total = x.new_zeros(1, d.shape[-1], x.shape[-1])
+    chunk = max(1, CHUNK_BYTES // total.nbytes)
+    for xs, ds in zip(x.split(chunk), d.split(chunk), strict=True):
+        total[0].add_((ds.mT @ xs).square_().sum(0))
+    return total
+
+
+def _squares_of_gradients(
+    layer: Layer, basis: Basis, pairs: Sequence[Pair], examples: int
+) -> Tensor:
+    """Λ of a layer of any kind, from one example of the batch after the other."""
+    total = basis.g.new_zeros(layer.shape.gradient_size)
+    for parts in zip(*(_split(layer, pair, examples) for pair in pairs), strict=True):
+        gradient = torch.stack([_gradient(layer, part) for part in parts]).sum(0)
+        rotated = basis.g.to(gradient.dtype).mT @ gradient
+        if basis.a is not None:
+            rotated = rotated @ basis.a.to(gradient.dtype)
+        total.add_(rotated.square())
+    return total
+
+
+def _split(layer: Layer, pair: Pair, examples: int) -> list[Pair]:
+    """The parts of a pair that belong to single examples."""
+    dim = _batch_dim(layer, pair)
+    each = max(1, pair.d.shape[dim] // max(examples, 1))
+    if isinstance(pair.x, Routed):
+        tensors = (pair.x.hidden, pair.x.index, pair.x.weights)
+        xs: Sequence[Any] = [
+            Routed(*part) for part in zip(*(t.split(each) for t in tensors), strict=True)
+        ]
+    else:
+        xs = pair.x.split(each, dim)
+    return [Pair(pair.module, x, d) for x, d in zip(xs, pair.d.split(each, dim), strict=True)]
+
+
+def _gradient(layer: Layer, pair: Pair) -> Tensor:
+    """The gradient of a layer's parameters as a matrix ``(groups, out, in)``."""
+    gradients = [layer.kind(pair.module).gradient(pair.module, pair.x, pair.d)]
+    if layer.has_bias:
+        gradients.append(_bias_gradient(layer, pair))
+    sizes = [shape.numel() for shape in layer.shapes.values()]
+    return as_matrices(gradients, layout_of(layer.shape, sizes))
+
+
+def _bias_gradient(layer: Layer, pair: Pair) -> Tensor:
+    d = pair.d
+    if isinstance(pair.x, Routed):
+        _, routed = pair.x.pairs(pair.module, d)
+        by_expert = routed.of[layer.weight_name].split(routed.counts)
+        return torch.stack([rows.sum(0) for rows in by_expert])
+    if isinstance(pair.module, CONVOLUTIONS):
+        return d.flatten(2).sum((0, 2))
+    if _batch_dim(layer, pair) == 1:
+        return d.flatten(1, -2).sum(1).flatten()
+    return d.reshape(-1, d.shape[-1]).sum(0)
+
+
+@contextmanager
+def _full_precision(device: torch.device) -> Iterator[None]:
+    """Compute products in full float32 for a block: without TF32 and without autocast."""
+    with ieee_matmul(device), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _to(x: Any, dtype: torch.dtype) -> Any:
+    """A tensor of real numbers in a dtype; anything else as it is."""
+    if isinstance(x, Tensor) and x.is_floating_point():
+        return cast(Tensor, x.to(dtype))
+    return x

@@ -1,0 +1,144 @@
+"""The layers of a model that are measured, and the rank that owns the factors of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from second_order.distributed.assignment import spread_costs
+from second_order.kronecker.autograd import is_attention
+from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.layers import KINDS, FactorShape, LayerKind, linear_statistics
+from second_order.kronecker.model_blocks import LeftToBase, find_blocks
+from second_order.measuring.hooks import requires_grad
+from second_order.patterns import first_match, unmatched_patterns
+
+__all__ = ["Layer", "find_layers"]
+
+TIED = "its weight is an embedding's and an output layer's, whose factors are of the gradient"
+NOT_ASKED = "not among layers="
+INPUTS = 'factors="inputs" measures Linears and fused experts: use "kfac"'
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A layer that is measured.
+
+    Attributes:
+        block: Its modules and their kinds.
+        shape: Sizes of its factors; of the weight alone with ``factors="inputs"``.
+        shapes: Shapes of its parameters, by name.
+        factors: Names of the factors that are measured.
+        owner: The rank that stores the factors.
+    """
+
+    block: KroneckerBlock
+    shape: FactorShape
+    shapes: Mapping[str, torch.Size]
+    factors: Sequence[str]
+    owner: int
+
+    @property
+    def name(self) -> str:
+        """The layer's name."""
+        return self.block.name
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether A has a last row for the bias."""
+        return len(self.shapes) > 1
+
+    def kind(self, module: nn.Module) -> LayerKind:
+        """The rules for one of its modules."""
+        key = self.block.keys[self.block.modules.index(module)]
+        assert key is not None
+        return KINDS[key]
+
+    def is_linear(self, module: nn.Module) -> bool:
+        """Whether one of its modules multiplies rows by a matrix."""
+        return self.kind(module).statistics is linear_statistics
+
+    @property
+    def weight_name(self) -> str:
+        """The name of its weight within its module."""
+        return self.kind(self.block.modules[0]).weight
+
+
+def find_layers(
+    model: nn.Module, patterns: Sequence[str] | None, inputs_only: bool, num_ranks: int
+) -> tuple[list[Layer], list[LeftToBase]]:
+    """The layers that patterns name, and the modules that have no factors.
+
+    Raises:
+        ValueError: If a pattern matches no module, or if there is no layer.
+    """
+    unmatched = unmatched_patterns(model, patterns or ())
+    if unmatched:
+        raise ValueError(
+            f"layers: {unmatched[0]!r} is neither the name of a module nor of a class; shell "
+            f"style: '*.mlp.*', 'Linear'"
+        )
+    names = {id(p): name for name, p in model.named_parameters()}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    never_called = {module.out_proj for module in modules.values() if is_attention(module)}
+    sizes = {id(p): p.numel() for p in model.parameters()}
+    with requires_grad(model, True):
+        blocks, left = find_blocks(model, sizes, (), {}, torch.float32, False)
+
+    # Leave out what was not asked for, and what cannot be measured.
+    found: list[tuple[KroneckerBlock, FactorShape]] = []
+    for block in blocks:
+        module = block.modules[0]
+        key = block.keys[0]
+        reason = ""
+        if patterns is not None and not any(first_match(patterns, modules, n) for n in block.names):
+            reason = NOT_ASKED
+        elif block.shape.marginal or key is None:
+            reason = TIED
+        elif inputs_only and (module in never_called or not _has_rows(block)):
+            reason = INPUTS
+        if reason:
+            count = sum(p.numel() for p in _params(block, inputs_only))
+            left.append(LeftToBase(block.name, type(module).__name__, reason, count))
+            continue
+        assert key is not None
+        shape = KINDS[key].shape(module, False) if inputs_only else block.shape
+        found.append((block, shape))
+    if not found:
+        reasons = "; ".join(f"{row.name}: {row.reason}" for row in left[:3])
+        raise ValueError(f"no layer of the model is measured ({reasons})")
+
+    # Give each layer an owner, so that ranks store equally much.
+    costs = [sum(map(_numel, _stored_shapes(shape, inputs_only))) for _, shape in found]
+    return [
+        Layer(
+            block=block,
+            shape=shape,
+            shapes={names[id(p)]: p.shape for p in _params(block, inputs_only)},
+            factors="A" if inputs_only else shape.letters,
+            owner=owner,
+        )
+        for (block, shape), owner in zip(found, spread_costs(costs, num_ranks), strict=True)
+    ], left
+
+
+def _has_rows(block: KroneckerBlock) -> bool:
+    """Whether a layer multiplies rows by matrices."""
+    key = block.keys[0]
+    assert key is not None
+    return block.shape.routed or KINDS[key].statistics is linear_statistics
+
+
+def _params(block: KroneckerBlock, inputs_only: bool) -> list[nn.Parameter]:
+    return block.params[:1] if inputs_only else block.params
+
+
+def _stored_shapes(shape: FactorShape, inputs_only: bool) -> list[tuple[int, ...]]:
+    return [shape.stored_shape(name, True) for name in ("A" if inputs_only else shape.letters)]
+
+
+def _numel(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
