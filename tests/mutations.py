@@ -805,7 +805,7 @@ a diagonal of corrected eigenvalues in their own basis
     {k: q.square() for k, q in self._vectors.items()}  =>  {}
 corrected eigenvalues without the vectors that they belong to
   <-  curvature_functions::corrected_eigenvalues_stay_with_their_vectors
-    basis=basis or None,  =>  basis=None,
+    basis=read_eigen(tensors) or None,  =>  basis=None,
 relative damping by the trace
   <-  curvature_functions::all_functions_of_a_layer_are_those_of_the_dense_matrix
     self.trace() / math.prod(self.shape.gradient_size)  =>  self.trace()

@@ -61,16 +61,14 @@ def test_a_file_that_is_cut_short_is_refused_wherever_it_is_cut(path: Path, leng
 
 
 def foreign() -> dict[str, tuple[bytes, str]]:
-    archive, old, classes = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    archive, classes = io.BytesIO(), io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("a/b.txt", "text")
-    torch.save(STATE, old, _use_new_zipfile_serialization=False)
     torch.save({"a": pickle.PicklingError("not a number")}, classes)
     return {
         "nothing": (b"", "cannot be loaded"),
         "text": (b"epoch,loss\n1,0.5\n", "cannot be loaded"),
         "another archive": (archive.getvalue(), "cannot be loaded"),
-        "a file of old": (old.getvalue(), "cannot be loaded"),
         "classes": (classes.getvalue(), "cannot be loaded: Weights only"),
     }
 

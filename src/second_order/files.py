@@ -83,14 +83,15 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | s
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write a safetensors file that exists as a whole or not at all; makes its folder."""
+    package = _safetensors()
     whole: dict[str, Tensor] = {}
-    addresses: set[int] = set()
+    storages: set[int] = set()
     for name, tensor in tensors.items():
         host = tensor.detach().cpu().contiguous()
+        storage = host.untyped_storage().data_ptr()
         # The format refuses tensors that share memory.
-        whole[name] = host.clone() if host.data_ptr() in addresses else host
-        addresses.add(host.data_ptr())
-    package = _safetensors()
+        whole[name] = host.clone() if storage in storages else host
+        storages.add(storage)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         package.save_file(whole, file.name)

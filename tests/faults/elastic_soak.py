@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 import elastic
-from second_order import CheckpointError, load_checkpoint
+from second_order import load_checkpoint
 
 FORK = multiprocessing.get_context("fork")  # torch is imported once
 PATIENCE = 30.0  # seconds after which what has not ended by itself is hung

@@ -230,7 +230,7 @@ def by_owner(rank: int, size: int, folder: str) -> Any:
     found = results(curvature)
     sample = curvature.sample(0.1)
     gathered = curvature.gather(to=size - 1)
-    with pytest.raises(ValueError, match=f"to={size} is no rank of {size} processes"):
+    with pytest.raises(ValueError, match=f"to={size} is not a rank of {size} processes"):
         curvature.gather(to=size)
     if rank == size - 1:
         assert list(gathered.here) == list(curvature)
@@ -382,7 +382,7 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: c.solve({}, 0.0, relative=True), "damping=0.0 of layer 'a/b' must be positive"),
+        (lambda c: c.logdet(0.0, relative=True), "damping=0.0 of layer 'a/b' must be positive"),
         (lambda c: c.logdet(relative=True), "relative=True needs damping=, in mean eigenvalues"),
         (lambda c: c.logdet(), "damping of layer 'a/b' is not known, .* write damping="),
         (lambda c: c.logdet({"a": 1.0}), r"damping= is of 'a', no layer; give names of \['a/b'"),

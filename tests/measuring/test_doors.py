@@ -139,8 +139,8 @@ def test_files_for_influence_functions_say_what_the_factors_are(
     doors.to_bergson(curvature, tmp_path / "b", include_bias=True, documents=documents)
     layer, rows = curvature["0"], ENTRIES * TOKENS
     a, g, entries = layer.A[0], layer.G[0], documents or rows
-    k = {path.stem: load_tensors(path)[0]["0"] for path in (tmp_path / "k").glob("*.safetensors")}
-    b = {path.parent.stem: load_tensors(path)[0]["0"] for path in tmp_path.glob("b/*/shard_0.*")}
+    k = {path.stem: load_tensors(path)["0"] for path in (tmp_path / "k").glob("*.safetensors")}
+    b = {path.parent.stem: load_tensors(path)["0"] for path in tmp_path.glob("b/*/shard_0.*")}
     assert k["num_lambda_processed"].tolist() == [entries]
     close(k["lambda_matrix"] / entries, b["eigenvalue_correction_sharded"])
     close(b["eigenvalue_correction_sharded"], layer.corrected[0] * rows / entries)
@@ -212,7 +212,7 @@ def test_bergson_applies_what_it_would_have_computed(tmp_path: Path, include_bia
 def test_names_below_a_prefix_are_written_without_it(tmp_path: Path) -> None:
     left_out = doors.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="2")
     assert left_out == {"0": "its name does not begin with '2'"}
-    with pytest.raises(ValueError, match="no layer has anything for Bergson; of '0'"):
+    with pytest.raises(ValueError, match="no layer has anything for Bergson; '0'"):
         doors.to_bergson(Case(tokens=True).curvature("kfac"), tmp_path, prefix="model.")
 
 

@@ -243,8 +243,8 @@ def test_whose_distribution_is_meant_is_asked() -> None:
         (one, (x, torch.randn(5, 1)), f"targets are torch.float32.*{likely}"),
         (several, (x, torch.randn(5, 2)), f"targets are torch.float32.*{likely}"),
         (several, {"input": x, "labels": torch.ones(5, 2)}, f"targets are torch.float32.*{likely}"),
-        (several, x[0], "without a dimension for the entries"),
-        (nn.Sequential(one, nn.Flatten(0)), x, "without a dimension for the entries"),
+        (several, x[0], "without a dimension for the examples"),
+        (nn.Sequential(one, nn.Flatten(0)), x, "without a dimension for the examples"),
     ):
         with pytest.raises(ValueError, match=text):
             measure(model, [batch], factors="kfac", progress=False)

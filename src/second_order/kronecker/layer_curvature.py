@@ -25,7 +25,7 @@ from second_order.kronecker.decompositions import Attempts, Problem, diagonal, e
 from second_order.kronecker.layers import FactorShape, Layout, layout_of
 from second_order.kronecker.triangles import unpack_upper_triangular
 
-__all__ = ["Eigen", "LayerCurvature"]
+__all__ = ["Eigen", "LayerCurvature", "read_eigen"]
 
 Eigen: TypeAlias = Mapping[str, tuple[Tensor, Tensor | None]]
 """By letter, eigenvalues ``(groups, n)`` and eigenvectors ``(groups, n, n)``; None if diagonal."""
@@ -301,26 +301,25 @@ class LayerCurvature:
         """
         found = dict(self.stored)
         if self.corrected is not None:
-            found[CORRECTED] = self.corrected
-            for letter, (values, vectors) in self.eigen.items():
-                found[letter + VALUES] = values
-                if vectors is not None:
-                    found[letter + VECTORS] = vectors
+            found |= {CORRECTED: self.corrected, **self.eigen_tensors()}
+        return found
+
+    def eigen_tensors(self) -> dict[str, Tensor]:
+        """:attr:`eigen` by name, ``"A_eigenvalues"`` and so on: :func:`read_eigen` reads it."""
+        found: dict[str, Tensor] = {}
+        for letter, (values, vectors) in self.eigen.items():
+            found[letter + VALUES] = values
+            if vectors is not None:
+                found[letter + VECTORS] = vectors
         return found
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> LayerCurvature:
         """The layer with what :meth:`tensors` gave."""
-        letters = [letter for letter in self.shape.letters if letter in tensors]
-        basis = {
-            letter: (tensors[letter + VALUES], tensors.get(letter + VECTORS))
-            for letter in letters
-            if letter + VALUES in tensors
-        }
         return replace(
             self,
-            stored={letter: tensors[letter] for letter in letters},
+            stored={letter: tensors[letter] for letter in self.shape.letters if letter in tensors},
             corrected=tensors.get(CORRECTED),
-            basis=basis or None,
+            basis=read_eigen(tensors) or None,
         )
 
     @property
@@ -338,6 +337,15 @@ class LayerCurvature:
         if "L" in of:
             a = (a.unsqueeze(-1) * of["L"].unsqueeze(-2)).flatten(-2)
         return of["G"].unsqueeze(-1) * a.unsqueeze(-2)
+
+
+def read_eigen(tensors: Mapping[str, Tensor]) -> Eigen:
+    """The eigenvalues and eigenvectors that :meth:`LayerCurvature.eigen_tensors` gave."""
+    return {
+        letter: (tensors[letter + VALUES], tensors.get(letter + VECTORS))
+        for letter in "ALG"
+        if letter + VALUES in tensors
+    }
 
 
 def _product(matrix: Tensor, by: Mapping[str, Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from second_order.errors import SecondOrderError
-from second_order.kronecker.layer_curvature import LayerCurvature
+from second_order.kronecker.layer_curvature import Eigen, LayerCurvature, read_eigen
 from second_order.kronecker.saved_curvature import (
     read_index,
     read_layer,
@@ -139,6 +139,17 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """By name, the layers whose factors this process keeps."""
         return {name: layer for name, layer in self._layers.items() if layer.stored}
 
+    def with_report(self, report: Any) -> KroneckerCurvature:
+        """The same curvature with a report."""
+        return KroneckerCurvature(
+            self._layers,
+            self.names,
+            self.uncovered,
+            owners=self.owners,
+            world=self._world,
+            report=report,
+        )
+
     def gather(self, to: int | None = None) -> KroneckerCurvature:
         """The curvature with all factors on every process, or on the rank ``to``; a collective.
 
@@ -243,6 +254,16 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def diagonal(self) -> dict[str, Tensor]:
         """The diagonal of F, by parameter name."""
         return self._vector(LayerCurvature.diagonal)
+
+    def eigen(self) -> dict[str, Eigen]:
+        """The eigenvalues and eigenvectors of the factors of all layers, on every rank.
+
+        Raises:
+            DecompositionError: For a factor that cannot be decomposed; SecondOrderError if another
+                rank raises.
+        """
+        found = self._of_all(LayerCurvature.eigen_tensors)
+        return {name: read_eigen(tensors) for name, tensors in found.items()}
 
     def eigenvalues(self) -> Tensor:
         """All eigenvalues of F, the largest first: as many as there are parameters."""

@@ -23,11 +23,11 @@ POSITIONS_FIRST = (
 )
 
 
-def patterns_of(model: nn.Module, layers: Any) -> list[str] | None:
+def patterns_of(layers: Any) -> list[str] | None:
     """The patterns in ``layers=``, of which there may be just one; None for all layers.
 
     Raises:
-        TypeError: For modules and classes, with their names.
+        TypeError: For modules and classes.
     """
     if layers is None:
         return None
@@ -36,12 +36,11 @@ def patterns_of(model: nn.Module, layers: Any) -> list[str] | None:
     patterns = [layers] if is_single else list(layers)
     for pattern in patterns:
         if not isinstance(pattern, str):
-            names = {module: name for name, module in model.named_modules()}
-            name = pattern.__name__ if isinstance(pattern, type) else names.get(pattern, "")
-            remedy = f'write layers=["{name}"]' if name else "pass names of the model's modules"
+            kind = pattern if isinstance(pattern, type) else type(pattern)
             raise TypeError(
                 f"layers= takes names of modules or of their classes, as strings, and not "
-                f"{_short(pattern)}; {remedy}"
+                f'{_short(pattern)}; write layers=["{kind.__name__}"], or names of the model\'s '
+                f"modules"
             )
     return patterns
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -51,6 +51,10 @@ class Layer:
         """Whether A has a last row for the bias."""
         return len(self.shapes) > 1
 
+    def stored_shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the factors as their owner stores them: triangles, or diagonals."""
+        return {name: torch.Size(self.shape.stored_shape(name, True)) for name in self.factors}
+
     def kind(self, module: nn.Module) -> LayerKind:
         """The rules for one of its modules."""
         key = self.block.keys[self.block.modules.index(module)]
@@ -89,10 +93,11 @@ def find_layers(
         blocks, left = find_blocks(model, sizes, (), {}, torch.float32, False)
 
     # Leave out what was not asked for, and what cannot be measured.
-    found: list[tuple[KroneckerBlock, FactorShape]] = []
+    found: list[Layer] = []
     for block in blocks:
         module = block.modules[0]
         key = block.keys[0]
+        params = block.params[:1] if inputs_only else block.params
         reason = ""
         if patterns is not None and not any(first_match(patterns, modules, n) for n in block.names):
             reason = NOT_ASKED
@@ -101,28 +106,27 @@ def find_layers(
         elif inputs_only and (module in never_called or not _has_rows(block)):
             reason = INPUTS
         if reason:
-            count = sum(p.numel() for p in _params(block, inputs_only))
+            count = sum(p.numel() for p in params)
             left.append(LeftToBase(block.name, type(module).__name__, reason, count))
             continue
         assert key is not None
-        shape = KINDS[key].shape(module, False) if inputs_only else block.shape
-        found.append((block, shape))
+        found.append(
+            Layer(
+                block=block,
+                shape=KINDS[key].shape(module, False) if inputs_only else block.shape,
+                shapes={names[id(p)]: p.shape for p in params},
+                factors="A" if inputs_only else block.shape.letters,
+                owner=0,
+            )
+        )
     if not found:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in left[:3])
         raise ValueError(f"no layer of the model is measured ({reasons})")
 
     # Give each layer an owner, so that ranks store equally much.
-    costs = [sum(map(_numel, _stored_shapes(shape, inputs_only))) for _, shape in found]
-    return [
-        Layer(
-            block=block,
-            shape=shape,
-            shapes={names[id(p)]: p.shape for p in _params(block, inputs_only)},
-            factors="A" if inputs_only else shape.letters,
-            owner=owner,
-        )
-        for (block, shape), owner in zip(found, spread_costs(costs, num_ranks), strict=True)
-    ], left
+    costs = [sum(shape.numel() for shape in layer.stored_shapes().values()) for layer in found]
+    owners = spread_costs(costs, num_ranks)
+    return [replace(layer, owner=owner) for layer, owner in zip(found, owners, strict=True)], left
 
 
 def _has_rows(block: KroneckerBlock) -> bool:
@@ -130,15 +134,3 @@ def _has_rows(block: KroneckerBlock) -> bool:
     key = block.keys[0]
     assert key is not None
     return block.shape.routed or KINDS[key].statistics is linear_statistics
-
-
-def _params(block: KroneckerBlock, inputs_only: bool) -> list[nn.Parameter]:
-    return block.params[:1] if inputs_only else block.params
-
-
-def _stored_shapes(shape: FactorShape, inputs_only: bool) -> list[tuple[int, ...]]:
-    return [shape.stored_shape(name, True) for name in ("A" if inputs_only else shape.letters)]
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -19,7 +19,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -30,11 +30,8 @@ from torch import Tensor, nn
 from second_order.distributed.groups import explained
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError, SecondOrderWarning
-from second_order.kronecker.decompositions import eigh
 from second_order.kronecker.fisher import Likelihood
-from second_order.kronecker.layer_curvature import Eigen
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.kronecker.triangles import unpack_upper_triangular
 from second_order.measuring.accumulators import Accumulator, Basis, Eigenvalues, Inputs, Pairs
 from second_order.measuring.arguments import Factors, check_arguments, patterns_of
 from second_order.measuring.batches import (
@@ -54,9 +51,6 @@ from second_order.measuring.sums import Keep, Key, Sums
 from second_order.sharded import sharded_params
 
 __all__ = ["measure"]
-
-TOLERANCE = 1e-2
-"""Of the relative error of a decomposition."""
 
 END: Any = object()
 """Instead of a batch, of a loader that has no more."""
@@ -143,7 +137,7 @@ def measure(
     check_arguments(model, loader, factors, loss, likelihood, mask, call, keep)
     model = unwrapped(model)
     world = World(process_group)
-    found, left = find_layers(model, patterns_of(model, layers), factors == "inputs", world.size)
+    found, left = find_layers(model, patterns_of(layers), factors == "inputs", world.size)
     weights = [layer.block.weight for layer in found]
     dtype = torch.float32
     for weight in weights:
@@ -171,30 +165,32 @@ def measure(
         # Accumulate A, or A and G, and divide the sums by their numbers.
         accumulator: Accumulator
         if factors == "inputs":
-            accumulator = Inputs(found, sums_of(run, found))
+            accumulator = Inputs(found, sums_of(run, found, Layer.stored_shapes))
         else:
-            accumulator = Pairs(found, sums_of(run, found[::-1]))  # as a backward pass goes
+            backward_order = found[::-1]
+            accumulator = Pairs(found, sums_of(run, backward_order, Layer.stored_shapes))
         totals = accumulate(run, accumulator, f"pass 1 of {passes}")
         measured = average(run, accumulator, totals)
+        curvature = curvature_of(model, found, left, measured, world)
 
         # Accumulate the eigenvalues of F in the eigenbasis of A and G.
         if factors == "ekfac":
-            measured = correct_eigenvalues(run, found, measured)
+            measured = correct_eigenvalues(run, curvature, found, measured)
+            curvature = curvature_of(model, found, left, measured, world)
 
-    # Return the curvature, and report what it covers.
+    # Report what the curvature covers.
     for name, reason in measured.failed.items():
         warnings.warn(f"measure: layer {name!r}: {reason}", SecondOrderWarning, stacklevel=2)
+    if not curvature:
+        reasons = "; ".join(f"{name}: {why}" for name, why in list(measured.failed.items())[:3])
+        raise SecondOrderError(f"measure: no layer has factors ({reasons})")
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
     title = f"Curvature of {type(model).__name__}: {factors}, {ranks}"
     seconds = time.perf_counter() - start
     report = report_of(title, model, found, left, measured, passes, seconds)
-    curvature = curvature_of(model, found, left, measured, world, report)
-    if not curvature:
-        reasons = "; ".join(f"{name}: {why}" for name, why in list(measured.failed.items())[:3])
-        raise SecondOrderError(f"measure: no layer has factors ({reasons})")
     if run.shows_progress:
         sys.stderr.write(f"{report}\n")
-    return curvature
+    return curvature.with_report(report)
 
 
 @dataclass(frozen=True)
@@ -326,16 +322,11 @@ def progress_bar(run: Run, description: str) -> AbstractContextManager[Any]:
 # ------------------------------------------------------------------------------------- averages
 
 
-def sums_of(run: Run, layers: Sequence[Layer]) -> Sums:
-    """Sums of the factors of layers, sent in this order."""
-    keys = [(layer, factor) for layer in layers for factor in layer.factors]
-    return make_sums(
-        run, {(x.name, f): torch.Size(x.shape.stored_shape(f, True)) for x, f in keys}, layers
-    )
-
-
-def make_sums(run: Run, sizes: Mapping[Key, torch.Size], layers: Sequence[Layer]) -> Sums:
-    """Sums of these sizes, owned by the owners of the layers."""
+def sums_of(
+    run: Run, layers: Sequence[Layer], shapes_of: Callable[[Layer], Mapping[str, torch.Size]]
+) -> Sums:
+    """Sums of the matrices of layers that have these shapes, sent in the order of layers."""
+    sizes = {(x.name, key): shape for x in layers for key, shape in shapes_of(x).items()}
     owners = {layer.name: layer.owner for layer in layers}
     return Sums(
         keep=run.keep,
@@ -418,32 +409,24 @@ def read_numbers(numbers: Sequence[int | Tensor]) -> list[list[float]]:
 # ----------------------------------------------------------------------------- eigenvalues of F
 
 
-def correct_eigenvalues(run: Run, layers: Sequence[Layer], measured: Measurement) -> Measurement:
-    """Decompose A and G, and measure the eigenvalues of F in their eigenbasis. Collective."""
+def correct_eigenvalues(
+    run: Run, curvature: KroneckerCurvature, layers: Sequence[Layer], measured: Measurement
+) -> Measurement:
+    """Measure the eigenvalues of F in the eigenbasis of A and G. Collective."""
     # Compute the eigenvectors on each layer's owner.
-    bases: dict[str, Eigen] = {}
-    inaccurate: dict[str, str] = {}
-    candidates = [layer for layer in layers if layer.name not in measured.failed]
-    for layer in candidates:
-        bases[layer.name], reason = eigenbasis(run, layer, measured.factors)
-        if reason:
-            inaccurate[layer.name] = reason
-    failed = {**measured.failed, **merged(run, inaccurate)}
-
-    # Accumulate the squares of the rotated gradients.
-    kept = [layer for layer in candidates if layer.name not in failed]
-    if not kept:
-        return replace(measured, failed=failed)
-    sizes = {(layer.name, "F"): torch.Size(layer.shape.gradient_size) for layer in kept[::-1]}
-    vectors = {
-        layer.name: Basis(bases[layer.name]["A"][1], cast(Tensor, bases[layer.name]["G"][1]))
-        for layer in kept
+    bases = {
+        name: Basis(a=_on(eigen["A"][1], run.device), g=_on(eigen["G"][1], run.device))
+        for name, eigen in curvature.eigen().items()
     }
-    accumulator = Eigenvalues(kept, make_sums(run, sizes, kept), vectors)
-    accumulate(run, accumulator, "pass 2 of 2")
-    sums = accumulator.sums.finish()
 
-    # Divide them by the number of terms.
+    # Accumulate the squares of the rotated gradients, and divide them by the number of terms.
+    kept = [layer for layer in layers if layer.name in bases]
+    sums = sums_of(run, kept[::-1], lambda layer: {"F": torch.Size(layer.shape.gradient_size)})
+    accumulator = Eigenvalues(kept, sums, bases)
+    if kept:
+        accumulate(run, accumulator, "pass 2 of 2")
+    corrected = {name: total.div_(measured.terms) for (name, _), total in sums.finish().items()}
+
     by_row = merged(run, dict.fromkeys(accumulator.by_row, ""))
     note = (
         f"rows of {', '.join(sorted(by_row)[:3])} cannot be assigned to examples of a batch: their "
@@ -451,39 +434,11 @@ def correct_eigenvalues(run: Run, layers: Sequence[Layer], measured: Measurement
     )
     return replace(
         measured,
-        failed=failed,
         notes=[*measured.notes, note] if by_row else measured.notes,
-        corrected={name: total.div_(measured.terms) for (name, _), total in sums.items()},
-        bases={layer.name: bases[layer.name] for layer in kept if layer.owner == run.world.rank},
+        corrected=corrected,
+        bases={name: layer.eigen for name, layer in curvature.here.items()},
     )
 
 
-def eigenbasis(
-    run: Run, layer: Layer, factors: Mapping[Key, Tensor]
-) -> tuple[dict[str, tuple[Tensor, Tensor | None]], str]:
-    """The eigenvalues and eigenvectors of a layer's factors, from its owner. Collective.
-
-    Also returns why they are not accurate; "" if they are, and on all ranks but the owner.
-    """
-    shape = layer.shape
-    found: dict[str, tuple[Tensor, Tensor | None]] = {}
-    reason = ""
-    for factor in shape.letters:
-        dim = shape.dims[factor]
-        is_diagonal = factor in shape.diagonals
-        values = torch.zeros(shape.groups, dim, dtype=run.dtype, device=run.device)
-        parts = [values]
-        if not is_diagonal:
-            parts.append(values.new_zeros(shape.groups, dim, dim))
-        if run.world.rank == layer.owner:
-            stored = factors[layer.name, factor].to(run.device)
-            matrix = stored if is_diagonal else unpack_upper_triangular(stored, dim)
-            wide = matrix.double() if matrix.device.type == "cpu" else matrix
-            pair, errors = eigh(wide)
-            if not bool((errors < TOLERANCE).all()):
-                reason = f"its {factor} could not be decomposed"
-            for part, result in zip(parts, pair[::-1], strict=True):
-                part.copy_(result)
-        run.world.broadcast(parts, [layer.owner] * len(parts))
-        found[factor] = (values, None if is_diagonal else parts[1])
-    return found, reason
+def _on(tensor: Tensor | None, device: torch.device) -> Any:
+    return None if tensor is None else tensor.to(device)

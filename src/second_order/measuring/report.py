@@ -51,7 +51,6 @@ def curvature_of(
     left: Sequence[LeftToBase],
     measured: Measurement,
     world: World,
-    report: Report,
 ) -> KroneckerCurvature:
     """The curvature, and why parameters have none."""
     found: dict[str, LayerCurvature] = {}
@@ -94,7 +93,6 @@ def curvature_of(
         uncovered,
         owners=owners if world.size > 1 else None,
         world=world if world.size > 1 else None,
-        report=report,
     )
 
 
