@@ -103,7 +103,7 @@ def terms(output: Any, batch: dict[str, Tensor]) -> Tensor:
     mask = batch.get("attention_mask", batch.get("labels"))
     if mask is None or found.dim() == 1:
         return found
-    return found * ((mask != 0) & (mask != -100))
+    return found[(mask != 0) & (mask != -100)]
 
 
 class _Products(TorchFunctionMode):

@@ -939,11 +939,8 @@ positions that examples share pass for each one's
 == measuring/batches.py
 padding that measure counts  <-  measure::inputs_are_those_of_entries_without_padding
     rows = rows.index_select(0, index)  =>  pass
-padding's terms count, which are zero
-  <-  measure::pairs_and_corrected_eigenvalues_are_those_of_entries
-    | nonzero).sum()  =>  | True).sum()
-a term that is zero counts for nothing  <-  measure_terms::a_label_that_is_ignored_is_no_term
-    (fit.to(value.device, non_blocking=True) | nonzero).sum()  =>  nonzero.sum()
+terms of ignored labels count  <-  measure_terms::a_label_that_is_ignored_is_no_term
+    if batch.numbers and value  =>  if False and value
 labels sampled for padding  <-  measure::no_label_is_drawn_for_padding
   -     if index is not None:
   -         logits
@@ -955,6 +952,8 @@ buffers stay as measure leaves them  <-  measure::the_model_is_left_as_it_was
     buffer.copy_(value)  =>  pass
 
 == measuring/measure.py
+an A that is a mean over terms  <-  measure::pairs_and_corrected_eigenvalues_are_those_of_entries
+    counts = all_rows[name] if factor == "A" else [all_terms]  =>  counts = [all_terms]
 terms of a batch that is repeated for FSDP2
   <-  measure_ranks::processes_find_the_same_together
     (number if counts else 0)  =>  number

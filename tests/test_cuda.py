@@ -109,7 +109,8 @@ def found_on(device: str, dtype: torch.dtype, options: dict[str, Any]) -> dict[s
 
 def masked_loss(output: Tensor, batch: Any) -> Tensor:
     labels = batch[1].flatten()
-    return cross_entropy(output.flatten(0, 1).float(), labels, reduction="none")
+    counts = labels != -100
+    return cross_entropy(output.flatten(0, 1)[counts].float(), labels[counts], reduction="none")
 
 
 @pytest.mark.parametrize("keep", ["device", "cpu"])

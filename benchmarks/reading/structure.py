@@ -17,6 +17,7 @@ import inspect
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,6 +51,33 @@ KFAC = (KAISA, DPKFAC, DistKFAC)
 QUIET = {"factor_update_steps": 1000, "inv_update_steps": 1000}
 
 
+def entered(work: Callable[[], Any]) -> tuple[set[str], set[tuple[str, str]]]:
+    """Files and functions of the package that a call enters."""
+    files: set[str] = set()
+    functions: set[tuple[str, str]] = set()
+
+    def enter(frame: FrameType, event: str, argument: object) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(str(PACKAGE)):
+            files.add(name)
+            functions.add((name, frame.f_code.co_qualname if sys.version_info >= (3, 11) else ""))
+
+    sys.setprofile(enter)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return files, functions
+
+
+def measured() -> tuple[set[str], set[tuple[str, str]]]:
+    """Files and functions that `measure` enters."""
+    model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+    batches = [torch.randn(8, 4) for _ in range(2)]
+    options: dict[str, Any] = {"factors": "kfac", "progress": False}
+    return entered(lambda: second_order.measure(model, batches, **options))
+
+
 def stepped(System: Any, quiet: bool = False) -> tuple[set[str], set[tuple[str, str]], int]:
     """Files and functions that one step enters, and the number of the optimizer's attributes.
 
@@ -62,24 +90,11 @@ def stepped(System: Any, quiet: bool = False) -> tuple[set[str], set[tuple[str, 
     optimizer = System(model, lr=0.1, **(DUE[System] | (QUIET if quiet else {})))
     if isinstance(optimizer, DHO2):
         optimizer.curvature_closure = lambda: loss(model(x), y)
-    files: set[str] = set()
-    functions: set[tuple[str, str]] = set()
-
-    def enter(frame: FrameType, event: str, argument: object) -> None:
-        name = frame.f_code.co_filename
-        if event == "call" and name.startswith(str(PACKAGE)):
-            files.add(name)
-            functions.add((name, frame.f_code.co_qualname if sys.version_info >= (3, 11) else ""))
-
     for _ in range(110 if quiet else 0):
         loss(model(x), y).backward()
         optimizer.step()
     loss(model(x), y).backward()
-    sys.setprofile(enter)
-    try:
-        optimizer.step()
-    finally:
-        sys.setprofile(None)
+    files, functions = entered(optimizer.step)
     attributes = len(vars(optimizer))
     if hasattr(optimizer, "close"):
         optimizer.close()
@@ -165,6 +180,8 @@ def main() -> None:
     print(f"{'':24}" + "".join(f"{name:>10}" for name in figures))
     for row in rows:
         print(f"{row:24}" + "".join(f"{figures[name][row]:10,}" for name in figures))
+    files, functions = measured()
+    print(f"measure: {len(files)} files, {len(functions)} functions entered")
     foreign = foreign_privates()
     lines = sum(len(p.read_text("utf-8").splitlines()) for p in PACKAGE.rglob("*.py"))
     worst = ", ".join(f"{name} {count}" for name, count in foreign.most_common(4))

@@ -66,9 +66,10 @@ def batches() -> list[dict[str, Tensor]]:
 
 
 def losses(output: Any, batch: Any) -> Tensor:
-    """The losses of the next tokens, unreduced."""
-    logits, labels = output.logits[:, :-1].flatten(0, 1), batch["input_ids"][:, 1:].flatten()
-    return nn.functional.cross_entropy(logits, labels, reduction="none")
+    """The losses of the next tokens, without padding."""
+    counts = batch["attention_mask"][:, 1:] != 0
+    logits = output.logits[:, :-1][counts]
+    return nn.functional.cross_entropy(logits, batch["input_ids"][:, 1:][counts], reduction="none")
 
 
 def seconds(*works: Callable[[], Any], rounds: int) -> list[float]:

@@ -162,7 +162,7 @@ def test_positions_may_come_before_examples(factors: Any) -> None:
     batches = [(part, torch.where(part == 0, -100, part)) for part in x.split(3)]
     options: dict[str, Any] = {"factors": factors, "progress": False}
     if factors == "kfac":
-        options["loss"] = lambda out, batch: out.logsumexp(-1) * (batch[1] != -100)
+        options["loss"] = lambda out, batch: out.logsumexp(-1)[batch[1] != -100]
     one, other = (measure(model, batches, **options) for model in (first, second))
     assert one.report.notes == other.report.notes == []
     same(one, other)
@@ -313,7 +313,7 @@ def test_bad_input_is_refused() -> None:
         ({"factors": "A"}, "not one of"),
         ({"keep": "disk"}, "not one of"),
         ({"loss": terms}, "takes no loss"),
-        ({"layers": ["Conv*"]}, "no module"),
+        ({"layers": ["Conv*"]}, "neither the name of a module"),
         ({"likelihood": "poisson"}, "not one of"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -382,6 +382,26 @@ def test_what_is_asked_of_a_curvature_is_answered_with_what_to_write() -> None:
             curvature[name]
     with pytest.raises(ValueError, match=r"not known.*; write damping=0\.1, relative=True"):
         curvature.solve({"0.bias": torch.ones(2)})
+
+
+class Halved(nn.Module):
+    """A matrix of a Linear's sizes, which multiplies something else than the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_features = self.out_features = 3
+        self.weight = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu() @ self.weight.T
+
+
+def test_what_only_looks_like_a_linear_is_left_out() -> None:
+    curvature = measure(
+        nn.Sequential(nn.Linear(3, 3), Halved()), [torch.randn(9, 3)], progress=False
+    )
+    assert list(curvature) == ["0"]
+    assert curvature.uncovered["1.weight"].endswith("use register_layer")
 
 
 def test_a_call_that_is_lost_is_named() -> None:

@@ -113,9 +113,17 @@ def test_a_label_that_is_ignored_is_no_term() -> None:
     y = model(x).argmax(-1)
     y[:, 3:] = -100
     y[0, 0] = -100
+
+    def labeled(output: Tensor, batch: Any) -> Tensor:
+        return unreduced(output, batch)[batch[1] != -100]
+
     zeros = (unreduced(model(x), (x, y)) == 0) & (y != -100)
     assert zeros.any(), "the test has no such terms"
-    assert quietly(model, [(x, y)], factors="kfac", loss=unreduced).report.examples == 23
+    assert quietly(model, [(x, y)], factors="kfac", loss=labeled).report.examples == 23
+    total = {"loss": lambda output, batch: (labeled(output, batch).sum(), 23)}
+    assert quietly(model, [(x, y)], factors="kfac", **total).report.examples == 23
+    with pytest.raises(ValueError, match=r"returned 48 terms, and 8 or .* or 23 labels"):
+        measure(model, [(x, y)], factors="kfac", loss=unreduced, progress=False)
 
 
 @pytest.mark.parametrize("ignored", [255, -1])
@@ -125,7 +133,8 @@ def test_an_ignored_label_is_no_class_and_needs_a_mask(ignored: int) -> None:
     y[:, 3:] = ignored
 
     def loss(output: Tensor, batch: Any) -> Tensor:
-        return cross_entropy(output.mT, batch[1], reduction="none", ignore_index=ignored)
+        counts = batch[1] != ignored
+        return cross_entropy(output[counts], batch[1][counts], reduction="none")
 
     counts = {"mask": lambda batch: batch[1] != ignored}
     with pytest.raises(ValueError, match=rf"label {ignored}, which is not a class.*pass mask="):
@@ -138,35 +147,23 @@ def test_a_mask_of_entries_leaves_out_their_labels() -> None:
     model, x = Sure(1.0).to(F64), torch.randn(8, 6, 4, dtype=F64)
     y = model(x).argmin(-1)
     first = torch.arange(8) < 5
-    for given in ({}, {"loss": lambda output, batch: unreduced(output, batch) * first[:, None]}):
+    for given in ({}, {"loss": lambda output, batch: unreduced(output, batch)[first]}):
         options: dict[str, Any] = {"factors": "kfac", "mask": lambda batch: first, **given}
         assert quietly(model, [(x, y)], **options).report.examples == 30
 
 
 def test_of_labels_of_the_next_token_the_first_is_none() -> None:
-    """Sliced as (N, T - 1), flattened, or padded at the end: N is the number of labels used."""
     model, data = model_of("Llama"), data_of("Llama")
     data["labels"] = data["input_ids"].masked_fill(data["attention_mask"] == 0, -100)
     number = int((data["labels"][:, 1:] != -100).sum())
 
-    def sliced(output: Any, batch: Any) -> Tensor:
+    def following(output: Any, batch: Any) -> Tensor:
         labels = batch["labels"][:, 1:]
-        return cross_entropy(output.logits[:, :-1].mT, labels, reduction="none")
+        found = cross_entropy(output.logits[:, :-1].mT, labels, reduction="none")
+        return found[labels != -100]
 
-    def padded(output: Any, batch: Any) -> Tensor:
-        labels = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
-        return cross_entropy(output.logits.mT, labels, reduction="none")
-
-    def picked(output: Any, batch: Any) -> Tensor:
-        found = sliced(output, batch)
-        return found[batch["labels"][:, 1:] != -100]
-
-    def flattened(output: Any, batch: Any) -> Tensor:
-        return sliced(output, batch).flatten()
-
-    for loss in (sliced, padded, flattened, picked):
-        assert quietly(model, [data], factors="kfac", loss=loss).report.examples == number
-    with pytest.raises(ValueError, match=r"terms of shape \(3,\).*return .*number"):
+    assert quietly(model, [data], factors="kfac", loss=following).report.examples == number
+    with pytest.raises(ValueError, match=r"returned 3 terms.*return .*number"):
         measure(model, [data], factors="kfac", loss=lambda out, b: out.logits[:3, 0, 0])
 
 

@@ -139,17 +139,6 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         """By name, the layers whose factors this process keeps."""
         return {name: layer for name, layer in self._layers.items() if layer.stored}
 
-    def with_report(self, report: Any) -> KroneckerCurvature:
-        """The same curvature with a report."""
-        return KroneckerCurvature(
-            self._layers,
-            self.names,
-            self.uncovered,
-            owners=self.owners,
-            world=self._world,
-            report=report,
-        )
-
     def gather(self, to: int | None = None) -> KroneckerCurvature:
         """The curvature with all factors on every process, or on the rank ``to``; a collective.
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +70,7 @@ class Accumulator:
         with capturing_pairs(model, modules, self) as (backward, missed):
             yield backward
             for module, why in missed.items():
-                self.failed |= {layer.name: why for layer in self.layers_of[module]}
+                self.failed |= {layer.name: why for layer in self.layers_of.get(module, ())}
 
     def begin(self, batch: Batch, counts: bool) -> None:
         """Begin a batch, which may count for nothing."""
@@ -172,8 +172,8 @@ class Pairs(Accumulator):
         form = Form(bias=layer.has_bias, approximation="expand")
         with ieee_matmul(d.device):
             pair = layer.kind(module).statistics(module, _to(x, d.dtype), d, form)
-        number = pair.examples if pair.routed is None else pair.routed.to(torch.int64)
-        self.rows[layer.name] += number
+        by_expert = pair.routed
+        self.rows[layer.name] += pair.examples if by_expert is None else by_expert.to(torch.int64)
         for name, factor in pair.factors.items():
             self.sums.add((layer.name, name), factor)
 
@@ -359,5 +359,5 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 def _to(x: Any, dtype: torch.dtype) -> Any:
     """A tensor of real numbers in a dtype; anything else as it is."""
     if isinstance(x, Tensor) and x.is_floating_point():
-        return cast(Tensor, x.to(dtype))
+        return x.to(dtype)
     return x

@@ -5,8 +5,8 @@ layer's input are padding. It applies to every tensor whose first dimensions are
 flattened or not. Masks are read on the host, before the batch moves to the model's device, so that
 the host never synchronizes with the device.
 
-Labels or masks decide which loss terms count. Their values do not: the cross-entropy of a confident
-example is exactly 0 in float32.
+All terms that a loss returns count, also if they are zero: the cross-entropy of a confident example
+is exactly 0 in float32. If labels or masks say that fewer count, the loss is refused.
 """
 
 from __future__ import annotations
@@ -139,23 +139,22 @@ class Batch:
         shapes: Shapes of the batch's tensors.
         rows: The rows of layers' inputs that count.
         targets: The batch's targets; None if it has none.
+        counted: Where labels of classes count; None without any.
         logits: The rows of logits that get a sampled label.
-        term_masks: Masks of the loss terms, one for each shape that a loss may return.
-        masks: Masks of examples and positions.
+        numbers: How many terms a loss may have, if some labels or positions do not count.
     """
 
     size: int
     shapes: frozenset[torch.Size]
     rows: Rows
     targets: Tensor | None
+    counted: Tensor | None
     logits: Rows
-    term_masks: Sequence[Tensor]
-    masks: Sequence[Tensor]
+    numbers: frozenset[int]
 
 
 def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.device) -> Batch:
     """Read the size, masks and labels of a batch that is still on the host."""
-    tensors = _tensors_of(batch)
     targets = _targets_of(batch)
     if mask is None:
         masks = _masks_of(batch, model)
@@ -169,30 +168,32 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
         masks = [given]
         size = len(given)
 
-    # Without labels of classes, every row that counts is a term, or every one but the first.
-    rows = Rows(masks, device)
-    has_label = _label_mask(targets)
-    shapes = frozenset(t.shape for t in tensors)
-    if has_label is None:
-        shifted = [each[:, 1:] for each in masks if each.dim() == 2]
-        return Batch(size, shapes, rows, targets, rows, [], [*masks, *shifted])
-
-    # Else a row is a term if it has a label and the masks do not leave it out.
-    fitting = [fit for each in masks if (fit := _fit([each], has_label.shape)) is not None]
-    counted = has_label
-    for fit in fitting:
-        counted = counted & fit
-    term_masks = [counted]
-    logits = has_label
-    if has_label.dim() == 2:
-        term_masks.append(counted[:, 1:])
+    # A row of logits is a term if it has a label and the masks do not leave it out.
+    counted = logits = _label_mask(targets)
+    if counted is not None and logits is not None:
         if isinstance(batch, Mapping) and _predicts_next(model):
-            logits = _of_next(has_label)
-            term_masks.append(_of_next(counted))
-    for fit in fitting:
-        if not torch.equal(fit, has_label):
-            logits = logits & fit
-    return Batch(size, shapes, rows, targets, Rows([logits, *masks], device), term_masks, masks)
+            logits = nn.functional.pad(logits[:, 1:], (0, 1))
+        for each in masks:
+            fit = _fit([each], counted.shape)
+            if fit is not None and not torch.equal(fit, counted):
+                counted = counted & fit
+                logits = logits & fit
+
+    # The labels of a language model may be those of the next position, and the first is none then.
+    # A classifier of sequences has a term for each example.
+    term_masks = masks if counted is None else [counted, *masks]
+    for each in [each for each in term_masks if each.dim() == 2]:
+        term_masks = [*term_masks, each[:, 1:], each.any(1)]
+    all_count = all(bool(each.all()) for each in term_masks)
+    return Batch(
+        size=size,
+        shapes=frozenset(tensor.shape for tensor in _tensors_of(batch)),
+        rows=Rows(masks, device),
+        targets=targets,
+        counted=counted,
+        logits=Rows(masks if logits is None else [logits, *masks], device),
+        numbers=frozenset() if all_count else frozenset(int(each.sum()) for each in term_masks),
+    )
 
 
 def _tensors_of(batch: Any) -> list[Tensor]:
@@ -232,11 +233,6 @@ def _label_mask(targets: Tensor | None) -> Tensor | None:
     if targets is None or targets.is_floating_point() or targets.dtype is torch.bool:
         return None
     return (targets.detach() != IGNORED).cpu()
-
-
-def _of_next(mask: Tensor) -> Tensor:
-    """By position, what ``(examples, positions)`` has at the next one; False at the last."""
-    return nn.functional.pad(mask[:, 1:], (0, 1))
 
 
 def _masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
@@ -343,8 +339,11 @@ def _fit(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
     and positions if the positions have been pooled.
     """
     for mask in masks:
-        if (same := _fit_exactly(mask, shape)) is not None:
-            return same
+        if shape == (mask.numel(),):
+            return mask.flatten()
+        for layout in _layouts(mask):
+            if layout.shape == shape:
+                return layout
     for mask in sorted(masks, key=Tensor.dim, reverse=True):
         for layout in _layouts(mask):
             if shape[: layout.dim()] == layout.shape:
@@ -356,13 +355,6 @@ def _fit(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
     return None
 
 
-def _fit_exactly(mask: Tensor, shape: torch.Size) -> Tensor | None:
-    """A mask in a shape that has its elements; None if it has others."""
-    if shape == (mask.numel(),):
-        return mask.flatten()
-    return next((layout for layout in _layouts(mask) if layout.shape == shape), None)
-
-
 def _layouts(mask: Tensor) -> Sequence[Tensor]:
     """A mask, and the same with positions before examples."""
     return (mask, mask.mT) if mask.dim() == 2 else (mask,)
@@ -372,14 +364,11 @@ def _layouts(mask: Tensor) -> Sequence[Tensor]:
 
 
 def loss_terms(value: Any, batch: Batch) -> tuple[Tensor, int | Tensor]:
-    """The sum of the terms that a loss returned, and the number of those that count.
-
-    A term counts if it is not zero, or if a label or a mask says so. If a label may belong to its
-    position or to the next one, the smaller number is taken.
+    """The sum of the terms that a loss returned, and their number.
 
     Raises:
         TypeError: If the loss is a single number, so that its number of terms is not known.
-        ValueError: If some labels or positions do not count, and the terms' shape is not theirs.
+        ValueError: If some labels or positions do not count, and the loss has other terms.
     """
     if isinstance(value, (tuple, list)) and len(value) == 2 and isinstance(value[0], Tensor):
         total, number = value
@@ -389,26 +378,14 @@ def loss_terms(value: Any, batch: Batch) -> tuple[Tensor, int | Tensor]:
         raise TypeError(
             f"the loss returned {what}, so its number of terms is not known: {UNREDUCED}"
         )
-
-    masks = [*batch.term_masks, *batch.masks]
-    partial = [mask for mask in masks if not bool(mask.all())]
-    if not partial:
-        return value.sum(), value.numel()
-    fits = [_fit_exactly(mask, value.shape) for mask in batch.term_masks]
-    fitting = [fit for fit in fits if fit is not None]
-    if not fitting and (fit := _fit(batch.masks, value.shape)) is not None:
-        fitting = [fit]
-    if not fitting and value.numel() in {int(mask.sum()) for mask in masks}:
-        return value.sum(), value.numel()  # the loss has picked those that count
-    if not fitting:
+    if batch.numbers and value.numel() not in batch.numbers:
+        numbers = " or ".join(map(str, sorted(batch.numbers)))
         raise ValueError(
-            f"the loss returned terms of shape {tuple(value.shape)}, and the batch's labels or "
-            f"mask, of shape {tuple(partial[0].shape)}, do not say which of them count: return "
+            f"the loss returned {value.numel()} terms, and {numbers} labels or positions of the "
+            f"batch count: return the terms that count alone, as losses[labels != -100] are, or "
             f"(sum, number)"
         )
-    nonzero = value.detach() != 0
-    numbers = [(fit.to(value.device, non_blocking=True) | nonzero).sum() for fit in fitting]
-    return value.sum(), torch.stack(numbers).min()
+    return value.sum(), value.numel()
 
 
 def sampled_terms(
@@ -425,7 +402,7 @@ def sampled_terms(
     if callable(likelihood):
         return loss_terms(likelihood(output), batch)
     logits = logits_of(output)
-    if likelihood is None and batch.targets is not None and _label_mask(batch.targets) is None:
+    if likelihood is None and batch.targets is not None and batch.counted is None:
         raise ValueError(FLOAT_TARGETS.format(dtype=batch.targets.dtype))
     likelihood = likelihood or "categorical"
     assert likelihood in LIKELIHOODS
@@ -455,7 +432,7 @@ def _classes_last(logits: Tensor, batch: Batch) -> Tensor:
     shape = logits.shape
     if logits.dim() < 2:
         raise ValueError(NO_BATCH_DIMENSION.format(shape=tuple(shape)))
-    labels = None if _label_mask(batch.targets) is None else batch.targets
+    labels = None if batch.counted is None else batch.targets
     last = labels is not None and labels.shape == shape[:-1]
     second = labels is not None and labels.shape == (shape[0], *shape[2:])
     if logits.dim() > 2:
@@ -468,7 +445,7 @@ def _classes_last(logits: Tensor, batch: Batch) -> Tensor:
         raise ValueError(ONE_CLASS.format(shape=tuple(shape)))
 
     if labels is not None and (last or second):
-        counted = labels.detach().cpu()[batch.term_masks[0]]
+        counted = labels.detach().cpu()[batch.counted]
         outside = counted[(counted < 0) | (counted >= classes)]
         if len(outside):
             raise ValueError(NO_CLASS.format(label=int(outside[0]), shape=tuple(shape)))

@@ -20,6 +20,7 @@ __all__ = ["Layer", "find_layers"]
 
 TIED = "its weight is an embedding's and an output layer's, whose factors are of the gradient"
 NOT_ASKED = "not among layers="
+LIKE_LINEAR = "it has the sizes of a Linear, and may compute something else: use register_layer"
 INPUTS = 'factors="inputs" measures Linears and fused experts: use "kfac"'
 
 
@@ -89,36 +90,38 @@ def find_layers(
     modules = dict(model.named_modules(remove_duplicate=False))
     never_called = {module.out_proj for module in modules.values() if is_attention(module)}
     sizes = {id(p): p.numel() for p in model.parameters()}
+    found: list[Layer] = []
     with requires_grad(model, True):
         blocks, left = find_blocks(model, sizes, (), {}, torch.float32, False)
 
-    # Leave out what was not asked for, and what cannot be measured.
-    found: list[Layer] = []
-    for block in blocks:
-        module = block.modules[0]
-        key = block.keys[0]
-        params = block.params[:1] if inputs_only else block.params
-        reason = ""
-        if patterns is not None and not any(first_match(patterns, modules, n) for n in block.names):
-            reason = NOT_ASKED
-        elif block.shape.marginal or key is None:
-            reason = TIED
-        elif inputs_only and (module in never_called or not _has_rows(block)):
-            reason = INPUTS
-        if reason:
-            count = sum(p.numel() for p in params)
-            left.append(LeftToBase(block.name, type(module).__name__, reason, count))
-            continue
-        assert key is not None
-        found.append(
-            Layer(
-                block=block,
-                shape=KINDS[key].shape(module, False) if inputs_only else block.shape,
-                shapes={names[id(p)]: p.shape for p in params},
-                factors="A" if inputs_only else block.shape.letters,
-                owner=0,
+        # Leave out what was not asked for, and what cannot be measured.
+        for block in blocks:
+            module = block.modules[0]
+            key = block.keys[0]
+            params = block.params[:1] if inputs_only else block.params
+            reason = ""
+            if not any(patterns is None or first_match(patterns, modules, n) for n in block.names):
+                reason = NOT_ASKED
+            elif block.shape.marginal or key is None:
+                reason = TIED
+            elif key == "linear":
+                reason = LIKE_LINEAR
+            elif inputs_only and (module in never_called or not _has_rows(block)):
+                reason = INPUTS
+            if reason:
+                count = sum(p.numel() for p in params)
+                left.append(LeftToBase(block.name, type(module).__name__, reason, count))
+                continue
+            assert key is not None
+            found.append(
+                Layer(
+                    block=block,
+                    shape=KINDS[key].shape(module, False) if inputs_only else block.shape,
+                    shapes={names[id(p)]: p.shape for p in params},
+                    factors="A" if inputs_only else block.shape.letters,
+                    owner=0,
+                )
             )
-        )
     if not found:
         reasons = "; ".join(f"{row.name}: {row.reason}" for row in left[:3])
         raise ValueError(f"no layer of the model is measured ({reasons})")

@@ -101,10 +101,9 @@ def measure(
             appended to the inputs of layers with a bias. "ekfac": A and G, and by a second pass the
             eigenvalues of F in their eigenbasis (George et al. 2018), from the gradients of whole
             examples of a batch.
-        loss: ``loss(output, batch)`` with the data's own labels: the terms, unreduced, or ``(sum,
-            number)``. A term that is exactly 0 counts unless its label is -100 or the mask leaves
-            it out. None: labels are sampled from the model's predictions, one for each row of
-            logits that has a label in the batch, or for each row that counts.
+        loss: ``loss(output, batch)`` with the data's own labels: the terms that count, unreduced,
+            or ``(sum, number)``. None: labels are sampled from the model's predictions, one for
+            each row of logits that has a label in the batch, or for each row that counts.
         likelihood: What labels are sampled from: "categorical", "bernoulli", "gaussian", or a
             function of the output that returns terms as ``loss`` does. None for "categorical" if
             the batch has labels of classes, or no targets. Targets in floating point need a choice.
@@ -171,17 +170,16 @@ def measure(
             accumulator = Pairs(found, sums_of(run, backward_order, Layer.stored_shapes))
         totals = accumulate(run, accumulator, f"pass 1 of {passes}")
         measured = average(run, accumulator, totals)
-        curvature = curvature_of(model, found, left, measured, world)
 
         # Accumulate the eigenvalues of F in the eigenbasis of A and G.
         if factors == "ekfac":
-            measured = correct_eigenvalues(run, curvature, found, measured)
             curvature = curvature_of(model, found, left, measured, world)
+            measured = correct_eigenvalues(run, curvature, found, measured)
 
     # Report what the curvature covers.
     for name, reason in measured.failed.items():
         warnings.warn(f"measure: layer {name!r}: {reason}", SecondOrderWarning, stacklevel=2)
-    if not curvature:
+    if len(measured.failed) == len(found):
         reasons = "; ".join(f"{name}: {why}" for name, why in list(measured.failed.items())[:3])
         raise SecondOrderError(f"measure: no layer has factors ({reasons})")
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
@@ -190,7 +188,7 @@ def measure(
     report = report_of(title, model, found, left, measured, passes, seconds)
     if run.shows_progress:
         sys.stderr.write(f"{report}\n")
-    return curvature.with_report(report)
+    return curvature_of(model, found, left, measured, world, report)
 
 
 @dataclass(frozen=True)

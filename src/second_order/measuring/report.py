@@ -51,6 +51,7 @@ def curvature_of(
     left: Sequence[LeftToBase],
     measured: Measurement,
     world: World,
+    report: Report | None = None,
 ) -> KroneckerCurvature:
     """The curvature, and why parameters have none."""
     found: dict[str, LayerCurvature] = {}
@@ -93,6 +94,7 @@ def curvature_of(
         uncovered,
         owners=owners if world.size > 1 else None,
         world=world if world.size > 1 else None,
+        report=report,
     )
 
 

@@ -62,6 +62,7 @@ class Sums:
         self.dtype = dtype
         self._by_owner = keep == "owner" and world.size > 1
         self._packed = keep != "device"
+        self._on_host = keep == "cpu"
         self._place = torch.device("cpu") if keep == "cpu" else device
         self._sizes = sizes
         self._owners = owners
@@ -93,7 +94,8 @@ class Sums:
         """Add ``(groups, n, n)``, or a form in which a sum is stored; takes over its memory."""
         if self._packed and matrix.shape != self._sizes[key]:
             matrix = pack_upper_triangular(matrix)
-        _add_to(self._local, key, matrix.to(self._place, self.dtype))
+        matrix = matrix.cpu() if self._on_host else matrix
+        _add_to(self._local, key, matrix.to(self.dtype))
         if self._by_owner and self._at_once and self._turns[key] >= self._next_turn:
             self._send(self._turns[key] + 1)
 
@@ -109,7 +111,7 @@ class Sums:
             self._next_turn += 1  # also if this one raises
             total = self._reduce_to_owner(key)
             if total is not None:
-                _add_to(self._owned, key, total.to(self._place))
+                _add_to(self._owned, key, total)
 
     def _reduce_to_owner(self, key: Key) -> Tensor | None:
         """The sum over ranks of what each has added since the last one; None if not the owner."""
@@ -119,10 +121,11 @@ class Sums:
         if part.shape != self._sizes[key]:
             part = pack_upper_triangular(part)
         owner = self._owners[key]
+        device = part.device
         if self._world.size > 1:
             part = part.cpu() if self._world.backend == "gloo" else part
             dist.reduce(part, group=self._world.group, group_dst=owner)
-        return part if owner == self._world.rank else None
+        return part.to(device) if owner == self._world.rank else None
 
     def finish(self) -> dict[Key, Tensor]:
         """The sums over all ranks that this rank owns, as they are stored. Collective."""
