@@ -161,11 +161,11 @@ def counted() -> dict[str, Any]:
 @pytest.mark.parametrize("of", ["float32", "float32 with biases", "bfloat16"])
 @pytest.mark.parametrize("masked", ["whole", "masked"])
 @pytest.mark.parametrize("factors", ["inputs", "kfac"])
-def test_a_layer_takes_three_launches_more(
+def test_a_layer_takes_few_launches_more(
     counted: dict[str, Any], factors: str, masked: str, of: str
 ) -> None:
     few, most = counted[f"{factors}, {masked}, {of}"]
-    assert 0 < (most[0] - few[0]) / (2 * LAYERS) <= 3
+    assert 0 < (most[0] - few[0]) / (2 * LAYERS) <= {"inputs": 3, "kfac": 6}[factors]
 
 
 def test_narrow_products_are_added_up_widely(counted: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def test_narrow_products_are_added_up_widely(counted: dict[str, Any]) -> None:
 def test_what_is_found_is_on_one_device_for_each_layer(counted: dict[str, Any]) -> None:
     assert counted["device"] == [NAME]
     assert counted["cpu"] == ["cpu"]
-    assert counted["two devices"] == [[NAME], [NAME]]
+    assert counted["two devices"] == [[NAME], ["cpu"]]
 
 
 @pytest.mark.parametrize("factors", ["inputs", "kfac"])

@@ -185,13 +185,14 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
     for each in [each for each in term_masks if each.dim() == 2]:
         term_masks = [*term_masks, each[:, 1:], each.any(1)]
     all_count = all(bool(each.all()) for each in term_masks)
+    rows = Rows(masks, device)
     return Batch(
         size=size,
         shapes=frozenset(tensor.shape for tensor in _tensors_of(batch)),
-        rows=Rows(masks, device),
+        rows=rows,
         targets=targets,
         counted=counted,
-        logits=Rows(masks if logits is None else [logits, *masks], device),
+        logits=rows if logits is None else Rows([logits, *masks], device),
         numbers=frozenset() if all_count else frozenset(int(each.sum()) for each in term_masks),
     )
 
