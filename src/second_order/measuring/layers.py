@@ -92,7 +92,7 @@ def find_layers(
     sizes = {id(p): p.numel() for p in model.parameters()}
     found: list[Layer] = []
     with requires_grad(model, True):
-        blocks, left = find_blocks(model, sizes, (), {}, torch.float32, False)
+        blocks, left = find_blocks(model, sizes, (), {}, torch.float32)
 
         # Leave out what was not asked for, and what cannot be measured.
         for block in blocks:
