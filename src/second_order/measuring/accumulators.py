@@ -141,7 +141,6 @@ class Pairs(Accumulator):
         x: Any,
         d: Tensor,
         pass_id: int,
-        source: int = -1,
         again: bool = False,
     ) -> None:
         """Add a pair."""
@@ -221,7 +220,6 @@ class Eigenvalues(Pairs):
         x: Any,
         d: Tensor,
         pass_id: int,
-        source: int = -1,
         again: bool = False,
     ) -> None:
         """Keep a pair, or add the layer's if it is the last."""
