@@ -15,7 +15,8 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import SecondBase
-from second_order.contract.two_bases import base_of, name_of
+from second_order.contract.training import name_of
+from second_order.contract.two_bases import base_of
 
 if TYPE_CHECKING:
     from reference import Batch

@@ -61,6 +61,10 @@ a throttle that no checkpoint keeps  <-  throttle::a_checkpoint_has_the_interval
     self.interval = part.whole(THROTTLE[0], 0)  =>  pass
 
 == contract/arguments.py
+hooks that stay when their optimizer goes
+  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
+  -     weakref.finalize(training, handle.remove).atexit = False
+  -
 a GradScaler that parts the ranks
   <-  options::grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself
     if averages and processes > 1 and  =>  if False and
@@ -94,34 +98,33 @@ descriptions compared by their length  <-  collectives::every_rank_is_told_the_f
 checksums without places  <-  debug::places_count
     (multipliers[: len(block)] * block).sum()  =>  block.sum(dtype=torch.int64)
 
-== contract/training.py
-hooks that stay when their optimizer goes
-  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-  -     weakref.finalize(self, handle.remove).atexit = False
-  -
+== contract/averaging.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
   <-  placements_gradients::a_gradient_that_is_none_everywhere_stays_none
-    if p.grad is None and n > 0:  =>  if p.grad is None:
+    if p.grad is None and ranks > 0:  =>  if p.grad is None:
+
+== contract/groups.py
 names of a group that is added are left out
   <-  groups::a_group_added_has_names_where_the_others_have
     if known or not any(NAMES in other for other in others):  =>  if True:
-sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
-    for p in group["params"] if not is_dtensor(p)]  =>  for p in group["params"]]
-warnings again and again
-  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
-    new = key not in self.warned  =>  new = True
-gradients from before a freeze are not averaged
-  <-  freezing::a_layer_frozen_after_its_backward_keeps_the_ranks_together
-    if p.requires_grad or p in self.trained]  =>  if p.requires_grad]
 the schedule's largest learning rate is not looked up
   <-  invariants_steps::a_constant_clip_follows_the_square_of_the_learning_rate
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
     RATES = "lr", "initial_lr", "max_lr"  =>  RATES = ("lr",)
+
+== contract/step_checks.py
 steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
+
+== contract/training.py
+sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
+    self.training_params() if not is_dtensor(p)]  =>  self.training_params()]
+warnings again and again
+  <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
+    new = key not in self.warned  =>  new = True
 
 == contract/two_bases.py
 two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
@@ -969,6 +972,8 @@ sums that come after their turn in the last batch are lost
   +         return
 
 == optimizers/base.py
+collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
+    self._training.collected is not None:  =>  self._constructed is None:
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state
@@ -976,10 +981,6 @@ the step count is not loaded
   <-  contract_state::checkpoint_gives_the_number_of_the_step
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
     training.steps = steps  =>  pass
-collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
-  -             training.collected = None
-  -             self._share_state()
-  +             self._share_state()
 an optimizer that holds itself  <-  contract_state::an_optimizer_goes_as_soon_as_nobody_has_it
     partial(_share_state_of, weakref.ref(self))  =>  partial(_share_state_of, lambda: self)
 one kind of processes alone hears of wrong shards

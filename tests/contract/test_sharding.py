@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from ranks import replaced, vector
+from ranks import replaced
 from reference import half_squared_error
 from shards import fsdp, go_on, mesh_of, narrow, shares
 from stacks import BATCHES, CASE, loss_of, optimizer_of
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -197,39 +196,6 @@ def test_a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains(
     world: World, System: Any
 ) -> None:
     assert min(world.run(passes, 3, System)) > 0
-
-
-def joined(rank: int, world_size: int, System: Any, wrapped: bool) -> str:
-    """A step that two ranks can take, in a Join that does nothing, and one in a true one."""
-    model = CASE.model()
-    ddp = DistributedDataParallel(model)
-    optimizer = optimizer_of(System, ddp if wrapped else model, gradient_averaging=False)
-    with Join([ddp], enable=False):
-        loss_of(ddp, BATCHES[0]).backward()
-        optimizer.step()
-    before = vector(model)
-
-    def train_joined() -> None:
-        with Join([ddp]):
-            for _ in range(1 + rank):
-                loss_of(ddp, BATCHES[0]).backward()
-                optimizer.step()
-
-    with pytest.raises(RuntimeError) as caught:
-        train_joined()
-    assert torch.equal(vector(model), before)
-    assert pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("wrapped", [True, False], ids=["wrapped", "wrapped later"])
-@pytest.mark.parametrize("System", [KAISA, DHO2])
-def test_a_join_of_ranks_with_different_numbers_of_batches_is_refused(
-    world: World, System: Any, wrapped: bool
-) -> None:
-    """On all ranks, before any has no batch left."""
-    for message in world.run(joined, 2, System, wrapped):
-        assert "in torch's Join: a rank that has no batch left takes no step" in message
 
 
 def dropped(rank: int, world_size: int, System: Any) -> list[int]:

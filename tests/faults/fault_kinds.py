@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from second_order.budget import RefreshBudget, Stopwatch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fault_scenes import Batch, Injected, Run, System, batches
 from second_order import DHO2, DistKFAC
+from second_order.contract import throttle
 from second_order.fosi import eigenpairs
 
 __all__ = ["FAULTS", "Fault", "fault"]
@@ -208,8 +208,7 @@ def budgeted(system: System) -> bool:
 def with_clock(seconds: Callable[[], float]) -> Install:
     def install(run: Run) -> None:
         if run.culprit:
-            run.replace(Stopwatch, "_mark", lambda self: seconds(), steps=100)
-            run.replace(RefreshBudget, "now", lambda self: seconds(), steps=100)
+            run.replace(throttle, "seconds_between", lambda start, end: seconds(), steps=100)
 
     return install
 

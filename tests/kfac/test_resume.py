@@ -426,3 +426,17 @@ def test_old_inverses_are_not_kept_alive_by_the_state() -> None:
     index = [id(p) for p in model.parameters()].index(id(block.weight))
     shared = state[index]["curvature"]["inverse_A"]
     assert shared.data_ptr() == block.inverse.entries["inverse_A"].data_ptr()
+
+
+def test_a_measurement_goes_on_where_it_was() -> None:
+    run = Run(KAISA, "SGD", {"overhead": 0.5})
+    model = network()
+    optimizer, scheduler = run.make(model)
+    take(model, optimizer, scheduler, 0, 3)
+    model, other, scheduler = resumed(run, saved(model, optimizer, scheduler))
+    assert other._curvature.throttle.saved() == optimizer._curvature.throttle.saved()
+    assert other._curvature.throttle.refreshes == 2
+    take(model, other, scheduler, 3, 9)
+    assert other._curvature.throttle.refreshes == 5
+    _, last, _ = resumed(run, saved(model, other, scheduler))
+    assert last._curvature.throttle.said == other._curvature.throttle.said

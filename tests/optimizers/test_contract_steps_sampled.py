@@ -183,7 +183,7 @@ def test_curvature_with_and_without_loss_scaling_agrees(
 @pytest.mark.refused(
     "AMP float16",
     when="untold of the scaler",
-    message="is called by a GradScaler that it was not told of",
+    message="is called by a GradScaler that it does not know",
 )
 @each_kronecker
 def test_a_scaler_that_the_optimizer_was_not_told_of_is_refused(System: Any) -> None:

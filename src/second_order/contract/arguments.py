@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -14,20 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.contract.training import Training, members_of, trainable, whole_group
+from second_order.contract.groups import members_of, trainable, whole_group
+from second_order.contract.sharding import check_sharding
+from second_order.contract.training import Training
 from second_order.distributed.roles import Roles, option_of
-from second_order.distributed.shard_layout import layout_of
 from second_order.distributed.world import World
 from second_order.options import brief, check_params
-from second_order.sharded import ddp_under_way, is_dtensor, mesh_ranks, reshard, sharded_params
+from second_order.sharded import ddp_under_way, reshard
 
 __all__ = [
     "Arguments",
     "FoundModel",
     "Gathered",
-    "check_mesh",
     "check_scaler",
-    "check_sharding",
     "look_through",
     "read_arguments",
     "refuse_ddp_over_helpers",
@@ -125,14 +125,14 @@ def read_arguments(
             otherwise than by FSDP2.
         ValueError: If no parameter trains, or one that does is on the meta device.
     """
-    if model is not None and not _is_model(model):
+    if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
             f"model={brief(model)} is not a torch.nn.Module; pass one, or several in an "
             f"nn.ModuleList"
         )
 
     found: FoundModel | None
-    if _is_model(params_or_model):
+    if isinstance(params_or_model, nn.Module):
         if model is not None and model is not params_or_model:
             raise TypeError(f"{name} got two models; pass the model once")
         found = unwrapped(params_or_model)
@@ -141,6 +141,8 @@ def read_arguments(
     else:
         check_params(name, params_or_model)
         groups = [whole_group(g) for g in params_or_model]
+        if any(isinstance(group, nn.Module) for group in groups):
+            raise TypeError(f"{name} got a list of models; write nn.ModuleList(models)")
         found = find_model(members_of(groups)) if model is None else unwrapped(model)
     params = members_of(groups)
     if not groups or (params and not any(p.requires_grad for p in params)):
@@ -155,7 +157,7 @@ def read_arguments(
         found = FoundModel(Gathered())
         members: dict[str, Any] = {str(i): p for i, p in enumerate(params)}
         found.module._parameters.update({} if needs_model else members)
-    elif model is None and not _is_model(params_or_model):
+    elif model is None and not isinstance(params_or_model, nn.Module):
         look_through(found.module)  # raises for what no optimizer here can train
     refuse_meta(name, params, found.module)
     if known:
@@ -163,21 +165,10 @@ def read_arguments(
     return Arguments(found.module, known, found.under_ddp, found.inside, groups)
 
 
-def _is_model(value: Any) -> bool:
-    """Whether a value is a module, or a list of modules."""
-    several = isinstance(value, list | tuple) and len(value) > 0
-    modules = value if several else [value]
-    return all(isinstance(each, nn.Module) for each in modules)
-
-
-def unwrapped(model: Any) -> FoundModel:
-    """A model without its wrappers; a list of models as an ``nn.ModuleList``."""
-    if isinstance(model, nn.Module):
-        inner, under_ddp = look_through(model)
-        return FoundModel(inner, under_ddp)
-    parts = [look_through(each) for each in model]
-    modules = [inner for inner, _ in parts]
-    return FoundModel(Gathered(modules), all(under_ddp for _, under_ddp in parts))
+def unwrapped(model: nn.Module) -> FoundModel:
+    """A model without its wrappers."""
+    inner, under_ddp = look_through(model)
+    return FoundModel(inner, under_ddp)
 
 
 def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
@@ -208,34 +199,27 @@ def warn_of_single_launch(training: Training) -> None:
         )
 
 
-def refuse_foreign_model(training: Training, params: Sequence[Tensor], base: str) -> None:
+def refuse_foreign_model(training: Training, params: Sequence[Tensor]) -> None:
     """Raise ValueError if the user's model has none of the parameters."""
     owned = {id(p) for p in training.model.parameters()}
     if training.known and params and owned.isdisjoint(map(id, params)):
         raise ValueError(
             f"none of the {len(params)} parameters belongs to "
             f"model={type(training.model).__name__}, so {training.name} would be no more than "
-            f"{base}; pass the model itself, not a copy of it or another one"
+            f"{training.base_name}; pass the model itself, not a copy of it or another one"
         )
 
 
-def warn_about_unowned(
-    training: Training, groups: Sequence[Any], base: str, first: int = 0
-) -> None:
-    """Warn of parameters that are not the model's.
-
-    Args:
-        training: The optimizer's model and name.
-        groups: Parameter groups, or parameters.
-        base: The class of the optimizer that trains them.
-        first: The number of the first group.
-    """
+def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
+    """Warn of parameters in groups, or in a list, that are not the model's."""
     owned = {id(p) for p in training.model.parameters()}
-    unowned = [
-        f"{called} of shape {tuple(p.shape)}"
-        for called, p in _called(groups, first)
-        if id(p) not in owned
-    ]
+    params = members_of(groups)
+    unowned = []
+    for group in groups:
+        for p in group["params"] if isinstance(group, dict) else [group]:
+            name, member = p if isinstance(p, tuple) else ("unnamed", p)
+            if isinstance(member, Tensor) and id(member) not in owned:
+                unowned.append(f"{name!r} of shape {tuple(member.shape)}")
     if not unowned:
         return
     if training.known:
@@ -248,69 +232,9 @@ def warn_about_unowned(
         remedy += "; modules that gc.freeze() has hidden are only found as model="
     more = f", and {len(unowned) - 10} more" if len(unowned) > 10 else ""
     training.warn(
-        f"{len(unowned)} of {len(members_of(groups))} parameters {where}, so {base} alone trains "
+        f"{len(unowned)} of {len(params)} parameters {where}, so {training.base_name} alone trains "
         f"them, without curvature: {', '.join(unowned[:10])}{more}; {remedy}"
     )
-
-
-def _called(groups: Sequence[Any], first: int) -> Iterator[tuple[str, Tensor]]:
-    """Parameters by the names that they were given with, or else by their places."""
-    for i, group in enumerate(groups, start=first):
-        in_group = isinstance(group, dict)
-        for j, p in enumerate(group["params"] if in_group else [group]):
-            place = f"number {j} in group {i}" if in_group else f"number {i}"
-            called, member = (repr(p[0]), p[1]) if isinstance(p, tuple) else (place, p)
-            if isinstance(member, Tensor):
-                yield called, member
-
-
-def check_sharding(model: nn.Module) -> None:
-    """Raise TypeError unless FSDP2 has sharded what is sharded of a model, by rows.
-
-    A root that has its whole parameters since a forward without a backward shards them again.
-    """
-    reshard(model)
-    found = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
-    managed = {id(p) for p in sharded_params(model)} if found else set()
-    for name, p in found.items():
-        placements, mesh = cast(Any, p).placements, cast(Any, p).device_mesh
-        shards = [place for place in placements if not place.is_replicate()]
-        layer, _, leaf = name.rpartition(".")
-        if id(p) not in managed or len(shards) != 1 or type(shards[0]).__name__ != "Shard":
-            raise TypeError(
-                f"layer {layer or '(model)'!r} is parallelised over tensors: its parameter "
-                f"{leaf!r} is a DTensor with placements {placements} that no fully_shard alone "
-                f"made, and each rank sees a part of its activations; leave the layer out of "
-                f"parallelize_module (ColwiseParallel, RowwiseParallel) and shard it by "
-                f"torch.distributed.fsdp.fully_shard"
-            )
-        if p.device.type != mesh.device_type:
-            raise TypeError(
-                f"parameter {name!r} is kept on the {p.device.type} (CPUOffloadPolicy), and its "
-                f"layer's activations are on {mesh.device_type}, where factors are made; shard the "
-                f"model without offload_policy"
-            )
-        if shards[0].dim != 0:
-            raise TypeError(
-                f"parameter {name!r} is sharded along dimension {shards[0].dim}; rows are sent to "
-                f"who preconditions them, so shard dimension 0, as fully_shard does without "
-                f"shard_placement_fn"
-            )
-
-
-def check_mesh(model: nn.Module, world: World) -> None:
-    """Raise ValueError unless parameters are sharded over the ranks that train, all of them."""
-    ranks = sorted(world.global_ranks)
-    for name, p in model.named_parameters():
-        if is_dtensor(p):
-            mesh = sorted(mesh_ranks(p))
-            if mesh != ranks:
-                raise ValueError(
-                    f"parameter {name!r} is sharded over the ranks {mesh}, and the optimizer works "
-                    f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
-                    f"process_group= a group of the mesh's"
-                )
-            layout_of(p, world)
 
 
 def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) -> None:
@@ -318,10 +242,13 @@ def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) 
 
     A model that is wrapped before its optimizer is made is refused then; frameworks wrap it later.
     """
-    places, role = everybody.global_ranks, roles.helper_role
-    workers, helpers = ([places[r] for r in ranks] for ranks in (roles.workers, roles.helpers))
-    hook = partial(_look_who_runs, workers, helpers, f"{option_of(role)}={len(helpers)}")
-    training.add_ddp_hook(hook)
+    places = everybody.global_ranks
+    workers = [places[rank] for rank in roles.workers]
+    helpers = [places[rank] for rank in roles.helpers]
+    option = f"{option_of(roles.helper_role)}={len(helpers)}"
+    hook = partial(_look_who_runs, workers, helpers, option)
+    handle = training.model.register_forward_pre_hook(hook)
+    weakref.finalize(training, handle.remove).atexit = False
 
 
 def _look_who_runs(

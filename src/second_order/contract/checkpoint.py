@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, optim
 
+from second_order.contract.curvature import Curvature
+from second_order.contract.groups import NAMES, members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart, check_base_part
-from second_order.contract.training import NAMES, Curvature, Training, members_of
-from second_order.contract.two_bases import REST, base_of, name_of
+from second_order.contract.training import Training, name_of
+from second_order.contract.two_bases import REST, base_of
 from second_order.errors import SecondOrderError
 from second_order.options import LAYER_OPTIONS, PEAK_LR
 from second_order.sharded import is_checkpointing, is_dtensor, like, local

@@ -21,7 +21,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.training import Curvature, Training, members_of, settings_of
+from second_order.contract.curvature import Curvature
+from second_order.contract.groups import members_of, settings_of
+from second_order.contract.training import Training
 from second_order.distributed.world import World
 from second_order.errors import RankMismatchError, SecondOrderError
 from second_order.options import check_debug

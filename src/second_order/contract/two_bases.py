@@ -19,18 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.training import (
-    NAMES,
-    Training,
-    members_of,
-    nameless,
-    settings_of,
-    unhooked,
-)
+from second_order.contract.groups import NAMES, members_of, nameless, settings_of
+from second_order.contract.training import Training, name_of, unhooked
 from second_order.options import check_flag
 from second_order.patterns import first_match, unmatched_patterns
 
-__all__ = ["REST", "TwoBases", "base_of", "group_lines", "name_of", "switch_of"]
+__all__ = ["REST", "TwoBases", "base_of", "group_lines", "switch_of"]
 
 REST = "rest"
 """The entry of a group that says whether ``rest`` trains it; absent where there is one base."""
@@ -163,12 +157,6 @@ class TwoBases(torch.optim.Optimizer):
             if len(part.state):
                 part.__setstate__({"state": part.state, "param_groups": part.param_groups})
                 self.state.update(part.state)
-
-
-def name_of(base: torch.optim.Optimizer) -> str:
-    """The name of a base, or of two, in messages."""
-    parts = base.parts if isinstance(base, TwoBases) else (base,)
-    return " and ".join(type(part).__name__ for part in parts)
 
 
 def base_of(base: torch.optim.Optimizer, group: Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
+from second_order.contract.averaging import PendingAverage
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import PendingAverage, Training
+from second_order.contract.training import Training
 from second_order.distributed.helper_link import (
     HelperLink,
     Message,

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.training import Routed, Training
+from second_order.contract.averaging import Routed
+from second_order.contract.training import Training
 from second_order.distributed.shard_layout import layout_of
 from second_order.distributed.world import World
 from second_order.lanczos.closure import CurvatureKind, LossFn

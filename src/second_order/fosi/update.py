@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from second_order.contract.averaging import PendingAverage, Routed
+from second_order.contract.curvature import Curvature
+from second_order.contract.groups import members_of
 from second_order.contract.saved import BASE, CURVATURE, SavedPart
-from second_order.contract.training import Curvature, PendingAverage, Routed, Training, members_of
+from second_order.contract.training import Training
 from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.fosi.eigenpairs import Closures, RefreshedPairs

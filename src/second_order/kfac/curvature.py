@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from second_order.contract.averaging import ARRIVED, PendingAverage, Routed
+from second_order.contract.curvature import Curvature
 from second_order.contract.saved import SavedPart
-from second_order.contract.training import ARRIVED, Curvature, PendingAverage, Routed, Training
+from second_order.contract.training import Training
 from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (

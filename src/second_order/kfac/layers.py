@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.training import Training, members_of, settings_of, warn
+from second_order.contract.groups import members_of, settings_of
+from second_order.contract.training import Training, warn
 from second_order.kfac.group_options import check_layers, excluded_params, values_by_layer
 from second_order.kfac.losses import (
     SAID,

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.training import Training, members_of
+from second_order.contract.groups import members_of
+from second_order.contract.training import Training
 from second_order.errors import SecondOrderError
 from second_order.kfac.checkpoint import Entry, deliver_entries, factor_routes
 from second_order.kfac.group_options import values_by_layer

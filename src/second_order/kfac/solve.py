@@ -22,7 +22,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.training import PendingAverage, Training
+from second_order.contract.averaging import PendingAverage
+from second_order.contract.training import Training
 from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
 from second_order.kfac.group_options import values_by_layer

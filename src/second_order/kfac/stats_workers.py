@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.arguments import refuse_ddp_over_helpers
-from second_order.contract.training import Curvature, Training
+from second_order.contract.curvature import Curvature
+from second_order.contract.training import Training
 from second_order.distributed.helper_link import (
     HelperLink,
     Message,

@@ -25,15 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from second_order.contract.arguments import (
-    check_mesh,
     check_scaler,
-    check_sharding,
     read_arguments,
     refuse_foreign_model,
     refuse_meta,
     warn_about_unowned,
     warn_of_single_launch,
 )
+from second_order.contract.averaging import ARRIVED, start_average
 from second_order.contract.checkpoint import (
     add_collected,
     add_to_save,
@@ -45,22 +44,20 @@ from second_order.contract.checkpoint import (
     require_whole,
 )
 from second_order.contract.consistency import Consistency
-from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
-from second_order.contract.training import (
-    ARRIVED,
+from second_order.contract.curvature import Curvature
+from second_order.contract.groups import (
     NAMES,
-    Curvature,
-    Training,
-    check_step,
     follow_peak_rates,
     members_of,
     named_like,
     nameless,
-    start_average,
-    unhooked,
     whole_group,
 )
-from second_order.contract.two_bases import REST, TwoBases, base_of, group_lines, name_of, switch_of
+from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
+from second_order.contract.sharding import ParamPlaces, check_mesh, check_sharding
+from second_order.contract.step_checks import check_step
+from second_order.contract.training import Training, unhooked
+from second_order.contract.two_bases import REST, TwoBases, base_of, group_lines, switch_of
 from second_order.distributed.roles import Role, whole_models
 from second_order.distributed.world import World
 from second_order.optimizers.find_model import find_model
@@ -127,6 +124,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         helpers: int = 0,
     ) -> None:
         name = type(self).__name__
+        self._constructed = False
+        self._unwatched = False
+        self._needs_model = needs_model
+
+        # Check the keywords, and find the model.
         check_base(base, SecondOrderOptimizer)
         if rest is not None:
             check_base(rest, SecondOrderOptimizer, "rest")
@@ -136,7 +138,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
         self._consistency = Consistency(debug)
         given = read_arguments(name, params, model, find_model, needs_model)
-        model, groups = given.model, given.groups
+        groups = given.groups
         self._refused = {*own_keywords} - {"lr"} - ({REST} if rest is not None else set())
         self._check_group_options(groups)
         if "lr" not in base_kwargs:
@@ -144,42 +146,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             for each in (base_kwargs, *keywords):
                 each.setdefault("lr", rate)
         world = process_group if isinstance(process_group, World) else World(process_group)
-        members = members_of(groups)
-        helper_role = None if world.size == 1 else helper_role
+        if world.size == 1:
+            helper_role = None
         if helper_role is None:
-            check_mesh(model, world)
-        averages = gradient_averaging is True
-        if gradient_averaging == "auto":
-            averages = not given.under_ddp
-        if members and all(map(is_dtensor, members)):
-            averages = False  # FSDP2 does
-        averages = averages and world.size > 1
-        training = Training(
-            name=name,
-            model=model,
-            known=given.known,
-            inside=given.inside,
-            under_ddp=given.under_ddp,
-            world=world,
-            averages=averages,
-            scaler=grad_scaler,
-            debug=bool(debug),
-        )
-        self._training, self._constructed, self._unwatched = training, False, False
-        base_name = (rest or base).__name__
-        warn_of_single_launch(training)
-        refuse_foreign_model(training, members, base_name)
-        self._needs_model = needs_model
-        if needs_model:
-            warn_about_unowned(training, groups, base_name)
+            check_mesh(given.model, world)
+
+        # Make the base, which shares its groups and state with this optimizer.
         if rest is None:
             self._base = base(nameless(groups), **base_kwargs)
         else:
-            self._base = TwoBases(groups, model, (base, rest), keywords, rest_layers)
-            groups = self._base.param_groups
-            for pattern in self._base.unmatched:
-                training.warn(f"rest: the pattern {pattern!r} matches no module of the model")
-        super().__init__([*map(whole_group, groups)], {**self._base.defaults, PEAK_LR: 0.0})
+            self._base = TwoBases(groups, given.model, (base, rest), keywords, rest_layers)
+        own_groups = groups if rest is None else self._base.param_groups
+        defaults = {**self._base.defaults, PEAK_LR: 0.0}
+        super().__init__([*map(whole_group, own_groups)], defaults)
         for group, of_base in zip(self.param_groups, self._base.param_groups, strict=True):
             # A base may have changed its entries: torchao's make tensors of learning rates.
             group.update({k: v for k, v in of_base.items() if k not in ("params", NAMES)})
@@ -187,41 +166,60 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._bind_base()
         self._base.state.update(made)
         self._step_base = unhooked(self._base)
-        training.look_for_places()
-        training.trained = set(training.training_params())
+
+        # What optimizer and curvature share.
+        members = members_of(groups)
+        training = self._training = Training(
+            name=name,
+            model=given.model,
+            known=given.known,
+            inside=given.inside,
+            under_ddp=given.under_ddp,
+            world=world,
+            averages=_averages(gradient_averaging, given.under_ddp, members, world),
+            scaler=grad_scaler,
+            debug=bool(debug),
+            base=self._base,
+            # Weakly: an optimizer goes as soon as no script has it, and its hooks with it.
+            publish=partial(_share_state_of, weakref.ref(self)),
+        )
+        self._places = ParamPlaces(given.model, members)
+        warn_of_single_launch(training)
+        refuse_foreign_model(training, members)
+        if needs_model:
+            warn_about_unowned(training, groups)
+        if isinstance(self._base, TwoBases):
+            for pattern in self._base.unmatched:
+                training.warn(f"rest: the pattern {pattern!r} matches no module of the model")
         self._curvature = curvature(training)
-        training_ranks = world.size - helpers * (helper_role is not None)
+        training_ranks = world.size if helper_role is None else world.size - helpers
         check_scaler(grad_scaler, training.averages, training_ranks)
         self._start_together(helper_role)
 
     def _start_together(self, helper_role: Role | None) -> None:
         """Agree with the other processes, and start from the same parameters."""
-        training, world, lines = self._training, self._training.world, self._curvature.description()
+        training = self._training
+        world = training.world
+        lines = self._curvature.description()
         if isinstance(self._base, TwoBases):
             lines += self._base.description()
         self._consistency.check_built(training, lines)
         if helper_role is not None:
             sharded = any(map(is_dtensor, training.model.parameters()))
-            if any(world.all_gather_object(sharded)):  # all raise, whoever has shards
+            if any(world.all_gather_object(sharded)):  # all raise, whichever has shards
                 raise ValueError(whole_models(training.name, helper_role))
-        averages, self._constructed = training.averages, True
+        averages = training.averages  # of all processes, before they get their roles
+        self._constructed = True
         self._curvature.begin()  # with equal options, so that all raise or none
-        if world.size > 1:
-            training.add_ddp_hook(training.running_ddp)
         if averages:
-            tensors = training.whole_model()
+            whole = [t for t in training.whole_model() if not is_dtensor(t)]
             with torch.no_grad():
-                world.broadcast_from_first([t for t in tensors if not is_dtensor(t)])
+                world.broadcast_from_first(whole)
 
     def _bind_base(self) -> None:
         """Let the base work on the very groups and state of this optimizer."""
         self._base.param_groups = self.param_groups
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
-        training = self._training
-        training.base, training.base_name = self._base, name_of(self._base)
-        training.groups = self.param_groups
-        # Weakly: an optimizer goes as soon as nobody has it, and its hooks with it.
-        training.publish = partial(_share_state_of, weakref.ref(self))
 
     def agree(self, doing: str) -> None:
         """Raise RankMismatchError on every rank unless all do the same; a collective."""
@@ -249,55 +247,79 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             RuntimeError: While backward runs, inside :meth:`hooks_removed`, or if a schedule-free
                 base is not in train mode.
         """
-        training, curvature, loss = self._training, self._curvature, None
-        check_step(training, curvature.scaler_matters, closure, self._unwatched)
+        training = self._training
+        curvature = self._curvature
+
+        # Run the closure, and check that this step can be taken, and that all ranks take it.
+        check_step(training, curvature.scaler_matters, self._unwatched)
+        loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # By a step of lr 0 and zero gradients torch.distributed.checkpoint makes state exist. It
-        # moves no counter and starts no collective: one rank alone may take it.
-        empty = training.steps == 0 and not self.state and is_checkpointing()
-        if DTENSORS in sys.modules and self.take_shards() and empty:
-            # torch has set the gradients of those before
-            for p in members_of(self.param_groups):
-                p.grad = torch.zeros_like(p) if p.requires_grad else None
-        if empty:
-            self._share_state()
-            self._step_base()
+        if training.steps == 0 and not self.state and is_checkpointing():
+            self._make_empty_state()
             return loss
+        if DTENSORS in sys.modules:
+            self.take_shards()
         if curvature.helps:
             curvature.prepare()
             return loss
-        if training.collected is not None:
-            training.collected = None
-            self._share_state()
+        self._drop_collected()
         if training.world.size > 1:
             with stage("compare"):
                 doing = f"take a step of {training.name}"
                 self._consistency.check(training, curvature, doing, tensors=True)
         follow_peak_rates(self.param_groups)
+
+        # Start to average the gradients, to the ranks that need them.
         curvature.prepare()
         pending = ARRIVED
         if training.averages:
             with stage("average_gradients"):
                 pending = start_average(training, curvature.route)
+
+        # Precondition, and let the base step.
         curvature.precondition(pending)
         with stage("base"):
             curvature.step_base(self._step_base)
         curvature.correct()
-        if training.world.size > 1:
-            training.trained = set(training.training_params())
+
+        # Count the step, and look ahead to the coming passes.
         training.steps += 1
-        if training.steps == 1:  # the rest of it is put there for whoever asks for a checkpoint
-            for group in self.param_groups:
-                for p in group["params"]:
-                    self.state[p].setdefault(CURVATURE, {})
+        if training.steps == 1:
+            self._make_curvature_parts()
         curvature.watch()
         return loss
 
+    def _make_empty_state(self) -> None:
+        """Make the base's state for torch.distributed.checkpoint.
+
+        It takes a step with a learning rate of 0 and zero gradients for that. The step is not
+        counted and starts no collective, because one rank alone may take it.
+        """
+        if DTENSORS in sys.modules and self.take_shards():
+            # torch has set the gradients of the parameters that shards have replaced.
+            for p in members_of(self.param_groups):
+                p.grad = torch.zeros_like(p) if p.requires_grad else None
+        self._share_state()
+        self._step_base()
+
+    def _make_curvature_parts(self) -> None:
+        """Give each parameter a part for the curvature, which checkpoints fill."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault(CURVATURE, {})
+
+    def _drop_collected(self) -> None:
+        """Drop the state that :meth:`consolidate` has collected."""
+        if self._training.collected is not None:
+            self._training.collected = None
+            self._share_state()
+
     def take_shards(self) -> bool:
         """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
-        training, others = self._training, self._training.new_shards()
+        training = self._training
+        others = self._places.new_shards()
         if not others:
             return False
         check_sharding(training.model)
@@ -316,8 +338,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             for key, value in parts.get(BASE, {}).items():
                 if isinstance(value, Tensor):
                     parts[BASE][key] = like(others[p], value)
-        training.trained = {others.get(p, p) for p in training.trained}
-        training.look_for_places()
+        self._places = ParamPlaces(training.model, members_of(self.param_groups))
         training.publish()  # what the curvature has dropped is in the parts that have moved
         return True
 
@@ -402,7 +423,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every process, if the processes do different things.
         """
-        if "_training" not in vars(self):  # as in load_state_dict
+        if "_constructed" not in vars(self):  # a wrapper of Lightning's
             self.optimizer.add_param_group(param_group)  # type: ignore[attr-defined]
             return
         if not self._constructed:
@@ -428,11 +449,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         except Exception:
             self.param_groups[:] = before
             raise
-        newcomers = members_of(self.param_groups[len(before) :])
-        training.trained |= {p for p in newcomers if p.requires_grad}
-        training.look_for_places()
+        self._places = ParamPlaces(training.model, members_of(self.param_groups))
         if self._needs_model:
-            warn_about_unowned(training, [group], training.base_name, first=len(before))
+            warn_about_unowned(training, [group])
 
     def consolidate(self, to: int | None = 0) -> None:
         """Collect the state that other processes keep, for the next :meth:`state_dict`.
@@ -497,7 +516,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds
                 or unknown, or is another base's; nothing has changed then.
         """
-        if "_training" not in vars(self):  # a wrapper of Lightning's, whose class is made of ours
+        if "_constructed" not in vars(self):  # a wrapper of Lightning's
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         check_is_state(state_dict)
@@ -570,20 +589,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         tracing and compiling for inference do not need this: hooks step aside by themselves.
         """
         outer, self._unwatched = self._unwatched, True
-        hooks = self._training.model._forward_pre_hooks
-        checks = {handle.id: hooks.pop(handle.id, None) for handle in self._training.ddp_hooks}
         try:
             with self._curvature.unwatched():
                 yield
         finally:
-            hooks.update({key: check for key, check in checks.items() if check is not None})
             self._unwatched = outer
 
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""
         self._curvature.close()
-        for handle in self._training.ddp_hooks:
-            handle.remove()
         self._training.collected = None
         if self.state:
             self._share_state()
@@ -593,6 +607,13 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _averages(option: str | bool, under_ddp: bool, members: Sequence[Tensor], world: World) -> bool:
+    """Whether the optimizer averages gradients over the ranks, and not DDP, FSDP2 or the user."""
+    if world.size == 1 or (members and all(map(is_dtensor, members))):
+        return False
+    return not under_ddp if option == "auto" else bool(option)
 
 
 def _share_state_of(optimizer: weakref.ref[SecondOrderOptimizer]) -> None:

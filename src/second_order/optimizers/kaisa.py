@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from second_order.contract.training import Curvature, Training
+from second_order.contract.curvature import Curvature
+from second_order.contract.training import Training
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
