@@ -44,22 +44,14 @@ class Summary:
         rows: One row for each layer.
         dropped: Statistics dropped so far on this process because they were not finite.
         failed: Layers whose last refresh gave no sound decomposition.
-        notes: Closing lines of optimizers without Kronecker factors.
-        age: A line on the age of inverses, where they are computed beside training.
-        intervals: A line on the intervals that are chosen by their cost.
-        settings: A line on damping, clip and memory, as they follow from what was given.
-        groups: A line for each parameter group, if there are several: what trains it, and how.
+        lines: Closing lines: options, intervals, ages, and parameter groups if there are several.
     """
 
     title: str
     rows: Sequence[LayerRow]
     dropped: int = 0
     failed: int = 0
-    notes: Sequence[str] | None = None
-    age: str = ""
-    intervals: str = ""
-    settings: str = ""
-    groups: Sequence[str] = ()
+    lines: Sequence[str] = ()
 
     @property
     def factor_bytes(self) -> int:
@@ -84,28 +76,18 @@ class Summary:
         return ours / total if total else 0.0
 
     def __str__(self) -> str:
-        header = ("layer", "type", "parameters", "status", "factors / reason", "ranks", "KiB")
-        if self.notes is not None:
-            header = ("parameter", "shape", "elements", "status", "how", "ranks", "KiB")
-        table = [header]
+        table = [("name", "type", "parameters", "status", "detail", "ranks", "KiB")]
         for row in self.rows:
-            kib = (row.factor_bytes + row.inverse_bytes) / 1024
-            size, count = f"{kib:,.1f}" if kib else "", f"{row.parameters:,}"
+            nbytes = row.factor_bytes + row.inverse_bytes
+            size = f"{nbytes / 1024:,.1f}" if nbytes else ""
+            count = f"{row.parameters:,}"
             table.append((row.name, row.kind, count, row.status, row.detail, row.computed_by, size))
-        if self.notes is None:
-            parts = {"factors": self.factor_bytes, "inverses": self.inverse_bytes}
-            size = ", ".join(f"{name} {nbytes / 2**20:.2f} MiB" for name, nbytes in parts.items())
-            closing = [
-                f"statistics dropped: {self.dropped}; layers failing to decompose: {self.failed}",
-                *filter(None, [self.settings, self.intervals, self.age]),
-            ]
-        else:
-            size, closing = f"{self.total_bytes / 2**20:.2f} MiB", list(self.notes)
         share = (
             f"{self.preconditioned_share:.1%} of the parameters preconditioned; second-order state "
-            f"of this process: {size}"
+            f"of this process: factors {self.factor_bytes / 2**20:.2f} MiB, inverses "
+            f"{self.inverse_bytes / 2**20:.2f} MiB"
         )
-        return "\n".join([self.title, share, *aligned(table, {2, 6}), *closing, *self.groups])
+        return "\n".join([self.title, share, *aligned(table, {2, 6}), *self.lines])
 
 
 def aligned(table: Sequence[Sequence[str]], right: set[int]) -> list[str]:

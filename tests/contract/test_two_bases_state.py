@@ -61,8 +61,8 @@ def test_a_checkpoint_goes_on_bit_for_bit(System: Any, pair: str) -> None:
         take(twin, resumed, batch)
         assert same(model, twin)
     resumed.param_groups[1]["lr"] = 0.5
-    assert "lr 0.5" in resumed.summary().groups[1]
-    assert "lr 0.5" not in optimizer.summary().groups[1]
+    assert "lr 0.5" in str(resumed.summary())
+    assert "lr 0.5" not in str(optimizer.summary())
 
 
 class Remembering(AdamW):

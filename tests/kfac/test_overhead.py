@@ -67,17 +67,17 @@ def test_nothing_is_timed_without_an_overhead() -> None:
     run = Run(overhead=None).go(6)
     assert run.throttle is None
     assert run.time.looks == 0
-    assert run.optimizer.summary().intervals == ""
+    assert "overhead" not in str(run.optimizer.summary())
     assert "throttle_interval" not in run.saved()["optimizer"]["state"][0]["curvature"]
 
 
 def test_the_summary_has_the_interval() -> None:
     run = drifting().go(TIMED - 2)
-    assert run.optimizer.summary().intervals == "overhead 0.1: being measured"
+    assert "overhead 0.1: being measured" in run.optimizer.summary().lines
     assert run.optimizer.statistics()["inv_update_steps"] == 2
     run.go(2)
     line = "overhead 0.1: 5 steps between refreshes at least"
-    assert run.optimizer.summary().intervals == line
+    assert line in run.optimizer.summary().lines
     assert run.optimizer.statistics()["inv_update_steps"] == 8
 
 

@@ -248,6 +248,7 @@ def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) 
     option = f"{option_of(roles.helper_role)}={len(helpers)}"
     hook = partial(_look_who_runs, workers, helpers, option)
     handle = training.model.register_forward_pre_hook(hook)
+    training.at_close.append(handle.remove)
     weakref.finalize(training, handle.remove).atexit = False
 
 

@@ -54,6 +54,7 @@ class Training:
     publish: Callable[[], None]  # shows counters and curvature in ``state``
     debug: bool = False  # verify at every step what is else verified at the first ones
     steps: int = 0  # number of steps taken
+    at_close: list[Callable[[], None]] = field(default_factory=list)  # run as the optimizer closes
     warned: set[str] = field(default_factory=set)  # keys of warnings that appeared
     # Parts of the state that other processes keep, once they have been collected here, and the rank
     # that has all of them; None for each.

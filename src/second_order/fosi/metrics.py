@@ -81,4 +81,4 @@ def pair_summary(
         notes.append(pairs.throttle.said)
     title = f"{options.largest} largest and {options.smallest} smallest eigenpairs"
     layout = "row" if vector.sharded else options.layout
-    return Summary(training.titled(title, f"layout {layout}"), rows, notes=notes)
+    return Summary(training.titled(title, f"layout {layout}"), rows, lines=notes)

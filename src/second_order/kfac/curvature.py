@@ -803,19 +803,28 @@ class KFAC(OfLayers):
         if self.workers:
             ranks = self.training.world.size
             settings.append(f"gradient workers chosen: {self.workers} of {ranks} for each layer")
-        intervals = "" if self.throttle is None else self.throttle.said
-        settled, age = "; ".join(filter(None, settings)), ""
-        if not self.solves.solves_at_once:
-            solves, steps, age = self.solves, self.training.steps, "no inverses yet"
-            ages = sorted(steps - step for step in solves.taken_at.values())
-            delays = sorted(n - solves.taken_at[b] for b, n in solves.installed_at.items())
-            if ages:
-                age = (
-                    f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took "
-                    f"{delays[0]} to {delays[-1]} steps; {len(solves.under_way)} under way"
-                )
         table = self.layers.summary(said)
-        return replace(table, intervals=intervals, settings=settled, age=age)
+        lines = [
+            f"statistics dropped: {table.dropped}; layers failing to decompose: {table.failed}",
+            "; ".join(filter(None, settings)),
+        ]
+        if self.throttle is not None:
+            lines.append(self.throttle.said)
+        if not self.solves.solves_at_once:
+            lines.append(self._ages())
+        return replace(table, lines=lines)
+
+    def _ages(self) -> str:
+        """A line on the ages of inverses that are computed while training continues."""
+        solves, steps = self.solves, self.training.steps
+        ages = sorted(steps - step for step in solves.taken_at.values())
+        delays = sorted(n - solves.taken_at[b] for b, n in solves.installed_at.items())
+        if not ages:
+            return "no inverses yet"
+        return (
+            f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took {delays[0]} to "
+            f"{delays[-1]} steps; {len(solves.under_way)} under way"
+        )
 
 
 def _most_terms(sums: Iterable[StatisticsSums], device: torch.device) -> Tensor | None:

@@ -568,7 +568,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         With several parameter groups, which base trains each, and with which settings.
         Bytes are those of this process. Reading it waits for the device.
         """
-        return replace(self._curvature.summary(), groups=group_lines(self._training))
+        summary = self._curvature.summary()
+        return replace(summary, lines=[*summary.lines, *group_lines(self._training)])
 
     def statistics(self) -> dict[str, float]:
         """Numbers to log: of the last step, and of the curvature in use.
@@ -598,6 +599,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """End threads, hooks and messages; from now on the base steps alone."""
         self._curvature.close()
+        for release in self._training.at_close:
+            release()
         self._training.collected = None
         if self.state:
             self._share_state()
