@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,6 @@ from second_order.kronecker.decompositions import (
     cholesky_inverse,
     eigh,
 )
-from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.triangles import (
     pack_upper_triangular,
@@ -37,7 +35,6 @@ __all__ = [
     "Inverse",
     "InverseSolver",
     "SolverName",
-    "condition_estimate",
     "round_definite",
     "round_to",
 ]
@@ -45,7 +42,6 @@ __all__ = [
 # Smaller inverses are sent whole.
 TRIANGULAR_FROM = 1024
 
-POWER_ITERATIONS = 12  # within some per cent where the spectrum decays
 
 EIGEN_SCALE = "eigen_scale"
 INVERSE_ENTRIES = (
@@ -301,44 +297,6 @@ def _in_dtype(
     """The parts of a decomposition in the dtype in which they are kept, and the errors."""
     parts, errors = decompose(matrix)
     return tuple(part.to(dtype).contiguous() for part in parts), errors
-
-
-def condition_estimate(
-    inverse: Inverse, factors: KroneckerFactors, times: Tensor | None = None
-) -> Tensor:
-    """The condition number of the damped block whose inverse, times a scalar, is given; a scalar.
-
-    Of eigenvalues it is exact. Of inverses it is the product over factors of the largest
-    eigenvalues of the factor and of its inverse; of a factor kept elsewhere its trace.
-    """
-    if isinstance(inverse, EigenInverse):
-        scale = inverse.entries[EIGEN_SCALE].flatten(1)
-        least = torch.where(scale > 0, scale, math.inf).amin(1)  # 0: without curvature or damping
-        return (scale.amax(1) / least).max()
-    shape = factors.shape
-    conditions: list[Tensor] = []
-    for letter, stored in zip(shape.letters, inverse.tensors, strict=True):
-        kept = stored if letter != "G" or times is None else stored / times
-        if letter in shape.diagonals:
-            conditions.append(kept.amax(1) / kept.amin(1))
-            continue
-        if factors.stored[letter] is None:
-            largest = factors.means[shape.letters.index(letter)] * shape.dims[letter]
-        else:
-            largest = _largest_eigenvalue(factors.matrix(letter, kept.dtype))
-        conditions.append((largest * _largest_eigenvalue(kept)).clamp_min(1.0))
-    return torch.stack(conditions).prod(0).max()
-
-
-def _largest_eigenvalue(matrices: Tensor) -> Tensor:
-    """Rayleigh quotients of semi-definite ``(groups, n, n)``, from below, by the power method."""
-    x = matrices.diagonal(dim1=-2, dim2=-1).abs().unsqueeze(-1) + 1e-6  # large where they are
-    for _ in range(POWER_ITERATIONS):
-        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
-        y = matrices @ x
-        quotients: Tensor = (x.mT @ y).flatten()
-        x = y
-    return quotients
 
 
 SOLVERS: dict[str, EigenSolver | InverseSolver] = {
