@@ -36,7 +36,7 @@ from pretended import NAME, pretend_device  # type: ignore[import-not-found]  # 
 __all__ = ["Muon", "counted", "pretend_device"]
 
 MICROSECONDS = 10
-EVERY, REFRESH, STEPS = 2, 4, 8  # statistics, solves, and steps of a training
+EVERY, REFRESH, STEPS = 2, 4, 7  # statistics, solves, and steps of a training
 KINDS = ("quiet", "statistics", "refresh", "first")
 
 
