@@ -82,15 +82,15 @@ class Routed:
 
     @classmethod
     def of_call(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Routed | None:
-        """The input among the arguments of a call, by dtype and shape; None if it is another."""
+        """The input among the arguments of a call, hidden states first; None if it is another."""
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        index = [each for each in given if not each.is_floating_point()]
-        if len(given) != 3 or len(index) != 1:
+        if len(given) != 3:
             return None
-        weights = [t for t in given if t is not index[0] and t.shape == index[0].shape]
-        hidden = [t for t in given if t is not index[0] and t.shape != index[0].shape]
-        fits = len(weights) == len(hidden) == 1 and len(hidden[0]) == len(index[0])
-        return cls(hidden[0], index[0], weights[0]) if fits else None
+        hidden = given[0]
+        index, weights = sorted(given[1:], key=Tensor.is_floating_point)
+        numbers = weights.is_floating_point() and not index.is_floating_point()
+        fits = numbers and index.shape == weights.shape and len(hidden) == len(index)
+        return cls(hidden, index, weights) if fits else None
 
     def kept(self) -> Callable[[], Routed]:
         """Keep the input as autograd keeps its own; what is returned reads it."""
