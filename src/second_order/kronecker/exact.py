@@ -185,7 +185,10 @@ class ExactBlock(KroneckerBlock):
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
             g = gram(rows.unsqueeze(0), False, form.triangular)
-        a = d.new_ones(self.shape.groups, 1) * examples
+        if isinstance(examples, Tensor):
+            a = examples.to(d.dtype).expand(self.shape.groups, 1)
+        else:
+            a = d.new_full((self.shape.groups, 1), float(examples))
         return PairStatistics({"A": a, "G": g}, examples)
 
     def _example_gradients(
