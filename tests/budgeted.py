@@ -92,15 +92,15 @@ class Run:
             self.decays[self.steps] = decay
             take_in(sums, decay)
 
-        def refreshing(due: Any, pending: Any, *news: Any) -> Any:
+        def refreshing(due: Any, *args: Any, **kwargs: Any) -> Any:
             if due:
                 self.time.spend(self.R * self.scale)
                 self.refreshes.append(self.steps)
-            return refresh(due, pending, *news)
+            return refresh(due, *args, **kwargs)
 
-        def consuming(*args: Any) -> None:
+        def consuming(*args: Any, **kwargs: Any) -> None:
             self.time.spend(2 / LAYERS * self.scale)
-            consume(*args)
+            consume(*args, **kwargs)
 
         layers.take_in, solves.refresh = taking, refreshing
         layers.collector.consume = consuming

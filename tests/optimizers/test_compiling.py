@@ -69,7 +69,7 @@ def test_a_step_in_one_graph_is_refused_with_the_reason() -> None:
     cross_entropy(model(BATCHES[0][0]), BATCHES[0][1]).backward()
     step = torch.compile(optimizer.step, backend="eager", fullgraph=True)
     before = copy.deepcopy(model)
-    with pytest.raises(RuntimeError, match=r"compile the model, .* record quiet steps in a CUDA"):
+    with pytest.raises(RuntimeError, match=r"compile the model, or the function"):
         step()
     assert same(model, before)
 

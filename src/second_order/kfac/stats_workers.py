@@ -316,7 +316,7 @@ class StatsWorker(OfLayers):
 
     def summary(self) -> Summary:
         """A table of every layer that this process watches."""
-        return replace(self.layers.summary({}), age="no inverses yet")
+        return replace(self.layers.summary({}), lines=["no inverses here"])
 
     def close(self) -> None:
         """Shut down the link to the workers, and release the model."""
