@@ -56,9 +56,10 @@ def test_all_ranks_choose_the_same_and_train_as_if_it_were_given(world: World, s
 
 
 def force(patch: pytest.MonkeyPatch, workers: int) -> None:
-    """Let the cost model choose this number."""
+    """Let the cost model choose this number on rank 0, and another one on the other ranks."""
+    chosen = 1 if torch.distributed.get_rank() else workers
     patch.setattr(curvature, "calibrate", lambda *_: (None, None))
-    patch.setattr(curvature, "cheapest_workers", lambda *_, **__: workers)
+    patch.setattr(curvature, "cheapest_workers", lambda *_, **__: chosen)
 
 
 def remembered(rank: int, size: int) -> Any:

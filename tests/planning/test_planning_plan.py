@@ -65,7 +65,7 @@ def test_memory_is_honored() -> None:
 
 def choice(system: str, seconds: float, memory: int, *, fits: bool = True) -> Choice:
     setting = Setting(system, "inverse", 1, 1, 1, 1)
-    return Choice(setting, Costs({}, 0, 0), seconds, memory, 0.0, fits=fits)
+    return Choice(setting, Costs({}, 0.0, 0, 0), seconds, memory, 0.0, fits=fits)
 
 
 def test_of_similar_settings_the_smallest_is_recommended() -> None:

@@ -228,7 +228,7 @@ class KFAC(OfLayers):
         interval = self._options.refresh_interval
         if interval is None:
             interval = 10  # the overhead limit chooses it later
-        return cheapest_workers(
+        workers = cheapest_workers(
             shapes,
             world.size,
             machine,
@@ -236,6 +236,8 @@ class KFAC(OfLayers):
             solver=self._options.solver,
             inv_update_steps=max(int(value_at(interval, 0)), 1),
         )
+        # Ranks on different hosts may round differently.
+        return int(world.all_gather_object(workers)[0])
 
     def _take_workers(self, workers: int) -> None:
         """Plan with so many gradient workers, at the next look at the layers."""

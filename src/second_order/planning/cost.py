@@ -29,9 +29,9 @@ from second_order.distributed.assignment import (
 )
 from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS
-from second_order.planning.machine import Interconnect, Machine
+from second_order.planning.machine import Interconnect, Machine, bytes_sent
 
-__all__ = ["Costs", "Layer", "Part", "Setting", "cheapest_workers", "predict", "worker_counts"]
+__all__ = ["Costs", "Layer", "Setting", "cheapest_workers", "predict", "worker_counts"]
 
 SIMILAR = 0.03
 """Settings whose steps differ by less than this share count as equally fast, because the cost model
@@ -110,37 +110,26 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part of a step, per step: seconds, and bytes that one rank sends."""
-
-    seconds: float
-    sent: float = 0.0
-
-
-@dataclass(frozen=True)
 class Costs:
     """What a setting costs on the busiest rank.
 
     Attributes:
-        parts: The parts of a step by name.
+        parts: Seconds per step by the part of the step.
+        sent: Bytes per step that one rank sends.
         curvature_bytes: Bytes of factors, inverses, and the last step of preconditioned parameters,
             from which the step scale follows.
         pending_bytes: Bytes of statistics that wait for the next update of the factors.
     """
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, float]
+    sent: float
     curvature_bytes: int
     pending_bytes: int
 
     @property
     def seconds(self) -> float:
         """Seconds per step."""
-        return sum(part.seconds for part in self.parts.values())
-
-    @property
-    def sent(self) -> float:
-        """Bytes per step that one rank sends."""
-        return sum(part.sent for part in self.parts.values())
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
@@ -165,8 +154,9 @@ def layer_costs(layer: Layer, solver: str, machine: Machine) -> LayerCosts:
     statistics = 0.0
     inverses = 0.0
     precondition = 0.0
-    for letter in set(shape.letters) - set(shape.diagonals):
-        n = shape.dims[letter]
+    for letter, n in shape.dims.items():
+        if letter in shape.diagonals:
+            continue
         statistics += machine.product_seconds(layer.rows * n**2 * shape.groups)
         inverses += shape.groups * machine.decomposition_seconds(solver, n)
         product = machine.product_seconds(2 * n * gradient_size)
@@ -199,34 +189,38 @@ def predict(
     gradient_bytes = sum(each.gradient_bytes for each in costs)
     all_factors = sum(factor_bytes.values())
 
-    # Statistics: DPKFAC's owners compute those of their own layers, and send none.
-    statistics = [each.statistics for each in costs]
+    # DPKFAC's owners compute the statistics of their own layers, and send none.
+    statistics = sum(each.statistics for each in costs)
     if is_dpkfac:
-        statistics_seconds = max(_totals(owners, statistics).values())
-        exchange = Part(0.0)
-    else:
-        statistics_seconds = sum(statistics)
-        exchange = _gather(network, all_factors, setting.ranks)
-        if not setting.owned_factors:  # a reduce-scatter, and an all-gather
-            exchange = Part(2 * exchange.seconds, 2 * exchange.sent)
+        statistics = max(_totals(owners, [each.statistics for each in costs]).values())
 
     # DistKFAC computes inverses on threads. They cost nothing if training leaves the host idle.
     if setting.system == "DistKFAC" and machine.device != "cpu":
         inverses = 0.0
-    inverse_exchange = _gather(network, max(inverse_bytes.values()), setting.workers)
 
+    # An all-reduce of the factors is a reduce-scatter and an all-gather.
+    gathers = 1 if setting.owned_factors else 2
+    if is_dpkfac:
+        gathers = 0
+    inverses_of_row = max(inverse_bytes.values())
+    grid_rows = setting.ranks // setting.workers
     updates = setting.factor_update_steps
     refreshes = setting.inv_update_steps
     parts = {
-        "statistics": Part(statistics_seconds / updates),
-        "statistics exchange": Part(exchange.seconds / updates, exchange.sent / updates),
-        "inverses": Part(inverses / refreshes),
-        "inverse exchange": Part(
-            inverse_exchange.seconds / refreshes, inverse_exchange.sent / refreshes
+        "statistics": statistics / updates,
+        "statistics exchange": (
+            gathers * network.gather_seconds(all_factors, setting.ranks) / updates
         ),
-        "precondition": Part(precondition),
-        "gradient exchange": _gather(network, gradient_bytes, setting.ranks // setting.workers),
+        "inverses": inverses / refreshes,
+        "inverse exchange": network.gather_seconds(inverses_of_row, setting.workers) / refreshes,
+        "precondition": precondition,
+        "gradient exchange": network.gather_seconds(gradient_bytes, grid_rows),
     }
+    sent = (
+        gathers * bytes_sent(all_factors, setting.ranks) / updates
+        + bytes_sent(inverses_of_row, setting.workers) / refreshes
+        + bytes_sent(gradient_bytes, grid_rows)
+    )
 
     # DistKFAC holds the inverses in use and the next ones.
     copies = 2 if setting.system == "DistKFAC" else 1
@@ -236,7 +230,7 @@ def predict(
         for owner, row in zip(owners, rows, strict=True)
     )
     pending_bytes = max(factor_bytes.values()) if is_dpkfac else all_factors
-    return Costs(parts, curvature_bytes + gradient_bytes, pending_bytes)
+    return Costs(parts, sent, curvature_bytes + gradient_bytes, pending_bytes)
 
 
 def _totals(keys: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
@@ -262,13 +256,6 @@ def assign(layers: Sequence[Layer], setting: Setting) -> list[LayerAssignment]:
     return assign_layers(dims, grid, cost="memory" if setting.system == "DPKFAC" else "compute")
 
 
-def _gather(network: Interconnect, nbytes: float, ranks: int) -> Part:
-    """An all-gather or reduce-scatter of n bytes in all."""
-    if ranks == 1:
-        return Part(0.0)
-    return Part(network.gather_seconds(nbytes, ranks), nbytes * (ranks - 1) / ranks)
-
-
 def worker_counts(ranks: int) -> list[int]:
     """The possible numbers of gradient workers, the largest first."""
     return [workers for workers in range(ranks, 0, -1) if ranks % workers == 0]
@@ -290,4 +277,4 @@ def cheapest_workers(
         setting = Setting("KAISA", solver, ranks, workers, inv_update_steps, inv_update_steps)
         seconds[workers] = predict(layers, setting, machine, network).seconds
     bound = (1 + SIMILAR) * min(seconds.values())
-    return min(workers for workers, taken in seconds.items() if taken <= bound)
+    return min(workers for workers in seconds if seconds[workers] <= bound)

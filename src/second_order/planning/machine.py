@@ -11,10 +11,10 @@ import math
 import platform
 import statistics
 import time
+from bisect import bisect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from second_order.distributed.world import World
 
-__all__ = ["ASSUMED_NETWORKS", "Interconnect", "Machine", "calibrate", "seconds_of"]
+__all__ = ["ASSUMED_NETWORKS", "Interconnect", "Machine", "bytes_sent", "calibrate", "seconds_of"]
 
 
 @dataclass(frozen=True)
@@ -61,19 +61,17 @@ def interpolate(seconds: Mapping[int, float], n: float) -> float:
     Between two sizes, the seconds are a power of n. Below the smallest size, they are constant,
     because the launch overhead dominates. Above the largest, they grow with n³.
     """
-    points = sorted(seconds.items())
-    smallest, least = points[0]
-    largest, most = points[-1]
-    if n <= smallest:
-        return least
-    if n >= largest:
-        return float(most * (n / largest) ** 3)
+    sizes = sorted(seconds)
+    if n <= sizes[0]:
+        return seconds[sizes[0]]
+    if n >= sizes[-1]:
+        return float(seconds[sizes[-1]] * (n / sizes[-1]) ** 3)
 
-    for (below, low), (above, high) in pairwise(points):
-        if n <= above:
-            share = math.log(n / below) / math.log(above / below)
-            return float(low * (high / low) ** share)
-    raise AssertionError("n lies between two sizes")
+    k = bisect(sizes, n)
+    below = sizes[k - 1]
+    above = sizes[k]
+    power = math.log(seconds[above] / seconds[below]) / math.log(above / below)
+    return float(seconds[below] * (n / below) ** power)
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,12 @@ class Interconnect:
     def gather_seconds(self, nbytes: float, ranks: int) -> float:
         """Seconds of an all-gather of n bytes in all, or of a reduce-scatter."""
         rounds = math.ceil(math.log2(ranks))
-        return rounds * self.latency + nbytes * (ranks - 1) / ranks / self.bandwidth
+        return rounds * self.latency + bytes_sent(nbytes, ranks) / self.bandwidth
+
+
+def bytes_sent(nbytes: float, ranks: int) -> float:
+    """Bytes that each rank sends in an all-gather of n bytes in all, or in a reduce-scatter."""
+    return nbytes * (ranks - 1) / ranks
 
 
 ASSUMED_NETWORKS = {
@@ -176,7 +179,7 @@ def _measured_network(world: World, device: torch.device) -> Interconnect:
     latency = small_seconds / 2 / math.ceil(math.log2(world.size))
     # Noise must not make the time of the bytes zero or negative.
     transfer = max(large_seconds - small_seconds, large_seconds / 10)
-    bandwidth = 2 * large.nbytes * (world.size - 1) / world.size / transfer
+    bandwidth = 2 * bytes_sent(large.nbytes, world.size) / transfer
     return Interconnect(latency, bandwidth, "measured")
 
 

@@ -10,7 +10,13 @@ from torch import nn
 
 from second_order.options import check_count
 from second_order.planning.cost import SIMILAR, Costs, Setting, predict, worker_counts
-from second_order.planning.machine import ASSUMED_NETWORKS, Interconnect, Machine, calibrate
+from second_order.planning.machine import (
+    ASSUMED_NETWORKS,
+    Interconnect,
+    Machine,
+    bytes_sent,
+    calibrate,
+)
 from second_order.planning.passes import run_model
 from second_order.report import aligned
 
@@ -92,9 +98,9 @@ class Plan:
         return "\n".join([*lines, self.reason])
 
     def _row(self, choice: Choice) -> list[str]:
-        seconds = {name: part.seconds for name, part in choice.costs.parts.items()}
-        columns = [seconds[name] for name in ("statistics", "inverses", "precondition")]
-        columns.append(sum(seconds.values()) - sum(columns))
+        parts = choice.costs.parts
+        columns = [parts[name] for name in ("statistics", "inverses", "precondition")]
+        columns.append(choice.costs.seconds - sum(columns))
         note = "recommended" if choice is self.recommended else ""
         return [
             choice.setting.system,
@@ -149,7 +155,7 @@ def plan(
             momentum, 2.0 for AdamW.
 
     Raises:
-        TypeError: For a model that is no module, or a batch that is no collection of arguments.
+        TypeError: If the model is not a module, or the batch not a collection of arguments.
         ValueError: For values out of range, or a model that does not take the batch.
     """
     check_count("world_size", world_size, "ranks")
@@ -177,9 +183,7 @@ def plan(
 
     # The base optimizer alone: the passes, and the average of all gradients.
     passes = machine.product_seconds(found.flops) if found.seconds is None else found.seconds
-    gather = 0.0
-    if world_size > 1:
-        gather = network.gather_seconds(found.trained_bytes, world_size)
+    gather = network.gather_seconds(found.trained_bytes, world_size)
     base = passes + 2 * gather
     first_order_bytes = (
         found.parameter_bytes + found.activation_bytes + (1 + base_state) * found.trained_bytes
@@ -192,7 +196,7 @@ def plan(
         averages = 1 if setting.system == "DPKFAC" else 2
         seconds = passes + averages * gather + costs.seconds
         size = first_order_bytes + costs.curvature_bytes + costs.pending_bytes
-        sent = costs.sent + averages * found.trained_bytes * (1 - 1 / world_size)
+        sent = costs.sent + averages * bytes_sent(found.trained_bytes, world_size)
         fits = allowed is None or size <= allowed
         choices.append(Choice(setting, costs, seconds, size, sent, fits=fits))
     choices.sort(key=lambda choice: choice.seconds)
