@@ -210,7 +210,7 @@ the rows of all ranks for one owner  <-  collectives::sums_reach_their_owners_an
 half of the ranks need not agree  <-  collectives::all_agree_only_if_nobody_says_no
     return not bool(noes)  =>  return bool(noes < 2.0)
 what is missing at its source arrives as ones  <-  collectives::parts_arrive_in_their_shapes
-    return torch.zeros(sizes[key],  =>  return torch.ones(sizes[key],
+    return tuple(torch.zeros(shape,  =>  return tuple(torch.ones(shape,
 words that are never compared  <-  agreement::ranks_know_whether_they_have_the_same_words
     return int(both[0]) == ~int(both[1])  =>  return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order import DPKFAC, KAISA, DistKFAC, SecondOrderWarning
+from second_order import DPKFAC, KAISA, DistKFAC
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -96,24 +95,6 @@ def test_owners_factors_come_back_to_them(world: World, tmp_path: Path) -> None:
         found = agreed(world.run(resumed, 2, folder, "DPKFAC", how))
         assert_same_trajectory(found, expected, rtol=1e-10, hint=how)
         assert how == "ddp" or all(map(torch.equal, found, expected))
-
-
-def asked_by_hand(rank: int, world_size: int) -> list[str]:
-    """What is said where a state is asked for, twice, and by torch.distributed.checkpoint."""
-    model, optimizer = made("KAISA", "fsdp")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SecondOrderWarning)
-        get_optimizer_state_dict(model, optimizer)
-        before = len(caught)
-        optimizer.state_dict()
-        optimizer.state_dict()
-    return [str(each.message) for each in caught[before:]]
-
-
-def test_a_state_of_rows_is_said_to_be_one(world: World) -> None:
-    for messages in world.run(asked_by_hand, 2):
-        (message,) = [m for m in messages if "rows" in m]
-        assert "get_optimizer_state_dict" in message
 
 
 def by_one_rank(rank: int, world_size: int) -> list[list[Tensor]]:

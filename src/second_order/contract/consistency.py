@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of, settings_of
+from second_order.contract.groups import members_of
 from second_order.contract.training import Training
 from second_order.distributed.world import World
 from second_order.errors import RankMismatchError, SecondOrderError
@@ -55,12 +55,20 @@ class Consistency:
         """Raise on every rank unless all have the same model, groups and options; a collective."""
         if training.world.size == 1:
             return
-        lines = [*_described(training), *options, f"debug: every {self.every} steps"]
+        facts = [
+            *_model(training),
+            ("base", training.base_name),
+            *_settings(training.groups),
+            *_members(training),
+            ("gradients averaged by the optimizer", training.averages),
+            *(line.partition(": ")[::2] for line in options),
+            ("debug", f"every {self.every} steps"),
+        ]
         require_same(
             training.world,
             f"make {training.name}",
-            lines,
-            lambda: [line.partition(": ")[::2] for line in lines],
+            facts,
+            lambda: facts,
             remedy="build the same model with the same options on every rank; if another module "
             "contains it on some ranks alone, pass model=",
         )
@@ -158,20 +166,12 @@ def _equal(a: Any, b: Any) -> bool:
 # ------------------------------------------------------------------------------------------ facts
 
 
-def _described(training: Training) -> list[str]:
-    """The model and its groups, in lines."""
-    model = training.model
-    names = training.names()
-    lines = [
-        f"{name}: {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
-        for name, p in model.named_parameters()
-    ]
-    lines += [f"{name}: {tuple(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
-    for i, group in enumerate(training.groups):
-        members = [names.get(id(p), "(not in the model)") for p in group["params"]]
-        called = f"{training.base_name} group {i}"
-        lines += [f"{called}: {settings_of(group)}", f"{called}: parameters {members}"]
-    return [*lines, f"gradients averaged by the optimizer: {training.averages}"]
+def _model(training: Training) -> Iterator[tuple[str, str]]:
+    """The model's parameters and buffers, by name."""
+    for name, p in training.model.named_parameters():
+        yield name, f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
+    for name, b in training.model.named_buffers():
+        yield name, f"{tuple(b.shape)} {b.dtype}"
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any]]:

@@ -56,13 +56,11 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def scatter(flat: Tensor, targets: Iterable[Tensor]) -> None:
+def scatter(flat: Tensor, targets: Sequence[Tensor]) -> None:
     """Copy a flat buffer back to the tensors that were concatenated in it."""
-    start = 0
-    for target in targets:
-        stop = start + target.numel()
-        target.copy_(flat[start:stop].view(target.shape))
-        start = stop
+    pieces = flat.split([target.numel() for target in targets])
+    for target, piece in zip(targets, pieces, strict=True):
+        target.copy_(piece.view(target.shape))
 
 
 def sum_in_order(rows: Tensor) -> Tensor:

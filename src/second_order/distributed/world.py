@@ -267,48 +267,26 @@ class World:
         self._all_reduced(whole).wait()
         return list(whole.to(mine.device, mine.dtype).split(list(sizes)))
 
-    def gather_items(
+    def broadcast(
         self,
-        sources: Sequence[int],
-        sizes: Sequence[int],
-        contents: Sequence[Tensor | None],
-        empty: Tensor,
+        tensors: Sequence[Tensor],
+        owners: Sequence[int],
         dtype: torch.dtype | None = None,
-    ) -> list[Tensor]:
-        """The flat content of each item on every rank, from the rank that is its source.
-
-        ``empty`` is a tensor of no elements, of the contents' dtype and device.
-        """
-        totals = [0] * self.size
-        own = [empty]
-        for source, size, content in zip(sources, sizes, contents, strict=True):
-            totals[source] += size
-            if source == self.rank and content is not None:
-                own.append(content)
-        received = self.all_gather(torch.cat(own), totals, dtype)
-        start = [0] * self.size
-        found = []
-        for source, size in zip(sources, sizes, strict=True):
-            found.append(received[source][start[source] : start[source] + size])
-            start[source] += size
-        return found
-
-    def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    ) -> None:
         """Give every rank the value that each tensor has on its owner, in place, in buckets.
 
-        Tensors have the same shapes and dtypes in the same order on every rank.
+        Tensors have the same shapes and dtypes in the same order on every rank. ``dtype`` is the
+        communication dtype, if it is not theirs.
         """
-        items: Iterable[Owned] = zip(tensors, owners, strict=True) if self.size > 1 else ()
-        for bucket in _owned_buckets(items):
-            flats = self.gather_items(
-                sources=[owner or 0 for _, owner in bucket],
-                sizes=[tensor.numel() for tensor, _ in bucket],
-                contents=[tensor.reshape(-1) for tensor, _ in bucket],
-                empty=bucket[0][0].new_empty(0),
-            )
-            for (tensor, owner), flat in zip(bucket, flats, strict=True):
-                if owner != self.rank:
-                    tensor.copy_(flat.view(tensor.shape))
+        for bucket in _owned_buckets(zip(tensors, owners, strict=True)) if self.size > 1 else ():
+            owned: dict[int | None, list[Tensor]] = {}
+            for tensor, owner in bucket:
+                owned.setdefault(owner, []).append(tensor)
+            sizes = [elements(owned.get(rank, [])) for rank in range(self.size)]
+            mine = flatten([bucket[0][0].new_empty(0), *owned.get(self.rank, [])])
+            for rank, flat in enumerate(self.all_gather(mine, sizes, dtype)):
+                if rank in owned and rank != self.rank:
+                    scatter(flat, owned[rank])
 
     @explained()
     def broadcast_from_first(self, tensors: Iterable[Tensor]) -> None:
@@ -374,13 +352,6 @@ class World:
         self.all_reduce_max([both]).wait()
         return int(both[0]) == ~int(both[1])
 
-    def mean(self, numbers: Sequence[float]) -> list[float]:
-        """The mean of each number over the ranks, equal on all of them; a collective."""
-        total = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        self.on_cpu().all_reduce([total]).wait()
-        means: list[float] = (total / self.size).tolist()
-        return means
-
 
 def deliver_parts(
     world: World,
@@ -399,36 +370,30 @@ def deliver_parts(
     to all ranks, which drop what is not theirs.
 
     Returns:
-        All items that this rank has or received. Received parts are views of the messages.
+        All items that this rank has or received.
     """
     everything = dict(mine)
-    empty = torch.empty(0, dtype=dtype, device=device)
-    sizes = {key: sum(map(math.prod, shapes[key])) for key in routes}
 
-    def content(key: Key) -> Tensor | None:
-        if routes[key][0] != world.rank:
-            return None
-        if key in mine:
-            return flatten([part.to(dtype) for part in mine[key]])
-        return torch.zeros(sizes[key], dtype=dtype, device=device)
+    def parts_of(key: Key) -> Parts:
+        """What this rank sends, or the memory for what it receives."""
+        if routes[key][0] == world.rank and key in mine:
+            return tuple(part.to(dtype) for part in mine[key])
+        return tuple(torch.zeros(shape, dtype=dtype, device=device) for shape in shapes[key])
 
     moving = [key for key, (source, to) in routes.items() if any(rank != source for rank in to)]
     for bucket in in_buckets(
-        moving, lambda _: None, lambda key: sizes[key] * dtype.itemsize, BUCKET_BYTES
+        moving,
+        kind=lambda _: None,
+        nbytes=lambda key: dtype.itemsize * sum(map(math.prod, shapes[key])),
+        most=BUCKET_BYTES,
     ):
-        flats = world.gather_items(
-            sources=[routes[key][0] for key in bucket],
-            sizes=[sizes[key] for key in bucket],
-            contents=[content(key) for key in bucket],
-            empty=empty,
-            dtype=wire,
-        )
-        for key, flat in zip(bucket, flats, strict=True):
+        parts = {key: parts_of(key) for key in bucket}
+        owners = [routes[key][0] for key in bucket for _ in shapes[key]]
+        world.broadcast([part for key in bucket for part in parts[key]], owners, wire)
+        for key in bucket:
             source, to = routes[key]
             if source != world.rank and world.rank in to:
-                parts = flat.split([math.prod(shape) for shape in shapes[key]])
-                shaped = zip(parts, shapes[key], strict=True)
-                everything[key] = tuple(part.view(shape) for part, shape in shaped)
+                everything[key] = parts[key]
     return everything
 
 

@@ -30,9 +30,9 @@ from second_order.distributed.roles import Role, endless
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
 from second_order.fosi.epochs import Divided, Team, Worker
-from second_order.fosi.options import EpochOptions
 from second_order.lanczos.spectrum import mean_loss
 from second_order.lanczos.vector_space import row_bounds
+from second_order.optimizers.config import EpochOptions
 from second_order.stages import stage
 
 __all__ = ["Accelerating", "divided_curvature", "loss_by_epoch"]

@@ -12,7 +12,7 @@ base has moved the parameters by. Without eigenpairs, the base steps alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -263,15 +263,6 @@ class FOSICurvature(Curvature):
         pairs = self.training.world.size > 1 and self.subspace is not None
         what = "what other processes keep of the eigenvectors and of the base's state"
         return what if pairs or self.vector.in_parts else ""
-
-    @property
-    def base_in_parts(self) -> bool:  # type: ignore[override]
-        """Whether each rank has a part of the base's state."""
-        return self.vector.in_parts
-
-    def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
-        """The eigenvalues; of the eigenvectors each rank has rows, or some."""
-        return () if self.subspace is None else [("the eigenvalues", self.subspace.values)]
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """The base's state and the eigenpairs, whole, on the ranks that want them; a collective."""

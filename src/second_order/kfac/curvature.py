@@ -729,17 +729,6 @@ class KFAC(OfLayers):
         """Whether other ranks store inverses alone, which the next step can refresh."""
         return not self.factors_elsewhere
 
-    def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
-        """The factors and the inverses of layers of which every rank has them."""
-        for block, layer in self.plan.items():
-            if layer.keepers is None and block.factors is not None:
-                for letter, factor in block.factors.stored.items():
-                    if factor is not None:
-                        yield f"factor {letter} of layer {block.name!r}", factor
-            if block.inverse is not None and len(layer.workers) == self.training.world.size:
-                for i, tensor in enumerate(block.inverse.tensors):
-                    yield f"tensor {i} of the inverse of layer {block.name!r}", tensor
-
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """Collect copies of what other ranks store, factors and inverses; a collective."""
         if not self._closed and self.layers.follow():

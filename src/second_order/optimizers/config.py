@@ -253,10 +253,10 @@ class ScriptOptions:
             them have received the first one's parameters, unless DistributedDataParallel does. True
             or False: always or never.
         process_group: The processes to work with. None: the default group, if there is one.
-        debug: Compare the parameters, and all other state that the processes share, bit for bit:
-            before the first step and every 100 steps for True, or every so many steps. If they
-            differ, every process raises :class:`~second_order.RankMismatchError` with the name of
-            the tensor and the ranks. Not saved in checkpoints.
+        debug: Compare the processes' parameters bit for bit: before the first step and every 100
+            steps for True, or every so many steps. If they differ, every process raises
+            :class:`~second_order.RankMismatchError` with the name of the parameter and the ranks.
+            Not saved in checkpoints.
     """
 
     base: type[torch.optim.Optimizer] = torch.optim.SGD
