@@ -61,17 +61,9 @@ a throttle that no checkpoint keeps  <-  throttle::a_checkpoint_has_the_interval
     self.interval = part.whole(THROTTLE[0], 0)  =>  pass
 
 == contract/arguments.py
-hooks that stay when their optimizer goes
-  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
-  -     weakref.finalize(training, handle.remove).atexit = False
-  -
 a GradScaler that parts the ranks
   <-  options::grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself
     if averages and processes > 1 and  =>  if False and
-a DDP over helpers goes unnoticed
-  <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
-  - if mixed_in and set(ranks).intersection(workers):
-  + if mixed_in and not set(ranks).intersection(workers):
 parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_they_are_made
   -     refuse_meta(name, params, found.module)
   -
@@ -97,6 +89,16 @@ descriptions compared by their length  <-  collectives::every_rank_is_told_the_f
     repr(facts).encode()  =>  repr(len(facts)).encode()
 checksums without places  <-  debug::places_count
     (multipliers[: len(block)] * block).sum()  =>  block.sum(dtype=torch.int64)
+
+== contract/helpers.py
+a DDP over helpers goes unnoticed
+  <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
+  - if mixed_in and set(ranks).intersection(workers):
+  + if mixed_in and not set(ranks).intersection(workers):
+hooks that stay when their optimizer goes
+  <-  wrapped_late::hooks_go_with_an_optimizer_that_nobody_has
+  -         weakref.finalize(training, handle.remove).atexit = False
+  -
 
 == contract/averaging.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import gc
 import os
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, cast
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order.contract.groups import members_of, trainable, whole_group
 from second_order.contract.sharding import check_sharding
 from second_order.contract.training import Training
-from second_order.distributed.roles import Roles, option_of
-from second_order.distributed.world import World
 from second_order.options import brief, check_params
-from second_order.sharded import ddp_under_way, reshard
+from second_order.sharded import reshard
 
 __all__ = [
     "Arguments",
@@ -30,7 +24,6 @@ __all__ = [
     "check_scaler",
     "look_through",
     "read_arguments",
-    "refuse_ddp_over_helpers",
     "refuse_foreign_model",
     "refuse_meta",
     "warn_about_unowned",
@@ -235,39 +228,6 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         f"{len(unowned)} of {len(params)} parameters {where}, so {training.base_name} alone trains "
         f"them, without curvature: {', '.join(unowned[:10])}{more}; {remedy}"
     )
-
-
-def refuse_ddp_over_helpers(training: Training, roles: Roles, everybody: World) -> None:
-    """Make the model's passes with gradients raise in a DDP over workers and helpers.
-
-    A model that is wrapped before its optimizer is made is refused then; frameworks wrap it later.
-    """
-    places = everybody.global_ranks
-    workers = [places[rank] for rank in roles.workers]
-    helpers = [places[rank] for rank in roles.helpers]
-    option = f"{option_of(roles.helper_role)}={len(helpers)}"
-    hook = partial(_look_who_runs, workers, helpers, option)
-    handle = training.model.register_forward_pre_hook(hook)
-    training.at_close.append(handle.remove)
-    weakref.finalize(training, handle.remove).atexit = False
-
-
-def _look_who_runs(
-    workers: Sequence[int], helpers: Sequence[int], said: str, module: nn.Module, _: Any
-) -> None:
-    ddp = None if torch.compiler.is_compiling() else ddp_under_way()
-    if ddp is None or not torch.is_grad_enabled():
-        return
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    mixed_in = sorted(set(ranks).intersection(helpers))
-    if mixed_in and set(ranks).intersection(workers):
-        raise ValueError(
-            f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of which "
-            f"{mixed_in} help the others ({said}): their gradients would be averaged into those of "
-            f"the workers. Wrap it with DistributedDataParallel(model, "
-            f"process_group=optimizer.worker_group); under a framework that wraps models itself, "
-            f"leave helpers out, or take another optimizer"
-        )
 
 
 def check_scaler(scaler: Any, averages: bool, processes: int) -> None:

@@ -9,7 +9,7 @@ watch          what the coming passes are to leave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,7 +28,6 @@ class Curvature:
 
     helps = False  # this process helps others: prepare() is all of its steps
     parts_suffice = False  # torch.distributed.checkpoint may save each rank's part by itself
-    base_in_parts = False  # each rank has a part of the base's state, and no other the same one
     scaler_matters = ""  # why a GradScaler has to be announced; "" if it need not be
 
     def __init__(self, training: Training) -> None:
@@ -117,10 +116,6 @@ class Curvature:
     def dispensable(self) -> bool:
         """Whether training can resume without what only other processes keep."""
         return False
-
-    def kept_by_all(self) -> Iterable[tuple[str, Tensor]]:
-        """Tensors by name that every rank keeps, bit for bit the same."""
-        return ()
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """Collect the parts of the state that the ranks ``ranks`` lack; a collective.

@@ -42,7 +42,15 @@ from second_order.distributed.roles import Roles
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError
 
-__all__ = ["HelperLink", "Message", "Patience", "connect", "load_model", "pack_by_dtype"]
+__all__ = [
+    "HelperLink",
+    "Message",
+    "Patience",
+    "close_links",
+    "connect",
+    "load_model",
+    "pack_by_dtype",
+]
 
 T = TypeVar("T")
 Address: TypeAlias = tuple[str, int]
@@ -284,14 +292,18 @@ class HelperLink:
 _open: set[HelperLink] = set()
 
 
-@atexit.register
-def _close_all() -> None:
-    """Cut off no thread in the middle of a message. All links leave before any is waited for."""
-    links = list(_open)
+def close_links(links: Sequence[HelperLink], patience: float = CLOSE_SECONDS) -> None:
+    """Shut down links. All leave before any is waited for."""
     for link in links:
         link.leave()
     for link in links:
-        link.close()
+        link.close(patience)
+
+
+@atexit.register
+def _close_all() -> None:
+    """Cut off no thread in the middle of a message."""
+    close_links(list(_open))
 
 
 # ----------------------------------------------------------------------------------- construction

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from second_order.contract.training import Training
-from second_order.distributed.helper_link import Message, load_model
+from second_order.distributed.helper_link import Message, close_links, load_model
 from second_order.distributed.roles import Role, endless
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
@@ -82,7 +82,7 @@ class Accelerating(Team):
     def close(self) -> None:
         """Shut down the link to the workers."""
         self._over = True
-        self.close_links(self.options.helper_timeout)
+        close_links(self.links, self.options.helper_timeout)
         super().close()
 
     @torch.no_grad()
@@ -115,7 +115,7 @@ class Accelerating(Team):
                 self._judge(message)
         except Exception:
             self._over = True
-            self.close_links(CLOSE_AFTER_FAILURE_SECONDS)
+            close_links(self.links, CLOSE_AFTER_FAILURE_SECONDS)
             raise
 
     def _together(self, work: Callable[[], T]) -> T:

@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.averaging import PendingAverage
+from second_order.contract.helpers import take_role
 from second_order.contract.saved import SavedPart
 from second_order.contract.training import Training
 from second_order.distributed.helper_link import (
     HelperLink,
     Message,
     Patience,
-    connect,
+    close_links,
     pack_by_dtype,
 )
 from second_order.distributed.roles import Role, assign_roles
@@ -127,19 +127,7 @@ class Team(Divided):
     def begin(self) -> None:
         """Give every process its role, and link workers and accelerators."""
         super().begin()
-        training, patience = self.training, self.options.helper_timeout
-        everybody = training.world
-        self.links = connect(everybody, self.roles, patience, training)
-        training.work_with(self.roles.team(everybody, patience))
-        if training.known:
-            refuse_ddp_over_helpers(training, self.roles, everybody)
-
-    def close_links(self, patience: float) -> None:
-        """Shut down all links, and wait for all of them together."""
-        for link in self.links:
-            link.leave()
-        for link in self.links:
-            link.close(patience)
+        self.links = take_role(self.training, self.roles, self.options.helper_timeout)
 
 
 @dataclass(frozen=True)
@@ -186,7 +174,7 @@ class Worker(Team):
         super().close()
 
     def _part(self, patience: float) -> None:
-        self.close_links(patience)
+        close_links(self.links, patience)
         self.helped = False
         self.sums = None
 

@@ -20,17 +20,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.arguments import refuse_ddp_over_helpers
 from second_order.contract.curvature import Curvature
+from second_order.contract.helpers import take_role
 from second_order.contract.training import Training
 from second_order.distributed.helper_link import (
     HelperLink,
     Message,
-    connect,
+    close_links,
     load_model,
     pack_by_dtype,
 )
-from second_order.distributed.roles import assign_roles, endless, whole_models
+from second_order.distributed.roles import Roles, assign_roles, endless, whole_models
 from second_order.kfac.curvature import KFAC, OfLayers
 from second_order.kfac.layers import Layers
 from second_order.kfac.metrics import NAMES
@@ -47,14 +47,8 @@ Sender: TypeAlias = Callable[[list[Tensor], Callable[[list[Tensor]], None]], Non
 Sums: TypeAlias = dict[KroneckerBlock, StatisticsSums]
 
 
-def _take_role(training: Training, count: int, patience: float) -> list[HelperLink]:
-    """Divide the ranks into gradient workers and stats workers, and link them; a collective."""
-    world = training.world
-    roles = assign_roles(world.size, count, "stats", training.under_ddp)
-    links = connect(world, roles, patience, training)
-    training.work_with(roles.team(world))
-    refuse_ddp_over_helpers(training, roles, world)
-    return links
+def _roles(training: Training, count: int) -> Roles:
+    return assign_roles(training.world.size, count, "stats", training.under_ddp)
 
 
 def _model_tensors(model: nn.Module) -> list[Tensor]:
@@ -106,7 +100,7 @@ class StatsWorkers:
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
-        self.active += _take_role(training, self.count, self._patience)
+        self.active += take_role(training, _roles(training, self.count), self._patience)
 
     def offer(self, training: Training, send: Sender) -> None:
         """Send the newest parameters to stats workers without a snapshot; worker 0 does."""
@@ -173,10 +167,7 @@ class StatsWorkers:
         self.own_passes = True
 
     def _close(self, links: Sequence[HelperLink], patience: float) -> None:
-        for link in links:
-            link.leave()
-        for link in links:
-            link.close(patience)
+        close_links(links, patience)
         self.active = [link for link in self.active if link not in links]
 
 
@@ -207,7 +198,8 @@ class StatsWorker(OfLayers):
 
     def begin(self) -> None:
         """Be one of the stats workers from now on; a collective of all processes."""
-        (self.link,) = _take_role(self.training, self._count, self._patience)
+        roles = _roles(self.training, self._count)
+        (self.link,) = take_role(self.training, roles, self._patience)
         self.optimized = _optimized(self.training)
         self._look()
         self.layers.name_those_left()

@@ -1,0 +1,58 @@
+"""The division of the ranks into workers and helpers, once all of them agree on their options."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from second_order.contract.training import Training
+from second_order.distributed.helper_link import HelperLink, connect
+from second_order.distributed.roles import Roles, option_of
+from second_order.sharded import ddp_under_way
+
+__all__ = ["take_role"]
+
+
+def take_role(training: Training, roles: Roles, timeout: float) -> list[HelperLink]:
+    """Train with the ranks of this one's role only, linked to the others; a collective.
+
+    Passes with gradients raise from now on in a DistributedDataParallel over workers and helpers. A
+    model that is wrapped before its optimizer is made is refused then; frameworks wrap it later.
+    """
+    world = training.world
+    links = connect(world, roles, timeout, training)
+    training.work_with(roles.team(world, timeout))
+    if training.known:
+        places = world.global_ranks
+        workers = [places[rank] for rank in roles.workers]
+        helpers = [places[rank] for rank in roles.helpers]
+        option = f"{option_of(roles.helper_role)}={len(helpers)}"
+        hook = partial(_look_who_runs, workers, helpers, option)
+        handle = training.model.register_forward_pre_hook(hook)
+        training.at_close.append(handle.remove)
+        weakref.finalize(training, handle.remove).atexit = False
+    return links
+
+
+def _look_who_runs(
+    workers: Sequence[int], helpers: Sequence[int], said: str, module: nn.Module, _: Any
+) -> None:
+    ddp = None if torch.compiler.is_compiling() else ddp_under_way()
+    if ddp is None or not torch.is_grad_enabled():
+        return
+    ranks = dist.get_process_group_ranks(ddp.process_group)
+    mixed_in = sorted(set(ranks).intersection(helpers))
+    if mixed_in and set(ranks).intersection(workers):
+        raise ValueError(
+            f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of which "
+            f"{mixed_in} help the others ({said}): their gradients would be averaged into those of "
+            f"the workers. Wrap it with DistributedDataParallel(model, "
+            f"process_group=optimizer.worker_group); under a framework that wraps models itself, "
+            f"leave helpers out, or take another optimizer"
+        )
