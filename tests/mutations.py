@@ -592,13 +592,13 @@ statistics to the first worker, whoever owns the layer
   <-  distkfac_ranks::statistics_are_those_of_the_helpers_batches_at_the_points_it_got
     owned[layer.solver("A")].append(block)  =>  owned[0].append(block)
 messages of other layers count  <-  stats::after_a_change_own_passes_go_on_until_newer_messages_come
-    if message.note["edition"] < self.edition:  =>  if False:
+    if message.note["plan_version"] < self.plan_version:  =>  if False:
 snapshots queue up  <-  stats::no_snapshot_is_sent_while_statistics_are_on_their_way
     if offered > self._answered.get(link, 0):  =>  if False:
 a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_refused
     raise ValueError(whole_models(self.training.name, "stats"))  =>  return
-hungry workers are not fed  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
-    self.hungry = bool(found) and not any(found.values())  =>  self.hungry = False
+statistics are not requested  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
+    bool(found) and not any(found.values())  =>  False
 
 == kfac/trace_rule.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved

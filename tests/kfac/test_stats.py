@@ -54,7 +54,7 @@ class FakeLink:
 
 def noted_point(tensors: int) -> dict[str, Any]:
     """The note of a snapshot of so many tensors, all of which train."""
-    return {"train": [True] * tensors, "optimized": [True] * tensors, "edition": 0}
+    return {"train": [True] * tensors, "optimized": [True] * tensors, "plan_version": 0}
 
 
 def helped(optimizer: Any) -> FakeLink:
@@ -209,7 +209,7 @@ def test_no_snapshot_is_sent_while_statistics_are_on_their_way() -> None:
 
     for answered, expected in ((None, 1), (0, 1), (1, 2), (None, 2)):
         if answered is not None:
-            note = {"layers": [], "edition": 0, "snapshots": answered}
+            note = {"layers": [], "plan_version": 0, "snapshots": answered}
             link.came.append(Message([], note))
             list(helpers.statistics({}, TWO))
         helpers.offer(TWO, send)
@@ -219,7 +219,7 @@ def test_no_snapshot_is_sent_while_statistics_are_on_their_way() -> None:
 def hear(worker: Any, link: FakeLink, sent: Any, edition: int) -> None:
     """Take a step, with a message that is about layers as they were at an edition."""
     tensors, note = sent
-    link.came.append(Message(tensors, note | {"edition": edition}))
+    link.came.append(Message(tensors, note | {"plan_version": edition}))
     worker.step()
 
 

@@ -84,9 +84,9 @@ def read_checkpoint(
     loaded: dict[Any, dict[str, Any]] = {}
     curvature: dict[Tensor, SavedPart] = {}
     absent: list[str] = []
-    for i, (theirs, ours) in enumerate(zip(saved_groups, groups, strict=True)):
-        own_base = base_of(base, ours)
-        for key, p in zip(theirs["params"], ours["params"], strict=True):
+    for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        own_base = base_of(base, group)
+        for key, p in zip(saved["params"], group["params"], strict=True):
             name = names.get(id(p), f"number {key}")
             parts = _parts(state.get(key, {}))
             if CURVATURE in parts:
@@ -99,13 +99,13 @@ def read_checkpoint(
                 check_base_part(SavedPart(key, BASE, name, here), own_base, local(p))
             if p.requires_grad and not parts.get(CURVATURE):
                 absent.append(name)
-        _check_settings(i, theirs, own_base)
+        _check_settings(i, saved, own_base)
 
     # A group keeps its options for layers if the checkpoint has none.
     merged = []
-    for ours, theirs in zip(groups, saved_groups, strict=True):
-        own = {key: ours[key] for key in (*LAYER_OPTIONS, REST) if key in ours}
-        merged.append({**own, **theirs})
+    for group, saved in zip(groups, saved_groups, strict=True):
+        own = {key: group[key] for key in (*LAYER_OPTIONS, REST) if key in group}
+        merged.append({**own, **saved})
     return Checkpoint(
         state_dict={**state_dict, "state": loaded, "param_groups": merged},
         curvature=curvature,
@@ -144,10 +144,12 @@ def check_is_state(value: Any) -> None:
 
 
 def _check_groups(
-    saved: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], base: optim.Optimizer
+    saved_groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    base: optim.Optimizer,
 ) -> None:
     """Raise ValueError unless groups have the same sizes, bases, options and order of names."""
-    sizes = [len(group.get("params", ())) for group in saved]
+    sizes = [len(group.get("params", ())) for group in saved_groups]
     own_sizes = [len(group["params"]) for group in groups]
     if sizes != own_sizes:
         raise ValueError(
@@ -155,22 +157,22 @@ def _check_groups(
             f"optimizer {len(own_sizes)} parameter groups with {own_sizes}, those of "
             f"{name_of(base)} apart; make the same groups before loading"
         )
-    for i, (theirs, ours) in enumerate(zip(saved, groups, strict=True)):
+    for i, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         place = f"the checkpoint's param_groups[{i}]"
         try:
-            for option in LAYER_OPTIONS.keys() & theirs.keys():
-                LAYER_OPTIONS[option](f"{place}: {option}", theirs[option])
+            for option in LAYER_OPTIONS.keys() & saved.keys():
+                LAYER_OPTIONS[option](f"{place}: {option}", saved[option])
         except (TypeError, ValueError) as error:
             raise ValueError(f"{error}. {NOTHING_LOADED}") from error
         for key, default in ((REST, False), ("precondition", True)):
-            mark = theirs.get(key)
-            if mark is not None and mark != ours.get(key, default):
+            mark = saved.get(key)
+            if mark is not None and mark != group.get(key, default):
                 raise ValueError(
-                    f"{place} has {key!r}: {mark}, and here it is {ours.get(key, default)}; make "
+                    f"{place} has {key!r}: {mark}, and here it is {group.get(key, default)}; make "
                     f"the optimizer with the same rest_layers and groups, or take one base's part "
                     f"by export_base_state(checkpoint, rest=...). {NOTHING_LOADED}"
                 )
-    called = [name for group in saved for name in group.get(NAMES) or []]
+    called = [name for group in saved_groups for name in group.get(NAMES) or []]
     own_names = [name for group in groups for name in group.get(NAMES) or []]
     if called != own_names and sorted(called) == sorted(own_names):  # not renamed by a wrapper
         differing = (pair for pair in zip(called, own_names, strict=True) if pair[0] != pair[1])
@@ -182,12 +184,12 @@ def _check_groups(
         )
 
 
-def _check_settings(i: int, theirs: Mapping[str, Any], base: optim.Optimizer) -> None:
-    """Raise ValueError if group i lacks settings of the base, or its learning rate is no number."""
-    lacking = base.defaults.keys() - theirs.keys() - SWITCHES
+def _check_settings(i: int, saved: Mapping[str, Any], base: optim.Optimizer) -> None:
+    """Raise ValueError if group i lacks settings of the base, or its learning rate is invalid."""
+    lacking = base.defaults.keys() - saved.keys() - SWITCHES
     if lacking:
         raise _of_another_base(f"an optimizer without {sorted(lacking)}", base)
-    rate = theirs.get("lr")
+    rate = saved.get("lr")
     if not isinstance(rate, (int, float, Tensor)) or not LEAST_RATE <= float(rate) < math.inf:
         raise ValueError(
             f"the checkpoint's param_groups[{i}]['lr'] is {rate!r}, and no finite number of at "
@@ -265,8 +267,8 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     for group in groups:
         if two_bases and group[REST] is not rest:
             continue
-        ours = (PEAK_LR, REST, *LAYER_OPTIONS)
-        exported.append({key: value for key, value in group.items() if key not in ours})
+        dropped = (PEAK_LR, REST, *LAYER_OPTIONS)
+        exported.append({key: value for key, value in group.items() if key not in dropped})
         for key in group["params"]:
             part = _parts(state_dict["state"].get(key, {})).get(BASE)
             if part:

@@ -41,7 +41,7 @@ def take_role(training: Training, roles: Roles, timeout: float) -> list[HelperLi
 
 
 def _look_who_runs(
-    workers: Sequence[int], helpers: Sequence[int], said: str, module: nn.Module, _: Any
+    workers: Sequence[int], helpers: Sequence[int], option: str, module: nn.Module, _: Any
 ) -> None:
     ddp = None if torch.compiler.is_compiling() else ddp_under_way()
     if ddp is None or not torch.is_grad_enabled():
@@ -51,8 +51,8 @@ def _look_who_runs(
     if mixed_in and set(ranks).intersection(workers):
         raise ValueError(
             f"the model has been wrapped in DistributedDataParallel over ranks {ranks}, of which "
-            f"{mixed_in} help the others ({said}): their gradients would be averaged into those of "
-            f"the workers. Wrap it with DistributedDataParallel(model, "
+            f"{mixed_in} help the others ({option}): their gradients would be averaged into those "
+            f"of the workers. Wrap it with DistributedDataParallel(model, "
             f"process_group=optimizer.worker_group); under a framework that wraps models itself, "
             f"leave helpers out, or take another optimizer"
         )

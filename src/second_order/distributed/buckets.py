@@ -1,4 +1,4 @@
-"""Many small tensors in few flat buffers, so that a collective serves all layers at once."""
+"""Many small tensors in few flat buffers, so that one collective serves all layers."""
 
 from __future__ import annotations
 

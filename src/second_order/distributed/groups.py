@@ -46,7 +46,7 @@ def wait_for_gloo_at_exit() -> None:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group's collectives, or None if torch does not tell."""
+    """The timeout of a group's collectives, or None if it is unknown."""
     # "cpu:gloo,cuda:nccl"
     devices = [part.partition(":")[0] for part in str(dist.get_backend_config(group)).split(",")]
     # Torch has no public way to read a timeout: each device's backend stores its own.

@@ -73,7 +73,7 @@ class Patience:
     """Measures how long a process has waited, by its own looks at the clock.
 
     Time between two looks counts up to a quarter of the limit. If a process was stopped together
-    with the others, it did not wait meanwhile.
+    with the others, that time does not count.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -134,7 +134,7 @@ class HelperLink:
         self._arrival = threading.Event()
         # No lock: leave() may be called by the garbage collector, in the middle of the thread.
         self._wake = queue.SimpleQueue[None]()
-        self._hurried = False
+        self._is_waiting = False
         self._left = 0.0  # when leave() was called
         self._pause = POLL_SECONDS
         self._beats = 0
@@ -163,7 +163,7 @@ class HelperLink:
 
     def wait(self, until: Callable[[], bool] = lambda: False) -> Message | None:
         """Wait for the peer's next message; None if it is lost or closed, or ``until`` is true."""
-        self._hurried = True
+        self._is_waiting = True
         self._wake.put(None)
         try:
             while not self._incoming:
@@ -173,7 +173,7 @@ class HelperLink:
                 self._arrival.clear()
             return self.receive()
         finally:
-            self._hurried = False
+            self._is_waiting = False
 
     @property
     def lost(self) -> bool:
@@ -243,7 +243,7 @@ class HelperLink:
             busy = True
         self.closed_there = closed  # last: by now, all messages before the shutdown are here
         # Rarely while nothing travels: the thread that trains needs the interpreter.
-        short = busy or self._hurried
+        short = busy or self._is_waiting
         self._pause = POLL_SECONDS if short else min(2 * self._pause, IDLE_SECONDS)
         return True
 
@@ -293,7 +293,7 @@ _open: set[HelperLink] = set()
 
 
 def close_links(links: Sequence[HelperLink], patience: float = CLOSE_SECONDS) -> None:
-    """Shut down links. All leave before any is waited for."""
+    """Shut down links. All leave before this waits for any."""
     for link in links:
         link.leave()
     for link in links:
@@ -412,12 +412,12 @@ def load_model(flats: Sequence[Tensor], train: Sequence[bool], into: Sequence[Te
     Raises:
         SecondOrderError: If the workers' model is another one.
     """
-    theirs = elements(flats)
-    ours = elements(into)
-    if (len(train), theirs) != (len(into), ours):
+    sent = elements(flats)
+    own = elements(into)
+    if (len(train), sent) != (len(into), own):
         raise SecondOrderError(
-            f"the workers' model has {len(train)} parameters and buffers of {theirs} numbers, this "
-            f"helper's {len(into)} of {ours}: build and change the same model on every rank"
+            f"the workers' model has {len(train)} parameters and buffers of {sent} numbers, this "
+            f"helper's {len(into)} of {own}: build and change the same model on every rank"
         )
     for flat, same_dtype in zip(flats, _by_dtype(into), strict=True):
         scatter(flat, same_dtype)

@@ -8,7 +8,7 @@ number of layers. There are three kinds of messages for tensors:
     broadcast            the first rank's tensors
 
 If most of a buffer belongs to a few ranks, a direct exchange would make these send or receive P
-times their part. Such buffers are all-reduced. With one rank, all methods return at once.
+times their part. Such buffers are all-reduced. With one rank, all methods return immediately.
 """
 
 from __future__ import annotations

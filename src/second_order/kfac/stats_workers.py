@@ -95,8 +95,10 @@ class StatsWorkers:
         self._offered: dict[HelperLink, int] = {}  # number of snapshots sent, by worker 0
         self._answered: dict[HelperLink, int] = {}  # number of those whose statistics have come
         self.own_passes = True  # statistics come from the training passes
-        self.hungry = True  # no valid statistics have come last, or since a change of the layers
-        self.edition = 0  # number of such changes: statistics of an earlier edition are dropped
+        self.needs_statistics = (
+            True  # no valid statistics have come last, or since a change of the layers
+        )
+        self.plan_version = 0  # number of such changes: earlier statistics are dropped
 
     def begin(self, training: Training) -> None:
         """Be one of the gradient workers from now on; a collective of all processes."""
@@ -111,7 +113,7 @@ class StatsWorkers:
             self._offered[link] = offered + 1
             newest = _model_tensors(training.model)
             note: dict[str, Any] = {
-                "edition": self.edition,
+                "plan_version": self.plan_version,
                 "train": [tensor.requires_grad for tensor in newest],
                 "optimized": _optimized(training),
             }
@@ -124,10 +126,10 @@ class StatsWorkers:
             if message is None:
                 continue
             self._answered[link] = message.note["snapshots"]
-            if message.note["edition"] < self.edition:  # before layers changed
+            if message.note["plan_version"] < self.plan_version:  # before layers changed
                 continue
             found = unpack_statistics(message, mine)
-            self.hungry = bool(found) and not any(found.values())
+            self.needs_statistics = bool(found) and not any(found.values())
             if None in found.values() and training.first_time("nonfinite"):
                 training.warn(
                     "a stats worker has sent statistics that are not finite: they are dropped"
@@ -138,19 +140,19 @@ class StatsWorkers:
         """After a change of layers or owners, take statistics here until others come."""
         if self.active:
             self.own_passes = True
-            self.hungry = True
-            self.edition += 1
+            self.needs_statistics = True
+            self.plan_version += 1
 
     def news(self) -> list[float]:
         """Numbers for all workers to agree on: does one need statistics; which links are lost."""
         gone = [float(link.lost or link.closed_there) for link in self.active]
-        return [float(self.hungry), *gone] if self.active else []
+        return [float(self.needs_statistics), *gone] if self.active else []
 
     def hear(self, news: Sequence[float], training: Training) -> None:
         """Act on the agreed numbers, in the same way on every worker."""
         if not news:
             return
-        hungry, *gone = news
+        needs_statistics, *gone = news
         lost = [link for link, flag in zip(self.active, gone, strict=True) if flag]
         if lost:
             names = ", ".join(f"stats worker {link.peer}" for link in lost)
@@ -159,7 +161,7 @@ class StatsWorkers:
             if self.active:
                 rest = "the others go on"
             training.warn(f"{names} has left, died, or not been heard of: {rest}")
-        self.own_passes = not self.active or bool(hungry)
+        self.own_passes = not self.active or bool(needs_statistics)
 
     def close(self) -> None:
         """Shut down all links, and wait for all of them together."""
@@ -192,7 +194,7 @@ class StatsWorker(OfLayers):
         self._workers = training.world.size - count
         self.link: HelperLink | None = None  # to the workers, until it is closed
         self._snapshots = 0  # number received
-        self._edition = 0
+        self._plan_version = 0
         self.optimized: list[bool] = []  # which parameters and buffers the workers optimize
         self.layers.find()
 
@@ -270,7 +272,7 @@ class StatsWorker(OfLayers):
             return False
         note = message.note
         self._snapshots += 1
-        self._edition = note["edition"]
+        self._plan_version = note["plan_version"]
         load_model(message.tensors, note["train"], _model_tensors(self.training.model))
         if self.optimized != note["optimized"]:
             self.optimized = note["optimized"]
@@ -298,7 +300,7 @@ class StatsWorker(OfLayers):
                 tensors,
                 to=rank,
                 layers=[block.name for block in blocks],
-                edition=self._edition,
+                plan_version=self._plan_version,
                 snapshots=self._snapshots,
             )
 
