@@ -77,7 +77,7 @@ collected factors are not in the state  <-  factor_exchange::whoever_saves_has_a
   + CURVATURE: {**entry.get(CURVATURE, {})}
 two bases: other weights went to each
   <-  two_bases_state::a_checkpoint_of_other_bases_is_refused_and_nothing_has_changed
-    if mark is not None and mark != ours.get(key, default):  =>  if False:
+    if mark is not None and mark != group.get(key, default):  =>  if False:
 two bases: both are exported
   <-  two_bases_state::plain_optimizers_take_their_parts_and_give_them_back
     if two_bases and group[REST] is not rest:  =>  if False:
