@@ -1056,7 +1056,6 @@ factors that every rank keeps although their owners do
 plans of settings that do not fit  <-  planning_plan::memory_is_honored
     fitting = [choice for choice in choices if choice.fits]  =>  fitting = list(choices)
 
-
 == report.py
 frozen parameters in the summary's share  <-  summary::only_what_trains_is_counted_and_named
   - sum(row.parameters for row in self.rows if row.status != "frozen")

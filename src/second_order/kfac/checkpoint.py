@@ -40,10 +40,9 @@ from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
 from second_order.kfac.schedule import DRIFT, DRIFT_LEAST, UPDATED_AT
-from second_order.kfac.solve import LoadedInverse, Snapshot, Solver, Solves
+from second_order.kfac.solve import LoadedInverse, Solve, Solver, Solves
 from second_order.kfac.trace_rule import SETTLED, TRACE
 from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
-from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.solvers import INVERSE_ENTRIES
 from second_order.sharded import is_dtensor, local
 
@@ -136,21 +135,14 @@ def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool
 
 def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[str, Any]:
     """The entries of an inverse that is being computed; for ``room`` see :func:`saved_inverse`."""
-    snapshot = solves.snapshot(block)
-    if snapshot is None:
-        if not room:
-            return {SNAPSHOT_STEP: -1}
-        device, dtype = block.weight.device, block.factor_dtype
-        snapshot = Snapshot(
-            step=-1,
-            damping=0.0,
-            mean_curvature=0.0,
-            factors=KroneckerFactors(block.shape, device, dtype),
-        )
-    factors = snapshot.factors
-    assert factors is not None
-    numbers = float(snapshot.damping), snapshot.mean_curvature
-    found: dict[str, Any] = {SNAPSHOT_STEP: snapshot.step, SNAPSHOT_MEANS: factors.means}
+    solve = solves.under_way.get(block, Solve(step=-1, option=0.0, mean_curvature=0.0))
+    if solve.step < 0 and not room:
+        return {SNAPSHOT_STEP: -1}
+    factors = solve.factors or block.ensure_factors()
+    if room and solve.factors is None:  # what is read must not go into the running averages
+        factors = block.read_factors(block.saved_factors())
+    numbers = float(solve.option), solve.mean_curvature
+    found: dict[str, Any] = {SNAPSHOT_STEP: solve.step, SNAPSHOT_MEANS: factors.means}
     found |= zip(SNAPSHOT_NUMBERS, numbers, strict=True)
     for letter, factor in factors.stored.items():
         if factor is not None:
@@ -356,7 +348,7 @@ def loaded_inverse(
     return LoadedInverse(without.step, without.delay, damping, scale, inverse)
 
 
-def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot | None:
+def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Solve | None:
     """The inverse that was being computed for a layer, or None if there was none.
 
     Its factors are None if the checkpoint lacks them.
@@ -370,7 +362,7 @@ def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Snapshot 
     if WEIGHT in part and all(name in entries for name in needed):
         factors = block.read_factors({**entries, WEIGHT: part[WEIGHT]})
     damping, mean_curvature = (float(part.get(name, 0.0)) for name in SNAPSHOT_NUMBERS)
-    return Snapshot(step, damping, mean_curvature, factors)
+    return Solve(step, damping, mean_curvature, factors=factors)
 
 
 def check_saved(

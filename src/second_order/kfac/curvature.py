@@ -78,7 +78,7 @@ from second_order.kfac.precondition import (
 )
 from second_order.kfac.schedule import UPDATED_AT, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
-from second_order.kfac.solve import LoadedInverse, Refresh, Snapshot, Solves
+from second_order.kfac.solve import LoadedInverse, Refresh, Solve, Solves
 from second_order.kfac.trace_rule import TRACE, TraceRefresh
 from second_order.kronecker.block import PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
@@ -660,7 +660,7 @@ class KFAC(OfLayers):
         """
         solves, rank = self.solves, self.training.world.rank
         inverses: dict[KroneckerBlock, LoadedInverse] = {}
-        snapshots: dict[KroneckerBlock, Snapshot] = {}
+        snapshots: dict[KroneckerBlock, Solve] = {}
         self._missing = set()
         for block, layer in self.plan.items():
             part = saved.get(block.weight)

@@ -54,7 +54,6 @@ __all__ = [
     "LoadedInverse",
     "Refresh",
     "Result",
-    "Snapshot",
     "Solve",
     "Solves",
     "SynchronousInverter",
@@ -98,16 +97,6 @@ class LoadedInverse:
 
 
 @dataclass(frozen=True)
-class Snapshot:
-    """The factors that an inverse is computed from, while training continues."""
-
-    step: int
-    damping: Damping  # γ as the option had it then
-    mean_curvature: float  # of all layers, then
-    factors: KroneckerFactors | None  # None if a checkpoint does not have them
-
-
-@dataclass(frozen=True)
 class Damped:
     """The damping of a layer."""
 
@@ -125,8 +114,7 @@ class Solve:
     mean_curvature: float  # of all layers, then
     damped: Damped | None = None  # on ranks that know it
     verdict: Verdict = Verdict.OPEN
-    # The factors of that step, once they have changed and if checkpoints have them.
-    factors: KroneckerFactors | None = None
+    factors: KroneckerFactors | None = None  # of that step, once the running averages have changed
 
 
 @dataclass(frozen=True)
@@ -819,14 +807,6 @@ class Solves:
             if solve is not None and solve.factors is None and block.factors is not None:
                 self._update(block, factors=block.read_factors(block.saved_factors()))
 
-    def snapshot(self, block: KroneckerBlock) -> Snapshot | None:
-        """What the inverse of a layer under way is computed from."""
-        solve = self.under_way.get(block)
-        if solve is None:
-            return None
-        factors = solve.factors or block.ensure_factors()
-        return Snapshot(solve.step, solve.option, solve.mean_curvature, factors)
-
     def take_over(self, found: Mapping[KroneckerBlock, LoadedInverse]) -> None:
         """Install the inverses of a checkpoint; their layers are refreshed when they are due."""
         for block, loaded in found.items():
@@ -848,15 +828,12 @@ class Solves:
                 first = next(iter(local.values()))
                 bank.install(list(local), first.of([torch.cat(c) for c in columns]), keeps=False)
 
-    def resubmit(self, found: Mapping[KroneckerBlock, Snapshot]) -> None:
+    def resubmit(self, found: Mapping[KroneckerBlock, Solve]) -> None:
         """Begin again what was being computed when a checkpoint was written."""
-        for block, snapshot in found.items():
-            factors = snapshot.factors
-            assert factors is not None
-            self.under_way[block] = Solve(
-                snapshot.step, snapshot.damping, snapshot.mean_curvature, factors=factors
-            )
-            self._begin({block: factors}, snapshot.mean_curvature)
+        for block, solve in found.items():
+            assert solve.factors is not None
+            self.under_way[block] = solve
+            self._begin({block: solve.factors}, solve.mean_curvature)
         self.inverter.finish()
 
     def drop_missing(self, missing: Iterable[KroneckerBlock]) -> None:
