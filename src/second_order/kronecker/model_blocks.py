@@ -226,7 +226,7 @@ class _Search:
 
     def _join(self, name: str, module: nn.Module, letter: str) -> None:
         """Put a module in the place of its weight, if it is the optimizer's."""
-        weight = module._parameters.get(letter)
+        weight = dict(module.named_parameters(recurse=False)).get(letter)  # TorchScript's, too
         if weight is not None and id(weight) in self._owned:
             place = self._places.setdefault(id(weight), [])
             if isinstance(place, list):
