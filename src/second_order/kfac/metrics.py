@@ -176,10 +176,9 @@ def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> Kronecker
     kept = block.factor_dtype, (False, False)
     averages = KroneckerFactors(block.shape, block.weight.device, *kept)
     averages.stored.update({k: away.get(k, block.stored(k)) for k in block.shape.letters})
-    if away:
-        averages.numbers.update({name: away[name] for name in averages.numbers})
-    elif here is not None:
+    if here is not None:
         averages.numbers.update(here.numbers)
+    averages.numbers.update({k: x for k, x in away.items() if k in averages.numbers})
     return averages
 
 
