@@ -72,7 +72,7 @@ BOUNDS = [
     ("DistKFAC inverse", "passes", 5.9, None, 4),  # norms have exact blocks
     ("KAISA inverse", "statistics", 60, 60, 60),
     ("KAISA eigen", "statistics", 60, 60, 60),
-    ("DistKFAC inverse", "statistics", 62, None, 60),
+    ("DistKFAC inverse", "statistics", 63, None, 60),
     ("KAISA inverse", "refresh", 300, 300, 300),
     ("KAISA eigen", "refresh", 300, 300, 300),
     ("DistKFAC inverse", "refresh", 300, 458, 300),  # each result is copied
