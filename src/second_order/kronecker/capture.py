@@ -336,9 +336,10 @@ class Capture:
         shape = output.shape
         if isinstance(x, Tensor):
             if len(shape) == 2 < x.dim() and x.shape[:-1].numel() == len(output):
-                shape = (*x.shape[:-1], shape[-1])  # a router's, of (batch, positions, in)
+                # A router's input is of shape (batch, positions, in).
+                shape = torch.Size([*x.shape[:-1], shape[-1]])
             x = autograd.as_used(x)
-        return [(_Product(module, x, torch.Size(shape)), _node_of(output))]
+        return [(_Product(module, x, shape), _node_of(output))]
 
     def _of_attention(
         self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], output: Tensor

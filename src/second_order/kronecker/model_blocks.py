@@ -344,22 +344,24 @@ class _Search:
         if apart:
             # Their biases have blocks of their own.
             for name, module in members if tied else members[:1]:
-                block = self._exact_block(name, module, [kind.bias])
+                exact = self._exact_block(name, module, [kind.bias])
                 own = module._parameters.get(kind.bias)
-                if block is not None:
-                    blocks.append(block)
+                if exact is not None:
+                    blocks.append(exact)
                 elif id(own) in self._owned.keys() - self._in_exact:
                     reason = f"its weight is {apart}, and there are no exact blocks"
                     self.leave_alone(f"{name}.{kind.bias}", [own], reason)
         elif id(first._parameters.get(kind.bias)) in self._owned:
             bias = first._parameters[kind.bias]
         block = self._known.get(key)
-        same = block is not None and block.modules == modules and block.bias is bias
-        if locations and not (same and isinstance(block, DoublyFactoredBlock)):
-            block = DoublyFactoredBlock(names, modules, locations, self._factor_dtype)
-        elif not locations and not (same and block is not None and block.keys == keys):
+        if block is not None and (block.modules != modules or block.bias is not bias):
+            block = None
+        if locations:
+            if not isinstance(block, DoublyFactoredBlock):
+                block = DoublyFactoredBlock(names, modules, locations, self._factor_dtype)
+        elif block is None or block.keys != keys:
             block = KroneckerBlock(names, modules, bias, self._factor_dtype, keys)
-        return [*blocks, cast(KroneckerBlock, block)]
+        return [*blocks, block]
 
     def _alike(self, modules: Sequence[nn.Module]) -> bool:
         """Whether modules that share a weight are of one class, and share their bias, too."""
