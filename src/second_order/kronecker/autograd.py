@@ -13,8 +13,7 @@ groups: A and G of queries, of keys, of values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -38,8 +37,6 @@ will_execute = torch._C._will_engine_execute_node  # autograd.grad's gradients a
 saving_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # a checkpoint saves nothing
 transformed = torch._C._are_functorch_transforms_active  # torch.func hides gradients
 # set_eval_frame and skip_code (above): a hook ends a graph, and the model runs without a compiler.
-
-_drawing: set[int] = set()
 
 
 class _SavedInput(torch.autograd.Function):
@@ -67,31 +64,6 @@ def keep(x: Tensor) -> Callable[[], Tensor]:
     # The result, and not its node: before torch 2.13 a node frees what it holds with its result.
     result = cast(Any, _SavedInput.apply(x.detach(), anchor))  # type: ignore[no-untyped-call]
     return lambda: result.grad_fn.saved_tensors[0]
-
-
-@contextmanager
-def drawing_from(loss: Tensor) -> Iterator[None]:
-    """A block whose backward passes from a loss are those of drawn labels.
-
-    They are known by their numbers: other passes may run beside them, in other threads.
-    """
-    begun: list[int] = []
-
-    def begin(_: Tensor) -> None:
-        begun.append(current_pass())
-        _drawing.update(begun)
-
-    hook = loss.register_hook(begin)
-    try:
-        yield
-    finally:
-        hook.remove()
-        _drawing.difference_update(begun)
-
-
-def is_drawing() -> bool:
-    """Whether the pass that calls is one of drawn labels, whose gradients are nobody else's."""
-    return current_pass() in _drawing
 
 
 def reaches_parameters(module: nn.Module, fsdp: FSDPParams | None) -> bool:

@@ -128,7 +128,7 @@ class _Call:
         """Take the gradients of the node's outputs."""
         capture, gradient = self._capture(), gradients[self._output]
         product = self._product
-        if capture is None or product is None or gradient is None or autograd.is_drawing():
+        if capture is None or product is None or gradient is None:
             return
         with stage("statistics"):
             capture.take(self, product.module, gradient)
@@ -369,7 +369,8 @@ class Capture:
     def take(self, call: _Call, module: nn.Module, gradient: Tensor) -> None:
         """Take the gradient that a call has waited for; with drawn labels, deliver their pair."""
         if self._accumulated and not autograd.reaches_parameters(module, self.fsdp):
-            self.missed[module] = NOT_ACCUMULATED
+            if self._sampler is None:  # else it may be the pass of drawn labels
+                self.missed[module] = NOT_ACCUMULATED
             return
         if self._sampler is not None:
             drawn = call.pop_drawn()
@@ -393,8 +394,6 @@ class Capture:
 
     def receive(self, module: nn.Module, x: Tensor, gradient: Tensor) -> None:
         """Take a pair that the backward of a compiled graph delivers; its memory is the graph's."""
-        if autograd.is_drawing():
-            return
         with stage("statistics"):
             if not autograd.reaches_parameters(module, self.fsdp):
                 self.missed[module] = NOT_ACCUMULATED
@@ -449,10 +448,9 @@ class Capture:
             return
         edges = [edge for _, edge in pending]
         try:
-            with autograd.drawing_from(loss):
-                gradients: Sequence[Tensor | None] = torch.autograd.grad(
-                    loss, edges, retain_graph=True, allow_unused=True
-                )
+            gradients: Sequence[Tensor | None] = torch.autograd.grad(
+                loss, edges, retain_graph=True, allow_unused=True
+            )
         except RuntimeError as error:
             if "checkpoint" not in str(error).lower():
                 raise

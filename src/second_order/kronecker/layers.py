@@ -17,7 +17,8 @@ are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -51,24 +52,38 @@ class FactorShape:
     transposed: bool = False  # the weight is (groups in, out)
     marginal: bool = False  # G is of gradients' rows and A of their columns; A has the trace 1
     routed: bool = False  # each group has examples of its own, over which A is a mean
-    letters: str = field(init=False, repr=False, compare=False)  # names of the factors
-    dims: dict[str, int] = field(init=False, repr=False, compare=False)  # their sizes n
-    diagonals: str = field(init=False, repr=False, compare=False)  # those kept as diagonals
-    elements: int = field(init=False, repr=False, compare=False)  # n² of a group, added up
-    numbers: int = field(init=False, repr=False, compare=False)  # of a group, in a record
-    gradient_size: tuple[int, int, int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        dims = {"A": self.in_dim // (self.locations or 1), "G": self.out_dim}
-        dims |= {"L": self.locations} if self.locations else {}
-        vars(self).update(
-            letters="".join(dims),
-            dims=dims,
-            diagonals="A" if self.diagonal_a else "",
-            elements=sum(n**2 for n in dims.values()),
-            numbers=len(dims) + self.routed,
-            gradient_size=(self.groups, self.out_dim, self.in_dim),
-        )
+    @cached_property
+    def dims(self) -> dict[str, int]:
+        """The sizes n of the factors, by name."""
+        if self.locations:
+            return {"A": self.in_dim // self.locations, "G": self.out_dim, "L": self.locations}
+        return {"A": self.in_dim, "G": self.out_dim}
+
+    @cached_property
+    def letters(self) -> str:
+        """The names of the factors."""
+        return "".join(self.dims)
+
+    @cached_property
+    def diagonals(self) -> str:
+        """The names of the factors that are kept as diagonals."""
+        return "A" if self.diagonal_a else ""
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all factors of a group."""
+        return sum(n**2 for n in self.dims.values())
+
+    @cached_property
+    def numbers(self) -> int:
+        """Numbers of a group in a record of sums."""
+        return len(self.dims) + self.routed
+
+    @cached_property
+    def gradient_size(self) -> tuple[int, int, int]:
+        """The shape of the gradient as a matrix for each group."""
+        return self.groups, self.out_dim, self.in_dim
 
     def stored_shape(self, letter: str, triangular: bool = True) -> tuple[int, ...]:
         """Shape of a factor as it is stored."""
