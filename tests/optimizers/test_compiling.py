@@ -109,24 +109,3 @@ def test_no_step_is_taken_without_hooks(System: Any) -> None:
     assert same(model, before)
     take(model, optimizer, BATCHES[0])
     assert curvature_of(optimizer) or System.__name__ == "DHO2"
-
-
-def test_a_backward_pass_that_is_compiled_with_the_forward_takes_the_same_steps() -> None:
-    """Compiled autograd, as torch's tutorial has it."""
-    model, twin = MLP.model(), MLP.model()
-    optimizer, plain = make(KAISA, model), make(KAISA, twin)
-
-    def passes(x: torch.Tensor, y: torch.Tensor) -> None:
-        cross_entropy(model(x), y).backward()
-
-    with torch._dynamo.config.patch(compiled_autograd=True):
-        compiled = torch.compile(passes, backend="aot_eager")
-        for batch in BATCHES[:2]:
-            optimizer.zero_grad()
-            compiled(*batch)
-            optimizer.step()
-    for batch in BATCHES[:2]:
-        take(twin, plain, batch)
-    assert same(model, twin)
-    assert_same_curvature(curvature_of(optimizer), curvature_of(plain))
-    assert all(block.solved for block in optimizer._curvature.layers.blocks)

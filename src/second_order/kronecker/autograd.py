@@ -82,23 +82,9 @@ def is_reached(p: Tensor) -> bool:
     if not p.requires_grad:
         return False
     try:
-        return bool(will_execute(_accumulation_of(p)))
+        return bool(will_execute(get_gradient_edge(p).node))
     except RuntimeError:  # torch's answer for what autograd.grad gives back without accumulating
         return False
-
-
-def _accumulation_of(p: Tensor) -> Any:
-    """The node that accumulates into a leaf.
-
-    With compiled autograd, the whole backward is a graph that runs below autograd. There an
-    operation on the leaf would record no node.
-    """
-    autograd_key = torch._C.DispatchKey.AutogradFunctionality
-    if not torch._C._dispatch_tls_is_dispatch_key_excluded(autograd_key):
-        return get_gradient_edge(p).node
-    with torch._C._PreserveDispatchKeyGuard():
-        torch._C._dispatch_tls_set_dispatch_key_excluded(autograd_key, False)
-        return get_gradient_edge(p).node
 
 
 def as_used(x: Tensor) -> Tensor:

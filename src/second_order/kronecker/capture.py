@@ -399,7 +399,6 @@ class Capture:
                 self.missed[module] = NOT_ACCUMULATED
                 return
             # The node is the whole graph's; a forward makes a new one, a second backward does not.
-            # A backward that is compiled as a whole has no nodes, and runs once.
             pass_id = autograd.current_pass()
             again = _seen_before(_FIRST_PASS, pass_id)
             self.emit(module, x.clone(), gradient.clone(), pass_id, again)
@@ -592,7 +591,7 @@ class StatisticsCollector:
             return
 
         # The rows of the pair, among those of the whole pass.
-        current = self._pass_of(pass_id, module)
+        current = self._pass_of(pass_id)
         repeats = again and any(block.staged.knows_others(pass_id) for block in fitting)
         if repeats and current.repeat() and not self._told:
             self._told = True
@@ -625,30 +624,21 @@ class StatisticsCollector:
 
     # ------------------------------------------------------------------- passes begin and end
 
-    def _pass_of(self, pass_id: int, module: nn.Module) -> BackwardPass:
+    def _pass_of(self, pass_id: int) -> BackwardPass:
         """The pass of a number, which is settled as it ends."""
-        passes, now = self.ledger.passes, autograd.current_pass()
+        passes = self.ledger.passes
         found = passes.get(pass_id)
-        if found is not None and pass_id == autograd.NO_PASS and found.first is module:
-            # Without numbers, the layer called last begins another pass.
-            self._end(found)
-            passes[found.renumber()] = passes.pop(pass_id)
-            found = None
         if found is None:
             found = passes[pass_id] = BackwardPass(pass_id, self.approximation == "reduce")
         # Within a reentrant checkpoint another pass runs.
-        runs = now == pass_id or (self.sampled and now != autograd.NO_PASS)
+        runs = self.sampled or autograd.current_pass() == pass_id
         if runs and found.will_end():
-            autograd.after_pass(partial(self._end_pass, found))
+            autograd.after_pass(partial(self._end, found))
         return found
-
-    def _end_pass(self, ended: BackwardPass) -> None:
-        with stage("statistics"):
-            self._end(ended)
 
     def _end(self, ended: BackwardPass) -> None:
         """Settle a pass: all its layers have been seen."""
-        with torch.no_grad():
+        with torch.no_grad(), stage("statistics"):
             self.queue.flush()
             for late in ended.late:
                 late.settle(ended)

@@ -193,7 +193,7 @@ class BackwardPass:
         self.again = False
         self.layers: dict[int, Any] = {}
         self.late: list[LateRows] = []
-        self.first: nn.Module | None = None
+        self._first: nn.Module | None = None  # the layer called last
         self._reduce = reduce
         self._ends = False  # autograd settles it as its pass ends
         self._terms: float | Tensor | None = None
@@ -230,14 +230,14 @@ class BackwardPass:
         On a device, gradients are not read before the end of the pass. ``drawn``: a label was drawn
         for each of its rows, if it is the layer called last.
         """
-        self.first = module if self.first is None else self.first
+        self._first = module if self._first is None else self._first
         live = all_rows(group.number)
-        if not group.examples and (module is self.first or (reads and not group.everything)):
+        if not group.examples and (module is self._first or (reads and not group.everything)):
             live = live_rows(rows.gradient)
         if reads and not group.certain:
             live = _read(live)
             group.add(live)
-        if module is self.first:
+        if module is self._first:
             self._calls.append(_Call(group, live, drawn))
 
     def alive(self, group: RowGroup) -> LiveRows:
@@ -250,11 +250,6 @@ class BackwardPass:
         """Note that the end of autograd's pass settles this one; whether that is new."""
         before, self._ends = self._ends, True
         return not before
-
-    def renumber(self) -> int:
-        """Leave the number to another pass, and return the new one."""
-        self.number = -self.serial - 1
-        return self.number
 
     def repeat(self) -> bool:
         """Note that an earlier pass went through the same calls; whether that is new."""
