@@ -17,7 +17,6 @@ from second_order import DPKFAC, KAISA
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pool import World
 
 F64 = torch.float64
 
@@ -349,33 +348,3 @@ def test_separate_losses_of_layers_without_anything_in_common_are_of_their_own_t
     for i, net in enumerate(pair):
         wanted = expected(net, lambda net: functional.cross_entropy(net(x), y), B)
         assert_same_factors({n: got[f"{i}.{n}"] for n in wanted}, wanted)
-
-
-def by_owners(rank: int, world_size: int) -> dict[str, Any]:
-    """What a rank has of padded text, of which it sees some sequences."""
-    model, y, some = seeded(Causal), labels(2, 1), slice(2 * rank, 2 * rank + 4)
-    optimizer = make(DPKFAC, model, lr=0.0)
-    logits = model(normal(B, T, WIDTH)[some])
-    functional.cross_entropy(logits.flatten(0, 1), y[some].flatten()).backward()
-    optimizer.step()
-    blocks = optimizer._curvature.layers.blocks
-    whole = (b for b in blocks if b.factors and b.factors.stored["A"] is not None)
-    return {b.name: b.factors.matrices(F64) for b in whole}
-
-
-def test_ranks_that_do_not_own_the_last_layer_know_its_terms(world: World) -> None:
-    found = world.run(by_owners, 2)
-    model, y = seeded(Causal), labels(2, 1)
-    owned = [set(each) for each in found]
-    assert all(owned)
-    assert owned[0].isdisjoint(owned[1])
-    for rank, each in enumerate(found):
-        some = slice(2 * rank, 2 * rank + 4)
-
-        def loss_of(model: nn.Module, some: slice = some) -> Tensor:
-            logits = model(normal(B, T, WIDTH)[some])
-            return functional.cross_entropy(logits.flatten(0, 1), y[some].flatten())
-
-        wanted = expected(model, loss_of, int((y[some] != -100).sum()))
-        for name, (_, g) in each.items():
-            torch.testing.assert_close(g, wanted[name][1], rtol=1e-10, atol=1e-14)

@@ -519,16 +519,12 @@ class StatisticsCollector:
     queue: PairQueue = field(default_factory=PairQueue)
     ledger: Ledger = field(default_factory=Ledger)
     _blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
-    counted: KroneckerBlock | None = None  # whose rows are seen, whether it gets pairs or not
     _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
     _told: bool = False  # of losses that go back apart
     _unheard: list[KroneckerBlock] = field(default_factory=list)  # whose passes are still running
 
-    def watch(
-        self, blocks: Iterable[KroneckerBlock], counted: KroneckerBlock | None = None
-    ) -> None:
+    def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
         """Set the blocks that get the pairs of their modules from now on."""
-        self.counted = counted
         self._blocks.clear()
         self._places.clear()
         for place, block in enumerate(blocks):
@@ -539,14 +535,9 @@ class StatisticsCollector:
     def _training(self, module: nn.Module) -> list[KroneckerBlock]:
         return [block for block in self._blocks.get(module, ()) if block.trainable]
 
-    def _counts(self, module: nn.Module) -> bool:
-        """Whether a module is of the block whose rows are looked at, and trains."""
-        block = self.counted
-        return block is not None and block.trainable and module in block.watched
-
     def wants(self, module: nn.Module) -> bool:
         """Whether any block of a module trains now."""
-        return bool(self._training(module)) or self._counts(module)
+        return bool(self._training(module))
 
     def look(self, module: nn.Module, x: Tensor, d: Tensor) -> None:
         """Compare a pair of the user's own loss with the gradient, if that is due."""
@@ -569,13 +560,12 @@ class StatisticsCollector:
         come through this call of the layer before.
         """
         blocks = self._training(module)
-        counted = [cast(KroneckerBlock, self.counted)] if self._counts(module) else []
 
         # Statistics go where gradients have been set to zero.
         # With drawn labels one backward pass brings pairs of several calls of the model.
         backward = autograd.current_pass() if self.sampled else pass_id
         unreduced = self.fsdp is not None and self.fsdp.unreduced(module)
-        for block in dict.fromkeys((*blocks, *counted)):
+        for block in blocks:
             block.begin_pass(backward, pass_id, unreduced)
 
         # Whether the pair can be the layer's.
@@ -587,7 +577,7 @@ class StatisticsCollector:
                 fitting.append(block)
             else:
                 block.judge(1.0)
-        if not fitting and not counted:
+        if not fitting:
             return
 
         # The rows of the pair, among those of the whole pass.
@@ -596,14 +586,11 @@ class StatisticsCollector:
         if repeats and current.repeat() and not self._told:
             self._told = True
             self.warn(LOSSES_APART)
-        rows = rows_of(module, (fitting or counted)[0].kinds.get(module), x, d)
+        rows = rows_of(module, fitting[0].kinds.get(module), x, d)
         group = current.group_of(rows)
         on_host = d.device.type == "cpu"
         reads = on_host or self.heard is not None
         current.see(rows, group, module, drawn=self.drawn_rows, reads=reads)
-        for block in counted:
-            block.staged.note(pass_id)
-            current.layers[id(block.staged)] = block.staged
 
         # Its sums, now or at the end of the pass.
         pair = _Pair(module, x, d, SeenRows(current, group, rows.gradient))
