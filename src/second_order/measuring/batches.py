@@ -182,9 +182,13 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
     # The labels of a language model may be those of the next position, and the first is none then.
     # A classifier of sequences has a term for each example.
     term_masks = masks if counted is None else [counted, *masks]
-    for each in [each for each in term_masks if each.dim() == 2]:
-        term_masks = [*term_masks, each[:, 1:], each.any(1)]
-    all_count = all(bool(each.all()) for each in term_masks)
+    numbers: set[int] = set()
+    all_count = True
+    for each in term_masks:
+        all_count = all_count and bool(each.all())
+        numbers.add(int(each.sum()))
+        if each.dim() == 2:
+            numbers |= {int(each[:, 1:].sum()), int(each.any(1).sum())}
     rows = Rows(masks, device)
     return Batch(
         size=size,
@@ -193,7 +197,7 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
         targets=targets,
         counted=counted,
         logits=rows if logits is None else Rows([logits, *masks], device),
-        numbers=frozenset() if all_count else frozenset(int(each.sum()) for each in term_masks),
+        numbers=frozenset() if all_count else frozenset(numbers),
     )
 
 
@@ -215,7 +219,7 @@ def batch_size_of(batch: Any) -> int:
     If two are equally frequent, it is the larger one, as of ``(1, positions)`` next to
     ``(examples, positions)``.
     """
-    votes = Counter(len(tensor) for tensor in _tensors_of(batch))
+    votes = Counter(map(len, _tensors_of(batch)))
     return max(votes, key=lambda size: (votes[size], size), default=0)
 
 
