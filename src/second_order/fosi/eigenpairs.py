@@ -24,7 +24,7 @@ from second_order.fosi.flat_params import FlatParams
 from second_order.fosi.options import most_products
 from second_order.fosi.state import CARRIED, TENSORS, VECTORS, counts_of, pairs_of
 from second_order.fosi.subspace import Basis, Subspace, newton_rates, whole_vectors
-from second_order.fosi.trust import MomentumRule, NewtonStep, TrustState, renewed
+from second_order.fosi.trust import MomentumRule, TrustState
 from second_order.lanczos.closure import LossFn
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace, row_bounds
@@ -88,7 +88,6 @@ class RefreshedPairs:
         self._vector = vector
         self.subspace: Subspace | None = None  # None without eigenpairs
         self.tally = Tally()
-        self.trust = TrustState.start(training.device, vector.dtype)
         self.batch_loss = math.inf  # of the curvature batch at the last refresh
         self.bound = 1.0  # on s, that the guard allows
         self._expected = 0  # iterations, as many as the last refresh needed
@@ -100,7 +99,9 @@ class RefreshedPairs:
 
     def due(self) -> bool:
         """Whether the eigenpairs are to be refreshed at this step."""
-        options, step, last = self._options, self._training.steps, self.tally.step
+        options = self._options
+        step = self._training.steps
+        last = self.tally.step
         if options.wanted == 0 or not self._vector.params:
             return False
         if last < 0 and options.warmup_steps is not None:
@@ -109,7 +110,8 @@ class RefreshedPairs:
 
     def interval(self, step: int) -> int:
         """Steps from a refresh to the next one."""
-        options, every = self._options, self._options.curvature_interval
+        options = self._options
+        every = options.curvature_interval
         if self.throttle is not None:
             # Until the throttle knows, a product counts as one step.
             products = most_products(options, self._vector.size, warm=False)
@@ -123,7 +125,8 @@ class RefreshedPairs:
 
         Raises CurvatureError on all if the loss of one cannot be evaluated or differentiated twice.
         """
-        training, options = self._training, self._options
+        training = self._training
+        options = self._options
         with stage("lanczos"):
             measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
             with measured as space:
@@ -154,16 +157,19 @@ class RefreshedPairs:
 
     def _find(self, space: RowSpace) -> Pairs:
         """The eigenpairs, from the last ones if they are finite."""
-        # Read with the first numbers of Lanczos, so that the host synchronizes once.
-        undone = TrustState(*self.trust.unbind()).undone
-        space.read_along([undone])
+        last = self.subspace
         fresh = space.random(self._options.seed + self._training.steps, 1 / math.sqrt(space.size))
-        start = fresh
-        if warm := self.subspace is not None and self._options.warm_start:
-            old = self.subspace.basis.rows_of_sum(space.rows) / math.sqrt(self.subspace.basis.count)
+        undone: list[Tensor] = []
+        if last is not None:  # read with the first numbers of Lanczos: the host synchronizes once
+            undone = [TrustState(*last.trust.unbind()).undone]
+        space.read_along(undone)
+        if warm := last is not None and self._options.warm_start:
+            old = last.basis.rows_of_sum(space.rows) / math.sqrt(last.basis.count)
             start = old.add_(fresh, alpha=FRESH)
+        else:
+            start = fresh
         pairs = wanted_pairs(space, start, self._options, warm=warm, expected=self._expected)
-        self._warn_of_steps(*(space.told or [float(undone)]))
+        self._warn_of_steps(sum(space.told or map(float, undone)))
         if warm and pairs.trouble:  # the last vectors were not finite, perhaps
             pairs = wanted_pairs(space, fresh, self._options)
         self._expected = 0 if pairs.trouble else len(pairs.basis)
@@ -190,26 +196,30 @@ class RefreshedPairs:
         return bool(values.abs().max() < VANISHED * self.subspace.values.abs().max())
 
     def _use(self, pairs: Pairs, loss: float) -> None:
-        """Go on with new eigenpairs, in which the momentum goes on, too. A collective.
+        """Replace the eigenpairs, and carry the momentum over. A collective.
 
-        ``loss`` is that of the batch that they were computed on, at the same point: while it does
-        not rise s grows, and Newton steps may, too.
+        ``loss`` is that of the batch that they were computed from, at the same point. While it does
+        not rise, s and Newton steps may grow.
         """
+        risen = False
         if math.isfinite(self.batch_loss):
             risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
             self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
-            self.trust = renewed(self.trust, risen=risen)
         self.batch_loss = loss
         with self._vector.plain():
-            momentum = None
-            if self.subspace is not None and self.momentum_rule().decay > 0.0:
-                momentum = self.subspace.momentum_vector()
+            momentum = trust = None
+            if self.subspace is not None:
+                trust = self.subspace.trust
+                if self.momentum_rule().decay > 0.0:
+                    momentum = self.subspace.momentum_vector()
             self.subspace = None
             self._training.publish()  # frees the old vectors before there are new ones
             vectors = pairs.vectors()
             if not self._by_rows:
                 vectors = whole_vectors(vectors, self._vector.size, self._training.world)
             self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.largest)
+            if trust is not None:
+                self.subspace.trust_as(trust, risen=risen)
             if momentum is not None:
                 self.subspace.carry(momentum)
         self._training.publish()
@@ -230,25 +240,14 @@ class RefreshedPairs:
 
         # s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI)
         scale = 1.0
-        first, last = (abs(float(values[i])) if largest else 0.0 for i in (0, largest - 1))
-        if last > 0.0:
-            scale = min(max(first / last, 1.0), self.bound if options.lr_scale_guard else clip)
+        if largest and float(values[largest - 1]) != 0.0:
+            ratio = abs(float(values[0] / values[largest - 1]))
+            scale = min(max(ratio, 1.0), self.bound if options.lr_scale_guard else clip)
 
         world, spans = self._training.world, self._vector.group_spans
         basis = Basis(vectors, len(values), self._by_rows, world, spans)
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(vectors)
-        self.trust = self.trust.to(vectors)
         return Subspace(basis, values, residuals, largest, rates, scale)
-
-    def split(self, gradient: Tensor, alpha: Tensor) -> tuple[Tensor, NewtonStep, Tensor]:
-        """Take g₁ out of the gradient; returns g₂, the Newton step, and V̂ᵀg."""
-        assert self.subspace is not None
-        bounded = self._options.trust_region
-        rest, newton, c = self.subspace.split(
-            gradient, self.momentum_rule(), self.trust, alpha, bounded=bounded
-        )
-        self.trust = newton.numbers
-        return rest, newton, c
 
     def drop(self, why: str) -> None:
         """Drop the eigenpairs, and warn of the reason."""
@@ -263,13 +262,15 @@ class RefreshedPairs:
 
     def momentum_rule(self) -> MomentumRule:
         """How the momentum in the subspace takes in V̂ᵀg; as the first group's base, if named."""
-        chosen, group = self._options.subspace_momentum, self._training.groups[0]
+        chosen = self._options.subspace_momentum
+        group = self._training.groups[0]
         if not isinstance(chosen, str):
             return MomentumRule(float(chosen), 1.0 - chosen, nesterov=False)
         if "betas" in group:
             beta = float(group["betas"][0])
             return MomentumRule(beta, 1.0 - beta, nesterov=False)
-        momentum, nesterov = float(group.get("momentum") or 0.0), bool(group.get("nesterov"))
+        momentum = float(group.get("momentum") or 0.0)
+        nesterov = bool(group.get("nesterov"))
         if chosen == "average":
             return MomentumRule(momentum, 1.0 - momentum, nesterov)
         gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
@@ -289,11 +290,12 @@ class RefreshedPairs:
     def resume(self, saved: Mapping[Tensor, SavedPart], *, with_pairs: bool) -> None:
         """Go on from a checkpoint, with its eigenpairs if wanted, and if the same parameters train.
 
-        A checkpoint of the base alone has no counts: the curvature starts anew then.
+        A checkpoint of the base alone has no counts: the curvature starts from nothing then.
         """
-        counts, vector, world = counts_of(saved), self._vector, self._training.world
+        counts = counts_of(saved)
+        vector = self._vector
+        world = self._training.world
         self.subspace = None
-        self.trust = TrustState.start(self._training.device, vector.dtype)
         self.tally = replace(self.tally, step=counts.get("refreshed_at", -1))
         self.batch_loss = counts.get("batch_loss", math.inf)
         self.bound = counts.get("rest_scale_bound", 1.0)
@@ -311,9 +313,8 @@ class RefreshedPairs:
             return
         vectors = vector.cut({p: saved[p][VECTORS] for p in vector.params}, vector.dtype)
         if not self._by_rows:
-            start, stop = row_bounds(len(vectors), self._training.world.size)[world.rank :][:2]
+            start, stop = row_bounds(len(vectors), world.size)[world.rank :][:2]
             vectors = vectors[start:stop].clone()
-        self.trust = pairs["trust_region"]
         values, residuals = (pairs[name].to("cpu", torch.float64) for name in TENSORS[:2])
         self.subspace = self._subspace(vectors, values, residuals, int(pairs["largest"]))
         self.subspace.resume(
@@ -321,4 +322,5 @@ class RefreshedPairs:
             last=pairs["last_step"].to(vectors),
             carried=vector.cut({p: saved[p][CARRIED] for p in vector.params}, vector.dtype),
             decayed=float(pairs["carried_decay"]),
+            trust=pairs["trust_region"],
         )

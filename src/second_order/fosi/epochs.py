@@ -143,7 +143,7 @@ class Worker(Team):
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
-        self.sums: EpochSums | None = None  # None if there is to be no final update
+        self.sums: EpochSums | None = None  # None for no final update
         self._received: tuple[Tensor, Tensor] | None = None  # û and residuals of the last pairs
         self._asked = -1  # the epoch whose eigenpairs are under way
         self._request = -1  # number of the message with these
@@ -320,7 +320,7 @@ class Worker(Team):
             training.warn(f"{what} is not finite: it is left out")
             return replace(report, reason=UNSOUND)
 
-        # "guarded" asks whether the accelerators' loss halves with it.
+        # "guarded": only if the loss of the accelerators' batches halves with it.
         after = before + change
         if options.final_update == "guarded":
             report = self._judged(report, after)

@@ -1,7 +1,7 @@
 """All parameters that train as one vector: every process has the whole of it, or rows of its own.
 
-rows spread   the mean gradient's rows come to their process, the base steps them there, and all get
-              everybody's rows: the volume of one all-reduce, and n/P of the base's state
+rows spread   each process receives its rows of the mean gradient, the base steps them there, and
+              all receive all rows: the volume of one all-reduce, and n/P of the base's state
 whole         every process averages, and steps, the whole vector
 
 The vector is the parameters group by group, each in the order of ``p.reshape(-1)``. This process's
@@ -74,6 +74,9 @@ class ParamPiece:
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
         """Write flat values to this piece of a tensor that is not contiguous."""
+        if self.size == tensor.numel():
+            tensor.copy_(values.view(tensor.shape))
+            return
         copy = tensor.detach().reshape(-1)
         copy[self.start : self.stop] = values
         tensor.copy_(copy.view(tensor.shape))
@@ -85,7 +88,8 @@ class FlatParams:
     Attributes:
         params: The parameters that train, group by group, in order: n elements, the ``size``.
         spread: Whether rows are spread over the processes.
-        sharded: Whether FSDP2 has spread them: it averages gradients, and shares rows.
+        sharded: Whether FSDP2 has spread them: it averages gradients, and gathers rows.
+        steps_rows: Whether they are spread, and not by FSDP2.
         pieces: The pieces of all processes, by rank; those here are ``mine``.
         group_spans: The slice of this process's rows that each group has.
     """
@@ -96,7 +100,7 @@ class FlatParams:
         self._dtype_wanted = dtype
         self.model = training.model if training.known else None
         self.restart()
-        if self.spread and not self.sharded and type(training.base) not in ELEMENTWISE:
+        if self.steps_rows and type(training.base) not in ELEMENTWISE:
             raise ValueError(
                 f"layout='row' on {training.world.size} processes steps {training.base_name} on "
                 f"parts of the parameters, and it is not known to work element by element; use "
@@ -104,7 +108,7 @@ class FlatParams:
             )
 
     def restart(self) -> None:
-        """Cut the vector anew, with the base's state whole: in the beginning, and after a load."""
+        """Cut the vector again, from a base whose state is whole: at first, and after a load."""
         self._row_base: RowBase | None = None
         self._buffers: dict[str, Tensor] = {}
         world = self._training.world
@@ -114,6 +118,7 @@ class FlatParams:
         self.dtype = self._dtype_wanted or lanczos_dtype(self.params)
         self.sharded = any(is_dtensor(p) for p in self.params)
         self.spread = (self._spread_wanted or self.sharded) and world.size > 1
+        self.steps_rows = self.spread and not self.sharded
 
         # Cut parameters where the rows of a process end.
         even = row_bounds(self.size, world.size if self.spread else 1)
@@ -128,7 +133,7 @@ class FlatParams:
                         start, stop = max(first - at, 0), min(last - at, p.numel())
                     else:
                         start, stop = (row * layout.width for row in layout.bounds(rank))
-                    empty = not p.numel() and first == 0  # it needs a piece, too
+                    empty = not p.numel() and first == 0  # its state is that of a piece as well
                     if start < stop or empty:
                         rows = slice(filled[rank], filled[rank] + stop - start)
                         piece = ParamPiece(p, index, start, stop, rank, at + start, rows)
@@ -156,7 +161,10 @@ class FlatParams:
         return len(now) == len(self.params) and all(map(operator.is_, now, self.params))
 
     def follow(self) -> bool:
-        """Cut the vector anew, a collective, where others train than before; returns whether."""
+        """Cut the vector again if other parameters train than before; returns whether they do.
+
+        A collective then.
+        """
         if self.unchanged:
             return False
         whole = self.base_state(range(self._training.world.size)) if self.in_parts else {}
@@ -189,12 +197,12 @@ class FlatParams:
         self, loss_fn: LossFn | Sequence[LossFn], hvp: ProductMode, curvature: CurvatureKind
     ) -> RowSpace:
         """The curvature of a loss at the parameters, over all processes' batches: a context."""
-        world, params = self._training.world, self.params
+        world = self._training.world
         if self.sharded:
             reshard(self._training.model)
-            sharded = ShardedHessian(loss_fn, params, world, self.model)
+            sharded = ShardedHessian(loss_fn, self.params, world, self.model)
             return RowSpace(sharded, world, self.dtype, self.sign, self.here)
-        hessian = Hessian(loss_fn, params, mode=hvp, model=self.model, curvature=curvature)
+        hessian = Hessian(loss_fn, self.params, mode=hvp, model=self.model, curvature=curvature)
         return RowSpace(hessian, world, self.dtype, self.sign)
 
     def here(self, whole: Tensor) -> Tensor:
@@ -297,7 +305,7 @@ class FlatParams:
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Each process's rows of the gradients, and that process; None if all get all."""
-        if not self.spread or self.sharded:
+        if not self.steps_rows:
             return None
         of = {id(p): gradient for p, gradient in zip(params, gradients, strict=True)}
         parts = [piece.of(of[id(piece.param)]) for piece in self.pieces]
@@ -305,7 +313,7 @@ class FlatParams:
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Step the base on this process's pieces, to which its state is cut."""
-        if not self.spread or self.sharded:
+        if not self.steps_rows:
             step()
             return
         training = self._training
@@ -314,8 +322,8 @@ class FlatParams:
         self._row_base.step(training.groups, step)
 
     def share(self) -> None:
-        """Give every process all rows of the parameters; a collective if they are spread."""
-        if not self.spread or self.sharded:
+        """Give every process all rows of the parameters; a collective if they are stepped apart."""
+        if not self.steps_rows:
             return
         with stage("exchange"):
             parts = [piece.of(piece.param) for piece in self.pieces]
@@ -362,7 +370,8 @@ class RowBase:
             gradient = piece.param.grad
             stand_in.grad = None if gradient is None else piece.of(gradient)
 
-        state, params = self._base.state, [group["params"] for group in groups]
+        state = self._base.state
+        params = [group["params"] for group in groups]
         try:
             self._base.state = self._state  # type: ignore[assignment]
             for i, group in enumerate(groups):

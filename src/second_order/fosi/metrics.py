@@ -24,8 +24,10 @@ def pair_metrics(
     """Numbers on the eigenpairs, the refreshes that found them, and the trust region."""
     values, last = report.eigenvalues, training.steps - 1
     found = len(values) > 0
-    state = TrustState(*pairs.trust)
-    bounded = options.trust_region
+    scale = undone = math.nan
+    if options.trust_region and pairs.subspace is not None:
+        state = TrustState(*pairs.subspace.trust.tolist())
+        scale, undone = float(state.scale), float(state.undone)
     share = report.gradient_share
     return {
         "pairs": float(len(values)),
@@ -39,8 +41,8 @@ def pair_metrics(
         "failed": float(report.failures),
         "rest_scale": report.rest_scale,
         "gradient_share": math.nan if share is None else share,
-        "trust_scale": float(state.scale) if bounded else math.nan,
-        "undone": float(state.undone) if bounded else math.nan,
+        "trust_scale": scale,
+        "undone": undone,
     }
 
 

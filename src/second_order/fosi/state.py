@@ -43,14 +43,14 @@ KNOWN = (*HEADER, *COUNTS, *FIRST, VECTORS, CARRIED, SUM, START)
 Parts = dict[Tensor, dict[str, Any]]
 
 
-def saved_pairs(
-    subspace: Subspace, trust: Tensor, vector: FlatParams, world: World, to: Sequence[int]
-) -> Parts:
+def saved_pairs(subspace: Subspace, vector: FlatParams, world: World, to: Sequence[int]) -> Parts:
     """Each parameter's part of the eigenpairs, on the ranks ``to``; a collective.
 
     Tensors are shared where all is here.
     """
-    vectors, momentum, last = subspace.basis.vectors, subspace.momentum, subspace.last
+    vectors = subspace.basis.vectors
+    momentum = subspace.momentum
+    last = subspace.last
     carried = subspace.carried
     if subspace.basis.by_rows:
 
@@ -72,14 +72,14 @@ def saved_pairs(
         residuals=subspace.residuals,
         subspace_momentum=momentum,
         last_step=last,
-        trust_region=trust,
+        trust_region=subspace.trust,
         largest=subspace.largest,
         carried_decay=subspace.decayed,
     )
 
 
 def room_for_pairs(count: int, vector: FlatParams) -> Parts:
-    """Zeros in the place of so many eigenpairs: some checkpoints are read in place.
+    """Zeros of the shape of so many eigenpairs: some checkpoints are read into existing tensors.
 
     "largest" is below 0.
     """

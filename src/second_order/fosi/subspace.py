@@ -25,8 +25,10 @@ from second_order.distributed.world import World
 from second_order.fosi.trust import (
     MomentumRule,
     NewtonStep,
+    TrustState,
     corrections,
     propose,
+    renewed,
     settle,
 )
 from second_order.lanczos.vector_space import row_bounds
@@ -127,28 +129,23 @@ class Subspace:
     momentum: Tensor = field(init=False)  # (r_p,) its coefficients
     last: Tensor = field(init=False)  # (r_p,) |û|⁻¹ mom of the last step
     carried: Tensor = field(init=False)  # at the elements here
+    trust: Tensor = field(init=False)  # the numbers of the trust region
     decayed: float = 1.0  # the factor of ``carried`` that is left
 
     def __post_init__(self) -> None:
         self.momentum = torch.zeros_like(self.rates)
         self.last = torch.zeros_like(self.rates)
         self.carried = self.rates.new_zeros(self.basis.vectors.shape[1])
+        self.trust = TrustState.start(self.rates.device, self.rates.dtype)
 
     def split(
-        self,
-        gradient: Tensor,
-        rule: MomentumRule,
-        numbers: Tensor,
-        alpha: Tensor,
-        *,
-        bounded: bool,
+        self, gradient: Tensor, rule: MomentumRule, alpha: Tensor, *, bounded: bool
     ) -> tuple[Tensor, NewtonStep, Tensor]:
         """Take g₁ = V̂V̂ᵀg out of the gradient, and V̂ᵀg into the momentum.
 
         Args:
             gradient: This process's elements of the mean gradient.
             rule: How the momentum takes in V̂ᵀg.
-            numbers: Those of the trust region.
             alpha: The largest α of the groups.
             bounded: Whether the trust region bounds the step.
 
@@ -166,7 +163,7 @@ class Subspace:
                 momentum,
                 self.momentum,
                 self.last,
-                numbers,
+                self.trust,
                 alpha,
                 rule.stability_limit,
                 bounded,
@@ -177,6 +174,7 @@ class Subspace:
             rest.masked_fill_(newton.undo, 0.0)
         self.momentum = newton.momentum
         self.last = newton.last
+        self.trust = newton.numbers
         self.decayed *= rule.decay
         return rest, newton, c
 
@@ -202,6 +200,10 @@ class Subspace:
         vector = self.basis.combine([self.momentum], sums=self.momentum.sum())
         return vector.add_(self.carried, alpha=self.decayed)
 
+    def trust_as(self, trust: Tensor, *, risen: bool) -> None:
+        """Continue the trust region of the eigenpairs before; ``risen`` as in :func:`renewed`."""
+        self.trust = renewed(trust, risen=risen).to(self.rates)
+
     def carry(self, vector: Tensor) -> None:
         """Take over a momentum in R^n, split into its part in V̂ and the rest, if it is finite."""
         c = self.basis.coefficients(vector)
@@ -211,9 +213,12 @@ class Subspace:
         self.momentum = torch.where(sound, c, 0.0)
         self.carried = torch.where(sound, rest, 0.0)
 
-    def resume(self, momentum: Tensor, last: Tensor, carried: Tensor, decayed: float) -> None:
+    def resume(
+        self, momentum: Tensor, last: Tensor, carried: Tensor, decayed: float, trust: Tensor
+    ) -> None:
         """Take over a checkpoint's momentum and last step, ``(r,)`` of all vectors each."""
         self.momentum = momentum[self.basis.mine].clone()
         self.last = last[self.basis.mine].clone()
         self.carried = carried
         self.decayed = decayed
+        self.trust = trust.to(self.rates)

@@ -90,7 +90,7 @@ class MomentumRule:
 
 
 class TrustState(NamedTuple):
-    """What the steps so far tell of the model: tensors of one element."""
+    """What the steps so far say about the model: tensors of one element."""
 
     usual: Tensor  # the usual predicted decrease; 0 before there is one
     scale: Tensor  # the bound on τ by the curvature along the steps
@@ -109,7 +109,7 @@ class TrustState(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What is to be done at a step."""
+    """The decision on a step."""
 
     state: TrustState  # from now on
     share: Tensor  # τ, the share of the Newton step to take

@@ -69,7 +69,7 @@ class FOSICurvature(Curvature):
         self.set_closure(closure)
         self._closure_of_step: Closures | None = None  # goes before the other, at this step
         self.pairs = RefreshedPairs(training, options, self.vector)
-        self.closed = False  # whether the base goes on alone for good
+        self.closed = False  # whether the base trains alone from now on
         self._gradient_share: Tensor | None = None  # inside the span, at the last refresh
         self._split: Split | None = None  # of the step under way
 
@@ -85,7 +85,7 @@ class FOSICurvature(Curvature):
 
     @property
     def scaler_matters(self) -> str:  # type: ignore[override]
-        """Why a GradScaler has to be announced; "" if it need not be."""
+        """Why the optimizer needs to know the GradScaler; "" if it does not."""
         averages = self.training.averages
         return "a step skipped on one process would leave the others waiting" if averages else ""
 
@@ -122,7 +122,12 @@ class FOSICurvature(Curvature):
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
         # Take g₁ out of the gradient, and bound the Newton step.
-        rest, newton, c = self.pairs.split(gradient, largest_scale(scales, subspace.rates))
+        rest, newton, c = subspace.split(
+            gradient,
+            self.pairs.momentum_rule(),
+            largest_scale(scales, subspace.rates),
+            bounded=self.options.trust_region,
+        )
         self.vector.write(rest, gradients)
 
         if square is not None:
@@ -136,10 +141,10 @@ class FOSICurvature(Curvature):
 
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
-        split, self._split = self._split, None
-        if split is not None:
+        if self._split is not None:
             with stage("newton"), self.vector.plain():
-                self._correct(split)
+                self._correct(self._split)
+        self._split = None
         self.vector.share()
         if self.pairs.throttle is not None:
             refreshed = self.pairs.tally.step == self.training.steps
@@ -203,7 +208,7 @@ class FOSICurvature(Curvature):
     begin = replan
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Go on with the shards of parameters, if they can be; the vector is cut anew then."""
+        """Adopt the shards of parameters, or raise; the vector is cut again then."""
         if self.vector.in_parts:
             raise TypeError(
                 f"{self.training.name} has stepped this model before fully_shard sharded it, and "
@@ -225,7 +230,7 @@ class FOSICurvature(Curvature):
             )
 
     def close(self) -> None:
-        """Drop the eigenpairs and refresh no more; the optimizer goes on as its base alone."""
+        """Drop the eigenpairs and refresh no more: the base trains alone from now on."""
         self.closed = True
         self.pairs.close()
 
@@ -237,14 +242,16 @@ class FOSICurvature(Curvature):
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
         """Each parameter's counts, and its part of the eigenpairs where they are whole here."""
-        counts, params, world = self.counts(), self.vector.params, self.training.world
+        counts = self.counts()
+        params = self.vector.params
+        world = self.training.world
         parts: dict[Tensor, dict[str, Any]] = {}
         if self.subspace is None:
             # A checkpoint that is read in place needs room for pairs, found or not.
             if params and self.options.wanted > 0 and is_checkpointing(part=True):
                 parts = room_for_pairs(self.options.wanted, self.vector)
         elif world.size == 1:
-            parts = saved_pairs(self.subspace, self.pairs.trust, self.vector, world, to=[0])
+            parts = saved_pairs(self.subspace, self.vector, world, to=[0])
         return {p: {**counts, **parts.get(p, {})} for p in params}
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -266,11 +273,12 @@ class FOSICurvature(Curvature):
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """The base's state and the eigenpairs, whole, on the ranks that want them; a collective."""
-        vector, world = self.vector, self.training.world
+        vector = self.vector
+        world = self.training.world
         bases = vector.base_state(ranks)
         curvature: dict[Tensor, Any] = {}
         if self.subspace is not None:
-            curvature = saved_pairs(self.subspace, self.pairs.trust, vector, world, ranks)
+            curvature = saved_pairs(self.subspace, vector, world, ranks)
         return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in vector.params}
 
     # ---------------------------------------------------------------------------------- reports
