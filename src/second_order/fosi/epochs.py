@@ -378,14 +378,10 @@ def _answer(link: HelperLink, request: int, patience: Patience) -> Message | Non
 def refusal(before: float, after: float) -> str:
     """Why "guarded" does not make an update between these losses of batches; "" if it does."""
     what = "the loss of the accelerators' batches"
-    if not math.isfinite(before):
-        return f"{what} is not finite"
-    if not math.isfinite(after):
-        return f"{what} would not have been finite"
-    if after > before:
-        return f"{what} would have risen"
-    enough = after < before and after <= before - LEAST_FALL * abs(before)
-    return "" if enough else f"{what} would have fallen by less than {LEAST_FALL:.0%}"
+    if not (math.isfinite(before) and math.isfinite(after)):
+        return f"{what} is not finite, without the update or with it"
+    falls = after < before and after <= before - LEAST_FALL * abs(before)
+    return "" if falls else f"{what} would not have fallen by {LEAST_FALL:.0%}"
 
 
 def final_update(
