@@ -335,7 +335,7 @@ a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_u
     torch.where(known, RADIUS * state.usual, math.inf)  =>  torch.full_like(square, math.inf)
 a step said to be taken back is not
   <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
-    torch.where(undo, verdict.back * last, new)  =>  torch.where(undo, 0.0, new)
+    torch.where(undo, back * last, new)  =>  torch.where(undo, 0.0, new)
 what cannot be compiled is an error
   <-  trust::a_rule_is_compiled_off_the_cpu_and_runs_as_it_is_where_that_fails
     except Exception:  =>  except ImportError:

@@ -58,8 +58,8 @@ class Line:
         momentum, step, terms = propose(
             coefficient, none, torch.ones(1).double(), self.last, 0.0, 1.0, False
         )
-        new, _, self.last, self.numbers, _, undo = settle(
-            terms, step, momentum, none, self.last, self.numbers, self.alpha, 2.0, True
+        new, _, _, self.last, self.numbers, _, undo = settle(
+            terms, coefficient, step, momentum, none, self.last, self.numbers, self.alpha, 2.0, True
         )
         return float(self.alpha * new), bool(undo)
 
@@ -96,7 +96,7 @@ def test_a_step_that_explodes_is_undone_once(how: str) -> None:
     assert back == pytest.approx(-way)
     assert line.step(math.nan if how == "not finite" else 1.0)[1] is False
     assert line.state.scale <= 0.11 * before
-    assert line.state.undone == (1 if how == "thrown across" else 2), "the second is left out"
+    assert line.state.undone == 1
     assert bool(line.numbers.isfinite().all())
 
 
@@ -276,7 +276,7 @@ def test_a_step_to_where_the_gradient_is_not_finite_is_taken_back(
     assert not torch.equal(found[-1], found[-2])
     for _, said in results:  # at the next refresh, which is at step 6
         (message,) = said
-        assert "was taken back or left out" in message
+        assert "was taken back" in message
     if layout is None:
         plain, _ = poisoned(0, 1, {**options, "trust_region": False})
         assert not bool(plain[-1].isfinite().all())

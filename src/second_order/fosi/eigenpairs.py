@@ -23,7 +23,13 @@ from second_order.contract.training import Training
 from second_order.fosi.flat_params import FlatParams
 from second_order.fosi.options import most_products
 from second_order.fosi.state import CARRIED, TENSORS, VECTORS, counts_of, pairs_of
-from second_order.fosi.subspace import Basis, Subspace, newton_rates, whole_vectors
+from second_order.fosi.subspace import (
+    Basis,
+    Subspace,
+    finite_or_zero,
+    newton_rates,
+    whole_vectors,
+)
 from second_order.fosi.trust import MomentumRule, TrustState
 from second_order.lanczos.closure import LossFn
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
@@ -179,10 +185,10 @@ class RefreshedPairs:
         """Warn once of Newton steps that were taken back or left out."""
         if count and self._training.first_time("steps taken back"):
             self._training.warn(
-                f"a Newton step before step {self._training.steps} was taken back or left out, "
-                f"because it or the gradient after it was not finite, or that gradient had grown "
-                f"far more than the eigenpairs tell; later steps are shorter. Lower newton_scale "
-                f"if statistics() shows many as 'undone'"
+                f"a Newton step before step {self._training.steps} was taken back, because the "
+                f"gradient after it was not finite, or had grown far more than the eigenpairs "
+                f"tell. Later steps are shorter. If statistics() shows many as 'undone', lower "
+                f"newton_scale"
             )
 
     def _vanished(self, values: Tensor) -> bool:
@@ -217,6 +223,7 @@ class RefreshedPairs:
             vectors = pairs.vectors()
             if not self._by_rows:
                 vectors = whole_vectors(vectors, self._vector.size, self._training.world)
+            vectors = finite_or_zero(vectors, self._training.world)
             self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.largest)
             if trust is not None:
                 self.subspace.trust_as(trust, risen=risen)

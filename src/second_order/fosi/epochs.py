@@ -399,7 +399,6 @@ def final_update(
     newton = basis.coefficients(total) * rates[basis.mine].to(total)
     inside = basis.coefficients(moved.to(total))
     steps = [-(scale * newton + inside) for scale in scales]
-    check = torch.stack(steps).sum()
-    change = basis.combine(steps, sums=check)
-    sound = check.isfinite()
-    return torch.where(sound, change, 0.0), sound
+    sound = basis.total(torch.stack(steps).sum()).isfinite()
+    steps = [torch.where(sound, step, 0.0) for step in steps]
+    return basis.add(torch.zeros_like(total), steps), sound

@@ -14,6 +14,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -66,6 +67,15 @@ class ParamPiece:
         """Number of elements of the piece."""
         return self.stop - self.start
 
+    @cached_property
+    def whole(self) -> bool:
+        """Whether it is all of a parameter."""
+        return self.size == self.param.numel() and not is_dtensor(self.param)
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        """A view of flat values in the parameter's shape, if the piece is all of it."""
+        return flat.view(self.param.shape) if self.whole else flat
+
     def of(self, tensor: Tensor) -> Tensor:
         """This piece of a tensor of the parameter's shape: flat, and a view where there is one."""
         if is_dtensor(tensor):  # what is here of it is the piece
@@ -73,13 +83,15 @@ class ParamPiece:
         return tensor.detach().reshape(-1)[self.start : self.stop]
 
     def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Write flat values to this piece of a tensor that is not contiguous."""
-        if self.size == tensor.numel():
+        """Write flat values to this piece of a tensor of the parameter's shape."""
+        if self.whole:
             tensor.copy_(values.view(tensor.shape))
-            return
-        copy = tensor.detach().reshape(-1)
-        copy[self.start : self.stop] = values
-        tensor.copy_(copy.view(tensor.shape))
+        elif tensor.is_contiguous():
+            self.of(tensor).copy_(values)
+        else:
+            copy = tensor.detach().reshape(-1)
+            copy[self.start : self.stop] = values
+            tensor.copy_(copy.view(tensor.shape))
 
 
 class FlatParams:
@@ -110,7 +122,7 @@ class FlatParams:
     def restart(self) -> None:
         """Cut the vector again, from a base whose state is whole: at first, and after a load."""
         self._row_base: RowBase | None = None
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: dict[str, tuple[Tensor, list[Tensor]]] = {}
         world = self._training.world
         groups = [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
         self.params = [p for group in groups for p in group]
@@ -218,36 +230,44 @@ class FlatParams:
 
     def overwrite(self, flat: Tensor) -> None:
         """Set the parameters that are here."""
-        self.write(flat, [piece.param for piece in self.mine])
+        for piece in self.mine:
+            piece.put(piece.param, flat[piece.rows])
 
     def read(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> Tensor:
         """Copy the pieces that are here of tensors, one for each, to a buffer; zeros for None.
 
         What is returned is good until that buffer is filled again.
         """
-        flat = self._buffers.get(buffer)
+        flat, views = self._buffers.get(buffer, (None, []))
         if flat is None or flat.device != self._training.device:
             size = sum(piece.size for piece in self.mine)
             flat = torch.empty(size, dtype=self.dtype, device=self._training.device)
-            self._buffers[buffer] = flat
-        parts = [
-            flat.new_zeros(piece.size) if tensor is None else piece.of(tensor)
-            for piece, tensor in zip(self.mine, tensors, strict=True)
-        ]
-        if parts:  # a process may have no rows
-            torch.cat(parts, out=flat)
-        return flat
-
-    def write(self, flat: Tensor, tensors: Sequence[Tensor | None]) -> None:
-        """Copy flat values to the pieces that are here of tensors, but to None."""
+            views = [piece.shaped(flat[piece.rows]) for piece in self.mine]
+            self._buffers[buffer] = flat, views
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for piece, tensor in zip(self.mine, tensors, strict=True):
-            if tensor is not None and tensor.is_contiguous():
-                targets.append(piece.of(tensor))
-                sources.append(flat[piece.rows])
-            elif tensor is not None:
-                piece.put(tensor, flat[piece.rows])
+        for piece, view, tensor in zip(self.mine, views, tensors, strict=True):
+            if tensor is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(tensor if piece.whole else piece.of(tensor))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return flat
+
+    def write(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> None:
+        """Copy a buffer to the pieces that are here of tensors, but to None."""
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for piece, view, tensor in zip(self.mine, self._buffers[buffer][1], tensors, strict=True):
+            if tensor is None:
+                continue
+            if piece.whole or tensor.is_contiguous():
+                targets.append(tensor if piece.whole else piece.of(tensor))
+                sources.append(view)
+            else:
+                piece.put(tensor, view)
         if targets:
             torch._foreach_copy_(targets, sources)
 

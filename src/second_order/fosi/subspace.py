@@ -7,8 +7,8 @@ A basis keeps V̂ in one of two layouts, behind the same methods:
     row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
     column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
 
-A number that is not finite on one process makes these sums so on all: then none of them adds
-anything.
+V̂ is finite: vectors that are not are set to 0 at the refresh that finds them. Coefficients are set
+to 0 if a sum over all of them is not finite, which it is on all processes or on none.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from second_order.fosi.trust import (
     NewtonStep,
     TrustState,
     corrections,
+    may_be,
     propose,
     renewed,
     settle,
@@ -68,18 +69,28 @@ class Basis:
             self.world.all_reduce([c]).wait()
         return c
 
-    def combine(self, c: Sequence[Tensor], sums: Tensor) -> Tensor:
-        """V̂c at this process's elements; c is one for all groups, or one for each.
+    def total(self, sums: Tensor) -> Tensor:
+        """A sum over all vectors, from that over the vectors that are ``mine``; in place."""
+        if not self.by_rows and self.world.size > 1:
+            self.world.all_reduce([sums]).wait()
+        return sums
 
-        ``sums`` over the vectors that are ``mine`` become those over all vectors, in place.
+    def add(self, x: Tensor, c: Sequence[Tensor]) -> Tensor:
+        """Add V̂c to this process's elements of x, in place; c is one for all groups, or for each.
+
+        c is finite: there is no way back.
         """
         spans = self.group_spans if len(c) > 1 else [slice(None)]
-        pairs = zip(spans, c, strict=True)
-        parts = [torch.mv(self.vectors[:, span].t(), each) for span, each in pairs]
-        result = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not self.by_rows and self.world.size > 1:
-            self.world.all_reduce([result, sums]).wait()
-        return result
+        if self.by_rows:
+            for span, each in zip(spans, c, strict=True):
+                x[span].addmv_(self.vectors[:, span].t(), each)
+            return x
+        change = torch.zeros_like(x)
+        for span, each in zip(spans, c, strict=True):
+            torch.mv(self.vectors[:, span].t(), each, out=change[span])
+        if self.world.size > 1:
+            self.world.all_reduce([change]).wait()
+        return x.add_(change)
 
     def rows_of_sum(self, rows: slice) -> Tensor:
         """The sum of all vectors, at the rows that this process has of a vector in Lanczos."""
@@ -102,6 +113,17 @@ def whole_vectors(rows: Tensor, size: int, world: World) -> Tensor:
     parts = rows.split([stop - start for start, stop in pairwise(cuts)])
     received = world.swap([part.reshape(-1) for part in parts], [mine * n for n in widths])
     return torch.cat([part.view(mine, n) for part, n in zip(received, widths, strict=True)], 1)
+
+
+def finite_or_zero(vectors: Tensor, world: World) -> Tensor:
+    """This process's part of V̂ᵀ, or zeros on all processes if one has a number that is not finite.
+
+    Along zeros there are no steps: the base steps alone, and the host does not synchronize.
+    """
+    total = vectors.sum(dtype=torch.float64)
+    if world.size > 1:
+        world.all_reduce([total]).wait()
+    return vectors.masked_fill_(~total.isfinite(), 0.0)
 
 
 def newton_rates(values: Tensor, floor: float) -> Tensor:
@@ -140,8 +162,8 @@ class Subspace:
 
     def split(
         self, gradient: Tensor, rule: MomentumRule, alpha: Tensor, *, bounded: bool
-    ) -> tuple[Tensor, NewtonStep, Tensor]:
-        """Take g₁ = V̂V̂ᵀg out of the gradient, and V̂ᵀg into the momentum.
+    ) -> tuple[NewtonStep, Tensor]:
+        """Take g₁ = V̂V̂ᵀg out of the gradient, in place, and V̂ᵀg into the momentum.
 
         Args:
             gradient: This process's elements of the mean gradient.
@@ -150,15 +172,15 @@ class Subspace:
             bounded: Whether the trust region bounds the step.
 
         Returns:
-            g₂, the Newton step to make, and V̂ᵀg.
+            The Newton step to make, and V̂ᵀg.
         """
         c = self.basis.coefficients(gradient)
         rule_of = rule.decay, rule.gain, rule.nesterov
         momentum, step, terms = propose(c, self.momentum, self.rates, self.last, *rule_of)
-        inside = self.basis.combine([c], sums=terms)
         newton = NewtonStep(
             *settle(
-                terms,
+                self.basis.total(terms),
+                c,
                 step,
                 momentum,
                 self.momentum,
@@ -169,36 +191,34 @@ class Subspace:
                 bounded,
             )
         )
-        rest = torch.where(newton.taken, gradient - inside, gradient)
-        if bounded:  # it is of where the step has led to that is taken back
-            rest.masked_fill_(newton.undo, 0.0)
+        self.basis.add(gradient, [newton.taken_out])
+        if bounded and may_be(newton.undo):  # it is of where the step has led to
+            gradient.masked_fill_(newton.undo, 0.0)
         self.momentum = newton.momentum
         self.last = newton.last
         self.trust = newton.numbers
         self.decayed *= rule.decay
-        return rest, newton, c
+        return newton, c
 
     def correct(
         self, values: Tensor, before: Tensor, newton: NewtonStep, scales: Sequence[float | Tensor]
-    ) -> Tensor:
-        """The parameters w + d₁ + s (d₂ − V̂V̂ᵀd₂), from those before and after the base's step d₂.
+    ) -> None:
+        """Set the parameters after the base's step d₂ to w + d₁ + s (d₂ − V̂V̂ᵀd₂), in place.
 
-        α is in ``scales``, of all groups or each. If the Newton step or V̂ᵀd₂ is not finite on one
-        process, they are as after the base's step on all. ``before`` is overwritten.
+        α is in ``scales``, of all groups or each. If there is no Newton step, or V̂ᵀd₂ is not finite,
+        they stay. ``before`` has the parameters w before the base's step, and is overwritten.
         """
         moved = torch.sub(values, before, out=before)
         c = self.basis.coefficients(moved)
-        *steps, check = corrections(c, newton.step, self.rest_scale, *scales)
-        change = self.basis.combine(steps, sums=check)
+        check = self.basis.total(c.sum())
+        stretch, *steps = corrections(c, newton.step, check, newton.taken, self.rest_scale, *scales)
         if self.rest_scale != 1.0:
-            change.add_(moved, alpha=self.rest_scale - 1.0)
-        sound = newton.taken & (check.abs() < math.inf)
-        return torch.where(sound, values + change, values)
+            values.addcmul_(moved, stretch)
+        self.basis.add(values, steps)
 
     def momentum_vector(self) -> Tensor:
         """The momentum in R^n, at this process's elements."""
-        vector = self.basis.combine([self.momentum], sums=self.momentum.sum())
-        return vector.add_(self.carried, alpha=self.decayed)
+        return self.basis.add(self.carried * self.decayed, [self.momentum])
 
     def trust_as(self, trust: Tensor, *, risen: bool) -> None:
         """Continue the trust region of the eigenpairs before; ``risen`` as in :func:`renewed`."""
@@ -207,11 +227,9 @@ class Subspace:
     def carry(self, vector: Tensor) -> None:
         """Take over a momentum in R^n, split into its part in V̂ and the rest, if it is finite."""
         c = self.basis.coefficients(vector)
-        check = c.sum()
-        rest = vector - self.basis.combine([c], sums=check)
-        sound = check.abs() < math.inf
+        sound = self.basis.total(c.sum()).abs() < math.inf
         self.momentum = torch.where(sound, c, 0.0)
-        self.carried = torch.where(sound, rest, 0.0)
+        self.carried = self.basis.add(vector.masked_fill_(~sound, 0.0), [-self.momentum])
 
     def resume(
         self, momentum: Tensor, last: Tensor, carried: Tensor, decayed: float, trust: Tensor

@@ -32,6 +32,7 @@ __all__ = [
     "corrections",
     "judge",
     "largest_scale",
+    "may_be",
     "propose",
     "renewed",
     "settle",
@@ -98,7 +99,7 @@ class TrustState(NamedTuple):
     model: Tensor
     share: Tensor  # τ of the last step
     alpha: Tensor  # α of the last step
-    undone: Tensor  # how many steps have been taken back, or left out
+    undone: Tensor  # how many steps have been taken back
 
     @staticmethod
     def start(device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -108,23 +109,15 @@ class TrustState(NamedTuple):
         return numbers
 
 
-class Verdict(NamedTuple):
-    """The decision on a step."""
-
-    state: TrustState  # from now on
-    share: Tensor  # τ, the share of the Newton step to take
-    undo: Tensor  # whether to take the last Newton step back instead
-    back: Tensor  # the share of |û|⁻¹n of the last step that does so, at this α
-
-
 class NewtonStep(NamedTuple):
     """A Newton step, and what it leaves for the next one."""
 
     step: Tensor  # (r,) coefficients, to be multiplied by −α; 0 if the step is left out
+    taken_out: Tensor  # (r,) −V̂ᵀg, to be added to the gradient; 0 unless the step goes forward
     momentum: Tensor  # (r,)
     last: Tensor  # (r,) |û|⁻¹ n of this step, before τ
     numbers: Tensor  # the trust region's
-    taken: Tensor  # whether the step is finite
+    taken: Tensor  # whether there is a step, forward or back
     undo: Tensor  # whether it takes the last one back
 
 
@@ -161,6 +154,7 @@ def propose(
 @compiled_on_devices
 def settle(
     terms: Tensor,
+    c: Tensor,
     step: Tensor,
     momentum: Tensor,
     old_momentum: Tensor,
@@ -174,42 +168,65 @@ def settle(
 
     ``terms`` are the sums over all vectors. They are not finite if V̂ᵀg is not, on any process.
     """
-    state = TrustState(*numbers.unbind())
     sound = terms.sum().abs() < math.inf
-    if not bounded:
-        after = state._replace(undone=state.undone + ~sound)
-        kept = torch.where(sound, momentum, old_momentum)
-        nothing = torch.zeros_like(sound)
-        step = torch.where(sound, step, 0.0)
-        return step, kept, last.clone(), torch.stack(after), sound, nothing
-    verdict = judge(state, terms, alpha, limit, sound)
-    undo = verdict.undo
-    new = torch.where(sound, step * verdict.share, 0.0)
-    new = torch.where(undo, verdict.back * last, new)
-    momentum = torch.where(undo, 0.0, torch.where(sound, momentum, old_momentum))
-    last = torch.where(undo, 0.0, torch.where(sound, step, last))
-    return new, momentum, last, torch.stack(verdict.state), sound | undo, undo
+    taken = sound
+    if bounded:
+        numbers, share, undo, back = judge(numbers, terms, alpha, limit, sound)
+        new = torch.where(sound, step * share, 0.0)
+        new = torch.where(undo, back * last, new)
+        taken = sound | undo
+        sound = sound & ~undo
+        old_momentum = torch.where(undo, 0.0, old_momentum)
+        last = torch.where(undo, 0.0, last)
+    else:
+        new = torch.where(sound, step, 0.0)
+        undo = torch.zeros_like(sound)
+        numbers = numbers.clone()
+    momentum = torch.where(sound, momentum, old_momentum)
+    last = torch.where(sound, step, last)
+    return new, torch.where(sound, -c, 0.0), momentum, last, numbers, taken, undo
 
 
 @compiled_on_devices
 def corrections(
-    c: Tensor, step: Tensor, rest_scale: float, *scales: float | Tensor
+    c: Tensor,
+    step: Tensor,
+    check: Tensor,
+    taken: Tensor,
+    rest_scale: float,
+    *scales: float | Tensor,
 ) -> tuple[Tensor, ...]:
-    """The coefficients −α step − s V̂ᵀd₂ for each α, and a sum that is finite if they are."""
-    steps = [-scale * step - rest_scale * c for scale in scales]
-    return *steps, torch.stack(steps).sum()
+    """S − 1, and the coefficients −α step − s V̂ᵀd₂ for each α.
+
+    All are 0 unless a step is ``taken``, and the sum ``check`` of V̂ᵀd₂ over all vectors is finite.
+    """
+    taken = taken & (check.abs() < math.inf)
+    steps = [torch.where(taken, -scale * step - rest_scale * c, 0.0) for scale in scales]
+    return torch.where(taken, rest_scale - 1.0, torch.zeros_like(check)), *steps
 
 
-def judge(state: TrustState, terms: Tensor, alpha: Tensor, limit: float, sound: Tensor) -> Verdict:
-    """Look at what the last step has done, and bound the one to come."""
+def may_be(flag: Tensor) -> bool:
+    """Whether a flag may be true: on the CPU it costs nothing to look."""
+    return flag.device.type != "cpu" or bool(flag)
+
+
+def judge(
+    numbers: Tensor, terms: Tensor, alpha: Tensor, limit: float, sound: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Look at what the last step has done, and bound the one to come.
+
+    Returns:
+        The numbers after this step; τ, the share of the Newton step to take; whether to take the
+        last step back instead; and the share of that step's |û|⁻¹n that does so, at this α.
+    """
+    state = TrustState(*numbers.unbind())
     predicted, descent, last = terms.unbind()
 
     # What has the last step done to V̂ᵀg? Without a last step the excess is 0 / 0.
     change = state.change - state.share * last
     excess = state.scale * change / (state.model * limit)
-    moved = (state.share * state.alpha > 0.0) & (alpha > 0.0)
-    undo = (~sound | (excess > EXPLODED)) & moved
-    back = -state.share * state.alpha / alpha
+    length = state.share * state.alpha
+    undo = (~sound | (excess > EXPLODED)) & (length > 0.0) & (alpha > 0.0)
 
     # Bound τ by the curvature along the steps.
     grown = (state.scale * GROWTH).clamp(max=1.0)
@@ -221,18 +238,17 @@ def judge(state: TrustState, terms: Tensor, alpha: Tensor, limit: float, sound: 
     bound = torch.where(known, RADIUS * state.usual, math.inf)
     share = scale * (bound / square).clamp(max=1.0).sqrt()
     taken = torch.minimum(square, bound)
-    mean = USUAL_DECAY * state.usual + (1.0 - USUAL_DECAY) * taken
 
     # The numbers after this step; after a step back; or as they were, if this one is left out.
-    none = torch.zeros_like(share)
     after = state._replace(
-        usual=torch.where(known, mean, taken),
+        usual=torch.where(known, torch.lerp(state.usual, taken, 1.0 - USUAL_DECAY), taken),
         scale=scale,
         change=SUMS_DECAY * change + share * descent,
         model=SUMS_DECAY * state.model + share * share * predicted,
         share=share,
-        alpha=alpha + none,
+        alpha=alpha,
     )
+    none = torch.zeros_like(share)
     cut = TrustState(
         usual=state.usual * AFTER_UNDOING**2,
         scale=state.scale * AFTER_UNDOING,
@@ -242,10 +258,9 @@ def judge(state: TrustState, terms: Tensor, alpha: Tensor, limit: float, sound: 
         alpha=none,
         undone=state.undone + 1.0,
     )
-    left_out = state._replace(undone=state.undone + 1.0)
-    numbers = torch.where(sound, torch.stack(after), torch.stack(left_out))
+    numbers = torch.where(sound, torch.stack(after), numbers)
     numbers = torch.where(undo, torch.stack(cut), numbers)
-    return Verdict(TrustState(*numbers.unbind()), share, undo, back)
+    return numbers, share, undo, -length / alpha
 
 
 def renewed(numbers: Tensor, *, risen: bool) -> Tensor:

@@ -122,13 +122,13 @@ class FOSICurvature(Curvature):
             square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
         # Take g₁ out of the gradient, and bound the Newton step.
-        rest, newton, c = subspace.split(
+        newton, c = subspace.split(
             gradient,
             self.pairs.momentum_rule(),
             largest_scale(scales, subspace.rates),
             bounded=self.options.trust_region,
         )
-        self.vector.write(rest, gradients)
+        self.vector.write(gradients)
 
         if square is not None:
             rows = self.vector.spread
@@ -156,9 +156,9 @@ class FOSICurvature(Curvature):
         first = split.scales[0]
         alike = not any(isinstance(a, Tensor) or a != first for a in split.scales)
         scales = [first] if alike else split.scales
-        after = split.subspace.correct(self.vector.read(params), split.before, split.newton, scales)
+        split.subspace.correct(self.vector.read(params), split.before, split.newton, scales)
         # Those without a gradient stay, as with any base.
-        self.vector.write(after, [None if p.grad is None else p for p in params])
+        self.vector.write([None if p.grad is None else p for p in params])
 
     def set_closure(self, closure: Closures | None) -> None:
         """Set the curvature closure for all steps to come."""
