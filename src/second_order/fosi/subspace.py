@@ -205,7 +205,7 @@ class Subspace:
     ) -> None:
         """Set the parameters after the base's step d₂ to w + d₁ + s (d₂ − V̂V̂ᵀd₂), in place.
 
-        α is in ``scales``, of all groups or each. If there is no Newton step, or V̂ᵀd₂ is not finite,
+        α is in ``scales``, for all groups or each. Without a Newton step, or if V̂ᵀd₂ is not finite,
         they stay. ``before`` has the parameters w before the base's step, and is overwritten.
         """
         moved = torch.sub(values, before, out=before)
