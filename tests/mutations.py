@@ -310,7 +310,7 @@ pieces of parameters that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     stand_in.data = piece.of(piece.param)  =>  pass
 packed parameters that are not written back  <-  dho2::steps_are_those_of_dense_algebra
-    torch._foreach_copy_(targets, sources)  =>  pass
+    zip(self.mine, self._buffers[buffer][1], tensors, strict=True)  =>  ()
 parts of gradients that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     p.grad = gradient.contiguous()  =>  pass
