@@ -39,7 +39,7 @@ from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
-from second_order.kfac.schedule import DRIFT, DRIFT_LEAST, UPDATED_AT
+from second_order.kfac.schedule import DRIFT, UPDATED_AT
 from second_order.kfac.solve import LoadedInverse, Solve, Solver, Solves
 from second_order.kfac.trace_rule import SETTLED, TRACE
 from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
@@ -98,7 +98,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 
 KNOWN = (
     *(*LETTERS, *HEADS, *INVERSE_ENTRIES, STEP, DELAY, WANTED, SNAPSHOT_STEP, *SNAPSHOT_NUMBERS),
-    *(*SNAPSHOT_TENSORS, *SHARED, *SIZES, SETTLED, *DRIFT, DRIFT_LEAST, *AGREED_STATE),
+    *(*SNAPSHOT_TENSORS, *SHARED, *SIZES, SETTLED, *DRIFT, *AGREED_STATE),
     *(LAST_STEP, LAST_STEP_KNOWN, *HEADER),
 )
 """All entries."""

@@ -35,9 +35,6 @@ from second_order.options import Interval, check_interval, value_at
 __all__ = [
     "ADAPTIVE",
     "DRIFT",
-    "DRIFT_ALIKE",
-    "DRIFT_INTERVAL",
-    "DRIFT_LEAST",
     "LONGEST",
     "PLAIN",
     "UPDATED_AT",
@@ -49,11 +46,10 @@ __all__ = [
     "past_at",
 ]
 
-DRIFT_INTERVAL, DRIFT_ALIKE = DRIFT = ("drift_interval", "drift_alike")
-DRIFT_LEAST = "drift_least"
+DRIFT = ("drift_interval", "drift_alike", "drift_least")
 """The entries of a checkpoint, in the part of every layer: the interval that it has shown to need,
-refreshes in a row that were alike, and the least interval that its cost allows; 0 for the first
-where nothing has been compared, and for the last in checkpoints of older versions."""
+refreshes in a row that were alike, and the least interval that its cost allows. They are 0 before
+anything has been compared."""
 
 UPDATED_AT = "updated_at"
 """The entry of a checkpoint, the same for all layers: the step of the averages' last update."""
@@ -209,7 +205,7 @@ class Drift:
         """What a checkpoint keeps of a layer."""
         change = self.changes.get(block, Change(interval=0))
         least = self._affordable.get(block, 0)
-        return {DRIFT_INTERVAL: change.interval, DRIFT_ALIKE: change.alike, DRIFT_LEAST: least}
+        return dict(zip(DRIFT, (change.interval, change.alike, least), strict=True))
 
     def load(self, saved: Mapping[Tensor, SavedPart], blocks: Iterable[KroneckerBlock]) -> None:
         """Take over the intervals of a checkpoint."""
@@ -218,10 +214,10 @@ class Drift:
             part = saved.get(block.weight)
             if part is None or not part.keys() >= set(DRIFT):
                 continue
-            interval, alike = part.whole(DRIFT_INTERVAL, 0), part.whole(DRIFT_ALIKE, 0)
+            interval, alike, least = (part.whole(name, 0) for name in DRIFT)
             if interval:
                 self.changes[block] = Change(interval, alike=alike)
-            if least := part.whole(DRIFT_LEAST, 0) if DRIFT_LEAST in part else 0:
+            if least:
                 self._affordable[block] = least
 
     @property

@@ -324,15 +324,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             return False
         check_sharding(training.model)
         check_mesh(training.model, training.world)
-        before = [[*group["params"]] for group in self.param_groups]
         for group in self.param_groups:
             group["params"][:] = [others.get(p, p) for p in group["params"]]
-        try:
-            self._curvature.replace_params(others)
-        except Exception:
-            for group, params in zip(self.param_groups, before, strict=True):
-                group["params"][:] = params
-            raise
+        self._curvature.replace_params(others)
         for p in others.keys() & self.state.keys():
             parts = self.state[others[p]] = self.state.pop(p)
             for key, value in parts.get(BASE, {}).items():
