@@ -75,7 +75,7 @@ def measured() -> tuple[set[str], set[tuple[str, str]]]:
     """Files and functions that a pass of `measure` over the data enters."""
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
     batches = [torch.randn(8, 4) for _ in range(2)]
-    run = importlib.import_module("second_order.measuring.measure")
+    run: Any = importlib.import_module("second_order.measuring.measure")
     accumulate = run.accumulate
     found = []
 

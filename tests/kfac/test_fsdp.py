@@ -334,7 +334,11 @@ def of_shards(rank: int, world_size: int, System: Any, sharded: bool) -> dict[st
     generator = torch.Generator().manual_seed(3)
     covered = {n: size for layer in curvature.values() for n, size in layer.shapes.items()}
     v = {n: torch.randn(size, generator=generator).double() for n, size in covered.items()}
-    params = curvature.apply({n: p.detach() for n, p in model.named_parameters() if n in v})
+    whole = {}
+    for name, p in model.named_parameters():
+        if name in v:
+            whole[name] = p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+    params = curvature.apply(whole)
     found = optimizer.statistics()
     numbers = {n: found[n] for n in ("clip", "damping/max", "layers/solved")}
     stages = {name for name, nbytes in sent.items() if nbytes > 0}

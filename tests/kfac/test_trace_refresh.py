@@ -112,7 +112,7 @@ SYSTEMS: dict[str, tuple[Any, dict[str, Any]]] = {
 def on_ranks(rank: int, world_size: int, name: str, options: dict[str, Any]) -> Any:
     System, own = SYSTEMS[name]
     model, path = MLP.model(), []
-    with counted("all_reduce", "broadcast", "reduce") as messages:
+    with counted() as messages:
         optimizer = make(System, model, **{**TRACED, **own, **options})
         for batch in BATCHES:
             take(model, optimizer, shard(batch, rank, world_size), MLP.loss)

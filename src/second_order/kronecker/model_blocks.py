@@ -246,7 +246,8 @@ class _Search:
             if block is not None:
                 self._places.setdefault(id(block.weight), block)
                 return
-        reason, unexpected = self._reasons[module], False
+        reason = self._reasons[module]
+        unexpected = isinstance(module, torch.jit.ScriptModule)
         if key is not None:
             kind = KINDS[key]
             weight = own.get(kind.weight)
