@@ -38,6 +38,7 @@ MOMENTUM: dict[str, Any] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
 KFAC: dict[str, Any] = {
     **EXACT,
     "damping": 0.3,
+    "damping_floor": 0.0,
     "relative_damping": True,
     "kl_clip": 2e-3,
     "preconditioner_scale": "newton",
@@ -153,7 +154,7 @@ def at_once(optimizer: Any) -> AbstractContextManager[None]:
     """Solves on threads are waited for."""
     if not isinstance(optimizer, DistKFAC):
         return nullcontext()
-    return replaced(optimizer._curvature.solves, {"_waits": lambda block: True})
+    return replaced(optimizer._curvature.solves, {"_must_land": lambda block: True})
 
 
 def record(start: Callable[..., Any], name: str, processes: int) -> dict[str, Any]:

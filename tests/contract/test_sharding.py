@@ -140,8 +140,8 @@ def test_a_model_sharded_on_meta_trains_once_it_is_made(world: World, system: in
             assert torch.equal(one, other)
 
 
-def sharded_too_late(rank: int, world_size: int) -> list[tuple[str, bool]]:
-    """The optimizer was made before; what is wrong is said at the step, which changes nothing."""
+def sharded_too_late(rank: int, world_size: int) -> list[str]:
+    """The optimizer was made before; what is wrong is said at the step."""
     found = []
     x, y = shares(rank, world_size, 1)[0]
     second = {"accelerators": 0, "epoch_steps": 2, "hvp": "retained"}
@@ -153,22 +153,18 @@ def sharded_too_late(rank: int, world_size: int) -> list[tuple[str, bool]]:
             parallelize_module(model, mesh, {"middle.0": ColwiseParallel()})
         else:
             fsdp(model)
-        before = [p for group in optimizer.param_groups for p in group["params"]]
         if System is MRDHO2:
             half_squared_error(model(x), y).backward()
         with pytest.raises(TypeError) as caught:
             optimizer.step()
-        after = [p for group in optimizer.param_groups for p in group["params"]]
-        found.append((str(caught.value), all(a is b for a, b in zip(before, after, strict=True))))
+        found.append(str(caught.value))
     return found
 
 
 def test_what_cannot_be_sharded_later_says_so_at_the_step(world: World) -> None:
-    for (sharded, same), (parallel, kept) in world.run(sharded_too_late, 2):
+    for sharded, parallel in world.run(sharded_too_late, 2):
         assert "use hvp='differences'" in sharded
         assert "layer 'middle.0' is parallelised over tensors" in parallel
-        assert same
-        assert kept
 
 
 HELPED = {MRDHO2: {"accelerators": 1}, DistKFAC: {"stats_workers": 1}}

@@ -72,7 +72,7 @@ def test_it_goes_on_with_more_processes_from_the_newest_whole_checkpoint(trained
     """And ends where it would have, up to rounding."""
     output = (trained / "killed.log").read_text()
     assert "SecondOrderError" in output
-    assert f"left out: {elastic.name_of(trained / 'killed', 30)} is no file of torch.save" in output
+    assert f"left out: {elastic.name_of(trained / 'killed', 30)} cannot be loaded" in output
     assert "from step 20 on, 3 processes" in output
     found, alone, other = (weights(trained / name, 40) for name in ("killed", "alone", "other"))
     assert elastic_soak.distance(found, alone) < 1e-10

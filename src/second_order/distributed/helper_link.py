@@ -202,7 +202,7 @@ class HelperLink:
         end = self._left + min(patience, CLOSE_SECONDS)
         self._thread.join(max(end - time.monotonic(), 0.0))
         self._incoming.clear()
-        if self._hosted is not None and self.closed_there:
+        if self._hosted is not None and not self.lost:
             names = [f"{worker}/closed" for worker in self._workers]
             while not self._hosted.check(names) and time.monotonic() < end:
                 time.sleep(POLL_SECONDS)
