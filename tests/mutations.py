@@ -975,7 +975,10 @@ sums that come after their turn in the last batch are lost
 
 == optimizers/base.py
 collected factors stay  <-  factor_exchange::collected_factors_go_with_the_next_step
-    self._training.collected is not None:  =>  self._constructed is None:
+  -         if self._collected is not None:
+  -             self._collected = None
+  +         if self._constructed is None:
+  +             self._collected = None
 a first zero step taken for a checkpoint's
   <-  contract_state::a_first_step_with_zero_gradients_is_a_step
     not self.state and is_checkpointing()  =>  not self.state

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, optim
@@ -276,18 +277,33 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
     return {"state": state, "param_groups": exported}
 
 
-def collects_by_itself(training: Training, curvature: Curvature) -> bool:
+@dataclass(frozen=True)
+class Collected:
+    """State that other processes keep, after it was collected here.
+
+    Attributes:
+        parts: By parameter, the entries of its parts.
+        to: The rank that is going to save; None if all ranks have the state.
+    """
+
+    parts: Mapping[Tensor, Mapping[str, Mapping[str, Any]]]
+    to: int | None
+
+
+def collects_by_itself(
+    training: Training, curvature: Curvature, collected: Collected | None
+) -> bool:
     """Whether ``state_dict`` is a collective already, and collects what other processes keep.
 
     ``torch.distributed.checkpoint`` gathers a sharded model's full state from every rank.
     """
     full = is_checkpointing() and not is_checkpointing(part=True)
     rows = any(map(is_dtensor, members_of(training.groups)))
-    lacking = training.collected is None and bool(curvature.kept_elsewhere)
+    lacking = collected is None and bool(curvature.kept_elsewhere)
     return full and rows and lacking and curvature.dispensable
 
 
-def require_whole(training: Training, curvature: Curvature) -> None:
+def require_whole(training: Training, curvature: Curvature, collected: Collected | None) -> None:
     """Warn, or raise SecondOrderError, if a ``state_dict`` of this process would lack entries.
 
     A part is all that ``torch.distributed.checkpoint`` needs.
@@ -297,8 +313,8 @@ def require_whole(training: Training, curvature: Curvature) -> None:
     in_parts = is_checkpointing(part=True)
     if not lacking:
         return
-    if training.collected is not None:
-        to = training.collected[1]
+    if collected is not None:
+        to = collected.to
         if to not in (None, rank) and training.first_time("partial"):
             training.warn(
                 f"state_dict() on rank {rank} lacks some of the state: consolidate(to={to}) "
@@ -328,10 +344,11 @@ def add_to_save(training: Training, curvature: Curvature, state: dict[Any, dict[
         _add_parts(training, state, more)
 
 
-def add_collected(training: Training, state: dict[Any, dict[str, Any]]) -> None:
+def add_collected(
+    training: Training, collected: Collected, state: dict[Any, dict[str, Any]]
+) -> None:
     """Add what has been collected of other processes to a state by the parameters' numbers."""
-    if training.collected is not None:
-        _add_parts(training, state, training.collected[0])
+    _add_parts(training, state, collected.parts)
 
 
 def _add_parts(

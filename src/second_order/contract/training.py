@@ -56,9 +56,6 @@ class Training:
     steps: int = 0  # number of steps taken
     at_close: list[Callable[[], None]] = field(default_factory=list)  # run as the optimizer closes
     warned: set[str] = field(default_factory=set)  # keys of warnings that appeared
-    # Parts of the state that other processes keep, once they have been collected here, and the rank
-    # that has all of them; None for each.
-    collected: tuple[dict[Tensor, dict[str, dict[str, Any]]], int | None] | None = None
 
     @property
     def groups(self) -> list[dict[str, Any]]:

@@ -254,6 +254,10 @@ class KFAC(OfLayers):
         self.layers.name_those_left()
         self.watch()
 
+    def use_owner_hook(self, hook: OwnerHook) -> None:
+        """Let DistributedDataParallel send gradients to their owners with this hook."""
+        self.hook = hook
+
     def replan(self) -> None:
         """Look for the model's layers again."""
         if not self._closed:

@@ -34,6 +34,7 @@ from second_order.contract.arguments import (
 )
 from second_order.contract.averaging import ARRIVED, start_average
 from second_order.contract.checkpoint import (
+    Collected,
     add_collected,
     add_to_save,
     check_is_state,
@@ -125,6 +126,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     ) -> None:
         name = type(self).__name__
         self._constructed = False
+        self._collected: Collected | None = None  # by consolidate(), for the next state_dict()
         self._unwatched = False
         self._needs_model = needs_model
 
@@ -312,8 +314,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     def _drop_collected(self) -> None:
         """Drop the state that :meth:`consolidate` has collected."""
-        if self._training.collected is not None:
-            self._training.collected = None
+        if self._collected is not None:
+            self._collected = None
             self._share_state()
 
     def take_shards(self) -> bool:
@@ -464,7 +466,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if self._curvature.kept_elsewhere:
             self.agree(f"consolidate(to={to})")
             ranks = range(size) if to is None else [to]
-            self._training.collected = self._curvature.gather(ranks), to
+            self._collected = Collected(self._curvature.gather(ranks), to)
 
     # The name that torch's ZeroRedundancyOptimizer has for it: Lightning calls it before it saves.
     consolidate_state_dict = consolidate
@@ -480,10 +482,10 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 collected it, and ``torch.distributed.checkpoint`` does not ask for a part.
         """
         self.take_shards()
-        if collects_by_itself(self._training, self._curvature):
+        if collects_by_itself(self._training, self._curvature, self._collected):
             everybody = range(self._training.world.size)
-            self._training.collected = self._curvature.gather(everybody), None
-        require_whole(self._training, self._curvature)
+            self._collected = Collected(self._curvature.gather(everybody), None)
+        require_whole(self._training, self._curvature, self._collected)
         if self.state:
             self._share_state()
         found = super().state_dict()
@@ -493,7 +495,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             parts = [part for part in (BASE, CURVATURE) if part in entry]
             found["state"][index] = {part: entry[part] for part in parts}
         add_to_save(self._training, self._curvature, found["state"])
-        add_collected(self._training, found["state"])
+        if self._collected is not None:
+            add_collected(self._training, self._collected, found["state"])
         return found
 
     def export_base_state(self, rest: bool = False) -> dict[str, Any]:
@@ -532,7 +535,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         finally:
             last.remove()
         training.steps = steps
-        training.collected = None
+        self._collected = None
         if self.state and not any(saved.values()):
             training.warn(
                 f"the state loaded is of {training.base_name} alone: it is taken over, and the "
@@ -595,7 +598,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._curvature.close()
         for release in self._training.at_close:
             release()
-        self._training.collected = None
+        self._collected = None
         if self.state:
             self._share_state()
 

@@ -167,4 +167,4 @@ class DPKFAC(KroneckerOptimizer):
                 "gradient_exchange='all_reduce' averages gradients everywhere, as "
                 "the model does without a hook; use gradient_exchange='owner' with it"
             )
-        curvature.hook = OwnerHook(self.training.world, curvature.owners, ddp)
+        curvature.use_owner_hook(OwnerHook(self.training.world, curvature.owners, ddp))
