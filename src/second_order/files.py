@@ -122,5 +122,5 @@ def _safetensors() -> Any:
         return importlib.import_module("safetensors.torch")
     except ImportError as error:
         raise ImportError(
-            "safetensors files need the package safetensors: pip install second_order[safetensors]"
+            "safetensors files need the package safetensors: pip install safetensors"
         ) from error

@@ -170,7 +170,7 @@ def _check_groups(
             if mark is not None and mark != group.get(key, default):
                 raise ValueError(
                     f"{place} has {key!r}: {mark}, and here it is {group.get(key, default)}; make "
-                    f"the optimizer with the same rest_layers and groups, or take one base's part "
+                    f"the optimizer with the same rest and groups, or take one base's part "
                     f"by export_base_state(checkpoint, rest=...). {NOTHING_LOADED}"
                 )
     called = [name for group in saved_groups for name in group.get(NAMES) or []]

@@ -227,7 +227,7 @@ class KFAC(OfLayers):
         machine, network = calibrate(self.training.device, world.group)
         interval = self._options.refresh_interval
         if interval is None:
-            interval = 10  # the overhead limit chooses it later
+            interval = 10  # drift chooses it later
         workers = cheapest_workers(
             shapes,
             world.size,
@@ -775,7 +775,7 @@ class KFAC(OfLayers):
         )
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log: clip, damping, traces, condition, ages and failures."""
+        """Numbers to log: clip, damping, step scale, ages, intervals, drift and failures."""
         last, nu = self.training.steps - 1, self._last.clip
         found = metrics_of(self.layers, self.plan, self.solves, last)
         found["clip"] = 1.0 if nu is None else float(nu)

@@ -73,7 +73,7 @@ CHECKPOINTED = (
     "read beside autograd; use use_reentrant=True, or leave the attention out of the checkpoint"
 )
 NOT_DRAWN = (
-    "fisher='sampled' cannot differentiate through a reentrant checkpoint; use "
+    "a fisher that samples labels cannot differentiate through a reentrant checkpoint; use "
     "checkpoint(..., use_reentrant=False), or fisher='empirical'"
 )
 LOSSES_APART = (
@@ -82,7 +82,7 @@ LOSSES_APART = (
     "on their sum"
 )
 RUNS_EAGERLY = (
-    "fisher='sampled' draws labels, for which the model runs without torch.compile at steps with "
+    "fisher samples labels, for which the model runs without torch.compile at steps with "
     "statistics; fisher='empirical' has them from the compiled graph"
 )
 COMPILED = (

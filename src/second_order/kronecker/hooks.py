@@ -41,13 +41,14 @@ SCRIPTED = (
     "model; script it inside `with optimizer.hooks_removed():`, or after optimizer.close()"
 )
 DRAWN = (
-    "fisher='sampled' runs the model without torch.compile at steps with statistics, where its "
-    "graph ends: leave fullgraph off, or use fisher='empirical'"
+    "a fisher that samples labels runs the model without torch.compile at steps with statistics, "
+    "where its graph ends: leave fullgraph off, or use fisher='empirical'"
 )
 PART = (
-    "fisher='sampled' runs the model without torch.compile at steps with statistics, and does not "
-    "know of parts compiled by themselves, as by block.compile(), or called by themselves: compile "
-    "the whole model that the optimizer was given, and call that, or use fisher='empirical'"
+    "a fisher that samples labels runs the model without torch.compile at steps with statistics, "
+    "and does not know of parts compiled by themselves, as by block.compile(), or called by "
+    "themselves: compile the whole model that the optimizer was given, and call that, or use "
+    "fisher='empirical'"
 )
 _numbers = itertools.count()
 _watches: weakref.WeakValueDictionary[int, Watch] = weakref.WeakValueDictionary()

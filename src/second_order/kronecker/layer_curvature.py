@@ -58,7 +58,7 @@ class LayerCurvature:
             number in an update.
         updates: Number of updates that running averages are of, as far as they remember: W, the sum
             of the weights of all updates, the last one's being 1. Of a mean over a data set 1.
-        damping: γ of the training for these factors; None if it is not known.
+        damping: γ of the training for these factors, without its floor; None if it is not known.
         corrected: Eigenvalues of F in the eigenbasis of its factors, ``(groups, out, in)``; None
             for the products of the factors' own.
         rows: Number of rows of inputs that A is the mean of; None if it is not known.

@@ -326,7 +326,8 @@ class KFACOptions:
             :class:`~second_order.TraceRule` refreshes layers whose curvature has moved.
         factor_update_steps: Steps from one update of the statistics to the next; number or
             callable. "auto": at each refresh if these are "auto", otherwise every 10 steps, or as
-            often as refreshes if these are more frequent.
+            often as refreshes if a number makes these more frequent. If ``inv_update_steps`` is a
+            callable, give one here too.
         overhead: With ``inv_update_steps="auto"``: the largest share of the time of ordinary steps
             that refreshes may take, above 0 and up to 10. The first five refreshes are timed. They
             set the least number of steps between two later ones, which checkpoints keep. If layers
