@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ import torch
 from second_order.kfac.solve_async import WorkerPool, retrieve, take_snapshots
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from concurrent.futures import Future
 
     from conftest import Launcher
@@ -131,6 +133,32 @@ def test_the_interpreter_ends_with_work_under_way(launch: Launcher) -> None:
     assert status == 10
     assert 1 <= said.count("solved\n") < 200
     assert not said.replace("solved\n", "")
+
+
+def in_child(check: Callable[[], bool]) -> bool:
+    """Whether something holds in a forked child, which ends at once."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if check() else 2)
+        finally:
+            os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_forked_child_has_no_threads_of_its_parents() -> None:
+    """Its work would never be done."""
+    pool = WorkerPool(1)
+    pool.submit(lambda: 1).result()
+
+    def child() -> bool:
+        with pytest.raises(RuntimeError, match="forked"):
+            pool.submit(lambda: 2)
+        return True
+
+    assert in_child(child)
+    assert pool.submit(lambda: 4).result() == 4
+    pool.close()
 
 
 def test_a_snapshot_does_not_see_what_comes_later() -> None:

@@ -78,19 +78,21 @@ class Consistency:
         training: Training,
         curvature: Curvature,
         doing: str,
+        more: Facts = (),
         *,
         tensors: bool = False,
     ) -> None:
         """Raise RankMismatchError on every rank unless all are about to do the same; a collective.
 
-        Parameters are compared if ``debug`` is due, and ``tensors`` is given, as by a step.
+        ``more`` are further facts that must be equal. Parameters are compared if ``debug`` is due,
+        and ``tensors`` is given, as by a step.
         """
         if training.world.size == 1:
             return
         groups = training.groups
         sizes = [[p.numel() if p.requires_grad else -1 for p in g["params"]] for g in groups]
         first = [("step", training.steps), *_settings(groups)]
-        last = list(curvature.facts())
+        last = [*curvature.facts(), *more]
         if tensors and self.every and training.steps % self.every == 0:
             last += _checksums(training)
         require_same(

@@ -60,11 +60,6 @@ class SavedPart(dict[str, Any]):
         """A copy with another value of an entry."""
         return self.with_entries({**self, key: value})
 
-    def without(self, keys: Iterable[str]) -> SavedPart:
-        """A copy without some entries."""
-        dropped = set(keys)
-        return self.with_entries({k: v for k, v in self.items() if k not in dropped})
-
     def wrong(self, key: str, what: str) -> CheckpointError:
         """The error for an entry, with what is wrong."""
         return CheckpointError(

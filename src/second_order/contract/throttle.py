@@ -88,14 +88,22 @@ class Throttle:
         self._refreshing: list[tuple[Any, Any]] = []
         self._start: Any = None  # of the step
 
+    @property
+    def measures(self) -> bool:
+        """Whether steps are timed: up to the fifth refresh, and until there is an interval.
+
+        A checkpoint has no durations, so a resumed run may see its fifth refresh without them.
+        """
+        return self.refreshes < TIMED_REFRESHES or self.interval == 0
+
     def begin_step(self) -> None:
         """Let a step begin now, if the end of the one before has not been seen."""
-        if self._start is None and self.refreshes < TIMED_REFRESHES:
+        if self._start is None and self.measures:
             self._start = self.clock(self._training.device)
 
     def end_step(self, *, refreshed: bool) -> None:
         """Time a step; after a refresh agree on the interval, which is a collective."""
-        if self.refreshes >= TIMED_REFRESHES:
+        if not self.measures:
             return
         end = self.clock(self._training.device)
         durations = self._refreshing if refreshed else self._ordinary

@@ -88,6 +88,9 @@ SHARED = (
 )
 """Entries that are the same in the parts of all layers."""
 
+WHOLE = (*DRIFT, *THROTTLE[:2])
+"""Whole numbers of at least 0."""
+
 SIZES: dict[str, tuple[int, ...]] = {
     PASS_HISTORY: (4,),
     TRACE: (2,),
@@ -385,7 +388,7 @@ def check_saved(
             elif isinstance(value, Tensor) and value.dim():
                 part.tensor(key, SIZES.get(key))
             else:
-                number = part.number(key)
+                number = part.whole(key, 0) if key in WHOLE else part.number(key)
                 if key in SHARED and shared.setdefault(key, number) != number:
                     raise part.wrong(
                         key, f"is {number:g}, and {shared[key]:g} for another parameter"

@@ -224,7 +224,6 @@ class System:
     conv_approximation: Approximation | None = None  # None for that of other layers
     # Makes an inverter on threads; None: inverses are computed in the step.
     inverter: Callable[..., Any] | None = None
-    waits: bool = True  # all inverses are waited for: then that is of a refresh's cost
     pipelined: bool = False  # statistics leave for the other ranks while backward still runs
     exchange_dtype: torch.dtype | None = None  # of factors and decompositions; None for their own
     # Whether the cost model chooses the number of gradient workers: the ``fraction`` of the plan.

@@ -329,6 +329,8 @@ class Cadence:
     def warn_if_held(self) -> None:
         """Warn, once, that the overhead keeps drifting layers waiting."""
         training, drift = self._training, self.drift
+        if self.throttle is None or not self.throttle.interval:
+            return
         if drift is not None and drift.held and training.first_time("drift is held"):
             training.warn(
                 f"overhead={self._options.overhead} leaves a refresh every {drift.least} steps, "

@@ -61,9 +61,15 @@ class WorkerPool:
     def __init__(self, threads: int) -> None:
         name = "second_order inverses"
         self._threads = ThreadPoolExecutor(threads, name, initializer=_take_one_core)
+        self._process = os.getpid()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Queue a piece of work; RuntimeError after :meth:`close`."""
+        """Queue a piece of work; RuntimeError after :meth:`close`, and in a forked child."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "a forked process has no threads to compute inverses: make the optimizer in the "
+                "process that trains"
+            )
         return self._threads.submit(_unless_at_the_end, work)
 
     def close(self) -> None:

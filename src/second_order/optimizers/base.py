@@ -127,6 +127,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         self._constructed = False
         self._collected: Collected | None = None  # by consolidate(), for the next state_dict()
+        self._has_loaded = False  # a checkpoint, since the last step
         self._unwatched = False
         self._needs_model = needs_model
 
@@ -223,12 +224,15 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._base.param_groups = self.param_groups
         self._base.state = BaseState(self.state)  # type: ignore[assignment]
 
-    def agree(self, doing: str) -> None:
-        """Raise RankMismatchError on every rank unless all do the same; a collective."""
+    def agree(self, doing: str, facts: Sequence[tuple[str, Any]] = ()) -> None:
+        """Raise RankMismatchError on every rank unless all do the same; a collective.
+
+        ``facts`` are names and values that must also be equal.
+        """
         self._training.require_group(doing)
         if not self._curvature.helps:  # a helper does as it is told
             doing = f"{doing} of {type(self).__name__}"
-            self._consistency.check(self._training, self._curvature, doing)
+            self._consistency.check(self._training, self._curvature, doing, facts)
 
     # ------------------------------------------------------------------------------- stepping
 
@@ -270,7 +274,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if training.world.size > 1:
             with stage("compare"):
                 doing = f"take a step of {training.name}"
-                self._consistency.check(training, curvature, doing, tensors=True)
+                loaded = [("a checkpoint loaded since the last step", self._has_loaded)]
+                self._consistency.check(training, curvature, doing, loaded, tensors=True)
         follow_peak_rates(self.param_groups)
 
         # Start to average the gradients, to the ranks that need them.
@@ -287,6 +292,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         curvature.correct()
 
         # Count the step, and look ahead to the coming passes.
+        self._has_loaded = False
         training.steps += 1
         if training.steps == 1:
             self._make_curvature_parts()
@@ -428,6 +434,8 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         training, before, group = self._training, [*self.param_groups], whole_group(param_group)
         refuse_meta(training.name, members_of([group]), training.model)
         base, doing = self._base, "add a parameter group"
+        names = training.names()
+        added = [names.get(id(p), "not in the model") for p in members_of([group])]
         divided = base.divided if isinstance(base, TwoBases) else lambda group, _: [group]
         try:
             try:
@@ -440,7 +448,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 doing = f"refuse a parameter group ({error})"
                 raise
             finally:
-                self.agree(doing)
+                self.agree(doing, [("added parameters", added)])
             self._curvature.replan()
         except Exception:
             self.param_groups[:] = before
@@ -536,6 +544,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             last.remove()
         training.steps = steps
         self._collected = None
+        self._has_loaded = True
         if self.state and not any(saved.values()):
             training.warn(
                 f"the state loaded is of {training.base_name} alone: it is taken over, and the "

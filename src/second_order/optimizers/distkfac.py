@@ -160,7 +160,6 @@ class DistKFAC(KroneckerOptimizer):
             str(replace(own, inverse_threads=None)),  # ranks may have other numbers of cores
             conv_approximation="reduce" if conv_factors == "cheap" else None,
             inverter=partial(ThreadedInverter, own=own),
-            waits=own.staleness == 0,
         )
         super().__init__(
             params,
