@@ -15,8 +15,8 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import SecondBase
-from second_order.contract.training import name_of
-from second_order.contract.two_bases import base_of
+from second_order.optimizers.two_bases import base_of
+from second_order.training.context import name_of
 
 if TYPE_CHECKING:
     from reference import Batch

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order import measure
-from second_order.files import load_tensors
+from second_order.checkpoint.files import load_tensors
 
 if TYPE_CHECKING:
     from second_order import KroneckerCurvature

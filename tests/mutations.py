@@ -50,7 +50,7 @@ def read(table: str) -> list[Mutant]:
 
 
 MUTANTS = read(r"""
-== contract/throttle.py
+== training/throttle.py
 a throttle that each rank has for itself  <-  throttle::all_ranks_take_the_largest_interval
     if world.size > 1:  =>  if False:
 a throttle by the largest duration  <-  throttle::outliers_do_not_count
@@ -60,7 +60,7 @@ a throttle of shorter intervals  <-  throttle::refreshes_take_no_more_than_the_o
 a throttle that no checkpoint keeps  <-  throttle::a_checkpoint_has_the_interval
     self.interval = part.whole(THROTTLE[0], 0)  =>  pass
 
-== contract/arguments.py
+== optimizers/arguments.py
 a GradScaler that parts the ranks
   <-  options::grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself
     if averages and processes > 1 and  =>  if False and
@@ -68,7 +68,7 @@ parameters on meta taken in  <-  groups::parameters_on_meta_are_refused_until_th
   -     refuse_meta(name, params, found.module)
   -
 
-== contract/checkpoint.py
+== optimizers/checkpoint.py
 groups in another order load
   <-  checkpoint_checks::groups_in_another_order_are_refused_or_put_in_order_by_a_hook
     if called != own_names and sorted(called) == sorted(own_names):  =>  if False:
@@ -82,7 +82,7 @@ two bases: both are exported
   <-  two_bases_state::plain_optimizers_take_their_parts_and_give_them_back
     if two_bases and group[REST] is not rest:  =>  if False:
 
-== contract/consistency.py
+== optimizers/consistency.py
 settings are not compared  <-  agreement::a_rank_out_of_line_is_told_of_on_all
     *_settings(groups)]  =>  ]
 descriptions compared by their length  <-  collectives::every_rank_is_told_the_first_difference
@@ -90,7 +90,7 @@ descriptions compared by their length  <-  collectives::every_rank_is_told_the_f
 checksums without places  <-  debug::places_count
     (multipliers[: len(block)] * block).sum()  =>  block.sum(dtype=torch.int64)
 
-== contract/helpers.py
+== training/helpers.py
 a DDP over helpers goes unnoticed
   <-  wrapped_late::a_ddp_over_helpers_is_refused_at_the_first_pass_that_trains
   - if mixed_in and set(ranks).intersection(workers):
@@ -100,14 +100,14 @@ hooks that stay when their optimizer goes
   -         weakref.finalize(training, handle.remove).atexit = False
   -
 
-== contract/averaging.py
+== training/averaging.py
 gradients summed, not averaged  <-  kaisa::micro_batches_on_many_processes_are_one_batch
     torch._foreach_div_(gradients, float(world.size))  =>  pass
 a gradient that is None everywhere becomes zeros
   <-  placements_gradients::a_gradient_that_is_none_everywhere_stays_none
     if p.grad is None and ranks > 0:  =>  if p.grad is None:
 
-== contract/groups.py
+== training/groups.py
 names of a group that is added are left out
   <-  groups::a_group_added_has_names_where_the_others_have
     if known or not any(NAMES in other for other in others):  =>  if True:
@@ -116,19 +116,19 @@ the schedule's largest learning rate is not looked up
   <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
     RATES = "lr", "initial_lr", "max_lr"  =>  RATES = ("lr",)
 
-== contract/step_checks.py
+== optimizers/step_checks.py
 steps within backward
   <-  frameworks_with_parameters_only::a_step_from_a_hook_within_backward_is_refused
     if torch._C._current_graph_task_id() != NO_BACKWARD:  =>  if False:
 
-== contract/training.py
+== training/context.py
 sharded gradients averaged twice  <-  fsdp::layers_that_fsdp_ignores_are_averaged_and_preconditioned
     self.training_params() if not is_dtensor(p)]  =>  self.training_params()]
 warnings again and again
   <-  contract_steps::a_layer_without_statistics_is_named_once_also_when_others_come_and_go
     new = key not in self.warned  =>  new = True
 
-== contract/two_bases.py
+== optimizers/two_bases.py
 two bases: the head is hidden  <-  two_bases::hidden_weights_go_to_the_base
     if module in head or embeds  =>  if embeds
 two bases: Muon is given more than matrices  <-  two_bases::hidden_weights_go_to_the_base
@@ -192,7 +192,7 @@ a store listens everywhere  <-  helper_link::a_store_listens_on_loopback_unless_
 one process alone has helpers  <-  roles::the_last_ranks_help_and_somebody_trains
     count = helpers if world_size > 1 else 0  =>  count = helpers
 
-== distributed/shard_layout.py
+== distributed/fsdp.py
 rows of a replica sent by another  <-  fsdp::sharded_trajectories_are_those_of_one_process
     of[rank], positions[rank] = ranks, i  =>  of[rank], positions[rank] = ranks[::-1], i
 
@@ -228,7 +228,7 @@ each rank writes
   <-  doors::the_first_layers_owner_writes_what_one_process_would
     return next(iter(curvature), None) in curvature.here  =>  return True
 
-== files.py
+== checkpoint/files.py
 files renamed before they are on the disk  <-  files::a_file_is_there_as_a_whole_or_not_at_all
   -             os.fsync(file.fileno())
   -
@@ -1038,7 +1038,7 @@ a floor of the damping beside absolute damping  <-  defaults::absolute_damping_h
 colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
     colocate=colocate_factors,  =>  colocate=True,
 
-== options.py
+== utils/checks.py
 a tensor on the device is waited for
   <-  device_hyperparameters::hyperparameters_on_the_device_are_not_waited_for
     if value.device.type != "cpu":  =>  if value.device.type == "meta":
@@ -1059,7 +1059,7 @@ factors that every rank keeps although their owners do
 plans of settings that do not fit  <-  planning_plan::memory_is_honored
     fitting = [choice for choice in choices if choice.fits]  =>  fitting = list(choices)
 
-== report.py
+== reporting/summary.py
 frozen parameters in the summary's share  <-  summary::only_what_trains_is_counted_and_named
   - sum(row.parameters for row in self.rows if row.status != "frozen")
   + sum(row.parameters for row in self.rows)

@@ -1,15 +1,16 @@
-"""The package's rooms: nothing imports upwards, no object grows past reading, names are documented.
+"""The package's folders: nothing imports upwards, importing an optimizer loads only its own.
 
     papers                                 the keywords that reproduce a paper
     integrations                           connections to frameworks, which only users import
-    optimizers                             what users make
+    optimizers                             what users make: the step, keywords, checkpoints
     measuring   export                     the curvature of a trained model, without an optimizer
-    kfac        fosi                       two wings that know nothing of each other
+    kfac        fosi                       two kinds of curvature that know nothing of each other
     planning                               the cost model, which kfac asks for a number of workers
-    kronecker   lanczos     contract       mathematics; what a torch.optim optimizer owes
-    distributed options
-    files                                  of what is saved
-    report  errors  patterns  stages  sharded   know nothing at all
+    training                               the run as an optimizer and its curvature share it
+    kronecker   lanczos                    mathematics
+    checkpoint                             what is saved, and files
+    distributed                            processes, collectives, FSDP2
+    reporting   utils   errors             know nothing of the others
 
 Imports are read from the source, those inside functions and under TYPE_CHECKING included.
 """
@@ -40,40 +41,34 @@ CONFIG = "second_order.optimizers.config"
 # What a part may import besides itself and the configuration. The top, "", is `second_order`
 # itself: nobody's to import.
 BELOW: dict[str, set[str]] = {
-    CONFIG: {"options"},
     "errors": set(),
-    "report": set(),
-    "files": {"errors"},
-    "sharded": set(),
-    "patterns": {"sharded"},
-    "stages": set(),
-    "kronecker": {"errors", "patterns", "sharded", "stages", "files"},
-    "lanczos": {"errors", "distributed", "options", "sharded", "patterns"},
-    "distributed": {"errors", "sharded", "stages"},
-    "options": {"errors"},
-    "contract": {"errors", "report", "patterns", "sharded", "distributed", "options", "stages"},
+    "utils": {"errors"},
+    "reporting": set(),
+    CONFIG: {"utils"},
+    "distributed": {"errors", "utils"},
+    "checkpoint": {"errors", "distributed"},
+    "kronecker": {"errors", "utils", "distributed", "checkpoint"},
+    "lanczos": {"errors", "utils", "distributed"},
+    "training": {"errors", "utils", "reporting", "distributed", "checkpoint"},
+    "planning": {"errors", "utils", "reporting", "distributed", "kronecker"},
     "kfac": {
-        *("errors", "report", "patterns", "sharded", "stages", "options", "contract", "kronecker"),
-        *("distributed", "planning"),
+        *("errors", "utils", "reporting", "distributed", "checkpoint", "kronecker", "training"),
+        "planning",
     },
     "fosi": {
-        *("errors", "report", "sharded", "stages", "options", "contract", "lanczos"),
-        "distributed",
+        *("errors", "utils", "reporting", "distributed", "checkpoint", "lanczos", "training"),
     },
-    "planning": {"errors", "options", "report", "kronecker", "distributed"},
+    "measuring": {"errors", "utils", "reporting", "distributed", "checkpoint", "kronecker"},
+    "export": {"checkpoint", "kronecker"},
     "optimizers": {
-        *("errors", "report", "options", "contract", "kronecker", "lanczos", "distributed"),
-        *("kfac", "fosi", "sharded", "stages"),
+        *("errors", "utils", "reporting", "distributed", "checkpoint", "kronecker", "lanczos"),
+        *("training", "kfac", "fosi"),
     },
     "integrations": {"optimizers"},
-    "measuring": {
-        *("errors", "files", "report", "patterns", "sharded", "kronecker", "distributed"),
-    },
-    "export": {"files", "kronecker"},
-    "papers": {"kfac", "optimizers"},
+    "papers": {"optimizers"},
     "": {
-        *("errors", "report", "lanczos", "kronecker", "contract", "kfac", "optimizers"),
-        *("files", "planning", "measuring", "export"),
+        *("errors", "reporting", "checkpoint", "lanczos", "kronecker", "planning", "measuring"),
+        *("export", "optimizers"),
     },
 }
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from states import MLP, alike, train
 
 from second_order import KAISA, CheckpointError, load_checkpoint, save_checkpoint
-from second_order.files import load_tensors, replacing, save_tensors
+from second_order.checkpoint.files import load_tensors, replacing, save_tensors
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -46,7 +46,8 @@ def test_each_mutant_has_a_name_of_its_own_and_tests_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["contract", "kfac", "fosi", "kronecker", "lanczos", "distributed", "measuring"]
+    "part",
+    ["optimizers", "training", "kfac", "fosi", "kronecker", "lanczos", "distributed", "measuring"],
 )
 def test_every_part_of_the_package_has_mutants(part: str) -> None:
     assert sum(mutant.file.startswith(f"{part}/") for mutant in MUTANTS) >= 10

@@ -33,7 +33,7 @@ import second_order
 from images import IMAGES, MissingDataError
 from muon import newton_schulz
 from second_order.optimizers.config import PerStep
-from second_order.stages import recorded_by
+from second_order.utils.stages import recorded_by
 from soap import SOAP
 from stage_seconds import StageSeconds
 from task import OF_LANGUAGE, Task

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from second_order.stages import RANGES, recorded_by
+from second_order.utils.stages import RANGES, recorded_by
 
 __all__ = [
     "CATEGORIES",

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeAlias
 from torch import nn
 
 from second_order import DPKFAC, KAISA
-from second_order.report import Summary
+from second_order.reporting.summary import Summary
 
 __all__ = ["VARIANTS", "Interval", "Measured", "Variant"]
 

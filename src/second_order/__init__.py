@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from second_order import lanczos
-    from second_order.contract.checkpoint import export_base_state
+    from second_order.checkpoint.files import load_checkpoint, save_checkpoint
     from second_order.errors import (
         CheckpointError,
         CurvatureError,
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
         SecondOrderWarning,
     )
     from second_order.export import doors
-    from second_order.files import load_checkpoint, save_checkpoint
     from second_order.kronecker.kinds import register_layer
     from second_order.kronecker.layer_curvature import LayerCurvature
     from second_order.kronecker.model_curvature import KroneckerCurvature
     from second_order.measuring.measure import measure
     from second_order.optimizers.base import SecondOrderOptimizer
+    from second_order.optimizers.checkpoint import export_base_state
     from second_order.optimizers.config import DecayingClip, PerStep, SecondBase, TraceRule
     from second_order.optimizers.dho2 import DHO2
     from second_order.optimizers.distkfac import DistKFAC
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from second_order.optimizers.mrdho2 import MRDHO2
     from second_order.planning.machine import Interconnect, Machine, calibrate
     from second_order.planning.plan import Plan, plan
-    from second_order.report import (
+    from second_order.reporting.summary import (
         CurvatureReport,
         EpochReport,
         LayerRow,
@@ -80,13 +80,13 @@ __all__ = [
 ]
 
 _NAMES_IN = {
-    "contract.checkpoint": "export_base_state",
+    "optimizers.checkpoint": "export_base_state",
     "errors": (
         "CheckpointError CurvatureError DecompositionError RankMismatchError SecondOrderError "
         "SecondOrderWarning"
     ),
     "export.doors": "doors",
-    "files": "load_checkpoint save_checkpoint",
+    "checkpoint.files": "load_checkpoint save_checkpoint",
     "optimizers.config": "DecayingClip PerStep SecondBase TraceRule",
     "kronecker.layer_curvature": "LayerCurvature",
     "kronecker.model_curvature": "KroneckerCurvature",
@@ -100,7 +100,7 @@ _NAMES_IN = {
     "optimizers.mrdho2": "MRDHO2",
     "planning.machine": "Interconnect Machine calibrate",
     "planning.plan": "Plan plan",
-    "report": "CurvatureReport EpochReport LayerRow Summary",
+    "reporting.summary": "CurvatureReport EpochReport LayerRow Summary",
 }
 _HOMES = {name: home for home, names in _NAMES_IN.items() for name in names.split()}
 

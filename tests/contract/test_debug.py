@@ -15,8 +15,8 @@ from ranks import agreed, shard, vector
 from torch import nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
-from second_order.contract import consistency
-from second_order.contract.consistency import BLOCK, checksum
+from second_order.optimizers import consistency
+from second_order.optimizers.consistency import BLOCK, checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,15 +11,15 @@ from budgeted import Time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from second_order.contract.saved import SavedPart
-from second_order.contract.throttle import (
+from second_order.checkpoint.saved import SavedPart
+from second_order.distributed.world import World as Processes
+from second_order.training.throttle import (
     LONGEST,
     THROTTLE,
     TIMED_REFRESHES,
     Throttle,
     least_interval,
 )
-from second_order.distributed.world import World as Processes
 
 if TYPE_CHECKING:
     from pool import World

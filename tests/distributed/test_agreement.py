@@ -22,10 +22,10 @@ from ranks import agreed, counted, replaced, shard, vector
 from torch import Tensor, nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, RankMismatchError
-from second_order.contract.consistency import fingerprint, first_difference
 from second_order.distributed import world as worlds
 from second_order.distributed.groups import timeout_of
 from second_order.distributed.roles import assign_roles
+from second_order.optimizers.consistency import fingerprint, first_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from ranks import counted
 
 from second_order import RankMismatchError
-from second_order.contract.consistency import require_same
 from second_order.distributed import world as worlds
 from second_order.distributed.assignment import Grid
 from second_order.distributed.buckets import sum_in_order
 from second_order.distributed.world import PendingReduction, World, deliver_parts
+from second_order.optimizers.consistency import require_same
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 
 from fault_scenes import Batch, Injected, Run, System, batches
 from second_order import DHO2, DistKFAC
-from second_order.contract import throttle
 from second_order.fosi import eigenpairs
+from second_order.training import throttle
 
 __all__ = ["FAULTS", "Fault", "fault"]
 

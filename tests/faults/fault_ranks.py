@@ -34,7 +34,7 @@ from fault_kinds import (
 )
 from fault_scenes import Injected, Run, System
 from second_order import DHO2, KAISA, MRDHO2
-from second_order.options import AUTO
+from second_order.utils.checks import AUTO
 
 __all__: list[str] = []
 

@@ -30,7 +30,7 @@ ERROR = {
     "ours": False,
     "ordinary": True,
     "message": "lr=-1 is below what there is",
-    "from": "/src/second_order/options.py",
+    "from": "/src/second_order/utils/checks.py",
     "traceback": "",
 }
 

@@ -25,7 +25,7 @@ from torch.optim import (
 from second_order import KAISA, PerStep
 from second_order.kfac.schedule import past_at
 from second_order.optimizers.config import DAMPING, FLOOR
-from second_order.options import is_adaptive
+from second_order.utils.checks import is_adaptive
 
 if TYPE_CHECKING:
     from second_order import SecondOrderOptimizer

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 from second_order import SecondOrderError, SecondOrderWarning
-from second_order.contract.checkpoint import HEADER
+from second_order.checkpoint.saved import HEADER
 from second_order.kronecker.triangles import unpack_upper_triangular
 
 if TYPE_CHECKING:

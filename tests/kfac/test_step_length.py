@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 
 from second_order import KAISA
-from second_order.contract.saved import SavedPart
+from second_order.checkpoint.saved import SavedPart
 from second_order.kfac import feedback as rule
 from second_order.kfac.feedback import ADAPTIVE, PLAIN, STEP_LENGTH, Lengths, StepLength
 from second_order.optimizers.config import DAMPING, FLOOR

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from second_order import KroneckerCurvature, LayerCurvature, doors, measure
-from second_order.files import load_tensors
+from second_order.checkpoint.files import load_tensors
 from second_order.kronecker.layers import FactorShape
 
 if TYPE_CHECKING:

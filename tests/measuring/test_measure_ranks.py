@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from measured import ENTRIES, F64, batches_of, close, data_of, model_of, terms
 from second_order import SecondOrderError, measure
-from second_order.sharded import is_dtensor
+from second_order.distributed.fsdp import is_dtensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from ranks import kaisa, shard
 from instruments import bytes_by_stage
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
 from second_order.kfac import metrics as kronecker_statistics
-from second_order.stages import recorded_by, stage
+from second_order.utils.stages import recorded_by, stage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

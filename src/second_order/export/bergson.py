@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from second_order.checkpoint.files import replacing, save_tensors
 from second_order.export.layers import eigen_of, exported_layers, numbers_of, weight_only, writes
-from second_order.files import replacing, save_tensors
 from second_order.kronecker.model_curvature import KroneckerCurvature
 
 __all__ = ["to_bergson"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from second_order.checkpoint.files import save_tensors
 from second_order.export.layers import exported_layers, numbers_of, weight_only, writes
-from second_order.files import save_tensors
 from second_order.kronecker.layers import CONVOLUTIONS
 from second_order.kronecker.model_curvature import KroneckerCurvature
 

@@ -24,7 +24,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from second_order.contract.training import Training
 from second_order.distributed.helper_link import Message, close_links, load_model
 from second_order.distributed.roles import Role, endless
 from second_order.errors import SecondOrderError
@@ -33,7 +32,8 @@ from second_order.fosi.epochs import Divided, Team, Worker
 from second_order.lanczos.spectrum import mean_loss
 from second_order.lanczos.vector_space import row_bounds
 from second_order.optimizers.config import EpochOptions
-from second_order.stages import stage
+from second_order.training.context import Training
+from second_order.utils.stages import stage
 
 __all__ = ["Accelerating", "divided_curvature", "loss_by_epoch"]
 

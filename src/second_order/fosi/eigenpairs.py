@@ -17,9 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.saved import SavedPart
-from second_order.contract.throttle import Throttle
-from second_order.contract.training import Training
+from second_order.checkpoint.saved import SavedPart
 from second_order.fosi.flat_params import FlatParams
 from second_order.fosi.options import most_products
 from second_order.fosi.state import CARRIED, TENSORS, VECTORS, counts_of, pairs_of
@@ -35,8 +33,10 @@ from second_order.lanczos.closure import LossFn
 from second_order.lanczos.spectrum import Pairs, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.optimizers.config import FOSIOptions
-from second_order.options import AUTO, check_interval, value_at
-from second_order.stages import stage
+from second_order.training.context import Training
+from second_order.training.throttle import Throttle
+from second_order.utils.checks import AUTO, check_interval, value_at
+from second_order.utils.stages import stage
 
 __all__ = ["Closures", "RefreshedPairs", "Tally", "wanted_pairs"]
 

@@ -24,10 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage
-from second_order.contract.helpers import take_role
-from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.checkpoint.caller import is_checkpointing
+from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.helper_link import (
     HelperLink,
     Message,
@@ -43,9 +41,11 @@ from second_order.fosi.subspace import Basis, newton_rates
 from second_order.fosi.update import FOSICurvature
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.optimizers.config import EpochOptions
-from second_order.report import EpochReport
-from second_order.sharded import is_checkpointing
-from second_order.stages import stage
+from second_order.reporting.summary import EpochReport
+from second_order.training.averaging import PendingAverage
+from second_order.training.context import Training
+from second_order.training.helpers import take_role
+from second_order.utils.stages import stage
 
 __all__ = ["LEAST_FALL", "Divided", "Team", "Worker", "answers", "final_update", "refusal"]
 

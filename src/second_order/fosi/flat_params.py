@@ -21,16 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import Routed
-from second_order.contract.training import Training
-from second_order.distributed.shard_layout import layout_of
+from second_order.distributed.fsdp import is_dtensor, layout_of, local, reshard
 from second_order.distributed.world import World
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.lanczos.vector_space import RowSpace, row_bounds
-from second_order.sharded import is_dtensor, local, reshard
-from second_order.stages import stage
+from second_order.training.averaging import Routed
+from second_order.training.context import Training
+from second_order.utils.stages import stage
 
 __all__ = ["FlatParams", "ParamPiece"]
 

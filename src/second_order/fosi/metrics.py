@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 
-from second_order.contract.training import Training
 from second_order.fosi.eigenpairs import RefreshedPairs
 from second_order.fosi.flat_params import FlatParams
 from second_order.fosi.trust import TrustState
 from second_order.optimizers.config import FOSIOptions
-from second_order.report import CurvatureReport, LayerRow, Summary
+from second_order.reporting.summary import CurvatureReport, LayerRow, Summary
+from second_order.training.context import Training
 
 __all__ = ["pair_metrics", "pair_summary"]
 

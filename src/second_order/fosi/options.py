@@ -8,12 +8,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from second_order.contract.training import Training
+from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.roles import whole_models
 from second_order.lanczos.spectrum import check_one_device, default_iterations
 from second_order.optimizers.config import EpochOptions, FOSIOptions, check_newton_scale
-from second_order.options import PEAK_LR, Schedule, value_at
-from second_order.sharded import is_dtensor
+from second_order.training.context import Training
+from second_order.utils.checks import PEAK_LR, Schedule, value_at
 
 __all__ = ["check_one_vector", "check_shards", "most_products", "newton_scales"]
 

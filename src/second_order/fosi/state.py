@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.checkpoint import HEADER
-from second_order.contract.saved import SavedPart
-from second_order.contract.throttle import THROTTLE
+from second_order.checkpoint.saved import HEADER, SavedPart
 from second_order.distributed.world import World
 from second_order.fosi.flat_params import FlatParams, ParamPiece, gathered
 from second_order.fosi.subspace import Subspace
 from second_order.fosi.trust import TrustState
+from second_order.training.throttle import THROTTLE
 
 __all__ = [
     "CARRIED",

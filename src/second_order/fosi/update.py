@@ -21,11 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of
-from second_order.contract.saved import BASE, CURVATURE, SavedPart
-from second_order.contract.training import Training
+from second_order.checkpoint.caller import is_checkpointing
+from second_order.checkpoint.saved import BASE, CURVATURE, SavedPart
 from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.fosi.eigenpairs import Closures, RefreshedPairs
@@ -37,10 +34,13 @@ from second_order.fosi.subspace import Subspace
 from second_order.fosi.trust import NewtonStep, largest_scale
 from second_order.lanczos.closure import check_closure
 from second_order.optimizers.config import FOSIOptions
-from second_order.options import scheduled
-from second_order.report import CurvatureReport, Summary
-from second_order.sharded import is_checkpointing
-from second_order.stages import stage
+from second_order.reporting.summary import CurvatureReport, Summary
+from second_order.training.averaging import PendingAverage, Routed
+from second_order.training.context import Training
+from second_order.training.curvature import Curvature
+from second_order.training.groups import members_of
+from second_order.utils.checks import scheduled
+from second_order.utils.stages import stage
 
 __all__ = ["FOSICurvature"]
 

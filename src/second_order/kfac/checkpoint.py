@@ -31,10 +31,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.checkpoint import HEADER
-from second_order.contract.saved import SavedPart
-from second_order.contract.throttle import THROTTLE
-from second_order.contract.training import Training
+from second_order.checkpoint.saved import HEADER, SavedPart
+from second_order.distributed.fsdp import is_dtensor, local
 from second_order.distributed.world import World, deliver_parts
 from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH
 from second_order.kfac.plan import LayerPlan
@@ -44,7 +42,8 @@ from second_order.kfac.solve import LoadedInverse, Solve, Solver, Solves
 from second_order.kfac.trace_rule import SETTLED, TRACE
 from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.solvers import INVERSE_ENTRIES
-from second_order.sharded import is_dtensor, local
+from second_order.training.context import Training
+from second_order.training.throttle import THROTTLE
 
 __all__ = [
     "CHOSEN",

@@ -21,10 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import ARRIVED, PendingAverage, Routed
-from second_order.contract.curvature import Curvature
-from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.checkpoint.caller import is_checkpointing
+from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
 from second_order.kfac.checkpoint import (
@@ -85,12 +83,14 @@ from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import Inverse
 from second_order.optimizers.config import SCHEDULES, KFACOptions
-from second_order.options import AUTO, Scalar, scheduled, value_at
 from second_order.planning.cost import cheapest_workers
 from second_order.planning.machine import calibrate
-from second_order.report import Summary
-from second_order.sharded import is_checkpointing
-from second_order.stages import stage
+from second_order.reporting.summary import Summary
+from second_order.training.averaging import ARRIVED, PendingAverage, Routed
+from second_order.training.context import Training
+from second_order.training.curvature import Curvature
+from second_order.utils.checks import AUTO, Scalar, scheduled, value_at
+from second_order.utils.stages import stage
 
 __all__ = ["KFAC", "OfLayers", "StepInfo"]
 

@@ -32,14 +32,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.checkpoint.saved import SavedPart
+from second_order.distributed.fsdp import is_dtensor, like, local, sharded_like
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.solve import stacked_means
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.stacks import in_groups, numbers_of
-from second_order.options import Scalar, as_scalar
-from second_order.sharded import is_dtensor, like, local, sharded_like
+from second_order.training.context import Training
+from second_order.utils.checks import Scalar, as_scalar
 
 __all__ = [
     "ADAPTIVE",

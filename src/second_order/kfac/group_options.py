@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from second_order.kronecker.block import KroneckerBlock
-from second_order.options import LAYER_OPTIONS
+from second_order.utils.checks import LAYER_OPTIONS
 
 __all__ = ["check_layers", "describe_group_options", "excluded_params", "values_by_layer"]
 

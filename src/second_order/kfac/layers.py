@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of, settings_of
-from second_order.contract.training import Training, warn
+from second_order.distributed.fsdp import FSDPParams, is_dtensor, reshard
 from second_order.kfac.group_options import check_layers, excluded_params, values_by_layer
 from second_order.kfac.losses import (
     SAID,
@@ -41,10 +40,11 @@ from second_order.kronecker.model_blocks import BlockRules, LeftToBase, find_blo
 from second_order.kronecker.queued import PairQueue
 from second_order.kronecker.rows import Terms
 from second_order.optimizers.config import KFACOptions
-from second_order.options import AUTO
-from second_order.patterns import unmatched_patterns
-from second_order.report import LayerRow, Summary
-from second_order.sharded import FSDPParams, is_dtensor, plain_type, reshard
+from second_order.reporting.summary import LayerRow, Summary
+from second_order.training.context import Training, warn
+from second_order.training.groups import members_of, settings_of
+from second_order.utils.checks import AUTO
+from second_order.utils.modules import plain_type, unmatched_patterns
 
 __all__ = ["SILENT", "Layers", "gradient_blocks", "gradient_statistics"]
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from second_order.kronecker.factors import Reduction
 from second_order.optimizers.config import KFACOptions
-from second_order.options import AUTO
+from second_order.utils.checks import AUTO
 
 __all__ = ["SAID", "ItemsHook", "reduction_of", "watch_items"]
 

@@ -12,8 +12,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of
-from second_order.contract.training import Training
 from second_order.errors import SecondOrderError
 from second_order.kfac.checkpoint import Entry, deliver_entries, factor_routes
 from second_order.kfac.group_options import values_by_layer
@@ -26,6 +24,8 @@ from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.optimizers.config import KFACOptions
+from second_order.training.context import Training
+from second_order.training.groups import members_of
 
 __all__ = ["NAMES", "fitted_curvature", "metrics_of"]
 

@@ -24,14 +24,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from second_order.contract.training import Training
 from second_order.distributed.buckets import in_buckets
 from second_order.distributed.world import PendingReduction, World
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StagedStatistics, StatisticsSums, sums_of
 from second_order.kronecker.layers import FactorShape
-from second_order.stages import stage
+from second_order.training.context import Training
+from second_order.utils.stages import stage
 
 __all__ = ["FUSED_BYTES", "Pipeline", "Sums"]
 

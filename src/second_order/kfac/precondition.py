@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.checkpoint.saved import SavedPart
+from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.world import World
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
 from second_order.kronecker.bank import Bank, Gradients
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Inverse
 from second_order.optimizers.config import KFACOptions, check_clip
-from second_order.options import AUTO, PEAK_LR, Scalar
-from second_order.sharded import is_dtensor
-from second_order.stages import stage
+from second_order.training.context import Training
+from second_order.utils.checks import AUTO, PEAK_LR, Scalar
+from second_order.utils.stages import stage
 
 __all__ = [
     "USUAL_CHANGE",

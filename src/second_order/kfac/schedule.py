@@ -24,13 +24,13 @@ from typing import Any
 
 from torch import Tensor
 
-from second_order.contract.saved import SavedPart
-from second_order.contract.throttle import TIMED_REFRESHES, Throttle
-from second_order.contract.training import Training
+from second_order.checkpoint.saved import SavedPart
 from second_order.kfac.layers import Layers
 from second_order.kronecker.block import KroneckerBlock
 from second_order.optimizers.config import KFACOptions, PerStep, check_decay
-from second_order.options import Interval, check_interval, value_at
+from second_order.training.context import Training
+from second_order.training.throttle import TIMED_REFRESHES, Throttle
+from second_order.utils.checks import Interval, check_interval, value_at
 
 __all__ = [
     "ADAPTIVE",

@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from second_order.contract.training import Training
 from second_order.distributed.buckets import in_buckets
-from second_order.distributed.shard_layout import ShardLayout, layout_of
+from second_order.distributed.fsdp import ShardLayout, layout_of, local
 from second_order.distributed.world import BUCKET_BYTES, World
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.precondition import (
@@ -34,8 +33,8 @@ from second_order.kfac.precondition import (
 )
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.solvers import Inverse
-from second_order.sharded import local
-from second_order.stages import stage
+from second_order.training.context import Training
+from second_order.utils.stages import stage
 
 __all__ = ["buckets_of", "precondition_rows"]
 

@@ -22,8 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage
-from second_order.contract.training import Training
+from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
 from second_order.kfac.group_options import values_by_layer
@@ -44,9 +43,10 @@ from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS, Damping, EigenSolver, Inverse, InverseSolver
 from second_order.kronecker.stacks import as_stack, numbers_of
 from second_order.optimizers.config import KFACOptions, check_damping
-from second_order.options import as_scalar
-from second_order.sharded import is_dtensor
-from second_order.stages import stage
+from second_order.training.averaging import PendingAverage
+from second_order.training.context import Training
+from second_order.utils.checks import as_scalar
+from second_order.utils.stages import stage
 
 __all__ = [
     "Collected",

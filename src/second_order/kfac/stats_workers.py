@@ -20,9 +20,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.curvature import Curvature
-from second_order.contract.helpers import take_role
-from second_order.contract.training import Training
 from second_order.distributed.helper_link import (
     HelperLink,
     Message,
@@ -39,7 +36,10 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.capture import GradientScale
 from second_order.kronecker.factors import StatisticsSums
 from second_order.optimizers.config import DistKFACOptions, KFACOptions
-from second_order.report import Summary
+from second_order.reporting.summary import Summary
+from second_order.training.context import Training
+from second_order.training.curvature import Curvature
+from second_order.training.helpers import take_role
 
 __all__ = ["StatsWorker", "StatsWorkers", "with_stats_workers"]
 

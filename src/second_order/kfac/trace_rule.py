@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from second_order.contract.saved import SavedPart
+from second_order.checkpoint.saved import SavedPart
 from second_order.kfac.solve import Verdict
 from second_order.kronecker.block import KroneckerBlock
-from second_order.options import Scalar
+from second_order.utils.checks import Scalar
 
 __all__ = ["SETTLED", "TRACE", "Mark", "TraceRefresh", "judge", "moved"]
 

@@ -23,7 +23,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._dynamo.eval_frame import skip_code
 from torch.autograd.graph import get_gradient_edge
 
-from second_order.sharded import FSDPParams
+from second_order.distributed.fsdp import FSDPParams
 
 __all__ = ["is_attention", "is_reached", "projections", "set_eval_frame", "skip_code"]
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from second_order.distributed.fsdp import FSDPParams
 from second_order.kronecker.autograd import params_in_pass
 from second_order.kronecker.explanation import TOLERANCE
 from second_order.kronecker.factors import (
@@ -27,7 +28,6 @@ from second_order.kronecker.layers import (
     layout_of,
 )
 from second_order.kronecker.solvers import Inverse
-from second_order.sharded import FSDPParams
 
 __all__ = ["AGREED_STATE", "PASS_HISTORY", "KroneckerBlock", "LayerState", "LayerStatus"]
 

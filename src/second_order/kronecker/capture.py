@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from second_order.distributed.fsdp import FSDPParams
 from second_order.kronecker import autograd, hooks
 from second_order.kronecker.autograd import Assembly, input_of, is_attention, projections
 from second_order.kronecker.block import KroneckerBlock
@@ -52,8 +53,7 @@ from second_order.kronecker.layers import (
 )
 from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
 from second_order.kronecker.rows import BackwardPass, LateRows, Ledger, Terms, rows_of
-from second_order.sharded import FSDPParams
-from second_order.stages import stage
+from second_order.utils.stages import stage
 
 __all__ = ["Capture", "GradientScale", "StatisticsCollector"]
 

@@ -16,8 +16,7 @@ from second_order.kronecker.experts import EXPERTS, is_experts
 from second_order.kronecker.gradient import GradientBlock, folded
 from second_order.kronecker.kinds import found_kind, ties_of
 from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Approximation, FactorShape, Key
-from second_order.patterns import first_match
-from second_order.sharded import plain_type
+from second_order.utils.modules import first_match, plain_type
 
 __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from second_order.distributed.fsdp import is_dtensor
 from second_order.errors import SecondOrderError
 from second_order.kronecker.layer_curvature import Eigen, LayerCurvature, read_eigen
 from second_order.kronecker.saved_curvature import (
@@ -25,7 +26,6 @@ from second_order.kronecker.saved_curvature import (
     write_index,
     write_layer,
 )
-from second_order.sharded import is_dtensor
 
 __all__ = ["KroneckerCurvature", "Vector"]
 

@@ -13,8 +13,8 @@ from urllib.parse import quote
 import torch
 from torch import nn
 
+from second_order.checkpoint.files import load_tensors, replacing, save_tensors
 from second_order.errors import CheckpointError
-from second_order.files import load_tensors, replacing, save_tensors
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.layers import FactorShape
 

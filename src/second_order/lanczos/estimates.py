@@ -39,7 +39,7 @@ from second_order.lanczos.spectrum import (
     whole,
 )
 from second_order.lanczos.vector_space import RowSpace
-from second_order.options import check_number
+from second_order.utils.checks import check_number
 
 __all__ = ["Diagonal", "SpectralDensity", "Trace", "diagonal", "spectral_density", "trace"]
 

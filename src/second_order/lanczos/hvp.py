@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from second_order.distributed.fsdp import dtypes_of_passes, local
 from second_order.distributed.world import World
 from second_order.lanczos.closure import (
     CurvatureKind,
@@ -33,7 +34,6 @@ from second_order.lanczos.closure import (
     evaluated,
 )
 from second_order.lanczos.differentiable import Graph, Parts, derivatives, remedied
-from second_order.sharded import dtypes_of_passes, local
 
 __all__ = ["Hessian", "ProductMode", "ShardedHessian"]
 

@@ -23,8 +23,8 @@ from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode
 from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, ritz_pairs, tridiagonalise
 from second_order.lanczos.vector_space import RowSpace
-from second_order.options import check_number, check_seed, check_whole
-from second_order.patterns import first_match
+from second_order.utils.checks import check_number, check_seed, check_whole
+from second_order.utils.modules import first_match
 
 __all__ = [
     "Eigenpairs",

@@ -15,12 +15,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from second_order.distributed.fsdp import FSDPParams, reshard
 from second_order.errors import SecondOrderError
 from second_order.kronecker.autograd import NO_PASS, current_pass, is_attention
 from second_order.kronecker.capture import Capture
 from second_order.kronecker.experts import Routed, is_experts
 from second_order.kronecker.hooks import input_in
-from second_order.sharded import FSDPParams, reshard
 
 __all__ = [
     "capturing_inputs",

@@ -14,7 +14,7 @@ from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.layers import KINDS, FactorShape, LayerKind, linear_statistics
 from second_order.kronecker.model_blocks import LeftToBase, find_blocks
 from second_order.measuring.hooks import requires_grad
-from second_order.patterns import first_match, unmatched_patterns
+from second_order.utils.modules import first_match, unmatched_patterns
 
 __all__ = ["Layer", "find_layers"]
 

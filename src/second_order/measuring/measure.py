@@ -27,6 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from second_order.distributed.fsdp import sharded_params
 from second_order.distributed.groups import explained
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError, SecondOrderWarning
@@ -48,7 +49,6 @@ from second_order.measuring.hooks import undisturbed, unwrapped
 from second_order.measuring.layers import Layer, find_layers
 from second_order.measuring.report import Measurement, curvature_of, report_of
 from second_order.measuring.sums import Keep, Key, Sums
-from second_order.sharded import sharded_params
 
 __all__ = ["measure"]
 

@@ -13,7 +13,7 @@ from second_order.kronecker.model_blocks import LeftToBase
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.measuring.layers import Layer
 from second_order.measuring.sums import Key
-from second_order.report import aligned
+from second_order.reporting.summary import aligned
 
 __all__ = ["MeasuredLayer", "Measurement", "Report", "curvature_of", "report_of"]
 

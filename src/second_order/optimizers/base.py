@@ -24,7 +24,19 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.arguments import (
+from second_order.checkpoint.caller import is_checkpointing
+from second_order.checkpoint.saved import BASE, CURVATURE, BaseState, SavedPart
+from second_order.distributed.fsdp import (
+    DTENSORS,
+    ParamPlaces,
+    check_mesh,
+    check_sharding,
+    is_dtensor,
+    like,
+)
+from second_order.distributed.roles import Role, whole_models
+from second_order.distributed.world import World
+from second_order.optimizers.arguments import (
     check_scaler,
     read_arguments,
     refuse_foreign_model,
@@ -32,8 +44,7 @@ from second_order.contract.arguments import (
     warn_about_unowned,
     warn_of_single_launch,
 )
-from second_order.contract.averaging import ARRIVED, start_average
-from second_order.contract.checkpoint import (
+from second_order.optimizers.checkpoint import (
     Collected,
     add_collected,
     add_to_save,
@@ -44,9 +55,15 @@ from second_order.contract.checkpoint import (
     read_checkpoint,
     require_whole,
 )
-from second_order.contract.consistency import Consistency
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import (
+from second_order.optimizers.consistency import Consistency
+from second_order.optimizers.find_model import find_model
+from second_order.optimizers.step_checks import check_step
+from second_order.optimizers.two_bases import REST, TwoBases, base_of, group_lines, switch_of
+from second_order.reporting.summary import Summary
+from second_order.training.averaging import ARRIVED, start_average
+from second_order.training.context import Training, unhooked
+from second_order.training.curvature import Curvature
+from second_order.training.groups import (
     NAMES,
     follow_peak_rates,
     members_of,
@@ -54,15 +71,7 @@ from second_order.contract.groups import (
     nameless,
     whole_group,
 )
-from second_order.contract.saved import BASE, CURVATURE, BaseState, SavedPart
-from second_order.contract.sharding import ParamPlaces, check_mesh, check_sharding
-from second_order.contract.step_checks import check_step
-from second_order.contract.training import Training, unhooked
-from second_order.contract.two_bases import REST, TwoBases, base_of, group_lines, switch_of
-from second_order.distributed.roles import Role, whole_models
-from second_order.distributed.world import World
-from second_order.optimizers.find_model import find_model
-from second_order.options import (
+from second_order.utils.checks import (
     PEAK_LR,
     check_base,
     check_choice,
@@ -72,9 +81,7 @@ from second_order.options import (
     rate_of_groups,
     split_base_keywords,
 )
-from second_order.report import Summary
-from second_order.sharded import DTENSORS, is_checkpointing, is_dtensor, like
-from second_order.stages import stage
+from second_order.utils.stages import stage
 
 __all__ = ["ParamsOrModel", "SecondOrderOptimizer"]
 

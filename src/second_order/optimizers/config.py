@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from second_order.options import (
+from second_order.utils.checks import (
     AUTO,
     Interval,
     Scalar,

@@ -32,8 +32,8 @@ from second_order.lanczos.closure import check_closure, check_curvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.config import FOSIOptions, ScriptOptions
 from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
-from second_order.options import Interval, Schedule
-from second_order.report import CurvatureReport
+from second_order.reporting.summary import CurvatureReport
+from second_order.utils.checks import Interval, Schedule
 
 __all__ = ["DHO2", "EigenpairOptimizer"]
 

@@ -34,7 +34,7 @@ from second_order.optimizers.config import (
 )
 from second_order.optimizers.kaisa import KroneckerOptimizer
 from second_order.optimizers.keywords import Rate, documented
-from second_order.options import Interval, Schedule, check_patterns
+from second_order.utils.checks import Interval, Schedule, check_patterns
 
 __all__ = ["DPKFAC"]
 

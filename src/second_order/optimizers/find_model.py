@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.contract.arguments import FoundModel, Gathered
-from second_order.sharded import is_dtensor
+from second_order.distributed.fsdp import is_dtensor
+from second_order.optimizers.arguments import FoundModel, Gathered
 
 __all__ = ["find_model"]
 

@@ -17,8 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from second_order.contract.curvature import Curvature
-from second_order.contract.training import Training
 from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
@@ -37,7 +35,9 @@ from second_order.optimizers.config import (
     is_auto,
 )
 from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
-from second_order.options import Interval, Schedule, check_patterns
+from second_order.training.context import Training
+from second_order.training.curvature import Curvature
+from second_order.utils.checks import Interval, Schedule, check_patterns
 
 __all__ = ["KAISA", "KroneckerOptimizer"]
 

@@ -32,8 +32,8 @@ from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import EpochOptions, ScriptOptions
 from second_order.optimizers.dho2 import EigenpairOptimizer
 from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
-from second_order.options import Schedule
-from second_order.report import EpochReport
+from second_order.reporting.summary import EpochReport
+from second_order.utils.checks import Schedule
 
 __all__ = ["MRDHO2", "FinalUpdate"]
 

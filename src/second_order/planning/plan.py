@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from second_order.options import check_count
 from second_order.planning.cost import SIMILAR, Costs, Setting, predict, worker_counts
 from second_order.planning.machine import (
     ASSUMED_NETWORKS,
@@ -18,7 +17,8 @@ from second_order.planning.machine import (
     calibrate,
 )
 from second_order.planning.passes import run_model
-from second_order.report import aligned
+from second_order.reporting.summary import aligned
+from second_order.utils.checks import check_count
 
 __all__ = ["Choice", "Plan", "plan"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import members_of, settings_of
+from second_order.distributed.fsdp import is_dtensor, reshard
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderWarning
-from second_order.sharded import is_dtensor, reshard
+from second_order.training.groups import members_of, settings_of
 
 __all__ = ["Training", "name_of", "unhooked", "warn"]
 

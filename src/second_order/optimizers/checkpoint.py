@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, optim
 
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import NAMES, members_of
-from second_order.contract.saved import BASE, CURVATURE, SavedPart, check_base_part
-from second_order.contract.training import Training, name_of
-from second_order.contract.two_bases import REST, base_of
+from second_order.checkpoint.caller import is_checkpointing
+from second_order.checkpoint.saved import BASE, CURVATURE, HEADER, SavedPart, check_base_part
+from second_order.distributed.fsdp import is_dtensor, like, local
 from second_order.errors import SecondOrderError
-from second_order.options import LAYER_OPTIONS, PEAK_LR
-from second_order.sharded import is_checkpointing, is_dtensor, like, local
+from second_order.optimizers.two_bases import REST, base_of
+from second_order.training.context import Training, name_of
+from second_order.training.curvature import Curvature
+from second_order.training.groups import NAMES, members_of
+from second_order.utils.checks import LAYER_OPTIONS, PEAK_LR
 
 __all__ = [
-    "HEADER",
     "VERSION",
     "Checkpoint",
     "add_collected",
@@ -44,8 +44,6 @@ SWITCHES = {"foreach", "fused", "capturable", "differentiable", "maximize"}
 """Settings that versions of torch add and take away."""
 
 VERSION = 1
-HEADER = ("steps", "version", "base_class")
-"""The entries of every ``"curvature"`` part."""
 NOTHING_LOADED = "Nothing has been loaded"
 
 

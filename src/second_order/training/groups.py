@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.options import PEAK_LR
+from second_order.utils.checks import PEAK_LR
 
 __all__ = [
     "NAMES",

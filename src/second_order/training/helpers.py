@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from second_order.contract.training import Training
+from second_order.distributed.fsdp import ddp_under_way
 from second_order.distributed.helper_link import HelperLink, connect
 from second_order.distributed.roles import Roles, option_of
-from second_order.sharded import ddp_under_way
+from second_order.training.context import Training
 
 __all__ = ["take_role"]
 

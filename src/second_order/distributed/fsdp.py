@@ -10,28 +10,33 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
-from types import FrameType
-from typing import Any, cast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from second_order.distributed.world import World
+
 __all__ = [
     "DTENSORS",
     "FSDPParams",
-    "caller",
+    "ParamPlaces",
+    "ShardLayout",
+    "check_mesh",
+    "check_sharding",
     "chunk",
     "ddp_under_way",
     "dtypes_of_passes",
-    "is_checkpointing",
     "is_dtensor",
+    "layout_of",
     "like",
     "local",
     "mesh_ranks",
-    "plain_type",
     "reshard",
     "shard_replicas",
     "sharded_like",
@@ -119,14 +124,6 @@ def _fsdp_module() -> Any:
     return getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
 
 
-def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before ``fully_shard`` gave it another: Linear, not FSDPLinear."""
-    fsdp, kind = _fsdp_module(), type(module)
-    if fsdp is None or fsdp not in kind.__mro__[1:]:
-        return kind
-    return cast(type[nn.Module], kind.__mro__[kind.__mro__.index(fsdp) + 1])
-
-
 def _param_groups(model: nn.Module) -> Iterator[Any]:
     """FSDP2's own records of the modules that it shards together."""
     fsdp = _fsdp_module()
@@ -209,24 +206,147 @@ class FSDPParams:
         return self._of.get(key)
 
 
-def caller(module: str = "", function: str = "") -> FrameType | None:
-    """The nearest frame above of a module whose name begins so, or of a function of a name."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        where, code = frame.f_globals.get("__name__", ""), frame.f_code
-        if (module and where.startswith(module)) or code.co_name == function:
-            return frame
-        frame = frame.f_back
-    return None
+# ----------------------------------------------------------------------------- rows on each rank
+
+Replica: TypeAlias = tuple[int, ...]
+"""Ranks that together have every row once, in the order of rows."""
 
 
-def is_checkpointing(part: bool = False) -> bool:
-    """Whether torch.distributed.checkpoint is calling; ``part``: for what is this rank's alone.
+@dataclass(frozen=True)
+class ShardLayout:
+    """The rows of a tensor, its parts along the first dimension, by rank.
 
-    Like any other caller, it calls state_dict() without arguments; but it wants each rank's part,
-    and gathers the rest itself, unless the full state on one rank has been asked for. torch has no
-    other sign of the caller than the stack.
+    A rank is among its own replica, and no rank in two. Replicas and positions are shared by all
+    tensors that lie alike: there may be thousands of both.
     """
-    frame = caller("torch.distributed.checkpoint")
-    full = frame is not None and getattr(frame.f_locals.get("info"), "full_state_dict", False)
-    return frame is not None and not (part and full)
+
+    total: int  # number of rows
+    width: int  # number of elements of a row
+    replicas: tuple[Replica, ...]  # by rank
+    positions: tuple[int, ...]  # by rank, which of its replica it is
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """The first row that a rank has, and the one after its last."""
+        parts = len(self.replicas[rank])
+        return chunk(self.total, parts, self.positions[rank]) if parts else (0, 0)
+
+    def size(self, rank: int) -> int:
+        """Number of elements that a rank has."""
+        start, stop = self.bounds(rank)
+        return (stop - start) * self.width
+
+    def together(self, rank: int, other: int) -> bool:
+        """Whether two ranks are in one replica."""
+        return self.replicas[rank][:1] == self.replicas[other][:1]
+
+
+def layout_of(tensor: Tensor, world: World) -> ShardLayout:
+    """The rows of a parameter that is whole on every rank, or that FSDP2 has sharded.
+
+    All ranks of the world are in the DTensor's mesh.
+
+    Raises:
+        TypeError: If the DTensor has other rows than that on this rank.
+    """
+    shape = tensor.shape or torch.Size([1])
+    total, width = shape[0], shape[1:].numel()
+    if not is_dtensor(tensor):
+        alone = tuple((rank,) for rank in range(world.size))
+        return ShardLayout(total, width, *_by_rank(alone, world.size))
+    here = {rank: i for i, rank in enumerate(world.global_ranks)}
+    replicas = shard_replicas(tensor)
+    within = tuple(tuple(here[rank] for rank in replica) for replica in replicas)
+    layout = ShardLayout(total, width, *_by_rank(within, world.size))
+    start, stop = layout.bounds(world.rank)
+    if local(tensor).shape[0] != stop - start:
+        raise TypeError(
+            f"a parameter of shape {tuple(tensor.shape)} has {local(tensor).shape[0]} rows on rank "
+            f"{world.rank}, where torch.chunk would leave {stop - start}; shard it by fully_shard"
+        )
+    return layout
+
+
+@lru_cache(maxsize=8)
+def _by_rank(
+    replicas: tuple[Replica, ...], size: int
+) -> tuple[tuple[Replica, ...], tuple[int, ...]]:
+    """Each rank's replica, and its position there."""
+    of, positions = [()] * size, [0] * size  # type: list[Replica], list[int]
+    for ranks in replicas:
+        for i, rank in enumerate(ranks):
+            of[rank], positions[rank] = ranks, i
+    return tuple(of), tuple(positions)
+
+
+# ------------------------------------------------------------------- what fully_shard may have done
+
+
+class ParamPlaces:
+    """The modules that hold parameters, to see later what ``fully_shard`` replaces them by."""
+
+    def __init__(self, model: nn.Module, params: Iterable[Tensor]) -> None:
+        whole = {id(p) for p in params if not is_dtensor(p)}
+        self._places: list[tuple[nn.Module, str, Tensor]] = []
+        for module in model.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                for name, p in module._parameters.items():
+                    if p is not None and id(p) in whole:
+                        self._places.append((module, name, p))
+
+    def new_shards(self) -> dict[Tensor, Tensor]:
+        """The shards in the places of parameters, by these parameters."""
+        found: dict[Tensor, Tensor] = {}
+        for module, name, p in self._places:
+            new = module._parameters.get(name)
+            if new is not None and new is not p and is_dtensor(new) and new.shape == p.shape:
+                found[p] = new
+        return found
+
+
+def check_sharding(model: nn.Module) -> None:
+    """Raise TypeError unless FSDP2 has sharded what is sharded of a model, by rows.
+
+    A root that has its whole parameters since a forward without a backward shards them again.
+    """
+    reshard(model)
+    found = {name: p for name, p in model.named_parameters() if is_dtensor(p)}
+    managed = {id(p) for p in sharded_params(model)} if found else set()
+    for name, p in found.items():
+        placements, mesh = cast(Any, p).placements, cast(Any, p).device_mesh
+        shards = [place for place in placements if not place.is_replicate()]
+        layer, _, leaf = name.rpartition(".")
+        if id(p) not in managed or len(shards) != 1 or type(shards[0]).__name__ != "Shard":
+            raise TypeError(
+                f"layer {layer or '(model)'!r} is parallelised over tensors: its parameter "
+                f"{leaf!r} is a DTensor with placements {placements} that no fully_shard alone "
+                f"made, and each rank sees a part of its activations; leave the layer out of "
+                f"parallelize_module (ColwiseParallel, RowwiseParallel) and shard it by "
+                f"torch.distributed.fsdp.fully_shard"
+            )
+        if p.device.type != mesh.device_type:
+            raise TypeError(
+                f"parameter {name!r} is kept on the {p.device.type} (CPUOffloadPolicy), and its "
+                f"layer's activations are on {mesh.device_type}, where factors are made; shard the "
+                f"model without offload_policy"
+            )
+        if shards[0].dim != 0:
+            raise TypeError(
+                f"parameter {name!r} is sharded along dimension {shards[0].dim}; rows are sent to "
+                f"who preconditions them, so shard dimension 0, as fully_shard does without "
+                f"shard_placement_fn"
+            )
+
+
+def check_mesh(model: nn.Module, world: World) -> None:
+    """Raise ValueError unless parameters are sharded over the ranks that train, all of them."""
+    ranks = sorted(world.global_ranks)
+    for name, p in model.named_parameters():
+        if is_dtensor(p):
+            mesh = sorted(mesh_ranks(p))
+            if mesh != ranks:
+                raise ValueError(
+                    f"parameter {name!r} is sharded over the ranks {mesh}, and the optimizer works "
+                    f"with the ranks {ranks}; shard over a mesh of all these ranks, or pass "
+                    f"process_group= a group of the mesh's"
+                )
+            layout_of(p, world)

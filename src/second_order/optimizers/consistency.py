@@ -21,13 +21,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.curvature import Curvature
-from second_order.contract.groups import members_of
-from second_order.contract.training import Training
+from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.world import World
 from second_order.errors import RankMismatchError, SecondOrderError
-from second_order.options import check_debug
-from second_order.sharded import is_dtensor
+from second_order.training.context import Training
+from second_order.training.curvature import Curvature
+from second_order.training.groups import members_of
+from second_order.utils.checks import check_debug
 
 __all__ = ["Consistency", "checksum", "fingerprint", "first_difference", "require_same"]
 

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
+from second_order.checkpoint.saved import SavedPart
+from second_order.training.context import Training
 
 __all__ = ["THROTTLE", "Throttle"]
 

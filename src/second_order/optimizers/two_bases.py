@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from second_order.contract.groups import NAMES, members_of, nameless, settings_of
-from second_order.contract.training import Training, name_of, unhooked
-from second_order.options import check_flag
-from second_order.patterns import first_match, unmatched_patterns
+from second_order.training.context import Training, name_of, unhooked
+from second_order.training.groups import NAMES, members_of, nameless, settings_of
+from second_order.utils.checks import check_flag
+from second_order.utils.modules import first_match, unmatched_patterns
 
 __all__ = ["REST", "TwoBases", "base_of", "group_lines", "switch_of"]
 

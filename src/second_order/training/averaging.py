@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from second_order.contract.training import Training
+from second_order.training.context import Training
 
 __all__ = ["ARRIVED", "PendingAverage", "Routed", "start_average"]
 

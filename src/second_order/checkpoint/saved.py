@@ -9,12 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from second_order.distributed.fsdp import is_dtensor
 from second_order.errors import CheckpointError
-from second_order.sharded import is_dtensor
 
-__all__ = ["BASE", "CURVATURE", "BaseState", "SavedPart", "check_base_part"]
+__all__ = ["BASE", "CURVATURE", "HEADER", "BaseState", "SavedPart", "check_base_part"]
 
-BASE, CURVATURE = "base", "curvature"
+BASE = "base"
+CURVATURE = "curvature"
+
+HEADER = ("steps", "version", "base_class")
+"""The entries of every ``"curvature"`` part."""
 
 
 class BaseState(MutableMapping[Tensor, dict[str, Any]]):

@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from second_order.contract.averaging import PendingAverage, Routed
-from second_order.contract.saved import SavedPart
-from second_order.contract.training import Training
-from second_order.report import Summary
+from second_order.checkpoint.saved import SavedPart
+from second_order.reporting.summary import Summary
+from second_order.training.averaging import PendingAverage, Routed
+from second_order.training.context import Training
 
 __all__ = ["Curvature"]
 

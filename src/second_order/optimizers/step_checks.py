@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from second_order.contract.training import Training
-from second_order.sharded import caller
+from second_order.checkpoint.caller import caller
+from second_order.training.context import Training
 
 __all__ = ["check_step"]
 

@@ -11,11 +11,10 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from second_order.contract.groups import members_of, trainable, whole_group
-from second_order.contract.sharding import check_sharding
-from second_order.contract.training import Training
-from second_order.options import brief, check_params
-from second_order.sharded import reshard
+from second_order.distributed.fsdp import check_sharding, reshard
+from second_order.training.context import Training
+from second_order.training.groups import members_of, trainable, whole_group
+from second_order.utils.checks import brief, check_params
 
 __all__ = [
     "Arguments",

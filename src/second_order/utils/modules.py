@@ -1,15 +1,15 @@
-"""Modules of a model by patterns of their names or of their classes' names, shell style."""
+"""Modules of a model: their classes, and shell-style patterns of their names and classes."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import nn
 
-from second_order.sharded import plain_type
-
-__all__ = ["first_match", "unmatched_patterns"]
+__all__ = ["first_match", "plain_type", "unmatched_patterns"]
 
 
 def first_match(
@@ -34,3 +34,12 @@ def unmatched_patterns(model: nn.Module, patterns: Iterable[str]) -> list[str]:
 
 def _matches(pattern: str, name: str, module: nn.Module) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(plain_type(module).__name__, pattern)
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before ``fully_shard`` gave it another: Linear, not FSDPLinear."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    kind = type(module)
+    if fsdp is None or fsdp not in kind.__mro__[1:]:
+        return kind
+    return cast(type[nn.Module], kind.__mro__[kind.__mro__.index(fsdp) + 1])

@@ -1,0 +1,1 @@
+"""What is saved of an optimizer, and files."""

@@ -1,1 +1,0 @@
-"""The duties of a wrapper of ``torch.optim`` optimizers: groups, checkpoints, warnings."""

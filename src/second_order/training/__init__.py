@@ -1,0 +1,1 @@
+"""The training run as an optimizer and its curvature share it."""
