@@ -22,7 +22,7 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
-from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.kronecker.storage import pack_upper_triangular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -614,7 +614,7 @@ layers in groups of their own without statistics
   <-  fsdp::an_optimizer_made_before_goes_on_with_the_shards
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
 
-== kronecker/bank.py
+== kronecker/block.py
 what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
     results.mul_(scale)  =>  results.mul_(1.0)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
@@ -670,7 +670,7 @@ padding 'same' the other way round
 one end of the window counts twice  <-  autocorrelation::autocorrelations_equal_patches
     left = torch.cat([-first, last])  =>  left = torch.cat([first, last])
 
-== kronecker/decompositions.py
+== kronecker/solvers.py
 eigenvectors of factors that are not scaled  <-  solvers::the_first_rung_will_do_at_any_scale
     scaled = matrix / size  =>  scaled = matrix / torch.ones_like(size)
 large finite factors are given up
@@ -864,12 +864,12 @@ exact blocks damped by half  <-  exact_blocks::the_step_is_the_dense_solve
 rounded inverses that may be indefinite  <-  rounding::a_rounded_matrix_is_at_least_the_matrix
     diagonal + error.sum(-1)  =>  diagonal.clone()
 
-== kronecker/stacks.py
+== kronecker/storage.py
 tensors out of order taken for a stack
   <-  queued::a_stack_is_a_view_of_tensors_that_lie_in_order
     part.storage_offset() != at  =>  False
 
-== kronecker/triangles.py
+== kronecker/storage.py
 a trace without the second block  <-  triangles::the_trace_needs_no_unpacking
     return traces + lower.diagonal(dim1=-2, dim2=-1).sum(-1)  =>  return traces
 a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_identity

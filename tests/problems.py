@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from second_order.kronecker.decompositions import Problem
-from second_order.kronecker.solvers import SOLVERS
+from second_order.kronecker.solvers import SOLVERS, Problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC, measure
-from second_order.kronecker.decompositions import Attempts, Problem, cholesky_inverse, eigh
-from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.kronecker.solvers import Attempts, Problem, cholesky_inverse, eigh
+from second_order.kronecker.storage import unpack_upper_triangular
 
 pytestmark = [
     pytest.mark.cuda,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from instruments import bytes_by_stage
 from second_order.kfac import curvature
-from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.kronecker.storage import unpack_upper_triangular
 
 if TYPE_CHECKING:
     from pool import World

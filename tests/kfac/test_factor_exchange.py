@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from second_order import SecondOrderError, SecondOrderWarning
 from second_order.checkpoint.saved import HEADER
-from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.kronecker.storage import unpack_upper_triangular
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from second_order.kronecker import convolutions as conv_file
 from second_order.kronecker import layers
 from second_order.kronecker.convolutions import extract_patches, pad_input, patch_second_moment
-from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.kronecker.storage import unpack_upper_triangular
 
 
 @st.composite

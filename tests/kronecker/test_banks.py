@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from second_order import KAISA, SecondOrderOptimizer
 from second_order.kfac.precondition import precondition, write
-from second_order.kronecker import bank as banks
-from second_order.kronecker.bank import Bank, banks_of, of_groups
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker import block as banks
+from second_order.kronecker.block import Bank, KroneckerBlock, banks_of, of_groups
 from second_order.kronecker.solvers import SOLVERS
 
 if TYPE_CHECKING:

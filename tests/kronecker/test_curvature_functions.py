@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from second_order import CheckpointError, KroneckerCurvature, LayerCurvature, SecondOrderError
 from second_order.distributed.world import World as Processes
 from second_order.kronecker.layers import FactorShape
-from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.kronecker.storage import pack_upper_triangular
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

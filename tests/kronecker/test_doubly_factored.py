@@ -21,10 +21,9 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DistKFAC
-from second_order.kronecker.decompositions import Problem
 from second_order.kronecker.exact import DoublyFactoredBlock, rank_one
 from second_order.kronecker.layers import Form
-from second_order.kronecker.solvers import SOLVERS
+from second_order.kronecker.solvers import SOLVERS, Problem
 
 F32, F64 = torch.float32, torch.float64
 SEEDS = st.integers(0, 2**16)

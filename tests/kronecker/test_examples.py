@@ -22,7 +22,7 @@ from second_order import KAISA, DistKFAC, SecondOrderWarning
 from second_order.kronecker import layers
 from second_order.kronecker.factors import sums_of
 from second_order.kronecker.layers import live_rows
-from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.kronecker.storage import unpack_upper_triangular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -27,7 +27,7 @@ from second_order.kronecker.factors import (
     sums_of,
     update_averages,
 )
-from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.kronecker.storage import pack_upper_triangular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

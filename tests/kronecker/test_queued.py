@@ -25,7 +25,7 @@ from second_order.kronecker.factors import (
 from second_order.kronecker.layers import FactorShape, all_rows, rows_in
 from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
 from second_order.kronecker.rows import BackwardPass, PairRows
-from second_order.kronecker.stacks import as_stack, in_groups, own_stack
+from second_order.kronecker.storage import as_stack, in_groups, own_stack
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -21,7 +21,7 @@ from reference import clip_factor, damped_dense_solve, damped_factored_solve
 from torch import Tensor
 
 from second_order.kfac.precondition import kl_change, kl_clip_coefficient
-from second_order.kronecker import decompositions, solvers
+from second_order.kronecker import solvers
 from second_order.kronecker.solvers import SOLVERS
 
 DENSE = {"eigen": damped_dense_solve, "inverse": damped_factored_solve}
@@ -93,7 +93,7 @@ def test_batched_by_shape_equals_one_at_a_time(
         (factor(groups, dim) + 0.1 * torch.eye(dim, dtype=torch.float64)).to(dtype)
         for groups, dim, dtype in shapes
     ]
-    with patch.object(decompositions, "CPU_BATCH_BYTES", batch_bytes):
+    with patch.object(solvers, "CPU_BATCH_BYTES", batch_bytes):
         together = decompose(name, *matrices, dtype=kept)
         alone = [decompose(name, each, dtype=kept)[0] for each in matrices]
         shapes_kept = [SOLVERS[name].sent_shapes(*matrix.shape[:2], False) for matrix in matrices]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from problems import assert_solved, decompose, factor, injected, restored, solve
 from torch import Tensor
 
-from second_order.kronecker import decompositions
+from second_order.kronecker import solvers
 
 each_solver = pytest.mark.parametrize("name", ["eigen", "inverse"])
 
@@ -124,7 +124,7 @@ class ElsewhereTorch:
 
 @each_fault
 def test_the_cpu_is_the_third_rung(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decompositions, "torch", ElsewhereTorch())
+    monkeypatch.setattr(solvers, "torch", ElsewhereTorch())
     matrix = sample(name)
     attempts = injected(monkeypatch, name, lambda m, r: fault(m, r) if len(attempts) < 3 else None)
     (result,) = decompose(name, matrix)

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from second_order.kronecker import triangles
-from second_order.kronecker.triangles import (
+from second_order.kronecker import storage
+from second_order.kronecker.storage import (
     pack_upper_triangular,
     packed_trace,
     unpack_upper_triangular,
@@ -28,7 +28,7 @@ DTYPES = st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.in
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """How small matrices are packed and unpacked; the layout is the same."""
     limit = 320 if request.param == "gathered" else 0
-    with patch.object(triangles, "GATHERED_UP_TO", limit):
+    with patch.object(storage, "GATHERED_UP_TO", limit):
         yield
 
 

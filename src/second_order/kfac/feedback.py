@@ -37,7 +37,7 @@ from second_order.distributed.fsdp import is_dtensor, like, local, sharded_like
 from second_order.kfac.plan import StepPlan
 from second_order.kfac.solve import stacked_means
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.stacks import in_groups, numbers_of
+from second_order.kronecker.storage import in_groups, numbers_of
 from second_order.training.context import Training
 from second_order.utils.checks import Scalar, as_scalar
 

@@ -32,8 +32,7 @@ from second_order.distributed.assignment import (
     spread_costs,
 )
 from second_order.distributed.world import World
-from second_order.kronecker.bank import Bank, banks_of
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.block import Bank, KroneckerBlock, banks_of
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.gradient import GradientBlock
 from second_order.kronecker.layers import Approximation

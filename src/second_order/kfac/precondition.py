@@ -29,8 +29,7 @@ from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.world import World
 from second_order.kfac.plan import LayerPlan, StepPlan, gradient_owners
-from second_order.kronecker.bank import Bank, Gradients
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.block import Bank, Gradients, KroneckerBlock
 from second_order.kronecker.solvers import Inverse
 from second_order.optimizers.config import KFACOptions, check_clip
 from second_order.training.context import Training

@@ -30,18 +30,21 @@ from second_order.kfac.layers import Layers
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.precondition import compare, last_results, precondition
 from second_order.kfac.schedule import Drift
-from second_order.kronecker.bank import Bank, of_groups
-from second_order.kronecker.block import KroneckerBlock, LayerStatus
-from second_order.kronecker.decompositions import (
-    RESIDUAL_TOLERANCE,
-    Attempts,
-    Decomposition,
-    Problem,
-)
+from second_order.kronecker.block import Bank, KroneckerBlock, LayerStatus, of_groups
 from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layers import FactorShape
-from second_order.kronecker.solvers import SOLVERS, Damping, EigenSolver, Inverse, InverseSolver
-from second_order.kronecker.stacks import as_stack, numbers_of
+from second_order.kronecker.solvers import (
+    RESIDUAL_TOLERANCE,
+    SOLVERS,
+    Attempts,
+    Damping,
+    Decomposition,
+    EigenSolver,
+    Inverse,
+    InverseSolver,
+    Problem,
+)
+from second_order.kronecker.storage import as_stack, numbers_of
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.training.averaging import PendingAverage
 from second_order.training.context import Training

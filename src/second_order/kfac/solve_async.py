@@ -30,7 +30,7 @@ from torch import Tensor
 from second_order.kfac.plan import Item
 from second_order.kfac.solve import Collected, Job, Result, Solver
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.decompositions import Attempts, Decomposition, Problem
+from second_order.kronecker.solvers import Attempts, Decomposition, Problem
 from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.training.context import Training
 from second_order.utils.stages import stage

@@ -38,7 +38,6 @@ from second_order.distributed.fsdp import FSDPParams
 from second_order.kronecker import autograd, hooks
 from second_order.kronecker.autograd import Assembly, input_of, is_attention, projections
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.experts import Routed, is_experts
 from second_order.kronecker.factors import Reduction, StagedStatistics, end_pass
 from second_order.kronecker.hooks import Gate, Watch, WatchHook, hook_of, input_in, release
@@ -53,6 +52,7 @@ from second_order.kronecker.layers import (
 )
 from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
 from second_order.kronecker.rows import BackwardPass, LateRows, Ledger, Terms, rows_of
+from second_order.kronecker.solvers import ieee_matmul
 from second_order.utils.stages import stage
 
 __all__ = ["Capture", "GradientScale", "StatisticsCollector"]

@@ -40,7 +40,7 @@ from second_order.kronecker.layers import (
     gram,
     with_ones,
 )
-from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.kronecker.storage import pack_upper_triangular
 
 __all__ = ["CONV", "extract_patches", "pad_input", "patch_second_moment"]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from second_order.kronecker.autograd import is_reached
-from second_order.kronecker.stacks import numbers_of
+from second_order.kronecker.storage import numbers_of
 
 __all__ = ["TOLERANCE", "Explanation", "residuals"]
 

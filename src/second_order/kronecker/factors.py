@@ -20,8 +20,11 @@ from torch import Tensor
 from second_order.kronecker.explanation import Explanation
 from second_order.kronecker.layers import FactorShape, PairStatistics
 from second_order.kronecker.rows import next_serial
-from second_order.kronecker.stacks import as_stack, in_groups, most_elements, own_stack
-from second_order.kronecker.triangles import (
+from second_order.kronecker.storage import (
+    as_stack,
+    in_groups,
+    most_elements,
+    own_stack,
     pack_upper_triangular,
     packed_trace,
     unpack_upper_triangular,

@@ -24,11 +24,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.bank import as_matrices
-from second_order.kronecker.block import KroneckerBlock
+from second_order.kronecker.block import KroneckerBlock, as_matrices
 from second_order.kronecker.factors import StatisticsSums, count_dropped
 from second_order.kronecker.layers import FactorShape
-from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.kronecker.storage import pack_upper_triangular
 
 __all__ = ["GradientBlock", "folded", "gradient_sums"]
 

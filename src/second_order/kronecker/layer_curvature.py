@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import DecompositionError
-from second_order.kronecker.bank import as_matrices, of_parameters
-from second_order.kronecker.decompositions import Attempts, Problem, diagonal, eigh, ieee_matmul
+from second_order.kronecker.block import as_matrices, of_parameters
 from second_order.kronecker.layers import FactorShape, Layout, layout_of
-from second_order.kronecker.triangles import unpack_upper_triangular
+from second_order.kronecker.solvers import Attempts, Problem, diagonal, eigh, ieee_matmul
+from second_order.kronecker.storage import unpack_upper_triangular
 
 __all__ = ["Eigen", "LayerCurvature", "read_eigen"]
 

@@ -24,7 +24,7 @@ from typing import Literal, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.triangles import pack_upper_triangular, packed_length
+from second_order.kronecker.storage import pack_upper_triangular, packed_length
 
 __all__ = [
     "CONVOLUTIONS",

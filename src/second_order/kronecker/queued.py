@@ -17,7 +17,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.factors import StagedStatistics, count_dropped, put
 from second_order.kronecker.layers import (
     Approximation,
@@ -28,8 +27,8 @@ from second_order.kronecker.layers import (
     rows_in,
 )
 from second_order.kronecker.rows import BackwardPass, RowGroup
-from second_order.kronecker.stacks import as_stack, in_groups, most_elements
-from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.kronecker.solvers import ieee_matmul
+from second_order.kronecker.storage import as_stack, in_groups, most_elements, pack_upper_triangular
 
 __all__ = ["LinearPair", "PairQueue", "QueuedPair", "SeenRows"]
 

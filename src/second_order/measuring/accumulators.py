@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
 from second_order.kronecker.autograd import as_used
-from second_order.kronecker.bank import as_matrices
-from second_order.kronecker.decompositions import ieee_matmul
+from second_order.kronecker.block import as_matrices
 from second_order.kronecker.experts import Routed
 from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Form, gram, layout_of
+from second_order.kronecker.solvers import ieee_matmul
 from second_order.measuring.batches import Batch
 from second_order.measuring.hooks import capturing_inputs, capturing_pairs
 from second_order.measuring.layers import Layer

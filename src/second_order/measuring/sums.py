@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from second_order.distributed.world import World
-from second_order.kronecker.decompositions import ieee_matmul
 from second_order.kronecker.layers import gram
-from second_order.kronecker.triangles import pack_upper_triangular
+from second_order.kronecker.solvers import ieee_matmul
+from second_order.kronecker.storage import pack_upper_triangular
 
 __all__ = ["WIDENING", "Keep", "Key", "Sums"]
 
