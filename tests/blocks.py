@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import reference as ref
 import torch
-from contract import make, take
+from contract import make, matrices, take
 from hypothesis import strategies as st
 from reference import cross_entropy
 from torch import Tensor, nn
@@ -57,10 +57,10 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
 
 def dense(factors: KroneckerFactors) -> Tensor:
     """G ⊗ A, ``(groups, out in, out in)``, which multiplies ``gradient.flatten(1)``."""
-    a, g = factors.matrices(factors.dtype)
+    a, *locations, g = matrices(factors, factors.dtype)
     a = torch.diag_embed(a) if factors.shape.diagonal_a else a
-    if factors.shape.locations:
-        a = torch.kron(a[0], factors.matrix("L", factors.dtype)[0]).unsqueeze(0)
+    if locations:
+        a = torch.kron(a[0], locations[0][0]).unsqueeze(0)
     return torch.stack([torch.kron(gi, ai) for ai, gi in zip(a, g, strict=True)])
 
 

@@ -22,7 +22,7 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import DHO2, DPKFAC, KAISA, MRDHO2, DistKFAC
-from second_order.kronecker.storage import pack_upper_triangular
+from second_order.kronecker.storage import pack_upper_triangular, unpack_upper_triangular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -153,7 +153,7 @@ def take(
 def factors(optimizer: Any) -> dict[str, Factors]:
     """Copies of the running averages (A, G) of every layer that has any, in float64."""
     return {
-        block.name: tuple(block.factors.matrices(torch.float64))
+        block.name: tuple(matrices(block.factors))
         for block in optimizer._curvature.layers.blocks
         if block.factors is not None
     }
@@ -251,3 +251,14 @@ def identity_curvature(
     optimizer = make(System, model, **options)
     optimizer.load_state_dict(saved)
     return optimizer
+
+
+def matrices(factors: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """A, L if there is one, and G of running averages: ``(groups, n, n)``, or a diagonal."""
+    shape = factors.shape
+    found: list[Tensor] = []
+    for letter in sorted(shape.letters, key="ALG".index):
+        stored = factors.stored[letter].to(dtype)
+        full = letter not in shape.diagonals
+        found.append(unpack_upper_triangular(stored, shape.dims[letter]) if full else stored)
+    return tuple(found)

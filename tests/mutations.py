@@ -625,7 +625,7 @@ inverses of some layers of a bank are others'
 
 == kronecker/block.py
 a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks
-    self.factors.stored[letter] = factor.clone()  =>  pass
+    self.factors.entries[letter] = factor.clone()  =>  pass
 micro-batches that FSDP2 has yet to average dropped
   <-  fsdp::micro_batches_count_whether_averaged_each_or_at_the_end
     self.has_gradient or unreduced)  =>  self.has_gradient)
@@ -638,7 +638,7 @@ a Linear with an activation behind it taken for one
 loaded factors weigh nothing
   <-  contract_state::checkpoint_gives_what_is_known_of_the_curvature
   <-  contract_state::a_checkpoint_continues_the_same_trajectory
-    number.copy_(torch.as_tensor(saved.get(name, 0.0), device=device))  =>  number.fill_(1.0)
+    entry.copy_(torch.as_tensor(saved[name], device=entry.device))  =>  entry.fill_(1.0)
 a checkpoint of any shape is accepted
   <-  checkpoint_checks::wrong_shapes_and_numbers_are_refused_before_anything_changes
     tuple(saved[letter].shape) != needed:  =>  False:
@@ -721,13 +721,13 @@ padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_o
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up
   <-  pipelined::sums_of_narrow_factors_are_rounded_before_they_leave
-    total.to(staged[i].factor_dtype)  =>  total
+    total.to(staged[i].factor_dtype) for  =>  total for
 the mean eigenvalue of G of modules used twice
   <-  invariants_factors::9_the_mean_eigenvalues_of_a_module_used_twice_are_those_of_its_factors
-    (sums.factors[letter], sums.record[start : start + groups])  =>  (sums.factors[letter],)
+    (sums[letter], sums[RECORD][start : start + groups])  =>  (sums[letter],)
 sums divided in bfloat16
   <-  invariants_factors::13_bfloat16_factors_are_divided_by_the_exact_number_of_examples
-    total.to(step.dtype) / count  =>  total / count.to(total.dtype)
+    mean = total.to(counts.dtype)  =>  mean = total
 an average that starts from zero  <-  invariants_factors::13_running_average_is_the_debiased_ema
     weight * decay + 1.0  =>  weight * decay + (1.0 - decay)
 a step without examples forgets
@@ -735,21 +735,21 @@ a step without examples forgets
     torch.where(present, weight * decay + 1.0, weight, out=weight)  =>  weight.mul_(decay).add_(1.0)
 dropped statistics are not counted
   <-  failures::what_is_not_finite_anywhere_leaves_the_averages_as_they_were
-  -             found = {k: torch.zeros_like(factor) for k, factor in found.items()}
+  - sums = {letter: torch.zeros_like(total) for letter, total in sums.items()}
   -             self.dropped.add_(1)
-  +             found = {k: torch.zeros_like(factor) for k, factor in found.items()}
+  + sums = {letter: torch.zeros_like(total) for letter, total in sums.items()}
 a gradient's scale once instead of squared
   <-  invariants_factors::11_k_micro_batches_of_the_optimizer_are_one_batch
-    found[letter].mul_(gradient_scale**2)  =>  found[letter].mul_(gradient_scale)
+    sums[letter].mul_(gradient_scale**2)  =>  sums[letter].mul_(gradient_scale)
 a second pass through a forward as a micro-batch
   <-  examples::two_losses_of_one_forward_are_no_micro_batches
-    if not again:  =>  if True:
+    or not again  =>  or True
 both factors of gradients with the trace of the curvature
   <-  kinds::a_tied_embedding_has_the_partial_traces_of_both_uses
     if shape.marginal:  =>  if False:
 a short batch counts alone  <-  defaults::a_short_batch_is_one_of_many
-  - own_stack(numbers, "examples").lerp_(examples.to(weight.dtype), step)
-  + own_stack(numbers, "examples").copy_(examples)
+  - own_stack(entries, "examples").lerp_(examples.to(weight.dtype), step)
+  + own_stack(entries, "examples").copy_(examples)
 an expert's A moves as if it had tokens in all steps
   <-  experts::a_is_a_mean_over_an_experts_own_tokens_of_all_steps
     step * news / after.where(seen, 1.0), 0.0)  =>  step, 0.0)
@@ -825,7 +825,7 @@ an index that is there before its layers
 == kronecker/queued.py
 a pair that is kept over zero_grad
   <-  queued::a_pair_that_is_kept_is_of_the_step_that_brought_it
-    if self._cleared != self.staged.cleared:  =>  if False:
+    if self._cleared != self.staged.since:  =>  if False:
 a slice that counts by its own size
   <-  queued::pairs_are_kept_until_their_pass_ends_or_to_a_number_of_bytes
     max(4 * pair.size, held)  =>  4 * pair.size

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from accelerated import noted
+from contract import matrices
 from ranks import go, shard
 from reference import cross_entropy
 from threaded import BATCHES, CASE, LAYERS, LONG, distkfac, threads_of
@@ -142,9 +143,9 @@ def ends_stats(model: nn.Module, optimizer: Any, how: str) -> int:
 def factors_here(optimizer: Any) -> dict[str, Any]:
     """Of layers whose factors are kept by this process."""
     return {
-        block.name: tuple(block.factors.matrices(torch.float64))
+        block.name: tuple(matrices(block.factors))
         for block in optimizer._curvature.layers.blocks
-        if block.factors is not None and block.factors.stored["A"] is not None
+        if block.factors is not None and block.factors.stored
     }
 
 

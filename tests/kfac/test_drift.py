@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import KRONECKER, each_kronecker, make, take
+from contract import KRONECKER, each_kronecker, make, matrices, take
 from hypothesis import given
 from hypothesis import strategies as st
 from models import ZOO
@@ -117,9 +117,9 @@ Told = dict[str, tuple[float, float]]
 def kept_here(optimizer: Any) -> dict[str, Any]:
     """The averages (A, G) of every layer of which this rank has both."""
     return {
-        block.name: tuple(block.factors.matrices(torch.float64))
+        block.name: tuple(matrices(block.factors))
         for block in optimizer._curvature.layers.blocks
-        if None not in block.ensure_factors().stored.values()
+        if len(block.ensure_factors().stored) == 2
     }
 
 

@@ -78,7 +78,7 @@ def kept(
     held = []
     for block, layer in optimizer._curvature.plan.items():
         assert block.factors is not None
-        held.append((block.factors.stored["A"] is not None, block.factors.stored["G"] is not None))
+        held.append(tuple(letter in block.factors.stored for letter in "AG"))
         if options.get("factor_exchange") == "reduce":
             assert held[-1] == tuple(solver == rank for solver in layer.solvers)
     everywhere = [

@@ -13,7 +13,7 @@ import pytest
 import reference as ref
 import torch
 from blocks import dense as dense_block
-from contract import make, take
+from contract import make, matrices, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CLASSES
@@ -65,7 +65,7 @@ def doubly_factored(
 
 def alg(block: DoublyFactoredBlock) -> tuple[Tensor, Tensor, Tensor]:
     """A, L and G of a block."""
-    A, L, G = (block.ensure_factors().matrix(letter, F64)[0] for letter in "ALG")
+    A, L, G = (each[0] for each in matrices(block.ensure_factors()))
     return A, L, G
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import reference as ref
 import torch
-from contract import make, take
+from contract import make, matrices, take
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CLASSES, Pool
@@ -80,7 +80,7 @@ def exact_block(optimizer: Any, name: str = "0") -> ExactBlock:
 
 def curvature(optimizer: Any, name: str = "0") -> Tensor:
     """G of an exact block: a matrix, or its diagonal as one. A is 1."""
-    a, g = exact_block(optimizer, name).ensure_factors().matrices(F64)
+    a, g = matrices(exact_block(optimizer, name).ensure_factors())
     assert torch.equal(a, torch.ones_like(a))
     return torch.block_diag(*g)
 

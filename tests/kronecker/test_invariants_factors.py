@@ -16,7 +16,7 @@ import pytest
 import reference as ref
 import torch
 from blocks import WIDTHS, block, close, dense, empirical, error, exact, network
-from contract import factors, make
+from contract import factors, make, matrices
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import CLASSES, FACTORED, ZOO, Pool
@@ -273,7 +273,7 @@ def test_factors_of_every_model_are_those_of_the_reference(name: str) -> None:
         found = empirical(case.model(), batch, case.loss, kfac_approx=approx)
         for layer, kronecker in found.items():
             expected = ref.empirical_factors(plain, *batch, case.loss, layer, approx)
-            close(kronecker.matrices(F64), expected)
+            close(matrices(kronecker), expected)
             close([block(kronecker)], [ref.block(*expected)])
 
 
@@ -334,7 +334,7 @@ def test_14_not_with_the_datas_labels() -> None:
     model, (x, y) = ZOO["mlp"].model(), ZOO["mlp"].batch()
     p = model(x).softmax(-1).detach()
     covariance = (torch.diag_embed(p) - p[:, :, None] * p[:, None]).mean(0)
-    _, G = empirical(model, (x, y))["4"].matrices(F64)
+    _, G = matrices(empirical(model, (x, y))["4"])
     assert error(G[0], covariance) > 0.05
 
 

@@ -157,8 +157,6 @@ def drawn_sums(shape: FactorShape, dtype: torch.dtype, examples: int) -> Statist
     size = 2 + len(factors) * shape.groups
     head = torch.rand(size, dtype=torch.promote_types(dtype, torch.float32))
     head[:2] = examples
-    if examples == 3:  # an overflow
-        head[2], factors["A"][..., 0] = torch.inf, torch.inf
     return StatisticsSums(factors, head)
 
 
@@ -181,7 +179,7 @@ SHAPES = st.lists(
 def test_averages_of_many_layers_are_those_of_each_bit_for_bit(
     shapes: list[FactorShape], dtype: torch.dtype, steps: int, seed: int
 ) -> None:
-    """Layers without an example, whose sums overflow, and that are made anew in between."""
+    """Layers without an example, and that are made anew in between."""
     torch.manual_seed(seed)
     together, alone = averages(shapes, dtype), averages(shapes, dtype)
     for step in range(3):
@@ -191,18 +189,16 @@ def test_averages_of_many_layers_are_those_of_each_bit_for_bit(
             StatisticsSums({k: t.clone() for k, t in each.factors.items()}, each.head.clone())
             for each in sums
         ]
-        over = update_averages(together, sums, 0.9)
-        dropped = {i for order, flags in over for i, flag in zip(order, flags, strict=True) if flag}
-        assert dropped == {i for i, n in enumerate(counts) if n == 3}
+        update_averages(together, sums, 0.9)
         for each, copy in zip(alone, copies, strict=True):
             update_averages([each], [copy], 0.9)
         for a, b in zip(together, alone, strict=True):
             for name in ("weight", "means", "examples"):
                 assert torch.equal(getattr(a, name), getattr(b, name))
             for letter in a.shape.letters:
-                assert torch.equal(a.stored[letter], b.stored[letter])  # type: ignore[arg-type]
+                assert torch.equal(a.stored[letter], b.stored[letter])
         if shapes and step == 1:  # as a checkpoint does
-            together[-1].stored["A"] = together[-1].stored["A"].clone()  # type: ignore[union-attr]
+            together[-1].entries["A"] = together[-1].stored["A"].clone()
 
 
 def test_a_stack_is_a_view_of_tensors_that_lie_in_order() -> None:

@@ -14,7 +14,7 @@ from reference import cross_entropy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from second_order import DHO2, DPKFAC, MRDHO2, SecondOrderWarning
+from second_order import DHO2, MRDHO2, SecondOrderWarning
 
 if TYPE_CHECKING:
     from pool import World
@@ -148,51 +148,3 @@ def test_everything_may_be_frozen_for_three_steps(world: World, system: int) -> 
     assert all(torch.equal(found[0], found[step]) for step in (1, 2, 3))
     assert not torch.equal(found[4], found[3])
     assert not torch.equal(found[5], found[4])
-
-
-HUGE = 1.4e19  # whose square fits into float32, and twice it does not
-NARROW = {"factor_dtype": torch.float32, "lr": 0.0}
-SPREAD: list[tuple[int, dict[str, Any]]] = [
-    (0, {}),
-    (0, {"factor_exchange": "reduce", "grad_worker_fraction": 0.5}),
-    (1, {"passes": 2, "loss_reduction": "pass_mean"}),  # whose factors see one rank's passes alone
-    (2, {}),
-]
-
-
-def overflowing(rank: int, world_size: int, system: int, options: dict[str, Any]) -> Any:
-    """The first layer's inputs are huge in some steps; its weight is as much smaller."""
-    passes, begin = options.pop("passes", 1), options.pop("begin", 1)
-    model = nn.Sequential(nn.Linear(1, 5, bias=False), nn.Linear(5, 3))
-    optimizer = make(KRONECKER[system], model, **{**NARROW, **options})
-    history = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SecondOrderWarning)
-        for step in range(begin + 5):
-            huge = HUGE if step >= begin else 1.0
-            optimizer.zero_grad()
-            with torch.no_grad():
-                model[0].weight.fill_(0.1 / huge)
-            for _ in range(passes):
-                y = torch.zeros(1, dtype=torch.int64)
-                cross_entropy(model(torch.full((1, 1), huge)), y).backward()
-            optimizer.step()
-            first, second = optimizer._curvature.layers.blocks
-            kept = [f.clone() for f in first.ensure_factors().stored.values() if f is not None]
-            history.append((kept, float(second.ensure_factors().weight)))
-    said = [str(w.message) for w in caught]
-    return history, said, optimizer.summary().dropped
-
-
-@pytest.mark.parametrize(("system", "options"), SPREAD)
-def test_statistics_that_overflow_in_the_sum_are_dropped_and_counted(
-    world: World, system: int, options: dict[str, Any]
-) -> None:
-    """Not taken for factors that cannot be decomposed; the other layer continues."""
-    results = world.run(overflowing, 2, system, options)
-    assert max(history[-1][1] for history, *_ in results) > 1.0  # decayed sum of weights
-    for history, said, dropped in results:
-        assert all(map(torch.equal, history[-1][0], history[0][0]))
-        assert dropped in (0, 5)
-        assert not said
-    assert sum(dropped > 0 for *_, dropped in results) == (1 if KRONECKER[system] is DPKFAC else 2)

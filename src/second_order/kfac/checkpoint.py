@@ -147,8 +147,7 @@ def saved_snapshot(block: KroneckerBlock, solves: Solves, room: bool) -> dict[st
     found: dict[str, Any] = {SNAPSHOT_STEP: solve.step, SNAPSHOT_MEANS: factors.means}
     found |= zip(SNAPSHOT_NUMBERS, numbers, strict=True)
     for letter, factor in factors.stored.items():
-        if factor is not None:
-            found[f"snapshot_{letter}"] = factor
+        found[f"snapshot_{letter}"] = factor
     return found
 
 

@@ -630,9 +630,10 @@ class KFAC(OfLayers):
         # A process may have got its own layers' factors alone, but moves and collects with others.
         for block, layer in self.known.items():
             if block.factors is None and layer.source is not None:
-                factors = block.ensure_factors()
                 if self.training.steps > 0 and self._takes(block):
-                    factors.stored.update(A=None, G=None)  # lost: the next refresh finds out
+                    block.load_factors({})  # lost: the next refresh finds out
+                else:
+                    block.ensure_factors()
         self.solves.restart(self._step)
         workers = loaded_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):

@@ -28,7 +28,6 @@ from second_order.kronecker.factors import (
     Reduction,
     StagedStatistics,
     StatisticsSums,
-    count_dropped,
     of_examples,
     sums_of,
     update_averages,
@@ -361,7 +360,6 @@ class Layers:
         """Update the running averages by sums over all processes, weighted by their examples.
 
         ``decay`` is the weight of the past of layers whose groups have none of their own.
-        Sums that do not fit their dtype are dropped, and counted.
         """
         averages = [block.ensure_factors() for block in sums]
         before = [factor for each in averages for factor in each.stored.values()]
@@ -371,8 +369,7 @@ class Layers:
             by_decay.setdefault(own_decays.get(block, decay), []).append(block)
         for past, blocks in by_decay.items():
             parts = [block.ensure_factors() for block in blocks], [sums[block] for block in blocks]
-            for order, over in update_averages(*parts, past):
-                count_dropped([blocks[i].staged for i in order], over)
+            update_averages(*parts, past)
         after = (factor for each in averages for factor in each.stored.values())
         if any(map(operator.is_not, before, after)):
             self._training.publish()  # frees those that have become slices of a stack

@@ -104,7 +104,7 @@ def fitted_curvature(
     uncovered = _left_to_the_base(training, layers)
     found: dict[str, LayerCurvature] = {}
     for block, each in averages.items():
-        name, kept = block.name, {k: t for k, t in each.stored.items() if t is not None}
+        name, kept = block.name, each.stored
         shapes = {names.get(id(p), UNNAMED): p.shape for p in _params_of(block)}
         if name not in known:
             uncovered |= dict.fromkeys(uncovered.keys() & shapes.keys(), reasons[name])
@@ -172,13 +172,10 @@ def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:
 
 def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> KroneckerFactors:
     """The averages that are here, with those that have been gathered."""
-    here = block.factors
     kept = block.factor_dtype, (False, False)
     averages = KroneckerFactors(block.shape, block.weight.device, *kept)
-    averages.stored.update({k: away.get(k, block.stored(k)) for k in block.shape.letters})
-    if here is not None:
-        averages.numbers.update(here.numbers)
-    averages.numbers.update({k: x for k, x in away.items() if k in averages.numbers})
+    averages.entries |= {} if block.factors is None else block.factors.entries
+    averages.entries |= away
     return averages
 
 
@@ -188,5 +185,5 @@ def _why_not(block: KroneckerBlock, params: list[nn.Parameter], averages: Kronec
         return "its factors are those of the gradient, which make no Fisher information"
     if sum(p.numel() for p in params) != math.prod(block.shape.gradient_size):
         return "its bias has been frozen or unfrozen since its factors were taken"
-    missing = any(averages.stored[letter] is None for letter in block.shape.letters)
+    missing = len(averages.stored) < len(block.shape.letters)
     return SILENT if missing or not float(averages.weight) > 0 else ""

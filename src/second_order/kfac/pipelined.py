@@ -53,7 +53,7 @@ class SentState(NamedTuple):
     """The state of a layer's statistics when they were sent, for so many micro-batches."""
 
     staged: StagedStatistics
-    revision: int
+    revision: tuple[int, int]
     passes: tuple[int, ...]  # those whose terms had been counted
     micro_batches: int
 

@@ -499,14 +499,12 @@ class Solves:
         assert damped is not None
         problems: dict[str, Problem] = {}
         for letter in self.step.to_solve[block]:
-            stored = factors.stored[letter]
-            assert stored is not None, f"factor {letter} is stored elsewhere"
             problems[letter] = Problem(
                 shape.groups,
                 shape.dims[letter],
                 self.options.inv_dtype,
                 block.weight.device,
-                stored,
+                factors.entries[letter],
                 added=damped.added[shape.letters.index(letter)],
                 is_diagonal=letter in shape.diagonals,
             )

@@ -37,7 +37,7 @@ from second_order.kronecker.layers import (
     layout_of,
 )
 from second_order.kronecker.solvers import Inverse
-from second_order.kronecker.storage import as_stack, in_groups
+from second_order.kronecker.storage import as_stack, in_groups, shared_number
 
 __all__ = [
     "AGREED_STATE",
@@ -355,9 +355,9 @@ class KroneckerBlock:
             if factor is None or self.factors is None:
                 continue
             if not self._holds(letter):
-                self.factors.stored[letter] = None
+                del self.factors.entries[letter]
             elif factor.untyped_storage().nbytes() > factor.nbytes:
-                self.factors.stored[letter] = factor.clone()
+                self.factors.entries[letter] = factor.clone()
 
     def _holds(self, letter: str) -> bool:
         """Whether a factor is kept on this process."""
@@ -365,7 +365,7 @@ class KroneckerBlock:
 
     def stored(self, letter: str) -> Tensor | None:
         """The factor of a letter, as stored; None if it is not kept here, or is lost."""
-        return None if self.factors is None else self.factors.stored[letter]
+        return None if self.factors is None else self.factors.entries.get(letter)
 
     @property
     def lost(self) -> bool:
@@ -390,9 +390,7 @@ class KroneckerBlock:
 
     def saved_factors(self) -> dict[str, Tensor]:
         """The factors kept here, as a checkpoint has them; tensors are shared, not copied."""
-        factors = self.ensure_factors()
-        kept = {k: factor for k, factor in factors.stored.items() if factor is not None}
-        return {**factors.numbers, **kept}
+        return dict(self.ensure_factors().entries)
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
         """Take over saved averages that fit; a missing one counts as lost."""
@@ -401,24 +399,21 @@ class KroneckerBlock:
     def read_factors(self, saved: Mapping[str, Any]) -> KroneckerFactors:
         """Copy saved averages that fit, as they are kept on this process."""
         factors = self._new_factors()
-        device = self.weight.device
-        for name, number in factors.numbers.items():
-            number.copy_(torch.as_tensor(saved.get(name, 0.0), device=device))
-        for letter, place in factors.stored.items():
-            if place is not None and letter in saved:
-                place.copy_(saved[letter])
-            else:
-                factors.stored[letter] = None
+        for name, entry in [*factors.entries.items()]:
+            if name in saved:
+                entry.copy_(torch.as_tensor(saved[name], device=entry.device))
+            elif name in self.shape.letters:
+                del factors.entries[name]
         return factors
 
     def take_factors(self, entries: Mapping[str, Tensor | None]) -> None:
         """Put factors of another process in place, and what goes with them; None is a lost one."""
         factors = self.ensure_factors()
         for name, value in entries.items():
-            if name in factors.stored:
-                factors.stored[name] = value
-            elif value is not None:
-                factors.numbers[name].copy_(value)
+            if value is not None:
+                factors.entries[name] = value
+            else:
+                factors.entries.pop(name, None)
 
     def misfit(self, saved: Mapping[str, Any]) -> str:
         """Why saved factors have not this layer's sizes as it is now; "" if they have."""
@@ -434,8 +429,7 @@ class KroneckerBlock:
     @property
     def factor_bytes(self) -> int:
         """Bytes of the running averages here."""
-        stored = [] if self.factors is None else [*self.factors.stored.values()]
-        return sum(factor.nbytes for factor in stored if factor is not None)
+        return 0 if self.factors is None else sum(t.nbytes for t in self.factors.stored.values())
 
     # ------------------------------------------------------------------------------------ inverse
 
@@ -605,15 +599,14 @@ def _owned(tensor: Tensor) -> Tensor:
 
 
 def of_groups(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:
-    """A number of each layer as one of each group, ``(layers x groups,)``; a float if all have it.
+    """The number that all layers have, or each one's for each of its groups.
 
     Layers that are solved beside training may have been begun at steps of different γ.
     """
-    first = numbers[0]
-    if not isinstance(first, Tensor) and numbers.count(first) == len(numbers):
-        return first
-    each = torch.stack([n if isinstance(n, Tensor) else like.new_tensor(n) for n in numbers])
-    return each.repeat_interleave(groups) if groups > 1 else each
+    number = shared_number(numbers, like)
+    if isinstance(number, Tensor) and number.dim() > 0:
+        return number.repeat_interleave(groups)
+    return number
 
 
 def banks_of(blocks: Iterable[KroneckerBlock]) -> list[Bank]:

@@ -659,10 +659,10 @@ class StatisticsCollector:
         """Add a pair while its pass goes on; rows without a gradient so far are left to the end."""
         current, group = pair.seen.of, pair.seen.group
         scale, staged = self.gradient_scale(pair.d), block.staged
-        cleared = staged.cleared
+        cleared = staged.since
 
         def add(x: Any, d: Tensor, rows: LiveRows) -> None:
-            if staged.cleared == cleared:
+            if staged.since == cleared:
                 staged.bring(
                     self._statistics(block, pair.module, x, d, rows), scale, current.number
                 )

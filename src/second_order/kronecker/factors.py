@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from itertools import accumulate
-from typing import Literal, TypeAlias, cast
+from functools import partial
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from second_order.kronecker.storage import (
     own_stack,
     pack_upper_triangular,
     packed_trace,
-    unpack_upper_triangular,
+    shared_number,
 )
 
 __all__ = [
@@ -59,6 +58,15 @@ class StatisticsSums:
     head: Tensor
 
 
+RECORD = "record"
+
+PassSums: TypeAlias = dict[str, Tensor]
+"""A layer's sums of a pass, by factor, and their "record".
+
+The record has the number of A's rows, the mean eigenvalues of the sums, and the rows of each group.
+"""
+
+
 class StagedStatistics:
     """Sums over the pairs of one step, waiting for the step to be taken.
 
@@ -70,10 +78,7 @@ class StagedStatistics:
     Attributes:
         dtype: Dtype of the sums; they leave in ``factor_dtype``.
         pairs: Number of pairs since the last :meth:`clear`.
-        micro_batches: Number of backward passes that were the first through some forward.
         work: Operations of their passes.
-        revision: A number that changes whenever the sums may have.
-        cleared: The revision of the last :meth:`clear`.
         explanation: The gradient in these passes beside the pairs, where they are compared.
         since: A number that is larger than those of all passes before the last :meth:`clear`.
         keeps: Whether pairs may be kept until their pass ends.
@@ -83,24 +88,22 @@ class StagedStatistics:
     keeps = True
 
     def __init__(self, shape: FactorShape, device: torch.device, factor_dtype: torch.dtype) -> None:
-        self.shape, self.device = shape, device
+        self.shape = shape
+        self.device = device
         self.factor_dtype = factor_dtype
         self.dtype = torch.promote_types(factor_dtype, torch.float32)
         self.dropped = torch.zeros((), dtype=torch.int64, device=device)
-        self.revision = 0
         self.clear()
 
     def clear(self) -> None:
         """Drop every pair since the last step."""
         self.explanation = None
-        self.pairs = self.micro_batches = self.work = 0
-        self.revision += 1
-        self.cleared = self.revision
+        self.pairs = 0
+        self.work = 0
         self.since = next_serial()
         self._total: PassSums | None = None  # of passes that have ended
         self._open: dict[int, PassSums] = {}  # of passes that are not over
-        self._first_passes: set[int] = set()
-        self._passes: set[int] = set()
+        self._passes: dict[int, bool] = {}  # whether each was the first through some forward
 
     def explain(self) -> Explanation:
         """The comparison of these passes' pairs with the gradient, made on first use."""
@@ -114,16 +117,22 @@ class StagedStatistics:
 
     def knows_others(self, pass_id: int) -> bool:
         """Whether another backward pass has brought a pair."""
-        return bool(self._passes - {pass_id})
+        return bool(self._passes.keys() - {pass_id})
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of backward passes that were the first through some forward."""
+        return sum(self._passes.values())
 
     @property
     def empty(self) -> bool:
-        """Whether no pair has arrived, be it one whose rows alone were looked at."""
-        return not self._passes
+        """Whether no pair has arrived."""
+        return not self.pairs
 
-    def note(self, pass_id: int) -> None:
-        """Note a backward pass that brings a pair."""
-        self._passes.add(pass_id)
+    @property
+    def revision(self) -> tuple[int, int]:
+        """A value that changes whenever the sums may have."""
+        return self.since, self.pairs
 
     def expect(self, pass_id: int, *, again: bool = False, work: int = 0) -> None:
         """Count a pair of a backward pass, which :func:`put` brings.
@@ -131,96 +140,65 @@ class StagedStatistics:
         ``again``: an earlier pass has come through the same forward. ``work``: operations of its
         layer.
         """
-        self.note(pass_id)
+        self._passes[pass_id] = self._passes.get(pass_id, False) or not again
         self.work += work
         self.pairs += 1
-        self.revision += 1
-        if not again:
-            self._first_passes.add(pass_id)
-            self.micro_batches = len(self._first_passes)
 
     def bring(self, pair: PairStatistics, gradient_scale: Tensor | float, pass_id: int) -> None:
         """Add a pair that is expected, on the CPU.
 
         ``gradient_scale`` turns the captured gradient into that of the pass's loss.
         """
-        found = {k: _stored(factor) for k, factor in pair.factors.items()}
+        sums = {letter: _stored(factor) for letter, factor in pair.factors.items()}
         if isinstance(gradient_scale, Tensor) or gradient_scale != 1:
             for letter in _letters_of_gradients(self.shape):
-                found[letter].mul_(gradient_scale**2)
-        means = [mean_eigenvalue(factor, self.shape.dims[k]) for k, factor in found.items()]
+                sums[letter].mul_(gradient_scale**2)
+
+        # The record of the sums; those that are not finite count nothing.
+        means = [mean_eigenvalue(sums[letter], n) for letter, n in self.shape.dims.items()]
+        rows = means[0].new_empty(1).fill_(pair.examples)
         routed = [] if pair.routed is None else [pair.routed]
-        record = torch.cat([_number(pair.examples, means[0]), *means, *routed]).to(self.dtype)
+        record = torch.cat([rows, *means, *routed]).to(self.dtype)
         if not math.isfinite(record.sum()):
             record.zero_()
-            found = {k: torch.zeros_like(factor) for k, factor in found.items()}
+            sums = {letter: torch.zeros_like(total) for letter, total in sums.items()}
             self.dropped.add_(1)
-        put([(self, pass_id, found, record)])
+        put([(self, pass_id, sums, record)])
 
     def drop_changed(self) -> None:
         """Drop a pair that was changed while it was kept; none is to be kept again."""
         self.keeps = False
         self.dropped.add_(1)
 
-    def opened(self, pass_id: int, sums: PassSums) -> list[SumsAndMore]:
-        """Take a pair's sums of a pass that is not over; returns what is to be added to others."""
-        before = self._open.setdefault(pass_id, sums)
-        return [] if before is sums else [(before, sums)]
+    def open_sums(self, pass_id: int, sums: PassSums) -> PassSums:
+        """The sums of a pass that is not over: those given, if they are its first."""
+        return self._open.setdefault(pass_id, sums)
 
-    def ended(self, pass_id: int) -> PassSums | None:
-        """The sums of a pass that is over, if it has brought any; they are no longer kept."""
-        return self._open.pop(pass_id, None)
+    def end_sums(self, pass_id: int) -> tuple[PassSums | None, PassSums | None]:
+        """The sums of a pass that is over, and those of the step, to which they are to be added.
 
-    def counted(self, sums: PassSums) -> list[SumsAndMore]:
-        """Take the sums of a pass into the step's; returns what is to be added to others."""
+        The first pass's become those of the step.
+        """
+        sums = self._open.pop(pass_id, None)
         if self._total is None:
             self._total = sums
-            return []
-        return [(self._total, sums)]
+            return sums, None
+        return sums, self._total
 
-    def total(self) -> PassSums | None:
-        """The sums of the step, of passes that have ended, or that nothing ends; None of none."""
+    def total(self) -> PassSums:
+        """The sums of the step, of passes that have ended, or that nothing ends; zeros of none."""
         for pass_id in [*self._open]:  # losses that are sums
             end_pass([self], pass_id, None)
-        return self._total
-
-    def _blank(self, terms: float | Tensor) -> StatisticsSums:
-        blank = partial(torch.zeros, dtype=self.factor_dtype, device=self.device)
-        shapes = {k: self.shape.stored_shape(k) for k in self.shape.letters}
-        head = blank(2 + self.shape.numbers * self.shape.groups, dtype=self.dtype)
-        head[0] = terms
-        return StatisticsSums({k: blank(shape) for k, shape in shapes.items()}, head)
-
-
-@dataclass
-class PassSums:
-    """A layer's sums of a pass, by factor, and their record.
-
-    The record has the number of A's rows and the mean eigenvalues of the sums.
-    """
-
-    factors: dict[str, Tensor]
-    record: Tensor
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The sums and the record."""
-        return [*self.factors.values(), self.record]
-
-
-SumsAndMore: TypeAlias = tuple[PassSums, PassSums]
+        if self._total is not None:
+            return self._total
+        zeros = partial(torch.zeros, dtype=self.dtype, device=self.device)
+        sums = {letter: zeros(self.shape.stored_shape(letter)) for letter in self.shape.letters}
+        return {**sums, RECORD: zeros(1 + self.shape.numbers * self.shape.groups)}
 
 
 def _letters_of_gradients(shape: FactorShape) -> str:
     """The factors that are sums of products of gradients."""
     return "AG" if shape.marginal else "G"
-
-
-def _number(number: int | Tensor, like: Tensor) -> Tensor:
-    """A number as a tensor ``(1,)`` like others."""
-    if isinstance(number, Tensor):
-        return number.view(1).to(like.dtype)
-    return like.new_full((1,), float(number))
 
 
 def count_dropped(staged: Sequence[StagedStatistics], dropped: Tensor) -> None:
@@ -231,17 +209,16 @@ def count_dropped(staged: Sequence[StagedStatistics], dropped: Tensor) -> None:
 
 def put(pairs: Iterable[tuple[StagedStatistics, int, dict[str, Tensor], Tensor]]) -> None:
     """Add expected pairs of different layers: each one's pass, sums by letter, and record."""
-    added: list[SumsAndMore] = []
+    totals: list[Tensor] = []
+    added: list[Tensor] = []
     for staged, pass_id, factors, record in pairs:
-        added += staged.opened(pass_id, PassSums(factors, record))
-    _add(added)
-
-
-def _add(sums: Sequence[SumsAndMore]) -> None:
-    """Add sums to others, of all layers at once."""
-    if sums:
-        totals = [tensor for total, _ in sums for tensor in total.tensors]
-        torch._foreach_add_(totals, [tensor for _, more in sums for tensor in more.tensors])
+        sums = {**factors, RECORD: record}
+        total = staged.open_sums(pass_id, sums)
+        if total is not sums:
+            totals += total.values()
+            added += sums.values()
+    if totals:
+        torch._foreach_add_(totals, added)
 
 
 def end_pass(
@@ -252,24 +229,29 @@ def end_pass(
     ``terms``: N, if the pass's loss is a mean over so many, so that G is N² times that of the
     captured gradients, as it would be for one term's.
     """
-    by_device: dict[torch.device, list[SumsAndMore]] = {}
-    scaled: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    by_device: dict[torch.device, list[StagedStatistics]] = {}
     for staged in layers:
-        sums = staged.ended(pass_id)
-        if sums is None:
-            continue
-        by_device.setdefault(staged.device, []).extend(staged.counted(sums))
-        groups = staged.shape.groups
-        for letter in _letters_of_gradients(staged.shape):
-            start = 1 + groups * staged.shape.letters.index(letter)
-            for part in (sums.factors[letter], sums.record[start : start + groups]):
-                scaled.setdefault((staged.device, part.dtype), []).append(part)
-    if isinstance(terms, Tensor) or (terms is not None and terms != 1):
-        for (device, dtype), parts in scaled.items():
-            square = terms.to(device, dtype) ** 2 if isinstance(terms, Tensor) else terms**2
-            torch._foreach_mul_(parts, square)
-    for added in by_device.values():
-        _add(added)
+        by_device.setdefault(staged.device, []).append(staged)
+    for device, together in by_device.items():
+        gradients: list[Tensor] = []
+        totals: list[Tensor] = []
+        added: list[Tensor] = []
+        for staged in together:
+            sums, total = staged.end_sums(pass_id)
+            if sums is None:
+                continue
+            groups = staged.shape.groups
+            for letter in _letters_of_gradients(staged.shape):
+                start = 1 + groups * staged.shape.letters.index(letter)
+                gradients += (sums[letter], sums[RECORD][start : start + groups])
+            if total is not None:
+                totals += total.values()
+                added += sums.values()
+        if gradients and terms is not None:
+            number = terms.to(device, gradients[0].dtype) if isinstance(terms, Tensor) else terms
+            torch._foreach_mul_(gradients, number**2)
+        if totals:
+            torch._foreach_add_(totals, added)
 
 
 def sums_of(
@@ -283,32 +265,26 @@ def sums_of(
     divided by ``micro_batches``. A module used several times in a pass has as many more rows: A is
     the mean over its uses, and G their sum (the lumped statistics of Ba et al. 2017, appendix C).
     """
-    totals = [each.total() for each in staged]
+    totals = [{**each.total()} for each in staged]
+    records = [total.pop(RECORD) for total in totals]
+    keys = [(each.device, each.shape.groups, each.shape.numbers) for each in staged]
     found: dict[int, StatisticsSums] = {}
-    keys = [
-        (each.device, each.factor_dtype, each.shape.groups, each.shape.numbers, total is None)
-        for each, total in zip(staged, totals, strict=True)
-    ]
     for group in in_groups(keys):
-        sums = [totals[i] for i in group]
-        if None in sums:
-            found |= {i: staged[i]._blank(0.0 if terms is None else terms[i]) for i in group}
-            continue
-        known = cast("list[PassSums]", sums)
-        records = as_stack([each.record for each in known])
-        column = records[:, :1]
-        if terms is not None:
-            column = _column([terms[i] for i in group], records)
-        heads = torch.cat([column, records], 1)
-        factors = [dict(each.factors) for each in known]
+        # Heads: the records, behind N.
+        stack = as_stack([records[i] for i in group])
+        heads = stack.new_empty(len(group), 1 + stack.shape[1])
+        heads[:, 1:] = stack
+        rows = stack[:, 0]
+        heads[:, 0] = rows if terms is None else shared_number([terms[i] for i in group], stack)
+
         if micro_batches > 1:
             square = float(micro_batches**2)
             heads[:, _gradients_of(staged[group[0]].shape)].mul_(square)
-            scaled = torch._foreach_mul([each["G"] for each in factors], square)
-            for each, g in zip(factors, scaled, strict=True):
-                each["G"] = g
-        for i, each, head in zip(group, factors, heads.unbind(), strict=True):
-            narrow = {k: total.to(staged[i].factor_dtype) for k, total in each.items()}
+            scaled = torch._foreach_mul([totals[i]["G"] for i in group], square)
+            for i, g in zip(group, scaled, strict=True):
+                totals[i]["G"] = g
+        for i, head in zip(group, heads.unbind(), strict=True):
+            narrow = {k: total.to(staged[i].factor_dtype) for k, total in totals[i].items()}
             found[i] = StatisticsSums(narrow, head)
     return [found[i] for i in range(len(staged))]
 
@@ -316,18 +292,6 @@ def sums_of(
 def _gradients_of(shape: FactorShape) -> slice:
     """The places of G's mean eigenvalues in a head."""
     return slice(2 + shape.groups, 2 + 2 * shape.groups)
-
-
-def _column(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor:
-    """One number for each row, ``(n, 1)``; a device gets a number once that all rows have."""
-    first = numbers[0]
-    if isinstance(first, Tensor):
-        if all(number is first for number in numbers):
-            return first.to(like).expand(len(numbers), 1)
-    elif all(not isinstance(number, Tensor) and number == first for number in numbers):
-        return like.new_full((len(numbers), 1), first)
-    each = [n.to(like) if isinstance(n, Tensor) else like.new_full((), n) for n in numbers]
-    return torch.stack(each).unsqueeze(1)
 
 
 def of_examples(
@@ -347,19 +311,14 @@ def of_examples(
     return found
 
 
-def _rows(numbers: Tensor, like: Tensor) -> Tensor:
-    """One number for each slice of a stack, or for each of its groups, in its dimensions."""
-    return numbers.reshape(*numbers.shape, *[1] * (like.dim() - numbers.dim()))
-
-
 class KroneckerFactors:
     """Running averages of the factors, each on the ranks that keep it, and their traces, on all.
 
     Attributes:
         shape: Sizes of the layer's factors.
         dtype: Dtype in which the factors are stored.
-        numbers: By their names in a checkpoint, :attr:`weight`, :attr:`means`, :attr:`examples`.
-        stored: By letter, the factors as stored; None where one is not kept, or is lost.
+        entries: By their names in a checkpoint, the factors that are kept here, by letter, and
+            :attr:`weight`, :attr:`means` and :attr:`examples`. A factor that is lost is missing.
     """
 
     def __init__(
@@ -372,26 +331,29 @@ class KroneckerFactors:
         self.shape = shape
         self.dtype = dtype
         zeros = partial(torch.zeros, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        self.numbers = {
+        self.entries = {
             "average_weight": zeros(()),
             "mean_eigenvalues": zeros((shape.numbers, shape.groups)),
             "examples": zeros(()),
         }
-        self.stored: dict[str, Tensor | None] = dict.fromkeys(shape.letters)
         for k in shape.letters:
             if held[k == "G"]:
-                size = shape.stored_shape(k)
-                self.stored[k] = torch.zeros(size, dtype=dtype, device=device)
+                self.entries[k] = zeros(shape.stored_shape(k), dtype=dtype)
+
+    @property
+    def stored(self) -> dict[str, Tensor]:
+        """The factors that are kept here, by letter."""
+        return {k: self.entries[k] for k in self.shape.letters if k in self.entries}
 
     @property
     def weight(self) -> Tensor:
         """W of the top of this file, a scalar; 0 before the first statistic."""
-        return self.numbers["average_weight"]
+        return self.entries["average_weight"]
 
     @property
     def examples(self) -> Tensor:
         """Number of rows of A in an update, averaged as the factors are; 0 before the first."""
-        return self.numbers["examples"]
+        return self.entries["examples"]
 
     @property
     def means(self) -> Tensor:
@@ -399,106 +361,75 @@ class KroneckerFactors:
 
         Or ``(3, 1)`` with that of L; or ``(3, groups)`` with each expert's share of the examples.
         """
-        return self.numbers["mean_eigenvalues"]
-
-    def matrix(self, which: str, dtype: torch.dtype) -> Tensor:
-        """A factor kept here as a new ``(groups, n, n)``, or ``(groups, n)`` if it is diagonal."""
-        stored = self.stored[which]
-        assert stored is not None, f"factor {which} is kept elsewhere"
-        if which in self.shape.diagonals:
-            return stored.to(dtype, copy=True)
-        return unpack_upper_triangular(stored.to(dtype), self.shape.dims[which])
-
-    def matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and G, each as :meth:`matrix` gives it."""
-        return self.matrix("A", dtype), self.matrix("G", dtype)
-
-    def mean_curvature(self) -> Tensor:
-        """Mean eigenvalue of A ⊗ G, or A ⊗ L ⊗ G, over the groups; a scalar."""
-        return self.of_letters.prod(0).mean()
+        return self.entries["mean_eigenvalues"]
 
     @property
     def of_letters(self) -> Tensor:
         """The mean eigenvalues of the factors alone, ``(2 or 3, groups)``."""
         return self.means[: len(self.shape.letters)]
 
+    def mean_curvature(self) -> Tensor:
+        """Mean eigenvalue of A ⊗ G, or A ⊗ L ⊗ G, over the groups; a scalar."""
+        return self.of_letters.prod(0).mean()
+
 
 def update_averages(
     averages: Sequence[KroneckerFactors], sums: Sequence[StatisticsSums], decay: float
-) -> list[tuple[list[int], Tensor]]:
-    """Take in one step's sums over all ranks, which are used up; ``decay`` is β.
-
-    Sums whose entries may not fit their dtype count as no example. Returns whether they did not,
-    ``(n,)``, with the positions of n layers, for all layers, or those where any did not.
-    """
+) -> None:
+    """Take in one step's sums over all ranks, which are used up; ``decay`` is β."""
     keys: list[object] = []
     for each in averages:
         shape = each.shape
-        held = tuple(factor is not None for factor in each.stored.values())
         size = shape.groups, shape.numbers, shape.letters
-        keys.append((each.weight.device, each.dtype, shape.marginal, held, size))
-    dropped: list[tuple[list[int], Tensor]] = []
+        columns = shape.in_dim if shape.marginal else 0
+        keys.append((each.weight.device, each.dtype, columns, frozenset(each.entries), size))
     for group in in_groups(keys):
         # Layers of equal shape next to each other: their factors are one tensor.
         shapes = [averages[i].shape for i in group]
         most = most_elements(averages[group[0]].weight.device)
-        equal = in_groups(shapes, [shape.elements for shape in shapes], most)
-        order = [group[k] for part in equal for k in part]
-        ends = list(accumulate(map(len, equal)))
-        slices = [slice(end - len(part), end) for end, part in zip(ends, equal, strict=True)]
-        over = _take_in([averages[i] for i in order], [sums[i] for i in order], slices, decay)
-        if over is not None:
-            dropped.append((order, over))
-    return dropped
+        runs = in_groups(shapes, [shape.elements for shape in shapes], most)
+        order = [group[k] for run in runs for k in run]
+        lengths = [len(run) for run in runs]
+        _update([averages[i] for i in order], [sums[i] for i in order], lengths, decay)
 
 
-def _take_in(
+def _update(
     averages: Sequence[KroneckerFactors],
     sums: Sequence[StatisticsSums],
-    slices: Sequence[slice],
+    lengths: Sequence[int],
     decay: float,
-) -> Tensor | None:
-    """Update averages of one kind, equal ones next to each other; returns which sums overflow."""
+) -> None:
+    """Update averages of one kind; equal ones are next to each other, in runs of these lengths."""
     shape = averages[0].shape
+    entries = [each.entries for each in averages]
     heads = as_stack([each.head for each in sums])
-
-    # Drop sums that overflow. No entry of a positive semi-definite matrix exceeds its trace, which
-    # the head of the sums over all ranks has: all ranks agree, whichever keep the factors.
-    most = torch.finfo(sums[0].factors["A"].dtype).max
-    bounds = tuple(most / max(each.shape.dims.values()) for each in averages)
-    over = ~(heads[:, 2:].amax(1) <= _constants(bounds, heads.dtype, heads.device))  # or NaN
-    dropping = over.device.type != "cpu" or bool(over.any())
-    if dropping:
-        heads.masked_fill_(over.unsqueeze(1), 0.0)
     terms = heads[:, 0]
     examples = heads[:, 1]
     means = heads[:, 2:].unflatten(1, (shape.numbers, -1))
 
     # Both factors of gradients have the trace of the curvature, which their product is to have
     # once: A's is made the number of examples, and that of its mean 1.
-    unit_trace = None
+    unit_trace: Tensor | None = None
     if shape.marginal:
-        sizes = tuple(float(each.shape.dims["A"]) for each in averages)
-        trace = means[:, 0, 0] * _constants(sizes, heads.dtype, heads.device)
+        trace = means[:, 0, 0] * shape.dims["A"]
         unit_trace = torch.where(trace > 0, examples / trace.where(trace > 0, 1.0), 0.0)
         means[:, 0, 0] *= unit_trace
 
     # The weight W. A layer of which no row has ever had a gradient has no curvature to average.
-    numbers = [each.numbers for each in averages]
-    weight = own_stack(numbers, "average_weight")
+    weight = own_stack(entries, "average_weight")
     present = (examples > 0) & ((means[:, 1] != 0).any(1) | (weight > 0))
     torch.where(present, weight * decay + 1.0, weight, out=weight)
 
     # X + step (x - X), where a step of 0 leaves X bit for bit.
     step = weight.clamp_min(1.0).reciprocal_() * present
-    own_stack(numbers, "examples").lerp_(examples.to(weight.dtype), step)
+    own_stack(entries, "examples").lerp_(examples.to(weight.dtype), step)
 
     # The mean eigenvalues. A, and L, are means over rows, G is one over terms.
     counts = torch.stack([terms if k == "G" else examples for k in shape.letters], 1)
     if shape.routed:
         counts = torch.cat([counts, examples.unsqueeze(1)], 1)
     counts = counts.clamp_min(1.0)
-    average = own_stack(numbers, "mean_eigenvalues")
+    average = own_stack(entries, "mean_eigenvalues")
     news = (means / _rows(counts, means)).to(average.dtype)
     steps = _rows(step, average)
     if shape.routed:
@@ -509,27 +440,29 @@ def _take_in(
     average.lerp_(news, steps)
 
     # The factors.
-    for equal in slices:
+    start = 0
+    for length in lengths:
+        equal = slice(start, start + length)
+        start += length
         for column, letter in enumerate(shape.letters):
-            if averages[equal.start].stored[letter] is None:
+            if letter not in entries[0]:
                 continue
-            average = own_stack([each.stored for each in averages[equal]], letter)
+            average = own_stack(entries[equal], letter)
             total = as_stack([each.factors[letter] for each in sums[equal]])
-            if dropping:
-                total.masked_fill_(_rows(over[equal], total), 0.0)
-            if unit_trace is not None and letter == "A":
-                total = total * _rows(unit_trace[equal], total)
-            count = _rows(counts[equal, column], total)
-            if total.dtype == counts.dtype:
-                mean = total.div_(count)
-            else:  # numbers are not rounded to the factors' dtype
-                mean = total.to(step.dtype) / count
+            mean = total.to(counts.dtype)  # numbers are not rounded to the factors' dtype
             steps = step[equal]
+            if unit_trace is not None and letter == "A":
+                mean.mul_(_rows(unit_trace[equal], mean))
+            mean.div_(_rows(counts[equal, column], mean))
             if shape.routed and letter == "A":
-                mean = mean * _rows(own[equal].to(mean.dtype), mean)
+                mean.mul_(_rows(own[equal], mean))
                 steps = step_a[equal]
             average.lerp_(mean.to(average.dtype), _rows(steps.to(average.dtype), average))
-    return over if dropping else None
+
+
+def _rows(numbers: Tensor, like: Tensor) -> Tensor:
+    """One number for each slice of a stack, or for each of its groups, in its dimensions."""
+    return numbers.reshape(*numbers.shape, *[1] * (like.dim() - numbers.dim()))
 
 
 def _own_means(shares: Tensor, news: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
@@ -542,12 +475,6 @@ def _own_means(shares: Tensor, news: Tensor, step: Tensor) -> tuple[Tensor, Tens
     seen = news > 0
     own = torch.where(seen, 1.0 / news.where(seen, 1.0), 0.0)
     return own, torch.where(seen, step * news / after.where(seen, 1.0), 0.0)
-
-
-@lru_cache(maxsize=256)
-def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.tensor(values, dtype=dtype, device=device)
 
 
 def mean_eigenvalue(factor: Tensor, dim: int) -> Tensor:

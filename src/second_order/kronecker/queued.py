@@ -92,13 +92,13 @@ class QueuedPair:
     _versions: list[int] = field(init=False)  # of the tensors
 
     def __post_init__(self) -> None:
-        self._cleared = self.staged.cleared
+        self._cleared = self.staged.since
         self._versions = [tensor._version for tensor in self.tensors]
 
     @property
     def wanted(self) -> bool:
         """Whether the layer still expects the pair as it was; a changed one is noted as dropped."""
-        if self._cleared != self.staged.cleared:
+        if self._cleared != self.staged.since:
             return False
         if [tensor._version for tensor in self.tensors] != self._versions:
             # In the very pass that brought it: this layer's are not to be kept again.

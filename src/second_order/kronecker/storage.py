@@ -33,6 +33,7 @@ __all__ = [
     "pack_upper_triangular",
     "packed_length",
     "packed_trace",
+    "shared_number",
     "unpack_upper_triangular",
 ]
 
@@ -74,12 +75,25 @@ def numbers_of(*groups: Sequence[Tensor]) -> list[list[float]]:
     return [list(islice(numbers, sum(map(Tensor.numel, group)))) for group in groups]
 
 
+def shared_number(numbers: Sequence[Tensor | float], like: Tensor) -> Tensor | float:
+    """The number that all layers have, as it is; else the numbers of all, ``(n,)``.
+
+    A device gets a number that all have once.
+    """
+    if len({*numbers}) == 1:
+        return numbers[0]
+    return torch.stack(
+        [n.to(like) if isinstance(n, Tensor) else like.new_full((), n) for n in numbers]
+    )
+
+
 def as_stack(parts: Sequence[Tensor]) -> Tensor:
     """Tensors of a shape as ``(n, *shape)``: a view of them where they lie in order, or a copy."""
     first = parts[0]
     if len(parts) == 1:
         return first.unsqueeze(0)
-    base, at = _base_of(first), first.storage_offset()
+    base = _base_of(first)
+    at = first.storage_offset()
     step = parts[1].storage_offset() - at
     if base is None or step < first.numel() or not first.is_contiguous():
         return torch.stack(list(parts))
@@ -90,10 +104,9 @@ def as_stack(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((len(parts), *first.shape), (step, *first.stride()))
 
 
-def own_stack(owners: Sequence[MutableMapping[str, Any]], name: str) -> Tensor:
+def own_stack(owners: Sequence[MutableMapping[str, Tensor]], name: str) -> Tensor:
     """The tensors that owners have by a name as one, of which each has a slice from now on."""
-    parts = [owner[name] for owner in owners]
-    whole = as_stack(parts)
+    whole = as_stack([owner[name] for owner in owners])
     if _base_of(whole) is None:  # a copy
         for owner, part in zip(owners, whole.unbind(), strict=True):
             owner[name] = part
