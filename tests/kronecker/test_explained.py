@@ -186,9 +186,16 @@ def compared(
 
 def alone(of: Any) -> float:
     """r as it is defined."""
-    e, g, w = (t if t is None else t.double().flatten() for t in (of.pairs, of.gradient, of.weight))
-    left = g - e if w is None else g - e - w * ((g - e) @ w / (w @ w))
-    return float((left.norm() - of.noise).clamp_min(0.0) / max(g.norm(), e.norm()))
+    products = [pair.product.double() for pair in of.pairs]
+    e, g = sum(products).flatten(), of.gradient.double().flatten()
+    left = g - e
+    if of.weight is not None:
+        w = of.weight.double().flatten()
+        left -= w * (left @ w / (w @ w))
+    eps = torch.finfo(torch.float32).eps
+    noise = sum(float(8 * eps * pair.x_norm * pair.d_norm) for pair in of.pairs)
+    noise += eps * sum(float(product.norm()) for product in products)
+    return float((left.norm() - noise).clamp_min(0.0) / max(g.norm(), e.norm()))
 
 
 @given(

@@ -15,15 +15,16 @@ c leaves room for a penalty on the weight's length in the loss, whose curvature 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from second_order.kronecker.autograd import is_reached
-from second_order.kronecker.storage import numbers_of
+from second_order.kronecker.storage import in_groups, numbers_of
 
 __all__ = ["TOLERANCE", "Explanation", "residuals"]
 
@@ -38,30 +39,48 @@ TF32_ROUNDING = 2.0**-11
 _norm = torch.linalg.vector_norm
 
 
+class PairSketch(NamedTuple):
+    """What a captured pair contributes to the comparison."""
+
+    product: Tensor  # its part of E, or of the gradient if the weight is a vector
+    x_norm: Tensor
+    d_norm: Tensor
+
+
 class Explanation:
     """The products with R that a layer's passes leave for a step to compare.
 
     A hook hangs on the weight from a pair until the gradient arrives, in the same pass.
 
     Attributes:
-        pairs: E, of the weight's rows by :data:`VECTORS`; or as the weight, if that is a vector.
+        pairs: The captured pairs.
         gradient: Γ.
         weight: W R, of a weight that is no vector.
-        noise: A bound on the rounding errors in E and Γ.
+        elements: Number of elements of the weight.
+        dtype: Dtype of the gradients of the layer's output.
     """
 
     def __init__(self) -> None:
-        self.pairs: Tensor | None = None
+        self.pairs: list[PairSketch] = []
         self.gradient: Tensor | None = None
         self.weight: Tensor | None = None
-        self.noise: Tensor | float = 0.0
+        self.elements = 0
+        self.dtype = torch.float32
         self._complete = True  # no hook of the user's changes the gradient before it arrives
         self._hook: RemovableHandle | None = None
 
     @property
     def known(self) -> bool:
         """Whether pairs and gradient are all seen."""
-        return self._complete and self.pairs is not None and self.gradient is not None
+        return self._complete and bool(self.pairs) and self.gradient is not None
+
+    @property
+    def key(self) -> Hashable:
+        """What layers have in common that are compared together."""
+        product, _, _ = self.pairs[0]
+        gradient = cast(Tensor, self.gradient)
+        size = product.shape, self.elements, len(self.pairs), self.weight is None
+        return size, product.device, product.dtype, gradient.dtype, self.dtype
 
     def add(self, product: Tensor, x: Tensor, d: Tensor, weight: Tensor) -> None:
         """Add a pair, whose part of the gradient of a leaf is a product of the leaf's shape."""
@@ -69,9 +88,11 @@ class Explanation:
             self._complete = False
         if not self._complete:
             return
-        part = _sketch(product)
-        self.pairs = part if self.pairs is None else self.pairs + part
-        self.noise = self.noise + _noise(part, x, d, weight.numel())
+        sketch = _sketch(product)
+        x_norm = _size(x) if x.is_floating_point() else sketch.new_full((), x.numel() ** 0.5)
+        self.pairs.append(PairSketch(sketch, x_norm, _size(d)))
+        self.elements = weight.numel()
+        self.dtype = d.dtype
         if self._hook is None:
             hook = partial(_arrive, weakref.ref(self), weakref.ref(weight))
             self._hook = weight.register_hook(hook)
@@ -88,18 +109,6 @@ class Explanation:
         if self.weight is None and weight.dim() > 1:
             self.weight = _sketch(weight.detach().to(wide))
 
-    def residual(self) -> Tensor:
-        """The share r of the gradient that the pairs leave over, less what rounding may make."""
-        assert self.pairs is not None
-        assert self.gradient is not None
-        rest = self.gradient - self.pairs
-        if self.weight is not None:
-            common = (rest * self.weight).sum() / self.weight.square().sum().clamp_min(1e-30)
-            rest = rest - common * self.weight
-        largest = torch.maximum(_norm(self.gradient), _norm(self.pairs))
-        share: Tensor = (_norm(rest) - self.noise).clamp_min(0.0) / largest
-        return share
-
 
 def _arrive(
     explanation: weakref.ref[Explanation], weight: weakref.ref[Tensor], gradient: Tensor
@@ -113,19 +122,46 @@ def _arrive(
 
 def residuals(explanations: Sequence[Explanation]) -> list[float]:
     """The residuals of explanations that are known; a device is read once."""
-    (values,) = numbers_of([each.residual() for each in explanations])
-    return values
+    groups = in_groups([each.key for each in explanations])
+    values = numbers_of(*([_residuals([explanations[i] for i in group])] for group in groups))
+    found = [0.0] * len(explanations)
+    for group, numbers in zip(groups, values, strict=True):
+        for i, number in zip(group, numbers, strict=True):
+            found[i] = number
+    return found
 
 
-def _noise(part: Tensor, x: Tensor, d: Tensor, elements: int) -> Tensor:
-    """What rounding may change in a pair's part of the gradient: of products, sums, underflow."""
-    number = torch.finfo(d.dtype)
-    length = _size(x) if x.is_floating_point() else x.numel() ** 0.5
-    tf32 = d.device.type == "cuda" and d.dtype is torch.float32
-    products = _size(d) * length * (TF32_ROUNDING if tf32 else ROUNDING)
-    underflow = number.smallest_normal * number.eps * elements**0.5
-    noise: Tensor = products + _norm(part) * number.eps + underflow
-    return noise
+def _residuals(layers: Sequence[Explanation]) -> Tensor:
+    """The share r of the gradient that pairs leave over, less what rounding may make, ``(n,)``.
+
+    The layers have one :attr:`Explanation.key`.
+    """
+    first = layers[0]
+    sketches = [pair for layer in layers for pair in layer.pairs]
+    parts = torch.stack([pair.product for pair in sketches])
+    parts = parts.unflatten(0, (len(layers), -1)).flatten(2)  # (layers, pairs, elements)
+    pairs = parts.sum(1)
+    gradient = torch.stack([cast(Tensor, layer.gradient) for layer in layers]).flatten(1)
+
+    # What is left over, apart from a multiple of the weight.
+    rest = gradient - pairs
+    if first.weight is not None:
+        weight = torch.stack([cast(Tensor, layer.weight) for layer in layers]).flatten(1)
+        common = (rest * weight).sum(1) / weight.square().sum(1).clamp_min(1e-30)
+        rest = rest - common.unsqueeze(1) * weight
+
+    # What rounding may change: of products, of sums, by underflow.
+    number = torch.finfo(first.dtype)
+    tf32 = parts.device.type == "cuda" and first.dtype is torch.float32
+    norms = torch.stack([norm for pair in sketches for norm in (pair.x_norm, pair.d_norm)])
+    products = norms.view(len(layers), -1, 2).prod(-1).sum(1)
+    noise = products * (TF32_ROUNDING if tf32 else ROUNDING)
+    noise = noise + _norm(parts, dim=-1).sum(1) * number.eps
+    noise = noise + number.smallest_normal * number.eps * first.elements**0.5
+
+    largest = torch.maximum(_norm(gradient, dim=-1), _norm(pairs, dim=-1))
+    shares: Tensor = (_norm(rest, dim=-1) - noise).clamp_min(0.0) / largest
+    return shares
 
 
 def _size(tensor: Tensor) -> Tensor:
