@@ -391,7 +391,6 @@ def test_only_classes_of_modules_are_taken_from_a_file(tmp_path: Path) -> None:
             "layer 'a/b' has no factor G here: it has A",
         ),
         (lambda c: replace(c["a/b"], stored={}).A, "no factor A here: it is kept elsewhere"),
-        (lambda c: KroneckerCurvature(c, [], {}, owners={"": 0}), "give world=, the World"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(call: Any, message: str) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.fsdp import is_dtensor
+from second_order.distributed.world import World
 from second_order.errors import SecondOrderError
 from second_order.kronecker.layer_curvature import Eigen, LayerCurvature, read_eigen
 from second_order.kronecker.saved_curvature import (
@@ -30,25 +30,9 @@ from second_order.kronecker.saved_curvature import (
 __all__ = ["KroneckerCurvature", "Vector"]
 
 Vector: TypeAlias = Mapping[str, Tensor] | Sequence[Tensor | None]
-T = TypeVar("T")
+Parts: TypeAlias = Mapping[str, Tensor]
 V = TypeVar("V", Mapping[str, Tensor], Sequence[Tensor | None])
 Damping: TypeAlias = float | Mapping[str, float] | None
-
-
-class Processes(Protocol):
-    """The processes that keep layers: :class:`~second_order.distributed.world.World`."""
-
-    rank: int
-    size: int
-
-    def broadcast(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Give every rank the value that each tensor has on its owner, in place."""
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank."""
-
-    def on_cpu(self) -> Processes:
-        """These ranks for tensors on the CPU."""
 
 
 class KroneckerCurvature(Mapping[str, LayerCurvature]):
@@ -83,19 +67,15 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         uncovered: Mapping[str, str],
         *,
         owners: Mapping[str, int] | None = None,
-        world: Processes | None = None,
+        world: World | None = None,
         report: Any = None,
     ) -> None:
-        if owners and world is None:
-            raise ValueError("owners= are ranks of processes; give world=, the World they are of")
+        self._world = World.alone() if world is None else world
         self.names = list(names)
         self.uncovered = dict(uncovered)
         self.report = report
-        self.owners: dict[str, int] = {}
-        if owners and world is not None and world.size > 1:
-            self.owners = dict(owners)
+        self.owners = dict(owners or {}) if self._world.size > 1 else {}
         self._layers = dict(layers)
-        self._world = world
         self._sizes = {n: size for each in layers.values() for n, size in each.shapes.items()}
 
     def __getitem__(self, name: str) -> LayerCurvature:
@@ -104,7 +84,7 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         layer = self._layers[name]
         if name not in self.owners:
             return layer
-        tensors = self._on_owners(lambda: _Work([name], LayerCurvature.tensors))[name]
+        tensors = self._share(lambda: self._compute([name], LayerCurvature.tensors))[name]
         return layer if layer.stored else layer.with_tensors(tensors)
 
     def _unknown(self, name: object) -> str:
@@ -144,14 +124,13 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
         On the other ranks there are then no layers, and :attr:`uncovered` says so.
         """
-        size = 1 if self._world is None else self._world.size
+        size = self._world.size
         if to is not None and to not in range(size):
             raise ValueError(
                 f"to={to} is not a rank of {size} processes; give 0 to {size - 1}, or None for all"
             )
         if not self.owners:
             return self
-        assert self._world is not None
         keeps = to in (None, self._world.rank)
         layers = {}
         for name in self:
@@ -283,24 +262,23 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         alone is to call this.
         """
         folder = Path(folder)
-        rank = self._world.rank if self.owners and self._world is not None else 0
+        rank = self._world.rank if self.owners else 0
 
-        def begin() -> None:
-            if rank == 0:
-                folder.mkdir(parents=True, exist_ok=True)
-                remove_index(folder)
-
-        def write() -> None:
+        def write_layers() -> dict[str, Parts]:
+            folder.mkdir(parents=True, exist_ok=True)
+            remove_index(folder)
             for name, layer in self._layers.items():
                 if self.owners.get(name, 0) == rank:
                     write_layer(folder, layer)
+            return {}
 
-        def end() -> None:
+        def write_end() -> dict[str, Parts]:
             if rank == 0:
                 write_index(folder, self._layers, self.names, self.uncovered, self.report)
+            return {}
 
-        for step in (begin, write, end):
-            self._gather(step)
+        self._share(write_layers)
+        self._share(write_end)  # once all ranks have written their layers
 
     @classmethod
     def load(
@@ -325,12 +303,12 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
     def _map(self, vector: V, f: Callable[[LayerCurvature, Tensor], Tensor]) -> V:
         """The results of a function of each layer and its part of the vector, as a matrix."""
 
-        def work() -> _Work:
+        def work() -> dict[str, Parts]:
             named = self._named(vector)
             device = next((part.device for part in named.values()), None)
             stacked = any(part.shape != self._sizes[name] for name, part in named.items())
 
-            def result(layer: LayerCurvature) -> dict[str, Tensor]:
+            def result(layer: LayerCurvature) -> Parts:
                 parts = {name: named[name] for name in layer.shapes if name in named}
                 to_matrix = torch.vmap(layer.to_matrix) if stacked else layer.to_matrix
                 to_vector = torch.vmap(layer.to_vector) if stacked else layer.to_vector
@@ -338,9 +316,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 return {name: part.to(device) for name, part in found.items()}
 
             names = [k for k, layer in self._layers.items() if layer.shapes.keys() & named.keys()]
-            return _Work(names, result)
+            return self._compute(names, result)
 
-        found = _joined(self._on_owners(work))
+        found = _joined(self._share(work))
         if isinstance(vector, Mapping):
             return cast(V, found)
         return cast(V, [found.get(name) for name in self.names])
@@ -350,82 +328,73 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return _joined(self._of_all(lambda layer: layer.to_vector(f(layer))))
 
     def _sum(self, f: Callable[[LayerCurvature], float]) -> float:
-        def number(layer: LayerCurvature) -> dict[str, Tensor]:
+        def number(layer: LayerCurvature) -> Parts:
             return {"": torch.tensor(f(layer), dtype=torch.float64, device="cpu")}
 
         return sum(float(each[""]) for each in self._of_all(number).values())
 
-    def _of_all(
-        self, compute: Callable[[LayerCurvature], Mapping[str, Tensor]]
-    ) -> dict[str, Mapping[str, Tensor]]:
+    def _of_all(self, compute: Callable[[LayerCurvature], Parts]) -> dict[str, Parts]:
         """Compute tensors of all layers."""
-        return self._on_owners(lambda: _Work(list(self), compute))
+        return self._share(lambda: self._compute(list(self), compute))
 
-    def _on_owners(self, work: Callable[[], _Work]) -> dict[str, Mapping[str, Tensor]]:
-        """Compute tensors of layers on their owners; every rank gets all of them, by layer.
+    def _compute(
+        self, names: Sequence[str], compute: Callable[[LayerCurvature], Parts]
+    ) -> dict[str, Parts]:
+        """Compute tensors of layers; nothing for those that another rank owns."""
+        rank = self._world.rank
+        return {
+            name: compute(self._layers[name]) if self.owners.get(name, rank) == rank else {}
+            for name in names
+        }
+
+    def _share(self, work: Callable[[], dict[str, Parts]]) -> dict[str, Parts]:
+        """Do this rank's work, and give every rank the tensors that each layer's owner has.
 
         Collective, unless every rank has all layers. If a rank raises, all of them do.
         """
-        rank = 0 if self._world is None else self._world.rank
-        local: dict[str, Mapping[str, Tensor]] = {}
+        if not self.owners:
+            return work()
+        found: dict[str, Parts] = {}
+        error = None
+        try:
+            found = work()
+        except Exception as raised:  # the others wait for this rank
+            error = raised
 
-        def compute() -> tuple[list[str], dict[tuple[str, str], Any]]:
-            todo = work()
-            for name in todo.names:
-                if self.owners.get(name, rank) == rank:
-                    local[name] = todo.compute(self._layers[name])
-            parts = {
-                (name, key): (tuple(tensor.shape), tensor.dtype, tensor.device.type)
-                for name, tensors in local.items()
-                for key, tensor in tensors.items()
-                if name in self.owners
-            }
-            return todo.names, parts
-
-        # Agree on the layers, and on the shapes of what arrives.
-        everywhere = self._gather(compute)
-        names = everywhere[0][0]
-        for other, (asked, _) in enumerate(everywhere):
-            if asked != names:
+        # Agree that no rank has failed, on the layers, and on the shapes of what arrives.
+        shapes = {
+            name: {key: (tuple(x.shape), x.dtype, x.device.type) for key, x in parts.items()}
+            for name, parts in found.items()
+        }
+        everywhere = self._world.all_gather_object((repr(error) if error else "", shapes))
+        if error is not None:
+            raise error
+        failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(everywhere) if text]
+        if failed:
+            raise SecondOrderError("; ".join(failed))
+        names = list(everywhere[0][1])
+        for rank, (_, others) in enumerate(everywhere):
+            if list(others) != names:
                 raise SecondOrderError(
-                    f"rank 0 asks for layers {names}, and rank {other} for {asked}; every "
+                    f"rank 0 asks for layers {names}, and rank {rank} for {list(others)}; every "
                     f"rank has to ask for the same ones, or to call gather() before"
                 )
 
-        # Broadcast the tensors of each owner.
-        arrived = {name: dict(local.get(name, {})) for name in names}
-        by_device: dict[str, list[tuple[Tensor, int]]] = {}
-        for owner, (_, parts) in enumerate(everywhere):
-            for (name, key), (shape, dtype, device) in parts.items():
-                if owner != rank:
+        # Broadcast the tensors of each owner, all of one call being on one kind of device.
+        arrived = {name: dict(parts) for name, parts in found.items()}
+        tensors: list[Tensor] = []
+        owners: list[int] = []
+        for name in [name for name in names if name in self.owners]:
+            owner = self.owners[name]
+            for key, (shape, dtype, device) in everywhere[owner][1][name].items():
+                if owner != self._world.rank:
                     arrived[name][key] = torch.empty(shape, dtype=dtype, device=device)
-                by_device.setdefault(device, []).append((arrived[name][key], owner))
-        for device, tensors in sorted(by_device.items()):
-            world = cast(Processes, self._world)
-            group = world.on_cpu() if device == "cpu" else world
-            group.broadcast([t for t, _ in tensors], [owner for _, owner in tensors])
+                tensors.append(arrived[name][key])
+                owners.append(owner)
+        on_host = bool(tensors) and tensors[0].device.type == "cpu"
+        world = self._world.on_cpu() if on_host else self._world
+        world.broadcast(tensors, owners)
         return dict(arrived)
-
-    def _gather(self, compute: Callable[[], T]) -> list[T]:
-        """What each rank computes, by rank; if one raises, all do.
-
-        Not a collective if every rank has all layers.
-        """
-        if not self.owners or self._world is None:
-            return [compute()]
-        value = None
-        error = None
-        try:
-            value = compute()
-        except Exception as raised:  # the others wait for this rank
-            error = raised
-        everywhere = self._world.all_gather_object((value, repr(error) if error else ""))
-        if error is not None:
-            raise error
-        failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(everywhere) if text]
-        if failed:
-            raise SecondOrderError("; ".join(failed))
-        return [each for each, _ in everywhere]
 
     def _named(self, vector: Vector) -> Mapping[str, Tensor]:
         """A vector, or a stack of vectors, by name, of parameters that have curvature."""
@@ -437,10 +406,9 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                 )
             pairs = zip(self.names, vector, strict=True)
             vector = {name: tensor for name, tensor in pairs if tensor is not None}
-        stacks: dict[torch.Size, str] = {}
+        numbers: dict[torch.Size, str] = {}  # of vectors in a stack
         for name, tensor in vector.items():
-            size = self._sizes.get(name)
-            if size is None:
+            if name not in self._sizes:
                 why = self.uncovered.get(name, "it is no parameter of the optimizer")
                 raise ValueError(
                     f"{name!r} has no curvature: {why}; leave it out of the vector, or give None "
@@ -451,15 +419,16 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
                     f"the vector has a DTensor for {name!r}; give whole tensors, as "
                     f"tensor.full_tensor() returns them"
                 )
+            size = self._sizes[name]
             if size not in (tensor.shape, tensor.shape[1:]):
                 raise ValueError(
                     f"the vector has shape {tuple(tensor.shape)} for {name!r}, a parameter of "
                     f"shape {tuple(size)}"
                 )
-            stacks[tensor.shape[: tensor.dim() - len(size)]] = name
-        if len(stacks) > 1:
-            numbers = ", ".join(f"{list(n) or 'one'} for {name!r}" for n, name in stacks.items())
-            raise ValueError(f"the vectors are not as many for all parameters: {numbers}")
+            numbers[tensor.shape[: tensor.dim() - len(size)]] = name
+        if len(numbers) > 1:
+            each = ", ".join(f"{list(n) or 'one'} for {name!r}" for n, name in numbers.items())
+            raise ValueError(f"the vectors are not as many for all parameters: {each}")
         return vector
 
     def _damping_of(self, layer: LayerCurvature, damping: Damping) -> float | None:
@@ -472,13 +441,5 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return damping.get(layer.name)
 
 
-@dataclass(frozen=True)
-class _Work:
-    """Layers, and what their owners compute of each, by key."""
-
-    names: list[str]
-    compute: Callable[[LayerCurvature], Mapping[str, Tensor]]
-
-
-def _joined(parts: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def _joined(parts: Mapping[str, Parts]) -> dict[str, Tensor]:
     return {name: tensor for each in parts.values() for name, tensor in each.items()}
