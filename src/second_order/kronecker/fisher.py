@@ -80,7 +80,7 @@ def logits_of(output: Any) -> Tensor:
         raise TypeError(
             f"labels cannot be drawn: no tensor of logits is in the model's output of type {kind}; "
             f"pass a callable that takes the output, draws labels from it and returns "
-            f"their summed negative log-likelihood: fisher= of an optimizer, likelihood= of measure"
+            f"their summed negative log-likelihood: fisher= of an optimizer, loss= of measure"
         )
     return output
 

@@ -10,32 +10,38 @@ A and G of convolutions are those of Grosse and Martens 2016: A is a sum over an
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from second_order.errors import SecondOrderError
+from second_order.errors import SecondOrderError, SecondOrderWarning
 from second_order.kronecker.autograd import as_used
 from second_order.kronecker.block import as_matrices
 from second_order.kronecker.experts import Routed
-from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Form, gram, layout_of
+from second_order.kronecker.layer_curvature import Eigen
+from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Form, layout_of
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.measuring.batches import Batch
 from second_order.measuring.hooks import capturing_inputs, capturing_pairs
 from second_order.measuring.layers import Layer
-from second_order.measuring.sums import Sums
+from second_order.measuring.sums import Sums, full_precision
 
-__all__ = ["Accumulator", "Basis", "Eigenvalues", "Inputs", "Pairs"]
+__all__ = ["Eigenvalues", "Inputs", "Pairs"]
 
 SHARED = (
     "all examples of a batch share its indices of shape {shape}, so the gradients of single "
     "examples are not known; give each example its own, for example by position_ids of shape "
     "(examples, positions) in the batch"
+)
+BY_ROW = (
+    "measure: rows of some layers cannot be assigned to examples of a batch, so their corrected "
+    "eigenvalues count rows as examples"
 )
 CHUNK_BYTES = 2**26
 """Of the gradients of single examples of a batch that exist at the same time."""
@@ -45,32 +51,23 @@ class Accumulator:
     """Adds what the calls of layers contribute, batch by batch.
 
     Attributes:
-        rows: By layer, the number of rows in A's sum, or ``(experts,)``, each one's own.
+        rows: By layer, the number of rows in A's sum; of experts ``(experts,)``, each one's own.
         failed: By layer, why it has no factors.
-        by_row: Names of layers whose rows count as examples in the corrected eigenvalues.
     """
 
     def __init__(self, layers: Sequence[Layer], sums: Sums) -> None:
         self.layers = list(layers)
         self.sums = sums
-        self.rows: dict[str, int | Tensor] = {layer.name: 0 for layer in layers}
+        self.rows: dict[str, int | Tensor] = {}
         self.failed: dict[str, str] = {}
-        self.by_row: set[str] = set()
         self.layers_of: dict[nn.Module, list[Layer]] = {}  # fused experts are two layers
         for layer in layers:
+            experts = torch.zeros(layer.shape.groups, dtype=torch.int64, device=sums.device)
+            self.rows[layer.name] = experts if layer.shape.routed else 0
             for module in layer.block.modules:
                 self.layers_of.setdefault(module, []).append(layer)
         self.batch: Batch
         self.counts = True
-
-    @contextmanager
-    def capturing(self, model: nn.Module) -> Iterator[Any]:
-        """Capture the calls of the layers in a block; yields what runs the backward pass."""
-        modules = list(self.layers_of)
-        with capturing_pairs(model, modules, self) as (backward, missed):
-            yield backward
-            for module, why in missed.items():
-                self.failed |= {layer.name: why for layer in self.layers_of.get(module, ())}
 
     def begin(self, batch: Batch, counts: bool) -> None:
         """Begin a batch, which may count for nothing."""
@@ -89,7 +86,7 @@ class Inputs(Accumulator):
     """A of layers, by forward passes."""
 
     @contextmanager
-    def capturing(self, model: nn.Module) -> Iterator[Any]:
+    def capturing(self, model: nn.Module) -> Iterator[None]:
         """Capture the inputs of the layers in a block."""
         with capturing_inputs(self.layers_of, self.take):
             yield None
@@ -98,28 +95,22 @@ class Inputs(Accumulator):
         """Add the input of a call."""
         if not self.counts:
             return
+        layers = self.layers_of[module]
         if isinstance(x, Routed):
-            self._take_experts(module, x)
+            # Add the rows that each of the fused experts multiplies.
+            routed, _, _ = x.rows(module, self.batch.rows.mask_of(x.hidden))
+            for layer in layers:
+                by_expert = routed.of[layer.weight_name].split(routed.counts)
+                self.rows[layer.name] += torch.tensor(routed.counts, device=x.hidden.device)
+                self.sums.add_grams((layer.name, "A"), by_expert)
             return
-        (layer,) = self.layers_of[module]
+        (layer,) = layers
         if not isinstance(x, Tensor):
             raise SecondOrderError(f"layer {layer.name!r} was not called with one tensor")
         if x.shape[-1] == layer.shape.dims["A"]:  # else the model itself will raise
             rows, number = self.batch.rows.pick(x)
             self.rows[layer.name] += number
             self.sums.add_gram((layer.name, "A"), as_used(rows))
-
-    def _take_experts(self, module: nn.Module, call: Routed) -> None:
-        """Add the rows that each of the fused experts multiplies."""
-        mask = self.batch.rows.mask_of(call.hidden)
-        routed, _, _ = call.rows(module, mask)
-        for layer in self.layers_of[module]:
-            rows = routed.of[layer.weight_name].to(self.sums.dtype)
-            with _full_precision(rows.device):
-                by_expert = rows.unsqueeze(0).split(routed.counts, dim=1)
-                a = torch.cat([gram(each, False, False) for each in by_expert])
-            self.rows[layer.name] += torch.tensor(routed.counts, device=a.device)
-            self.sums.add((layer.name, "A"), a)
 
 
 # ------------------------------------------------------------------------------------------- pairs
@@ -128,6 +119,14 @@ class Inputs(Accumulator):
 class Pairs(Accumulator):
     """A and G of layers; a consumer of :class:`~second_order.kronecker.capture.Capture`."""
 
+    @contextmanager
+    def capturing(self, model: nn.Module) -> Iterator[Callable[[Tensor], None]]:
+        """Capture the pairs of the layers in a block; yields what runs the backward pass."""
+        with capturing_pairs(model, list(self.layers_of), self) as (backward, missed):
+            yield backward
+            for module, why in missed.items():
+                self.failed |= {layer.name: why for layer in self.layers_of.get(module, ())}
+
     def wants(self, module: nn.Module) -> bool:
         """Whether pairs of a module are wanted."""
         return module in self.layers_of and self.counts
@@ -135,14 +134,7 @@ class Pairs(Accumulator):
     def count_call(self, module: nn.Module) -> None:
         """See a call of a module in a forward pass."""
 
-    def consume(
-        self,
-        module: nn.Module,
-        x: Any,
-        d: Tensor,
-        pass_id: int,
-        again: bool = False,
-    ) -> None:
+    def consume(self, module: nn.Module, x: Any, d: Tensor, *_: Any, **__: Any) -> None:
         """Add a pair."""
         for layer in self.layers_of[module]:
             if self._is_shared(layer, x):
@@ -167,25 +159,16 @@ class Pairs(Accumulator):
             self.sums.add_gram((layer.name, "A"), rows)
             self.sums.add_gram((layer.name, "G"), d.reshape(-1, d.shape[-1]))
             return
-        d = d.to(torch.promote_types(d.dtype, torch.float32))
+        pair = Pair.widened(module, x, d)
         form = Form(bias=layer.has_bias, approximation="expand")
         with ieee_matmul(d.device):
-            pair = layer.kind(module).statistics(module, _to(x, d.dtype), d, form)
-        by_expert = pair.routed
-        self.rows[layer.name] += pair.examples if by_expert is None else by_expert.to(torch.int64)
-        for name, factor in pair.factors.items():
+            found = layer.kind(module).statistics(module, pair.x, pair.d, form)
+        self.rows[layer.name] += found.examples if found.routed is None else found.routed.long()
+        for name, factor in found.factors.items():
             self.sums.add((layer.name, name), factor)
 
 
 # ------------------------------------------------------------------------------------- eigenvalues
-
-
-@dataclass(frozen=True)
-class Basis:
-    """Eigenvectors of A, None where it is diagonal, and of G: ``(groups, n, n)``."""
-
-    a: Tensor | None
-    g: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,15 +179,23 @@ class Pair:
     x: Any
     d: Tensor
 
+    @classmethod
+    def widened(cls, module: nn.Module, x: Any, d: Tensor) -> Pair:
+        """A pair as it was captured, which may be narrower."""
+        d = d.to(torch.promote_types(d.dtype, torch.float32))
+        is_real = isinstance(x, Tensor) and x.is_floating_point()
+        return cls(module, x.to(d.dtype) if is_real else x, d)
+
 
 class Eigenvalues(Pairs):
     """The second moment of the gradients of examples in the eigenbasis of A and G.
 
     An example's gradient is that of all calls of a layer. So the pairs of a layer that is called
-    several times are kept until the last of them has come.
+    several times are kept until the last of them has come. If the rows of a pair cannot be assigned
+    to examples of the batch, each one counts as an example, with a warning.
     """
 
-    def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Basis]) -> None:
+    def __init__(self, layers: Sequence[Layer], sums: Sums, bases: Mapping[str, Eigen]) -> None:
         super().__init__(layers, sums)
         self._bases = bases
         self._calls: Counter[Layer] = Counter()  # in this batch
@@ -214,17 +205,9 @@ class Eigenvalues(Pairs):
         """See a call of a module in a forward pass."""
         self._calls.update(self.layers_of.get(module, ()))
 
-    def consume(
-        self,
-        module: nn.Module,
-        x: Any,
-        d: Tensor,
-        pass_id: int,
-        again: bool = False,
-    ) -> None:
+    def consume(self, module: nn.Module, x: Any, d: Tensor, *_: Any, **__: Any) -> None:
         """Keep a pair, or add the layer's if it is the last."""
-        d = d.to(torch.promote_types(d.dtype, torch.float32))
-        pair = Pair(module, _to(x, d.dtype), d)
+        pair = Pair.widened(module, x, d)
         for layer in self.layers_of[module]:
             kept = self._kept.setdefault(layer, [])
             kept.append(pair)
@@ -240,18 +223,18 @@ class Eigenvalues(Pairs):
 
     def _add_squares(self, layer: Layer, pairs: Sequence[Pair]) -> None:
         """Add the squares of the rotated gradients of all examples of a batch."""
-        basis = self._bases[layer.name]
+        size = self.batch.size
+        by_example = [pair for pair in pairs if self._num_examples(layer, pair) == size]
+        groups = [(size, by_example)] if by_example else []
+        for pair in pairs:
+            if pair not in by_example:
+                warnings.warn(BY_ROW, SecondOrderWarning, stacklevel=2)
+                groups.append((self._num_examples(layer, pair), [pair]))
         all_linear = all(layer.is_linear(pair.module) for pair in pairs)
         squares = _squares_of_rows if all_linear else _squares_of_gradients
-        by_example = [pair for pair in pairs if self._num_examples(layer, pair) == self.batch.size]
-        by_row = [pair for pair in pairs if pair not in by_example]
-        with torch.no_grad(), _full_precision(pairs[0].d.device):
-            if by_example:
-                total = squares(layer, basis, by_example, self.batch.size)
-                self.sums.add((layer.name, "F"), total)
-            for pair in by_row:
-                self.by_row.add(layer.name)
-                total = squares(layer, basis, [pair], self._num_examples(layer, pair))
+        with torch.no_grad(), full_precision(pairs[0].d.device):
+            for examples, group in groups:
+                total = squares(layer, self._bases[layer.name], group, examples)
                 self.sums.add((layer.name, "F"), total)
 
     def _num_examples(self, layer: Layer, pair: Pair) -> int:
@@ -273,24 +256,23 @@ def _batch_dim(layer: Layer, pair: Pair) -> int:
     return int(is_attention and pair.d.dim() > 3)  # 1 if q, k and v come first
 
 
-def _squares_of_rows(layer: Layer, basis: Basis, pairs: Sequence[Pair], examples: int) -> Tensor:
+def _squares_of_rows(layer: Layer, basis: Eigen, pairs: Sequence[Pair], examples: int) -> Tensor:
     """Λ of a Linear, from rows ``(..., in)`` and ``(..., out)``."""
-    assert basis.a is not None
-    a = basis.a[0]
-    g = basis.g[0]
+    a = cast(Tensor, basis["A"][1])
+    g = cast(Tensor, basis["G"][1])
+    total = pairs[0].d.new_zeros(1, g.shape[-1], a.shape[-1])
     with_rows = [pair for pair in pairs if pair.d.numel()]
     if not with_rows:
-        return g.new_zeros(1, len(g), len(a))
-    x = torch.cat([p.x.reshape(examples, -1, p.x.shape[-1]) for p in with_rows], dim=1)
-    d = torch.cat([p.d.reshape(examples, -1, p.d.shape[-1]) for p in with_rows], dim=1)
+        return total
 
     # Rotate the rows, which are fewer numbers than the gradients.
-    a = a.to(x.dtype)
+    x = torch.cat([p.x.reshape(examples, -1, p.x.shape[-1]) for p in with_rows], dim=1)
+    d = torch.cat([p.d.reshape(examples, -1, p.d.shape[-1]) for p in with_rows], dim=1)
+    a = a[0].to(x)
     x = x @ a[:-1] + a[-1] if layer.has_bias else x @ a
-    d = d @ g.to(d.dtype)
+    d = d @ g[0].to(d)
     if d.shape[1] == 1:
         return (d[:, 0].square().mT @ x[:, 0].square()).unsqueeze(0)
-    total = x.new_zeros(1, d.shape[-1], x.shape[-1])
     chunk = max(1, CHUNK_BYTES // total.nbytes)
     for xs, ds in zip(x.split(chunk), d.split(chunk), strict=True):
         total[0].add_((ds.mT @ xs).square_().sum(0))
@@ -298,15 +280,17 @@ def _squares_of_rows(layer: Layer, basis: Basis, pairs: Sequence[Pair], examples
 
 
 def _squares_of_gradients(
-    layer: Layer, basis: Basis, pairs: Sequence[Pair], examples: int
+    layer: Layer, basis: Eigen, pairs: Sequence[Pair], examples: int
 ) -> Tensor:
     """Λ of a layer of any kind, from one example of the batch after the other."""
-    total = basis.g.new_zeros(layer.shape.gradient_size)
+    a = basis["A"][1]
+    g = cast(Tensor, basis["G"][1])
+    total = g.new_zeros(layer.shape.gradient_size, device=pairs[0].d.device)
     for parts in zip(*(_split(layer, pair, examples) for pair in pairs), strict=True):
         gradient = torch.stack([_gradient(layer, part) for part in parts]).sum(0)
-        rotated = basis.g.to(gradient.dtype).mT @ gradient
-        if basis.a is not None:
-            rotated = rotated @ basis.a.to(gradient.dtype)
+        rotated = g.to(gradient).mT @ gradient
+        if a is not None:
+            rotated = rotated @ a.to(gradient)
         total.add_(rotated.square())
     return total
 
@@ -345,17 +329,3 @@ def _bias_gradient(layer: Layer, pair: Pair) -> Tensor:
     if _batch_dim(layer, pair) == 1:
         return d.flatten(1, -2).sum(1).flatten()
     return d.reshape(-1, d.shape[-1]).sum(0)
-
-
-@contextmanager
-def _full_precision(device: torch.device) -> Iterator[None]:
-    """Compute products in full float32 for a block: without TF32 and without autocast."""
-    with ieee_matmul(device), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def _to(x: Any, dtype: torch.dtype) -> Any:
-    """A tensor of real numbers in a dtype; anything else as it is."""
-    if isinstance(x, Tensor) and x.is_floating_point():
-        return x.to(dtype)
-    return x

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from second_order.kronecker.fisher import LIKELIHOODS
+from second_order.measuring.batches import Likelihood
 from second_order.measuring.hooks import unwrapped
 from second_order.measuring.sums import Keep
+from second_order.utils.checks import check_choice
 
 __all__ = ["Factors", "check_arguments", "patterns_of"]
 
@@ -32,28 +33,19 @@ def patterns_of(layers: Any) -> list[str] | None:
     if layers is None:
         return None
     # Some modules are iterable.
-    is_single = isinstance(layers, (str, type, nn.Module)) or not isinstance(layers, Iterable)
-    patterns = [layers] if is_single else list(layers)
+    is_iterable = isinstance(layers, Iterable) and not isinstance(layers, (str, type, nn.Module))
+    patterns = list(layers) if is_iterable else [layers]
     for pattern in patterns:
         if not isinstance(pattern, str):
-            kind = pattern if isinstance(pattern, type) else type(pattern)
             raise TypeError(
                 f"layers= takes names of modules or of their classes, as strings, and not "
-                f'{_short(pattern)}; write layers=["{kind.__name__}"], or names of the model\'s '
-                f"modules"
+                f'{_short(pattern)}; write layers=["Linear"], or names of modules'
             )
     return patterns
 
 
 def check_arguments(
-    model: Any,
-    loader: Any,
-    factors: str,
-    loss: Any,
-    likelihood: Any,
-    mask: Any,
-    call: Any,
-    keep: str,
+    model: Any, loader: Any, factors: str, loss: Any, likelihood: Any, keep: str
 ) -> None:
     """Raise unless the arguments are what their names say, and fit each other.
 
@@ -62,24 +54,10 @@ def check_arguments(
         ValueError: If a value is not one of those that there are.
     """
     _check_model_and_loader(model, loader)
-    for name, value, kind in (("factors", factors, Factors), ("keep", keep, Keep)):
-        if value not in get_args(kind):
-            known = ", ".join(map(repr, get_args(kind)))
-            raise ValueError(f"{name}={value!r} is not one of {known}")
-    if not (likelihood is None or callable(likelihood) or likelihood in LIKELIHOODS):
-        known = ", ".join(map(repr, LIKELIHOODS))
-        raise ValueError(f"likelihood={likelihood!r} is not one of {known}, or a function")
-    functions = (
-        ("loss", loss, "output, batch"),
-        ("mask", mask, "batch"),
-        ("call", call, "model, batch"),
-    )
-    for name, function, parameters in functions:
-        if not (function is None or callable(function)):
-            raise TypeError(
-                f"{name}={_short(function)} is not a function; write {name}=lambda {parameters}: "
-                f"..."
-            )
+    check_choice("factors", factors, get_args(Factors))
+    check_choice("keep", keep, get_args(Keep))
+    if likelihood is not None:
+        check_choice("likelihood", likelihood, get_args(Likelihood))
     if loss is not None:
         if factors == "inputs":
             raise ValueError('factors="inputs" takes no loss=: A is of inputs alone; use "kfac"')
@@ -107,28 +85,22 @@ def _check_model_and_loader(model: Any, loader: Any) -> None:
             f"loader={_short(loader)} cannot be iterated over; pass a DataLoader, or a list of "
             f"batches"
         )
-    if isinstance(loader, (tuple, list)) and _is_inputs_and_targets(loader):
-        x, y = (tuple(tensor.shape) for tensor in loader)
-        raise TypeError(
-            f"loader={_short(loader)} of tensors {x} and {y} looks like inputs and targets, but "
-            f"would be two batches; write [(x, y)], or DataLoader(TensorDataset(x, y), "
-            f"batch_size=64)"
-        )
-
-
-def _is_inputs_and_targets(loader: Sequence[Any]) -> bool:
-    """Whether two tensors are a batch's inputs and targets, and not two batches of inputs."""
-    if len(loader) != 2 or not all(isinstance(each, Tensor) and each.dim() for each in loader):
-        return False
-    x, y = loader
-    return len(x) == len(y) and (x.dtype, x.shape) != (y.dtype, y.shape)
+    if isinstance(loader, (tuple, list)) and len(loader) == 2:
+        x, y = loader
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.dim() and y.dim()):
+            return
+        if len(x) == len(y) and (x.dtype, x.shape) != (y.dtype, y.shape):
+            raise TypeError(
+                f"loader={_short(loader)} of tensors {tuple(x.shape)} and {tuple(y.shape)} looks "
+                f"like inputs and targets, but would be two batches; write [(x, y)], or "
+                f"DataLoader(TensorDataset(x, y), batch_size=64)"
+            )
 
 
 def _check_loss(loss: Any) -> None:
     """Raise for torch's own losses, which take the target instead of the batch."""
     function = loss.func if isinstance(loss, functools.partial) else loss
-    is_module = isinstance(function, _Loss) and type(function).__module__.startswith("torch.")
-    if is_module or function in vars(nn.functional).values():
+    if isinstance(function, _Loss) or function in vars(nn.functional).values():
         name = getattr(function, "__name__", type(function).__name__)
         raise TypeError(
             f"loss={name} takes (output, target), and measure calls loss(output, batch); write "

@@ -11,20 +11,22 @@ is exactly 0 in float32. If labels or masks say that fewer count, the loss is re
 
 from __future__ import annotations
 
-import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.fisher import LIKELIHOODS, Likelihood, logits_of, sampled_loss
+from second_order.errors import SecondOrderWarning
+from second_order.kronecker.fisher import logits_of, sampled_loss
 
 __all__ = [
     "Batch",
     "Call",
+    "Likelihood",
     "Loss",
     "Mask",
     "Rows",
@@ -39,10 +41,12 @@ __all__ = [
 Call: TypeAlias = Callable[[nn.Module, Any], Any]
 Loss: TypeAlias = Callable[[Any, Any], Any]
 Mask: TypeAlias = Callable[[Any], Any]
+Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"]
 
 IGNORED = -100
 """The label that torch's losses ignore."""
 
+NO_MASK = "measure: no mask of the batch fits rows of shape {shape}: all of these count"
 UNREDUCED = (
     'return the losses of all terms, as cross_entropy(..., reduction="none") gives them, or their '
     "sum and number as (sum, number)"
@@ -65,7 +69,7 @@ WHICH_CLASSES = (
     "the model's output has the shape {shape}, and the batch's labels do not say which dimension "
     "the classes are: return rows of logits from call=lambda model, batch: ..., which are "
     "output.movedim(1, -1).flatten(0, -2) if the classes are dimension 1, and output.flatten(0, "
-    '-2) if they are the last; or give likelihood="bernoulli", "gaussian" or a function'
+    '-2) if they are the last; or give likelihood="bernoulli" or "gaussian"'
 )
 NO_CLASS = (
     "the batch has the label {label}, which is not a class of the model's output of shape {shape}. "
@@ -156,8 +160,9 @@ class Batch:
 def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.device) -> Batch:
     """Read the size, masks and labels of a batch that is still on the host."""
     targets = _targets_of(batch)
+    counted = _label_mask(targets)
     if mask is None:
-        masks = _masks_of(batch, model)
+        masks = _masks_of(batch, counted, model)
         size = batch_size_of(batch)
     else:
         given = torch.as_tensor(mask(batch), device="cpu").detach().bool()
@@ -167,37 +172,38 @@ def read_batch(batch: Any, model: nn.Module, mask: Mask | None, device: torch.de
             )
         masks = [given]
         size = len(given)
+    rows = Rows(masks, device)
+    logits = rows
 
     # A row of logits is a term if it has a label and the masks do not leave it out.
-    counted = logits = _label_mask(targets)
-    if counted is not None and logits is not None:
+    if counted is not None:
+        labeled = counted
         if isinstance(batch, Mapping) and _predicts_next(model):
-            logits = nn.functional.pad(logits[:, 1:], (0, 1))
-        for each in masks:
-            fit = _fit([each], counted.shape)
+            labeled = nn.functional.pad(labeled[:, 1:], (0, 1))
+        for fit in [_fit([each], counted.shape) for each in masks]:
             if fit is not None and not torch.equal(fit, counted):
                 counted = counted & fit
-                logits = logits & fit
+                labeled = labeled & fit
+        logits = Rows([labeled, *masks], device)
 
     # The labels of a language model may be those of the next position, and the first is none then.
     # A classifier of sequences has a term for each example.
     term_masks = masks if counted is None else [counted, *masks]
     numbers: set[int] = set()
-    all_count = True
     for each in term_masks:
-        all_count = all_count and bool(each.all())
         numbers.add(int(each.sum()))
         if each.dim() == 2:
             numbers |= {int(each[:, 1:].sum()), int(each.any(1).sum())}
-    rows = Rows(masks, device)
+    if all(bool(each.all()) for each in term_masks):
+        numbers = set()  # any
     return Batch(
         size=size,
         shapes=frozenset(tensor.shape for tensor in _tensors_of(batch)),
         rows=rows,
         targets=targets,
         counted=counted,
-        logits=rows if logits is None else Rows([logits, *masks], device),
-        numbers=frozenset() if all_count else frozenset(numbers),
+        logits=logits,
+        numbers=frozenset(numbers),
     )
 
 
@@ -240,7 +246,7 @@ def _label_mask(targets: Tensor | None) -> Tensor | None:
     return (targets.detach() != IGNORED).cpu()
 
 
-def _masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
+def _masks_of(batch: Any, has_label: Tensor | None, model: nn.Module) -> list[Tensor]:
     """The masks of a batch, ``(examples, ...)``, by its attention masks and its labels.
 
     Raises:
@@ -248,32 +254,31 @@ def _masks_of(batch: Any, model: nn.Module) -> list[Tensor]:
             encoder and of its decoder differ and have one shape, so that a row may belong to
             either.
     """
-    has_label = _label_mask(_targets_of(batch))
-    label_masks = [] if has_label is None else [has_label]
-    if not isinstance(batch, Mapping):
-        return label_masks
-    decoder_masks = _attention_masks(batch, "decoder_attention_mask") + label_masks
-    encoder_masks = _attention_masks(batch, "attention_mask")
+    encoder = _attention_mask(batch, "attention_mask")
+    decoder = _attention_mask(batch, "decoder_attention_mask")
+    of_decoder = [mask for mask in (decoder, has_label) if mask is not None]
+    of_encoder = [] if encoder is None else [encoder]
     if not _has_decoder(model):
-        return [*encoder_masks, *decoder_masks]
-    for encoder, decoder in itertools.product(encoder_masks, decoder_masks):
-        if encoder.shape == decoder.shape and not torch.equal(encoder, decoder):
-            raise ValueError(
-                f"the encoder's and the decoder's padding are both {tuple(encoder.shape)}, and not "
-                f"the same, so a row may be of either; pad one of them by one position more"
-            )
-    return [*decoder_masks, *encoder_masks]
+        return of_encoder + of_decoder
+    for one in of_encoder:
+        for other in of_decoder:
+            if one.shape == other.shape and not torch.equal(one, other):
+                raise ValueError(
+                    f"the encoder's and the decoder's padding are both {tuple(one.shape)}, and not "
+                    f"the same, so a row may be of either; pad one of them by one position more"
+                )
+    return of_decoder + of_encoder
 
 
-def _attention_masks(batch: Mapping[str, Any], key: str) -> list[Tensor]:
-    """The attention mask of a name, as booleans on the host; none if the batch has none."""
-    mask = batch.get(key)
+def _attention_mask(batch: Any, key: str) -> Tensor | None:
+    """The attention mask of a name, as booleans on the host; None if the batch has none."""
+    mask = batch.get(key) if isinstance(batch, Mapping) else None
     if not isinstance(mask, Tensor):
-        return []
+        return None
     is_added_to_scores = mask.is_floating_point() and not bool((mask > 0).any())
     if mask.dim() != 2 or is_added_to_scores:
         raise ValueError(MASK_OF_POSITIONS.format(shape=tuple(mask.shape)))
-    return [(mask.detach() != 0).cpu()]
+    return (mask.detach() != 0).cpu()
 
 
 # -------------------------------------------------------------------------------------- the rows
@@ -283,31 +288,26 @@ def _attention_masks(batch: Mapping[str, Any], key: str) -> list[Tensor]:
 class Rows:
     """The rows that count in a batch's tensors, found by the shape without the last dimension.
 
-    If no mask fits a shape, all its rows count.
+    If no mask fits a shape, all its rows count, with a warning.
     """
 
     masks: Sequence[Tensor]
     device: torch.device
-    unknown: set[torch.Size] = field(default_factory=set)
-    """Shapes that no mask fits."""
     _known: dict[torch.Size, tuple[Tensor | None, int]] = field(default_factory=dict)
 
-    def of(self, shape: Iterable[int]) -> tuple[Tensor | None, int]:
+    def of(self, shape: torch.Size) -> tuple[Tensor | None, int]:
         """Positions of the rows that count among all rows, None for all; and their number."""
-        shape = torch.Size(shape)
         if shape not in self._known:
             self._known[shape] = self._find(shape)
         return self._known[shape]
 
     def _find(self, shape: torch.Size) -> tuple[Tensor | None, int]:
         mask = _fit(self.masks, shape)
-        if mask is None:
-            if self.masks:
-                self.unknown.add(shape)
+        if mask is None and self.masks:
+            warnings.warn(NO_MASK.format(shape=tuple(shape)), SecondOrderWarning, stacklevel=2)
+        if mask is None or bool(mask.all()):
             return None, shape.numel()
         (index,) = mask.flatten().nonzero(as_tuple=True)
-        if len(index) == mask.numel():
-            return None, len(index)
         return index.to(self.device, non_blocking=True), len(index)
 
     def num_examples(self, shape: torch.Size) -> int:
@@ -343,26 +343,18 @@ def _fit(masks: Sequence[Tensor], shape: torch.Size) -> Tensor | None:
     First comes one of the same elements, then one of the first dimensions, then one of examples
     and positions if the positions have been pooled.
     """
-    for mask in masks:
-        if shape == (mask.numel(),):
-            return mask.flatten()
-        for layout in _layouts(mask):
-            if layout.shape == shape:
-                return layout
-    for mask in sorted(masks, key=Tensor.dim, reverse=True):
-        for layout in _layouts(mask):
-            if shape[: layout.dim()] == layout.shape:
-                rest = (1,) * (len(shape) - layout.dim())
-                return layout.reshape(*layout.shape, *rest).expand(shape)
+    layouts = [*masks, *(mask.mT for mask in masks if mask.dim() == 2)]  # positions may be first
+    for mask in layouts:
+        if shape in (mask.shape, (mask.numel(),)):
+            return mask.reshape(shape)
+    for mask in sorted(layouts, key=Tensor.dim, reverse=True):
+        if shape[: mask.dim()] == mask.shape:
+            rest = (1,) * (len(shape) - mask.dim())
+            return mask.reshape(*mask.shape, *rest).expand(shape)
     for mask in masks:
         if shape == mask.shape[:1]:
             return mask.flatten(1).any(1)
     return None
-
-
-def _layouts(mask: Tensor) -> Sequence[Tensor]:
-    """A mask, and the same with positions before examples."""
-    return (mask, mask.mT) if mask.dim() == 2 else (mask,)
 
 
 # ------------------------------------------------------------------------------------- the terms
@@ -404,13 +396,10 @@ def sampled_terms(
     Raises:
         ValueError: If the output, or the batch's targets, do not fit the likelihood.
     """
-    if callable(likelihood):
-        return loss_terms(likelihood(output), batch)
     logits = logits_of(output)
     if likelihood is None and batch.targets is not None and batch.counted is None:
         raise ValueError(FLOAT_TARGETS.format(dtype=batch.targets.dtype))
     likelihood = likelihood or "categorical"
-    assert likelihood in LIKELIHOODS
     if likelihood == "categorical":
         logits = _classes_last(logits, batch)
     elif logits.dim() < 2 and logits.numel() != batch.size:
@@ -422,7 +411,7 @@ def sampled_terms(
         number = batch.logits.num_examples(shape)
     if index is not None:
         logits = logits.reshape(-1, *logits.shape[len(shape) :]).index_select(0, index)
-    return sampled_loss(cast(Any, logits), likelihood, seed), number
+    return sampled_loss(logits, likelihood, seed), number
 
 
 def _classes_last(logits: Tensor, batch: Batch) -> Tensor:

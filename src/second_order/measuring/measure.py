@@ -19,10 +19,9 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +30,12 @@ from second_order.distributed.fsdp import sharded_params
 from second_order.distributed.groups import explained
 from second_order.distributed.world import World
 from second_order.errors import SecondOrderError, SecondOrderWarning
-from second_order.kronecker.fisher import Likelihood
 from second_order.kronecker.model_curvature import KroneckerCurvature
-from second_order.measuring.accumulators import Accumulator, Basis, Eigenvalues, Inputs, Pairs
+from second_order.measuring.accumulators import Eigenvalues, Inputs, Pairs
 from second_order.measuring.arguments import Factors, check_arguments, patterns_of
 from second_order.measuring.batches import (
     Call,
+    Likelihood,
     Loss,
     Mask,
     call_model,
@@ -48,7 +47,7 @@ from second_order.measuring.batches import (
 from second_order.measuring.hooks import undisturbed, unwrapped
 from second_order.measuring.layers import Layer, find_layers
 from second_order.measuring.report import Measurement, curvature_of, report_of
-from second_order.measuring.sums import Keep, Key, Sums
+from second_order.measuring.sums import Keep, Sums
 
 __all__ = ["measure"]
 
@@ -104,9 +103,9 @@ def measure(
         loss: ``loss(output, batch)`` with the data's own labels: the terms that count, unreduced,
             or ``(sum, number)``. None: labels are sampled from the model's predictions, one for
             each row of logits that has a label in the batch, or for each row that counts.
-        likelihood: What labels are sampled from: "categorical", "bernoulli", "gaussian", or a
-            function of the output that returns terms as ``loss`` does. None for "categorical" if
-            the batch has labels of classes, or no targets. Targets in floating point need a choice.
+        likelihood: What labels are sampled from: "categorical", "bernoulli" or "gaussian". None for
+            "categorical" if the batch has labels of classes, or no targets. Targets in floating
+            point need a choice. To sample from another distribution, give a ``loss`` that does.
         layers: One or more patterns, shell style, of names or classes of modules to measure, with
             everything inside them; None for all.
         mask: ``mask(batch)`` returns which examples and positions count, ``(examples, ...)``; None:
@@ -133,7 +132,7 @@ def measure(
         SecondOrderError: If the loader gives no example, or if another rank has failed.
     """
     # Check the arguments, and find the layers and their owners.
-    check_arguments(model, loader, factors, loss, likelihood, mask, call, keep)
+    check_arguments(model, loader, factors, loss, likelihood, keep)
     model = unwrapped(model)
     world = World(process_group)
     found, left = find_layers(model, patterns_of(layers), factors == "inputs", world.size)
@@ -159,17 +158,16 @@ def measure(
     )
 
     start = time.perf_counter()
-    passes = 2 if factors == "ekfac" else 1
     with explained(), undisturbed(model, run.device):
         # Accumulate A, or A and G, and divide the sums by their numbers.
-        accumulator: Accumulator
+        accumulator: Inputs | Pairs
         if factors == "inputs":
             accumulator = Inputs(found, sums_of(run, found, Layer.stored_shapes))
         else:
             backward_order = found[::-1]
             accumulator = Pairs(found, sums_of(run, backward_order, Layer.stored_shapes))
-        totals = accumulate(run, accumulator, f"pass 1 of {passes}")
-        measured = average(run, accumulator, totals)
+        terms, batches = accumulate(run, accumulator)
+        measured = average(run, accumulator, terms, batches)
 
         # Accumulate the eigenvalues of F in the eigenbasis of A and G.
         if factors == "ekfac":
@@ -182,8 +180,8 @@ def measure(
     if len(measured.failed) == len(found):
         reasons = "; ".join(f"{name}: {why}" for name, why in list(measured.failed.items())[:3])
         raise SecondOrderError(f"measure: no layer has factors ({reasons})")
-    ranks = f"{world.size} rank{'s' if world.size > 1 else ''}"
-    title = f"Curvature of {type(model).__name__}: {factors}, {ranks}"
+    title = f"Curvature of {type(model).__name__}: {factors}, {world.size} rank(s)"
+    passes = 2 if factors == "ekfac" else 1
     seconds = time.perf_counter() - start
     report = report_of(title, model, found, left, measured, passes, seconds)
     if run.shows_progress:
@@ -211,43 +209,32 @@ class Run:
     is_sharded: bool  # by FSDP2
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Numbers of a pass on this rank."""
-
-    terms: int | Tensor
-    batches: int
-    unknown_shapes: set[torch.Size]  # of rows that no mask fits
-
-
 # ------------------------------------------------------------------------------------- one pass
 
 
-def accumulate(run: Run, accumulator: Accumulator, description: str) -> Totals:
-    """Go through the data once. Collective: every rank continues while any rank has a batch."""
+def accumulate(run: Run, accumulator: Inputs | Pairs) -> tuple[int | Tensor, int]:
+    """Go through the data once; returns this rank's numbers of terms and of batches.
+
+    Collective: every rank continues while any rank has a batch.
+    """
     terms: int | Tensor = 0
     batches = 0
-    unknown_shapes: set[torch.Size] = set()
-    iterator = None
+    loader = batches_of(run)
     last = END
     failure: Exception | None = None
-    with (
-        accumulator.capturing(run.model) as backward,
-        progress_bar(run, description) as bar,
-    ):
+    with accumulator.capturing(run.model) as backward:
         for index in itertools.count():
             # Get this rank's next batch.
             batch = END
             if failure is None:
                 try:
-                    iterator = iter(run.loader) if iterator is None else iterator
-                    batch = next(iterator, END)
+                    batch = next(loader, END)
                     if run.is_sharded and batch is END and last is END:
                         raise SecondOrderError(NO_BATCH)
                 except Exception as error:
                     failure = error
             if not any_rank_has_batch(run, batch is not END, failure):
-                break
+                return terms, batches
 
             # Run the model. FSDP2 needs every rank in each pass: a rank without a batch repeats
             # its last one, which does not count.
@@ -255,10 +242,9 @@ def accumulate(run: Run, accumulator: Accumulator, description: str) -> Totals:
             last = batch if counts else last
             if counts or run.is_sharded:
                 try:
-                    number, shapes = run_batch(run, accumulator, last, counts, index, backward)
+                    number = run_batch(run, accumulator, last, counts, index, backward)
                     terms = terms + (number if counts else 0)
                     batches += counts
-                    unknown_shapes |= shapes
                 except Exception as error:
                     if run.is_sharded:  # the other ranks are inside FSDP2's collectives
                         raise
@@ -266,9 +252,15 @@ def accumulate(run: Run, accumulator: Accumulator, description: str) -> Totals:
 
             # Send the batch's sums. A rank that has failed sends zeros, for which the others wait.
             accumulator.end()
-            if bar is not None:
-                bar.update()
-    return Totals(terms, batches, unknown_shapes)
+    raise AssertionError("the loop has no other end")
+
+
+def batches_of(run: Run) -> Iterator[Any]:
+    """The batches of this rank, with a progress bar of ``tqdm`` if it is installed."""
+    loader = run.loader
+    if run.shows_progress and importlib.util.find_spec("tqdm") is not None:
+        loader = importlib.import_module("tqdm.auto").tqdm(loader, unit="batch")
+    yield from loader
 
 
 def any_rank_has_batch(run: Run, has_batch: bool, failure: Exception | None) -> bool:
@@ -284,37 +276,27 @@ def any_rank_has_batch(run: Run, has_batch: bool, failure: Exception | None) -> 
 
 
 def run_batch(
-    run: Run, accumulator: Accumulator, batch: Any, counts: bool, index: int, backward: Any
-) -> tuple[int | Tensor, set[torch.Size]]:
-    """Run the model on a batch; returns its number of terms, and shapes that no mask fits."""
+    run: Run,
+    accumulator: Inputs | Pairs,
+    batch: Any,
+    counts: bool,
+    index: int,
+    backward: Callable[[Tensor], None] | None,
+) -> int | Tensor:
+    """Run the model on a batch; returns its number of terms, 0 without a backward pass."""
     info = read_batch(batch, run.model, run.mask, run.device)
     batch = move(batch, run.device)
     accumulator.begin(info, counts)
     output = run.call(run.model, batch)
     if backward is None:
-        return 0, info.rows.unknown
+        return 0
     if run.loss is not None:
         total, number = loss_terms(run.loss(output, batch), info)
     else:
         seed = hash((run.seed, index, run.world.rank)) % 2**63
         total, number = sampled_terms(output, run.likelihood, info, seed)
     backward(total)
-    return number, info.rows.unknown | info.logits.unknown
-
-
-def progress_bar(run: Run, description: str) -> AbstractContextManager[Any]:
-    """A progress bar of ``tqdm``, if it is installed; else None."""
-    if not run.shows_progress or importlib.util.find_spec("tqdm") is None:
-        return nullcontext()
-    try:
-        total = len(run.loader)
-    except TypeError:
-        total = None
-    tqdm = importlib.import_module("tqdm.auto").tqdm
-    return cast(
-        AbstractContextManager[Any],
-        tqdm(total=total, desc=description, unit="batch", file=sys.stderr),
-    )
+    return number
 
 
 # ------------------------------------------------------------------------------------- averages
@@ -338,70 +320,59 @@ def sums_of(
     )
 
 
-def average(run: Run, accumulator: Accumulator, totals: Totals) -> Measurement:
+@dataclass(frozen=True)
+class Numbers:
+    """What a rank tells the others at the end of a pass."""
+
+    rows: Mapping[str, list[float]]  # by layer; of experts each one's own
+    terms: float
+    batches: int
+    failed: Mapping[str, str]  # by layer
+
+
+def average(
+    run: Run, accumulator: Inputs | Pairs, terms: int | Tensor, batches: int
+) -> Measurement:
     """Divide the sums that this rank owns by the numbers of all ranks. Collective."""
     # Reduce the sums to their owners, and add up the numbers of rows and terms.
     sums = accumulator.sums.finish()
-    layers = accumulator.layers
-    *rows, terms = read_numbers([*(accumulator.rows[x.name] for x in layers), totals.terms])
-    local = (rows, terms, totals.batches, totals.unknown_shapes, accumulator.failed)
-    everywhere = run.control.all_gather_object(local)
-    all_terms = math.fsum(each[1][0] for each in everywhere)
-    all_rows: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
-    for index, layer in enumerate(layers):
-        by_rank = [each[0][index] for each in everywhere]
-        longest = max(map(len, by_rank))  # a rank without a call has one 0, not one for each expert
-        padded = [numbers if len(numbers) == longest else [0.0] * longest for numbers in by_rank]
-        all_rows[layer.name] = [math.fsum(numbers) for numbers in zip(*padded, strict=True)]
-        if not any(all_rows[layer.name]):
-            failed[layer.name] = NO_ROWS
+    not_finite = {
+        name: f"its {factor} is not finite"
+        for (name, factor), total in sums.items()
+        if not bool(total.isfinite().all())
+    }
+    rows = {name: numbers_of(count) for name, count in accumulator.rows.items()}
+    local = Numbers(rows, numbers_of(terms)[0], batches, accumulator.failed | not_finite)
+    everywhere: list[Numbers] = run.control.all_gather_object(local)
+    all_terms = math.fsum(each.terms for each in everywhere)
+    all_rows = {
+        name: [math.fsum(n) for n in zip(*(each.rows[name] for each in everywhere), strict=True)]
+        for name in rows
+    }
+    failed = {name: NO_ROWS for name, numbers in all_rows.items() if not any(numbers)}
     for each in everywhere:
-        failed |= each[4]
+        failed |= each.failed
     has_terms = isinstance(accumulator, Pairs)
     if not (all_terms if has_terms else any(map(any, all_rows.values()))):
         raise SecondOrderError("the loader gave no example: nothing can be measured")
 
     # Divide A by its rows, and all other factors by the number of terms.
-    means: dict[Key, Tensor] = {}
-    not_finite: dict[str, str] = {}
     for (name, factor), total in sums.items():
         counts = all_rows[name] if factor == "A" else [all_terms]
         divisors = total.new_tensor(counts).clamp_min(1.0)
-        mean = total.div_(divisors.view(-1, *[1] * (total.dim() - 1)))
-        if not bool(mean.isfinite().all()):
-            not_finite[name] = f"its {factor} is not finite"
-        means[name, factor] = mean
-    failed |= merged(run, not_finite)
-
-    shapes = sorted(set().union(*(each[3] for each in everywhere)))
-    first = ", ".join(str(tuple(shape)) for shape in shapes[:3])
+        total.div_(divisors.view(-1, *[1] * (total.dim() - 1)))
     return Measurement(
-        factors={key: mean for key, mean in means.items() if key[0] not in failed},
+        factors={key: mean for key, mean in sums.items() if key[0] not in failed},
         rows={name: math.fsum(numbers) for name, numbers in all_rows.items()},
         terms=all_terms,
-        batches=sum(each[2] for each in everywhere),
+        batches=sum(each.batches for each in everywhere),
         failed=failed,
-        notes=[f"no mask fits rows of shape {first}: all of these count"] if shapes else [],
     )
 
 
-def merged(run: Run, local: Mapping[str, str]) -> dict[str, str]:
-    """What all ranks have noted by layer. Collective."""
-    notes: dict[str, str] = {}
-    for each in run.control.all_gather_object(dict(local)):
-        notes |= each
-    return notes
-
-
-def read_numbers(numbers: Sequence[int | Tensor]) -> list[list[float]]:
-    """Numbers, of which some may be scalars or vectors on a device, in one device read."""
-    tensors = [n.reshape(-1) for n in numbers if isinstance(n, Tensor)]
-    known = iter(torch.cat([t.double().cpu() for t in tensors]).tolist() if tensors else ())
-    return [
-        [next(known) for _ in range(n.numel())] if isinstance(n, Tensor) else [float(n)]
-        for n in numbers
-    ]
+def numbers_of(count: int | Tensor) -> list[float]:
+    """A number, or those of a tensor on a device."""
+    return count.reshape(-1).double().tolist() if isinstance(count, Tensor) else [float(count)]
 
 
 # ----------------------------------------------------------------------------- eigenvalues of F
@@ -411,32 +382,16 @@ def correct_eigenvalues(
     run: Run, curvature: KroneckerCurvature, layers: Sequence[Layer], measured: Measurement
 ) -> Measurement:
     """Measure the eigenvalues of F in the eigenbasis of A and G. Collective."""
-    # Compute the eigenvectors on each layer's owner.
-    bases = {
-        name: Basis(a=_on(eigen["A"][1], run.device), g=_on(eigen["G"][1], run.device))
-        for name, eigen in curvature.eigen().items()
-    }
+    # Compute the eigenvectors on each layer's owner, and give them to every rank.
+    bases = curvature.eigen()
 
     # Accumulate the squares of the rotated gradients, and divide them by the number of terms.
     kept = [layer for layer in layers if layer.name in bases]
     sums = sums_of(run, kept[::-1], lambda layer: {"F": torch.Size(layer.shape.gradient_size)})
-    accumulator = Eigenvalues(kept, sums, bases)
     if kept:
-        accumulate(run, accumulator, "pass 2 of 2")
-    corrected = {name: total.div_(measured.terms) for (name, _), total in sums.finish().items()}
-
-    by_row = merged(run, dict.fromkeys(accumulator.by_row, ""))
-    note = (
-        f"rows of {', '.join(sorted(by_row)[:3])} cannot be assigned to examples of a batch: their "
-        f"corrected eigenvalues count some rows as examples"
-    )
+        accumulate(run, Eigenvalues(kept, sums, bases))
     return replace(
         measured,
-        notes=[*measured.notes, note] if by_row else measured.notes,
-        corrected=corrected,
+        corrected={name: total.div_(measured.terms) for (name, _), total in sums.finish().items()},
         bases={name: layer.eigen for name, layer in curvature.here.items()},
     )
-
-
-def _on(tensor: Tensor | None, device: torch.device) -> Any:
-    return None if tensor is None else tensor.to(device)

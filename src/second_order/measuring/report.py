@@ -30,7 +30,6 @@ class Measurement:
         terms: The number of loss terms of all ranks; 0 with inputs alone.
         batches: The number of batches in a pass, of all ranks.
         failed: By layer, why it has no factors; on every rank.
-        notes: Remarks for the report.
         corrected: EK-FAC's eigenvalues of the layers that this rank owns.
         bases: The eigenvalues and eigenvectors of these layers' factors.
     """
@@ -40,7 +39,6 @@ class Measurement:
     terms: float
     batches: int
     failed: Mapping[str, str]
-    notes: Sequence[str]
     corrected: Mapping[str, Tensor] = field(default_factory=dict)
     bases: Mapping[str, Eigen] = field(default_factory=dict)
 
@@ -81,19 +79,16 @@ def curvature_of(
 
     # Modules that share a weight are one row, "a = b".
     reasons = {name: row.reason for row in left for name in row.name.split(" = ")}
-    covered = {name for layer in found.values() for name in layer.shapes}
     names = [name for name, _ in model.named_parameters()]
-    for name in names:
-        if name not in covered and name not in uncovered:
-            of_module = reasons.get(name.rpartition(".")[0], INPUTS_ALONE)
-            uncovered[name] = reasons.get(name, of_module)
-    owners = {layer.name: layer.owner for layer in layers if layer.name in found}
+    for name in set(names).difference(uncovered, *(layer.shapes for layer in found.values())):
+        of_module = reasons.get(name.rpartition(".")[0], INPUTS_ALONE)
+        uncovered[name] = reasons.get(name, of_module)
     return KroneckerCurvature(
         found,
         names,
         uncovered,
-        owners=owners if world.size > 1 else None,
-        world=world if world.size > 1 else None,
+        owners={layer.name: layer.owner for layer in layers if layer.name in found},
+        world=world,
         report=report,
     )
 
@@ -135,7 +130,6 @@ class Report:
         passes: Number of passes over the data.
         seconds: Wall-clock time of all passes.
         nbytes: Bytes of the factors on this rank.
-        notes: Closing lines.
     """
 
     title: str
@@ -146,7 +140,6 @@ class Report:
     passes: int
     seconds: float
     nbytes: int
-    notes: Sequence[str] = ()
 
     @property
     def covered(self) -> float:
@@ -159,13 +152,16 @@ class Report:
         for row in self.rows:
             number = "" if row.owner is None else f"{row.rows:,.0f}"
             table.append((row.name, row.kind, f"{row.parameters:,}", row.factors, number))
-        closing = (
-            f"{self.examples:,.0f} examples in {self.batches:,} batches, {self.passes} "
-            f"pass{'es' if self.passes > 1 else ''}, {self.seconds:,.1f} s; factors on this "
-            f"rank: {self.nbytes / 2**20:,.2f} MiB"
+        return "\n".join(
+            [
+                self.title,
+                f"{self.covered:.1%} of {self.parameters:,} parameters",
+                *aligned(table, {2, 4}),
+                f"{self.examples:,.0f} examples in {self.batches:,} batches, {self.passes} "
+                f"pass(es), {self.seconds:,.1f} s; factors on this rank: "
+                f"{self.nbytes / 2**20:,.2f} MiB",
+            ]
         )
-        share = f"{self.covered:.1%} of {self.parameters:,} parameters"
-        return "\n".join([self.title, share, *aligned(table, {2, 4}), closing, *self.notes])
 
 
 def report_of(
@@ -193,7 +189,6 @@ def report_of(
         passes=passes,
         seconds=seconds,
         nbytes=sum(tensor.nbytes for tensor in stored),
-        notes=measured.notes,
     )
 
 

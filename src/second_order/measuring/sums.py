@@ -11,7 +11,8 @@ the layer was not called. What a layer adds later is sent with the next batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
 import torch
@@ -23,7 +24,7 @@ from second_order.kronecker.layers import gram
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.kronecker.storage import pack_upper_triangular
 
-__all__ = ["WIDENING", "Keep", "Key", "Sums"]
+__all__ = ["WIDENING", "Keep", "Key", "Sums", "full_precision"]
 
 WIDENING = {"cuda"}
 """Devices whose products of bfloat16 or float16 can be accumulated in float32."""
@@ -59,36 +60,41 @@ class Sums:
         dtype: torch.dtype,
         at_once: bool,
     ) -> None:
+        self.device = device
         self.dtype = dtype
         self._by_owner = keep == "owner" and world.size > 1
         self._packed = keep != "device"
         self._on_host = keep == "cpu"
-        self._place = torch.device("cpu") if keep == "cpu" else device
         self._sizes = sizes
         self._owners = owners
         self._world = world
         self._at_once = at_once
         self._order = list(sizes)
         self._turns = {key: turn for turn, key in enumerate(sizes)}
-        self._next_turn = 0
+        self._next_turn = 0  # the number of sums that have been sent in this batch
         self._local: dict[Key, Tensor] = {}
         self._owned: dict[Key, Tensor] = {}
 
     def add_gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows, of ``(rows, n)``."""
         is_narrow = self.dtype is torch.float32 and rows.dtype in (torch.bfloat16, torch.float16)
-        widens = is_narrow and rows.device.type in WIDENING
-        if not widens:
-            rows = rows.to(self.dtype)
-        with ieee_matmul(rows.device), torch.autocast(rows.device.type, enabled=False):
-            if widens:
+        with full_precision(rows.device):
+            if is_narrow and rows.device.type in WIDENING:
                 self.add(key, torch.mm(rows.mT, rows, out_dtype=self.dtype).unsqueeze(0))
-            elif self._packed:
-                self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
-            elif key in self._local:
+            elif key in self._local and not self._packed:
+                rows = rows.to(self.dtype)
                 self._local[key][0].addmm_(rows.mT, rows)
             else:
-                self.add(key, (rows.mT @ rows).unsqueeze(0))
+                self.add_grams(key, [rows])
+
+    def add_grams(self, key: Key, groups: Sequence[Tensor]) -> None:
+        """Add rowsᵀ rows of each group of rows, ``(rows, n)``."""
+        with full_precision(self.device):
+            grams = [
+                gram(rows.to(self.dtype).unsqueeze(0), False, triangular=self._packed)
+                for rows in groups
+            ]
+            self.add(key, torch.cat(grams))
 
     def add(self, key: Key, matrix: Tensor) -> None:
         """Add ``(groups, n, n)``, or a form in which a sum is stored; takes over its memory."""
@@ -96,7 +102,7 @@ class Sums:
             matrix = pack_upper_triangular(matrix)
         matrix = matrix.cpu() if self._on_host else matrix
         _add_to(self._local, key, matrix.to(self.dtype))
-        if self._by_owner and self._at_once and self._turns[key] >= self._next_turn:
+        if self._by_owner and self._at_once:
             self._send(self._turns[key] + 1)
 
     def end_batch(self) -> None:
@@ -117,7 +123,8 @@ class Sums:
         """The sum over ranks of what each has added since the last one; None if not the owner."""
         part = self._local.pop(key, None)
         if part is None:
-            part = torch.zeros(self._sizes[key], dtype=self.dtype, device=self._place)
+            place = "cpu" if self._on_host else self.device
+            part = torch.zeros(self._sizes[key], dtype=self.dtype, device=place)
         if part.shape != self._sizes[key]:
             part = pack_upper_triangular(part)
         owner = self._owners[key]
@@ -135,3 +142,10 @@ class Sums:
 
 def _add_to(sums: dict[Key, Tensor], key: Key, part: Tensor) -> None:
     sums[key] = sums[key].add_(part) if key in sums else part
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Compute products in full float32 for a block: without TF32 and without autocast."""
+    with ieee_matmul(device), torch.autocast(device.type, enabled=False):
+        yield
