@@ -615,13 +615,11 @@ layers in groups of their own without statistics
     if fsdp is None else fsdp.in_pass(module)  =>  if True else fsdp.in_pass(module)
 
 == kronecker/block.py
-what is written is not clipped  <-  exact_blocks::the_clip_shortens_exact_blocks_with_all_others
-    results.mul_(scale)  =>  results.mul_(1.0)
 a bias's gradient in the wrong column  <-  invariants_steps::15_a_step_is_the_dense_solve
     torch.cat(views, layout.axis)  =>  torch.cat(views[::-1], layout.axis)
 inverses of some layers of a bank are others'
   <-  banks::a_bank_is_its_layers_one_by_one
-    as_stack([parts[i] for i in here])  =>  as_stack([parts[0] for i in here])
+    as_stack(column).flatten(0, 1)  =>  as_stack(column[:1] * len(column)).flatten(0, 1)
 
 == kronecker/block.py
 a slice that keeps its stack  <-  queued::state_and_memory_follow_averages_into_their_stacks

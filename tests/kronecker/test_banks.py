@@ -64,13 +64,6 @@ def blocks_of(kind: str, layers: int, bias: bool, solver: str) -> list[Kronecker
     return made
 
 
-def together(blocks: list[KroneckerBlock]) -> Any:
-    """The inverses of layers in one stack."""
-    inverses = [block.inverse for block in blocks if block.inverse is not None]
-    columns = zip(*(each.tensors for each in inverses), strict=True)
-    return inverses[0].of([torch.cat(column) for column in columns])
-
-
 def one_by_one(blocks: list[KroneckerBlock]) -> list[Tensor]:
     """P of the layers' parameters, each layer alone."""
     found: list[Tensor] = []
@@ -78,7 +71,7 @@ def one_by_one(blocks: list[KroneckerBlock]) -> list[Tensor]:
         assert block.inverse is not None
         alone = Bank([block], block.inverse)
         results = alone.precondition(alone.gradient(), F64)
-        found += [p.reshape(-1) for p in alone.pieces(results, None)]
+        found += [p.reshape(-1) for p in alone.pieces(results)]
     return found
 
 
@@ -93,11 +86,15 @@ def test_a_bank_is_its_layers_one_by_one(
     mine = {block: block.inverse for block in blocks if block.inverse is not None}
     chosen = [b for b in blocks if data.draw(st.booleans())] or blocks[-1:]
     expected = one_by_one(chosen)
-    bank.install(blocks, together(blocks), keeps=False)
-    for block, before in mine.items():  # views of the bank, equal to what was given
+    given = {block: [t.clone() for t in inverse.tensors] for block, inverse in mine.items()}
+    stacked = bank.inverse.by_layer(blocks[0].shape.groups)
+    for inverse, before in zip(stacked, given.values(), strict=True):
+        assert all(map(torch.equal, inverse.tensors, before))
+    for block, before in given.items():  # parts of the bank's
         assert block.inverse is not None
-        for mine_now, given_then in zip(block.inverse.tensors, before.tensors, strict=True):
-            assert torch.equal(mine_now, given_then)
+        assert all(map(torch.equal, block.inverse.tensors, before))
+        for part, whole in zip(block.inverse.tensors, bank.inverse.tensors, strict=True):
+            assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     others = [p.grad.clone() for b in blocks if b not in chosen for p in b.params]  # type: ignore[union-attr]
     write(precondition([bank], F64, among=chosen), torch.tensor(0.5, dtype=F64))
     written = [p.grad.reshape(-1) for b in chosen for p in b.params]  # type: ignore[union-attr]
@@ -107,24 +104,26 @@ def test_a_bank_is_its_layers_one_by_one(
     assert all(torch.equal(*pair) for pair in zip(left, others, strict=True))
 
 
-@given(keeps=st.booleans())
-def test_a_layer_solved_again_alone_leaves_the_others_theirs(keeps: bool) -> None:
+def test_a_layer_solved_again_alone_leaves_the_others_theirs() -> None:
     blocks = blocks_of("linear", 3, True, "inverse")
     (bank,) = banks_of(blocks)
-    first, again, last = (b.inverse for b in blocks)
-    assert first is not None
-    assert again is not None
-    assert last is not None
-    bank.install([blocks[0], blocks[2]], together([blocks[0], blocks[2]]), keeps)
-    old = blocks[0].inverse
-    blocks[0].inverse = blocks[1].inverse = again
-    bank.install(blocks[:2], together(blocks[:2]), keeps)
-    for block, wanted in zip(blocks, (again, again, last), strict=True):
-        assert block.inverse is not None
-        assert all(map(torch.equal, block.inverse.tensors, wanted.tensors))
-    assert old is not None
-    kept = [torch.equal(*pair) for pair in zip(old.tensors, first.tensors, strict=True)]
-    assert all(kept) == keeps
+    before = bank.inverse
+    old = [t.clone() for t in before.tensors]
+    (again,) = blocks_of("linear", 1, True, "inverse")
+    assert again.inverse is not None
+    blocks[1].use(again.inverse)
+    for t, o, n in zip(bank.inverse.tensors, old, again.inverse.tensors, strict=True):
+        assert torch.equal(t, torch.cat([o[:1], n, o[2:]]))
+    assert bank.inverse is bank.inverse, "stacked once"
+    assert all(map(torch.equal, before.tensors, old)), "a comparison with the last one may need it"
+
+
+def test_an_inverse_does_not_keep_the_batch_that_it_comes_from() -> None:
+    message = torch.randn(8, 3, 3, dtype=F64)
+    whole = SOLVERS["inverse"].combine({"A": (message[:4],), "G": (message[4:],)}, 0.1)
+    for inverse in whole.by_layer(2):
+        for part, expected in zip(inverse.tensors, whole.tensors, strict=True):
+            assert part.untyped_storage().nbytes() == expected.nbytes
 
 
 def test_banks_hold_what_is_alike_and_fits() -> None:

@@ -341,7 +341,7 @@ def loaded_inverse(
     for name in solves.solver.saved_shapes(block.shape):
         if name not in part or not bool(part[name].any()):  # all zeros: no inverse was read
             return without
-        entries[name] = part[name].to(block.weight.device, solves.options.inv_dtype)
+        entries[name] = part[name].to(block.weight.device, solves.options.inv_dtype, copy=True)
     damping, scale = part[INVERSE_DAMPING].tolist()
     if (scale > 0) != solves.scaled:  # Newton's scale is saved as 0
         return without

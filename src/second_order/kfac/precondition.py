@@ -299,7 +299,7 @@ def write(
     targets: list[Tensor] = []
     values: list[Tensor] = []
     for bank, _, results in found:
-        for p, piece in zip(bank.params, bank.pieces(results, None), strict=True):
+        for p, piece in zip(bank.params, bank.pieces(results), strict=True):
             gradient = p.grad if gradient_of is None else gradient_of(p)
             if gradient is not None:
                 targets.append(gradient)

@@ -687,8 +687,8 @@ class Solves:
                 if scale is not None:
                     self.scales[block] = scale
             inverse = self._combined(new[0].shape, [received.pop(block) for block in new])
-            keeps = self.drift is not None and any(map(is_dtensor, bank.params))
-            bank.install(new, inverse, keeps=keeps)
+            for block, own in zip(new, inverse.by_layer(new[0].shape.groups), strict=True):
+                block.use(own)
         return installed, previous
 
     def _combined(self, shape: FactorShape, received: Sequence[_Received]) -> Inverse:
@@ -816,18 +816,9 @@ class Solves:
             self.installed_at[block] = loaded.step + loaded.delay
             if loaded.inverse is not None:
                 self.dampings[block] = loaded.damping
+                block.use(loaded.inverse)
                 if self.scaled:
                     self.scales[block] = block.ensure_factors().weight.new_tensor(loaded.scale)
-        for bank in self.step.banks:
-            local: dict[KroneckerBlock, Inverse] = {}
-            for block in bank.blocks:
-                inverse = found[block].inverse if block in found else None
-                if inverse is not None:
-                    local[block] = inverse
-            if local:
-                columns = zip(*(inverse.tensors for inverse in local.values()), strict=True)
-                first = next(iter(local.values()))
-                bank.install(list(local), first.of([torch.cat(c) for c in columns]), keeps=False)
 
     def resubmit(self, found: Mapping[KroneckerBlock, Solve]) -> None:
         """Begin again what was being computed when a checkpoint was written."""

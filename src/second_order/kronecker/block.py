@@ -37,7 +37,7 @@ from second_order.kronecker.layers import (
     layout_of,
 )
 from second_order.kronecker.solvers import Inverse
-from second_order.kronecker.storage import as_stack, in_groups, shared_number
+from second_order.kronecker.storage import as_stack, in_groups, own_stack, shared_number
 
 __all__ = [
     "AGREED_STATE",
@@ -505,54 +505,38 @@ def of_parameters(matrices: Tensor, layout: Layout, layers: int = 1) -> Sequence
 
 
 class Bank:
-    """Layers whose gradients are matrices of one shape, dtype and device, laid out alike.
-
-    ``inverse`` is that of all of them, its tensors ``(layers x groups, ...)``; of a layer that has
-    none, there is nothing of use.
-    """
+    """Layers whose gradients are matrices of one shape, dtype and device, laid out alike."""
 
     def __init__(self, blocks: Sequence[KroneckerBlock], inverse: Inverse | None = None) -> None:
         self.blocks = list(blocks)
-        self.inverse = inverse
-        first = self.blocks[0]
-        self._groups = first.shape.groups
-        self._dtype = first.work_dtype
-        self._layout = first.layout
         self.params = [p for block in self.blocks for p in block.params]
+        self._dtype = self.blocks[0].work_dtype
+        self._layout = self.blocks[0].layout
+        self._inverse = inverse  # of all layers, ``(layers x groups, ...)``
+        self._parts = None if inverse is None else self._inverses()  # it stands for
+
+    def _inverses(self) -> list[Inverse]:
+        return [block.inverse for block in self.blocks if block.inverse is not None]
+
+    @property
+    def inverse(self) -> Inverse:
+        """The inverses of all layers, which have one, as one; each layer's is then a part of it."""
+        parts = self._inverses()
+        if self._inverse is None or parts != self._parts:
+            entries = [part.entries for part in parts]
+            stacks = [own_stack(entries, name).flatten(0, 1) for name in entries[0]]
+            self._inverse = parts[0].of(stacks)
+            self._parts = parts
+        return self._inverse
 
     def some(self, blocks: Sequence[KroneckerBlock]) -> Bank:
-        """The bank of some of the layers, in their order; with views of inverses if in a row."""
+        """The bank of some of the layers, which have inverses."""
         if len(blocks) == len(self.blocks):
             return self
-        if self.inverse is None:
-            return Bank(blocks)
-        here = [self.blocks.index(block) for block in blocks]
-        stacks = [as_stack([parts[i] for i in here]) for parts in self._parts(self.inverse)]
-        return Bank(blocks, self.inverse.of([stack.flatten(0, 1) for stack in stacks]))
-
-    def install(self, blocks: Sequence[KroneckerBlock], new: Inverse, keeps: bool) -> None:
-        """Put the stacked inverses of some layers in their places; ``keeps`` the old ones."""
-        found = self.inverse
-        if (found is None or keeps) and len(blocks) == len(self.blocks):
-            found = new.of([_owned(t) for t in new.tensors])
-        else:
-            if found is None:
-                size = len(self.blocks) * self._groups
-                found = new.of([t.new_zeros(size, *t.shape[1:]) for t in new.tensors])
-            elif keeps:
-                found = found.of([t.clone() for t in found.tensors])
-            index = [self.blocks.index(block) for block in blocks]
-            places = [parts[i] for parts in self._parts(found) for i in index]
-            torch._foreach_copy_(places, list(chain(*self._parts(new))))
-        self.inverse = found
-        renewed = set(blocks)
-        for block, *views in zip(self.blocks, *self._parts(found), strict=True):
-            if block in renewed or (keeps and block.inverse is not None):
-                block.use(found.of(views))
-
-    def _parts(self, inverse: Inverse) -> list[Sequence[Tensor]]:
-        """The parts of each layer in each tensor of an inverse."""
-        return [t.unflatten(0, (-1, self._groups)).unbind() for t in inverse.tensors]
+        inverses = [block.inverse for block in blocks if block.inverse is not None]
+        columns = zip(*(inverse.tensors for inverse in inverses), strict=True)
+        stacks = [as_stack(column).flatten(0, 1) for column in columns]
+        return Bank(blocks, inverses[0].of(stacks))
 
     def gradient(self, gradient_of: Gradients | None = None) -> Tensor:
         """The gradients, ``(layers x groups, out, in)``; a view of a single one where it can be.
@@ -564,13 +548,10 @@ class Bank:
             g = p.grad if gradient_of is None else gradient_of(p)
             found.append(torch.zeros(p.shape, dtype=p.dtype, device=p.device) if g is None else g)
         whole = as_matrices(found, self._layout)
-        return whole if whole.dtype == self._dtype else whole.to(self._dtype)
+        return whole.to(self._dtype)
 
     def precondition(self, gradient: Tensor, dtype: torch.dtype) -> Tensor:
         """The inverses, of a dtype, applied to :meth:`gradient`."""
-        assert self.inverse is not None
-        if gradient.dtype == dtype:
-            return self.inverse.precondition(gradient)
         return self.inverse.precondition(gradient.to(dtype)).to(gradient.dtype)
 
     def by_layer(self, results: Tensor) -> Sequence[Tensor]:
@@ -578,24 +559,16 @@ class Bank:
         layers: Sequence[Tensor] = results.unflatten(0, (len(self.blocks), -1)).unbind()
         return layers
 
-    def pieces(self, results: Tensor, scale: float | None) -> list[Tensor]:
-        """The parts of :attr:`params` in results, which are scaled in place.
+    def pieces(self, results: Tensor) -> list[Tensor]:
+        """The parts of :attr:`params` in results.
 
         On a device they are contiguous, as most gradients are: one kernel writes those of one
         stride.
         """
-        if scale is not None:
-            results.mul_(scale)
         parts = of_parameters(results, self._layout, len(self.blocks))
         if results.device.type != "cpu":
             parts = [part.contiguous() for part in parts]
         return list(chain(*zip(*(part.unbind() for part in parts), strict=True)))
-
-
-def _owned(tensor: Tensor) -> Tensor:
-    """The tensor, copied if it is a view of a larger batch or message."""
-    owned = tensor.is_contiguous() and not tensor._is_view()
-    return tensor if owned else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def of_groups(numbers: Sequence[float | Tensor], groups: int, like: Tensor) -> Any:

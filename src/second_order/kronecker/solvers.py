@@ -285,7 +285,7 @@ SolverName: TypeAlias = Literal["eigen", "inverse"]
 Damping: TypeAlias = float | Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Inverse:
     """The damped inverse of a layer, or of a stack of equal ones.
 
@@ -302,6 +302,18 @@ class Inverse:
     def tensors(self) -> list[Tensor]:
         """All tensors that this inverse holds."""
         return list(self.entries.values())
+
+    def by_layer(self, groups: int) -> list[Inverse]:
+        """The inverse of each layer of a stack.
+
+        Parts of a larger batch, or of a message, are copied: they would keep its memory.
+        """
+        columns: list[Sequence[Tensor]] = []
+        for tensor in self.tensors:
+            shared = tensor.untyped_storage().nbytes() > tensor.nbytes
+            own = tensor.clone() if shared else tensor
+            columns.append(own.unflatten(0, (-1, groups)).unbind())
+        return [self.of(parts) for parts in zip(*columns, strict=True)]
 
     def of(self, tensors: Sequence[Tensor]) -> Inverse:
         """An inverse of other tensors, in the order of :attr:`tensors`."""
