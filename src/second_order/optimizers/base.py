@@ -55,8 +55,10 @@ from second_order.optimizers.checkpoint import (
     read_checkpoint,
     require_whole,
 )
+from second_order.optimizers.config import ScriptOptions
 from second_order.optimizers.consistency import Consistency
 from second_order.optimizers.find_model import find_model
+from second_order.optimizers.keywords import Rate, check_base, keywords_of, split_base_keywords
 from second_order.optimizers.step_checks import check_step
 from second_order.optimizers.two_bases import REST, TwoBases, base_of, group_lines, switch_of
 from second_order.reporting.summary import Summary
@@ -73,13 +75,11 @@ from second_order.training.groups import (
 )
 from second_order.utils.checks import (
     PEAK_LR,
-    check_base,
     check_choice,
     check_group_options,
     check_learning_rate,
     check_rank,
     rate_of_groups,
-    split_base_keywords,
 )
 from second_order.utils.stages import stage
 
@@ -104,8 +104,15 @@ def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
 class SecondOrderOptimizer(torch.optim.Optimizer):
     """A base optimizer and a curvature, as one optimizer of ``torch.optim``.
 
-    ``own_keywords`` are the names of the optimizer's own options, for messages; ``curvature`` makes
-    the curvature of a training; of several ranks, so many ``helpers`` have the ``helper_role``.
+    Args:
+        params: The model, or its parameters or parameter groups.
+        lr: The base's learning rate; None if the parameter groups have theirs.
+        script: The base optimizer, and what describes the script.
+        base_kwargs: Arguments of the base optimizer.
+        curvature: Makes the curvature for this training run.
+        needs_model: Whether parameters that belong to no module train without curvature.
+        helper_role: What the last ``helpers`` ranks do instead of training; None if all train.
+        helpers: Number of these ranks.
     """
 
     options_by_layer = False
@@ -114,59 +121,60 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsOrModel,
+        lr: Rate | None,
         *,
-        model: nn.Module | None,
-        base: type[torch.optim.Optimizer],
-        base_kwargs: dict[str, Any],
-        own_keywords: Iterable[str],
+        script: ScriptOptions,
+        base_kwargs: Mapping[str, Any],
         curvature: Callable[[Training], Curvature],
         needs_model: bool = True,
-        gradient_averaging: str | bool,
-        grad_scaler: Any,
-        process_group: Any,
-        debug: bool | int = False,
-        rest: type[torch.optim.Optimizer] | None = None,
-        rest_layers: Sequence[str] = (),
-        rest_kwargs: Mapping[str, Any] | None = None,
         helper_role: Role | None = None,
         helpers: int = 0,
     ) -> None:
         name = type(self).__name__
+        second = script.second_base
         self._constructed = False
         self._collected: Collected | None = None  # by consolidate(), for the next state_dict()
         self._has_loaded = False  # a checkpoint, since the last step
         self._unwatched = False
         self._needs_model = needs_model
+        self._consistency = Consistency(script.debug)
 
         # Check the keywords, and find the model.
-        check_base(base, SecondOrderOptimizer)
-        if rest is not None:
-            check_base(rest, SecondOrderOptimizer, "rest")
-        keywords = split_base_keywords(base, own_keywords, base_kwargs, rest, rest_kwargs)
+        own_keywords = keywords_of(type(self))
+        check_base(script.base, SecondOrderOptimizer)
+        if second is not None:
+            check_base(second.kind, SecondOrderOptimizer, "rest")
+        shared = dict(base_kwargs) if lr is None else {"lr": lr, **base_kwargs}
+        keywords = split_base_keywords(script.base, shared, second, own_keywords)
         for each in keywords:
             check_learning_rate(each.get("lr", 0.0))
-        check_choice("gradient_averaging", gradient_averaging, ("auto", True, False))
-        self._consistency = Consistency(debug)
-        given = read_arguments(name, params, model, find_model, needs_model)
+        check_choice("gradient_averaging", script.gradient_averaging, ("auto", True, False))
+        given = read_arguments(name, params, script.model, find_model, needs_model)
         groups = given.groups
-        self._refused = {*own_keywords} - {"lr"} - ({REST} if rest is not None else set())
+        self._refused = {*own_keywords} - {"lr"} - ({REST} if second is not None else set())
         self._check_group_options(groups)
-        if "lr" not in base_kwargs:
+        if lr is None:
             rate = rate_of_groups(name, groups)
-            for each in (base_kwargs, *keywords):
+            for each in keywords:
                 each.setdefault("lr", rate)
-        world = process_group if isinstance(process_group, World) else World(process_group)
+
+        # Find the processes that train together.
+        world = script.process_group
+        if not isinstance(world, World):
+            world = World(world)
         if world.size == 1:
             helper_role = None
         if helper_role is None:
             check_mesh(given.model, world)
 
         # Make the base, which shares its groups and state with this optimizer.
-        if rest is None:
-            self._base = base(nameless(groups), **base_kwargs)
+        if second is None:
+            self._base = script.base(nameless(groups), **keywords[0])
+            own_groups = groups
         else:
-            self._base = TwoBases(groups, given.model, (base, rest), keywords, rest_layers)
-        own_groups = groups if rest is None else self._base.param_groups
+            kinds = (script.base, second.kind)
+            self._base = TwoBases(groups, given.model, kinds, keywords, second.layers)
+            own_groups = self._base.param_groups
         defaults = {**self._base.defaults, PEAK_LR: 0.0}
         super().__init__([*map(whole_group, own_groups)], defaults)
         for group, of_base in zip(self.param_groups, self._base.param_groups, strict=True):
@@ -179,6 +187,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
         # What optimizer and curvature share.
         members = members_of(groups)
+        averages = script.gradient_averaging
         training = self._training = Training(
             name=name,
             model=given.model,
@@ -186,9 +195,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             inside=given.inside,
             under_ddp=given.under_ddp,
             world=world,
-            averages=_averages(gradient_averaging, given.under_ddp, members, world),
-            scaler=grad_scaler,
-            debug=bool(debug),
+            averages=_averages(averages, given.under_ddp, members, world),
+            scaler=script.grad_scaler,
+            debug=bool(script.debug),
             base=self._base,
             # Weakly: an optimizer goes as soon as no script has it, and its hooks with it.
             publish=partial(_share_state_of, weakref.ref(self)),
@@ -203,7 +212,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
                 training.warn(f"rest: the pattern {pattern!r} matches no module of the model")
         self._curvature = curvature(training)
         training_ranks = world.size if helper_role is None else world.size - helpers
-        check_scaler(grad_scaler, training.averages, training_ranks)
+        check_scaler(script.grad_scaler, training.averages, training_ranks)
         self._start_together(helper_role)
 
     def _start_together(self, helper_role: Role | None) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeAlias, TypeGuard
+from typing import Any, Literal, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +57,10 @@ __all__ = [
     "check_damping",
     "check_decay",
     "check_newton_scale",
+    "options_from",
 ]
 
+T = TypeVar("T")
 Likelihood: TypeAlias = Literal["categorical", "bernoulli", "gaussian"] | Callable[[Any], Tensor]
 Fisher: TypeAlias = Literal["empirical"] | Likelihood
 AutoScalar: TypeAlias = Scalar | Callable[[int], Scalar] | Literal["auto"]
@@ -230,6 +232,13 @@ def is_auto(value: Any) -> TypeGuard[str]:
 
 # ------------------------------------------------------------------------------------- keywords
 
+
+def options_from(kind: type[T], arguments: Mapping[str, Any]) -> T:
+    """Make the options of a dataclass from the arguments of an optimizer, by their names."""
+    names = {each.name for each in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in arguments.items() if name in names})
+
+
 STEP_DECAY = PerStep(0.995)
 ADAPTIVE_STEP_DECAY = PerStep(0.978, share=1 / 3)
 
@@ -267,18 +276,12 @@ class ScriptOptions:
     process_group: Any = None
     debug: bool | int = False
 
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of ``SecondOrderOptimizer``, which checks them."""
-        found = {each.name: getattr(self, each.name) for each in fields(self)}
-        rest = found.pop("rest")
-        if isinstance(rest, SecondBase):
-            return {
-                **found,
-                "rest": rest.kind,
-                "rest_layers": rest.layers,
-                "rest_kwargs": rest.keywords,
-            }
-        return {**found, "rest": rest}
+    @property
+    def second_base(self) -> SecondBase | None:
+        """The second base optimizer, if there is one."""
+        if self.rest is None or isinstance(self.rest, SecondBase):
+            return self.rest
+        return SecondBase(self.rest)
 
 
 @dataclass(frozen=True, kw_only=True)

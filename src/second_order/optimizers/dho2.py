@@ -31,7 +31,7 @@ from second_order.fosi.update import FOSICurvature
 from second_order.lanczos.closure import check_closure, check_curvature
 from second_order.optimizers.base import ParamsOrModel, SecondOrderOptimizer
 from second_order.optimizers.config import FOSIOptions, ScriptOptions
-from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
+from second_order.optimizers.keywords import Rate, documented
 from second_order.reporting.summary import CurvatureReport
 from second_order.utils.checks import Interval, Schedule
 
@@ -166,9 +166,9 @@ class DHO2(EigenpairOptimizer):
         )
         super().__init__(
             params,
-            **script.arguments(),
-            base_kwargs=with_rate(lr, base_kwargs),
-            own_keywords=keywords_of(DHO2),
+            lr,
+            script=script,
+            base_kwargs=base_kwargs,
             curvature=lambda training: FOSICurvature(training, options, curvature_closure),
             needs_model=False,
         )

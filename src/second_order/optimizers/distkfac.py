@@ -35,10 +35,11 @@ from second_order.optimizers.config import (
     ScriptOptions,
     SecondBase,
     TraceRule,
+    options_from,
 )
 from second_order.optimizers.kaisa import KroneckerOptimizer
 from second_order.optimizers.keywords import Rate, documented
-from second_order.utils.checks import Interval, Schedule, check_patterns
+from second_order.utils.checks import Interval, Schedule
 
 __all__ = ["DistKFAC"]
 
@@ -113,47 +114,10 @@ class DistKFAC(KroneckerOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
-        options = KFACOptions(
-            damping=damping,
-            damping_floor=damping_floor,
-            relative_damping=relative_damping,
-            preconditioner_scale=preconditioner_scale,
-            kl_clip=kl_clip,
-            step_scale=step_scale,
-            factor_decay=factor_decay,
-            solver=solver,
-            inv_update_steps=inv_update_steps,
-            factor_update_steps=factor_update_steps,
-            overhead=overhead,
-            fisher=fisher,
-            kfac_approx=kfac_approx,
-            loss_reduction=loss_reduction,
-            exact_blocks=exact_blocks,
-            other_matrices=other_matrices,
-            skip_layers=check_patterns(skip_layers),
-            max_factor_dim=max_factor_dim,
-            factor_dtype=factor_dtype,
-        ).resolved(base)
-        script = ScriptOptions(
-            base=base,
-            rest=rest,
-            model=model,
-            grad_scaler=grad_scaler,
-            gradient_averaging=gradient_averaging,
-            process_group=process_group,
-            debug=debug,
-        )
-        own = DistKFACOptions(
-            stats_workers=stats_workers,
-            helper_timeout=helper_timeout,
-            inverse_threads=inverse_threads,
-            inverse_device=inverse_device,
-            async_inverse=async_inverse,
-            max_staleness=max_staleness,
-            deterministic=deterministic,
-            conv_factors=conv_factors,
-            doubly_factored=doubly_factored,
-        )
+        arguments = locals()
+        options = options_from(KFACOptions, arguments).resolved(base)
+        script = options_from(ScriptOptions, arguments)
+        own = options_from(DistKFACOptions, arguments)
         system = System(
             partial(distkfac_plan, keeps_all=True),
             block_rules(options, own.wide_layers),

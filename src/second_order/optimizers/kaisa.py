@@ -10,14 +10,13 @@ every step:                 the layer's gradient workers precondition its gradie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from second_order.distributed.roles import Role
 from second_order.errors import SecondOrderError
 from second_order.kfac.curvature import KFAC
 from second_order.kfac.plan import System, block_rules, kaisa_plan
@@ -33,11 +32,11 @@ from second_order.optimizers.config import (
     SecondBase,
     TraceRule,
     is_auto,
+    options_from,
 )
-from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
-from second_order.training.context import Training
+from second_order.optimizers.keywords import Rate, documented
 from second_order.training.curvature import Curvature
-from second_order.utils.checks import Interval, Schedule, check_patterns
+from second_order.utils.checks import Interval, Schedule
 
 __all__ = ["KAISA", "KroneckerOptimizer"]
 
@@ -47,27 +46,6 @@ class KroneckerOptimizer(SecondOrderOptimizer):
 
     options_by_layer = True
     _curvature: Curvature
-
-    def __init__(
-        self,
-        params: ParamsOrModel,
-        lr: Rate | None,
-        *,
-        script: ScriptOptions,
-        base_kwargs: Mapping[str, Any],
-        curvature: Callable[[Training], Curvature],
-        helper_role: Role | None = None,
-        helpers: int = 0,
-    ) -> None:
-        super().__init__(
-            params,
-            **script.arguments(),
-            base_kwargs=with_rate(lr, base_kwargs),
-            own_keywords=keywords_of(type(self)),
-            curvature=curvature,
-            helper_role=helper_role,
-            helpers=helpers,
-        )
 
     def curvature(
         self, *, dtype: torch.dtype = torch.float32, gather: bool = False
@@ -146,42 +124,10 @@ class KAISA(KroneckerOptimizer):
         debug: bool | int = False,
         **base_kwargs: Any,
     ) -> None:
-        options = KFACOptions(
-            damping=damping,
-            damping_floor=damping_floor,
-            relative_damping=relative_damping,
-            preconditioner_scale=preconditioner_scale,
-            kl_clip=kl_clip,
-            step_scale=step_scale,
-            factor_decay=factor_decay,
-            solver=solver,
-            inv_update_steps=inv_update_steps,
-            factor_update_steps=factor_update_steps,
-            overhead=overhead,
-            fisher=fisher,
-            kfac_approx=kfac_approx,
-            loss_reduction=loss_reduction,
-            exact_blocks=exact_blocks,
-            other_matrices=other_matrices,
-            skip_layers=check_patterns(skip_layers),
-            max_factor_dim=max_factor_dim,
-            factor_dtype=factor_dtype,
-        ).resolved(base)
-        script = ScriptOptions(
-            base=base,
-            rest=rest,
-            model=model,
-            grad_scaler=grad_scaler,
-            gradient_averaging=gradient_averaging,
-            process_group=process_group,
-            debug=debug,
-        )
-        own = KAISAOptions(
-            grad_worker_fraction=grad_worker_fraction,
-            factor_exchange=factor_exchange,
-            exchange_dtype=exchange_dtype,
-            colocate_factors=colocate_factors,
-        )
+        arguments = locals()
+        options = options_from(KFACOptions, arguments).resolved(base)
+        script = options_from(ScriptOptions, arguments)
+        own = options_from(KAISAOptions, arguments)
         own.check_with(options)
         chooses = is_auto(grad_worker_fraction)
         plan = partial(

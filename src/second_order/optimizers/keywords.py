@@ -5,12 +5,16 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+import torch
 from torch import Tensor
 
-__all__ = ["Rate", "documented", "keywords_of", "with_rate"]
+from second_order.optimizers.config import SecondBase
+from second_order.utils.checks import closest
+
+__all__ = ["Rate", "check_base", "documented", "keywords_of", "split_base_keywords"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -74,11 +78,6 @@ def keywords_of(optimizer: type) -> list[str]:
     return [p.name for p in parameters if p.name != "params" and p.kind is not p.VAR_KEYWORD]
 
 
-def with_rate(lr: Rate | None, base_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of the base optimizer, with the learning rate if one is given."""
-    return dict(base_kwargs) if lr is None else {"lr": lr, **base_kwargs}
-
-
 def _meanings(kind: type) -> dict[str, str]:
     """The texts under "Attributes:" in the docstring of a dataclass, or else of what it extends."""
     found: dict[str, str] = {}
@@ -88,3 +87,80 @@ def _meanings(kind: type) -> dict[str, str]:
             name, _, meaning = text.partition(": ")
             found[name] = " ".join(meaning.split())
     return found
+
+
+# --------------------------------------------------------------------- keywords of the base
+
+
+def check_base(base: Any, own_class: type, option: str = "base") -> None:
+    """Raise unless ``base`` is a class of optimizers, but ``own_class``, that can be a base."""
+    if not (isinstance(base, type) and issubclass(base, torch.optim.Optimizer)):
+        raise TypeError(
+            f"{option}={base!r} is not an optimizer class; pass the class itself, "
+            f"as in {option}=torch.optim.SGD, and its arguments as keywords"
+        )
+    if base.step is torch.optim.Optimizer.step:
+        raise TypeError(
+            f"{option}={base.__name__} has no step() of its own: it is the base class of "
+            f"optimizers; pass one of them, as in {option}=torch.optim.SGD"
+        )
+    if issubclass(base, own_class):
+        raise TypeError(
+            f"{option}={base.__name__} is a second-order optimizer; use a first-order one"
+        )
+    if issubclass(base, torch.optim.LBFGS):
+        raise TypeError(f"{option}=LBFGS evaluates its closure many times a step; use SGD or Adam")
+
+
+def split_base_keywords(
+    base: type, given: Mapping[str, Any], second: SecondBase | None, own: Iterable[str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split the keywords ``given``: each base gets those that its signature has.
+
+    The second base gets its own keywords in place of those that are given. ``own`` are the names of
+    the wrapper's keywords, for the error about an unknown one, which names the closest.
+
+    Raises:
+        TypeError: For a keyword that neither base has, or ``lr`` with a base that has none.
+        ValueError: For ``differentiable=True``.
+    """
+    kinds = [base]
+    special: Mapping[str, Any] = {}
+    if second is not None:
+        kinds.append(second.kind)
+        special = second.keywords
+    if given.get("differentiable") or special.get("differentiable"):
+        raise ValueError(
+            "differentiable=True is not supported: the preconditioner is not differentiated "
+            "through; leave it out"
+        )
+    for kind in kinds:
+        if "lr" in given and not _takes(kind, "lr"):
+            raise TypeError(f"{kind.__name__} has no keyword 'lr'; use an optimizer that has one")
+    for name in given:
+        if not any(_takes(kind, name) for kind in kinds):
+            owners = " or ".join(kind.__name__ for kind in kinds)
+            known = [*own, *(each for kind in kinds for each in inspect.signature(kind).parameters)]
+            raise TypeError(
+                f"unknown keyword {name!r}: neither an option here nor one of {owners}"
+                f"{closest(name, known)}"
+            )
+    for name in special:
+        if not _takes(kinds[-1], name):
+            known = list(inspect.signature(kinds[-1]).parameters)
+            raise TypeError(
+                f"rest: unknown keyword {name!r}: it is none of {kinds[-1].__name__}"
+                f"{closest(name, known)}"
+            )
+    first, last = (
+        {name: value for name, value in given.items() if _takes(kind, name)}
+        for kind in (kinds[0], kinds[-1])
+    )
+    return first, {**last, **special}
+
+
+def _takes(base: type, name: str) -> bool:
+    """Whether an optimizer takes a keyword."""
+    parameters = inspect.signature(base).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    return takes_any or (name in parameters and name not in ("self", "params"))

@@ -31,7 +31,7 @@ from second_order.lanczos.closure import check_curvature
 from second_order.optimizers.base import ParamsOrModel
 from second_order.optimizers.config import EpochOptions, ScriptOptions
 from second_order.optimizers.dho2 import EigenpairOptimizer
-from second_order.optimizers.keywords import Rate, documented, keywords_of, with_rate
+from second_order.optimizers.keywords import Rate, documented
 from second_order.reporting.summary import EpochReport
 from second_order.utils.checks import Schedule
 
@@ -125,9 +125,9 @@ class MRDHO2(EigenpairOptimizer):
         helped = accelerators > 0 and options.wanted > 0
         super().__init__(
             params,
-            **script.arguments(),
-            base_kwargs=with_rate(lr, base_kwargs),
-            own_keywords=keywords_of(MRDHO2),
+            lr,
+            script=script,
+            base_kwargs=base_kwargs,
             curvature=lambda training: divided_curvature(training, options, curvature_closure),
             needs_model=False,
             helper_role="accelerator" if helped else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -22,7 +21,6 @@ __all__ = [
     "Schedule",
     "as_scalar",
     "brief",
-    "check_base",
     "check_choice",
     "check_count",
     "check_debug",
@@ -38,10 +36,10 @@ __all__ = [
     "check_seed",
     "check_timeout",
     "check_whole",
+    "closest",
     "is_adaptive",
     "rate_of_groups",
     "scheduled",
-    "split_base_keywords",
     "value_at",
 ]
 
@@ -62,84 +60,13 @@ PEAK_LR = "peak_lr"
 """The entry of a group with the largest learning rate so far, or to come by its schedule."""
 
 
-def check_base(base: Any, own_class: type, option: str = "base") -> None:
-    """Raise unless ``base`` is a class of optimizers, but ``own_class``, that can be a base."""
-    if not (isinstance(base, type) and issubclass(base, torch.optim.Optimizer)):
-        raise TypeError(
-            f"{option}={base!r} is not an optimizer class; pass the class itself, "
-            f"as in {option}=torch.optim.SGD, and its arguments as keywords"
-        )
-    if base.step is torch.optim.Optimizer.step:
-        raise TypeError(
-            f"{option}={base.__name__} has no step() of its own: it is the base class of "
-            f"optimizers; pass one of them, as in {option}=torch.optim.SGD"
-        )
-    if issubclass(base, own_class):
-        raise TypeError(
-            f"{option}={base.__name__} is a second-order optimizer; use a first-order one"
-        )
-    if issubclass(base, torch.optim.LBFGS):
-        raise TypeError(f"{option}=LBFGS evaluates its closure many times a step; use SGD or Adam")
-
-
 def is_adaptive(base: Any) -> bool:
     """Whether an optimizer scales its steps itself: each that is not made from SGD."""
     return isinstance(base, type) and not issubclass(base, (torch.optim.SGD, torch.optim.ASGD))
 
 
-def split_base_keywords(
-    base: type,
-    ours: Iterable[str],
-    keywords: Mapping[str, Any],
-    rest: type | None = None,
-    rest_keywords: Mapping[str, Any] | None = None,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split keywords between ``base`` and ``rest``: each gets those that its signature has.
-
-    ``rest`` gets ``rest_keywords`` in place of those in ``keywords``. An unknown keyword is a
-    TypeError, which names the closest known one, be it one of ``ours``.
-    """
-    special = rest_keywords or {}
-    if keywords.get("differentiable") or special.get("differentiable"):
-        raise ValueError(
-            "differentiable=True is not supported: the preconditioner is not differentiated "
-            "through; leave it out"
-        )
-    kinds = [base] if rest is None else [base, rest]
-    known = [_keywords_of(kind) for kind in kinds]
-    every = None if None in known else set().union(*filter(None, known))
-    for name in keywords:
-        if every is not None and name not in every:
-            owners = " or ".join(kind.__name__ for kind in kinds)
-            raise TypeError(
-                f"unknown keyword {name!r}: neither an option here nor one of {owners}"
-                f"{_hint(name, every | set(ours))}"
-            )
-    for kind, theirs in zip(kinds, known, strict=True):
-        if "lr" in keywords and theirs is not None and "lr" not in theirs:
-            raise TypeError(f"{kind.__name__} has no keyword 'lr'; use an optimizer that has one")
-    for name in special:
-        if known[-1] is not None and name not in known[-1]:
-            raise TypeError(
-                f"rest: unknown keyword {name!r}: it is none of {kinds[-1].__name__}"
-                f"{_hint(name, known[-1])}"
-            )
-    found = [
-        {name: v for name, v in keywords.items() if theirs is None or name in theirs}
-        for theirs in known
-    ]
-    return found[0], {**found[-1], **special}
-
-
-def _keywords_of(base: type) -> set[str] | None:
-    """The keywords that an optimizer takes; None if it takes any."""
-    parameters = inspect.signature(base).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return None
-    return {name for name in parameters if name not in ("params", "self")}
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
+def closest(name: str, known: Iterable[str]) -> str:
+    """A question about the known name that is most like this one; "" if none is."""
     close = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
@@ -263,13 +190,13 @@ def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     choices = list(choices)
     # Of the same type: 1 and a tensor equal True, and tensors of several entries have no truth.
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        listed, hint = ", ".join(map(repr, choices)), _hint(str(value), map(str, choices))
+        listed, hint = ", ".join(map(repr, choices)), closest(str(value), map(str, choices))
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
 
 
 def check_patterns(value: Any, option: str = "skip_layers") -> tuple[str, ...]:
     """Patterns of modules as a tuple; TypeError unless they are a sequence of strings."""
-    usable = isinstance(value, Iterable) and not isinstance(value, str)
+    usable = isinstance(value, Collection) and not isinstance(value, str)
     patterns = tuple(value) if usable else ()
     if not usable or not all(isinstance(pattern, str) for pattern in patterns):
         raise TypeError(
