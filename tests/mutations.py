@@ -344,12 +344,15 @@ what cannot be compiled is an error
 a lost factor arrives as zeros  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
     letter: None, **entries}  =>  **entries}
 inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
-    if (scale > 0) != solves.scaled:  =>  if False:
+    if scaled != solves.scaled:  =>  if False:
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -
 
 == kfac/curvature.py
+a factor that a checkpoint lacks is not lost
+  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
+    if listed[2 * i + 1]]  =>  if False]
 a chosen fraction that checkpoints forget
   <-  planning_fraction::a_checkpoint_remembers_the_choice_for_as_many_ranks
     common |= zip(CHOSEN, (self.workers, self.training.world.size), strict=True)  =>  pass
@@ -374,7 +377,7 @@ messages forget since the beginning
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
     self.drift.load(saved, self.layers.blocks)  =>  pass
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
-    solves.take_over(inverses)  =>  inverses.clear()
+    solves.take_over(inverses,  =>  solves.take_over({},
 a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
     snapshots[block] = snapshot  =>  pass
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
@@ -432,7 +435,7 @@ a curvature object with an absolute damping
   <-  model_curvature::solving_with_the_trainings_damping_is_what_the_training_does
     float(averages.mean_curvature()) if relative  =>  1.0 if relative
 
-== kfac/pipelined.py
+== kfac/spd_kfac.py
 statistics that wait for the step
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[plain]
     if not self._wanted:  =>  if True:
@@ -512,7 +515,7 @@ the clip of a bucket's own layers  <-  fsdp::one_all_to_all_each_way_for_a_bucke
 
 == kfac/solve.py
 the damping of the landing  <-  distkfac::an_inverse_has_the_damping_of_its_snapshot
-    [each.damping for each in received]  =>  [self.damping for each in received]
+    [state.damping for state in states]  =>  [self.damping for state in states]
 layers that are due when they land wait for the next interval
   <-  distkfac::a_layer_that_is_due_when_it_lands_is_launched_again
     self._submit(again, mean_curvature)  =>  pass
@@ -520,20 +523,14 @@ layers under way are launched again  <-  distkfac::never_more_than_so_many_steps
     [block for block in due if block not in landing]  =>  list(due)
 decompositions that their solver has not rounded
   <-  exchange_dtype::every_rank_has_the_same_numbers
-    self.solver.to_send(parts, plan.wire)  =>  self.solver.to_send(parts, None)
+    solver.to_send(local[item], plan.wire)  =>  solver.to_send(local[item], None)
 a failed G is not told  <-  failures::one_factor_that_fails_is_told
-    return Verdict.SOUND if whole else Verdict.FAILED  =>  return Verdict.SOUND if whole else 1
-a lost factor is less grave than a sound one
-  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
-    LOST = 7  #  =>  LOST = 0  #
+    outcome = Outcome.VALID if whole else Outcome.FAILED  =>  outcome = Outcome(2 if whole else 1)
 verdicts are added up  <-  failures::one_factor_that_fails_is_told
     world.on_cpu().all_reduce_max([message])  =>  world.on_cpu().all_reduce([message])
-silence outweighs pairs without an example
-  <-  kaisa::a_dead_layer_that_one_rank_alone_calls_is_not_called_unused
-  - SILENT = 1  # no pair of statistics has ever been captured
-  -     UNSEEN = 2
-  + UNSEEN = 1  # no pair of statistics has ever been captured
-  +     SILENT = 2
+a dead layer is called unused where it is called
+  <-  kaisa::a_dead_layer_is_called_unused_where_it_is_not_called
+    silent=block.state.status is LayerStatus.NOT_CAPTURED  =>  silent=True
 one refresh too many before an error
   <-  failures::too_many_failures_in_a_row_are_an_error_on_every_rank
     block.state.failures >= most  =>  block.state.failures > most
@@ -545,7 +542,7 @@ a gradient's scale without the damping
     traces = (curvature + damping)  =>  traces = (curvature + 0 * damping)
 damping for scale, from another process
   <-  distkfac_ranks::all_have_the_same_parameters_however_the_threads_are_scheduled
-    numbers[0], numbers[1] if  =>  numbers[0], numbers[0] if
+    [damped.damping, damped.trace]  =>  [damped.damping, damped.damping]
 stale inverses after a change of layers
   <-  kaisa::a_layer_without_an_inverse_gets_one_at_the_next_step
     if self.wanted:  =>  if False:
@@ -560,12 +557,9 @@ an instrument without the failures  <-  statistics::failures_are_counted
   -
 a dead layer solved with the others
   <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
-    if not weight > 0 and  =>  if False and
-changes by inverses that are not sound
-  <-  refresh_on_device::a_refresh_comes_to_the_same_on_a_device
-    if collected.retried:  =>  if False:
+    if not weight > 0]  =>  if False]
 damping without a floor  <-  step_length::damping_has_a_floor_by_all_layers
-    options.floor * mean_curvature  =>  0.0 * mean_curvature
+    options.floor * solves[blocks[0]].mean_curvature  =>  0.0
 a step staler than allowed  <-  distkfac::a_certain_staleness_is_a_loop_with_inverses_of_that_age
     most is not None and age >= most  =>  most is not None and age > most
 a solve on a thread that is older than drift allows
@@ -600,12 +594,12 @@ a stats worker may be sharded  <-  fsdp_stats::shards_beside_stats_workers_are_r
 statistics are not requested  <-  stats::own_passes_come_back_when_sound_statistics_stay_away
     bool(found) and not any(found.values())  =>  False
 
-== kfac/trace_rule.py
+== kfac/thor.py
 traces without the damping  <-  trace_refresh::layers_are_solved_where_the_dense_trace_has_moved
-    Mark(trace, float(own  =>  Mark(trace - float(damping), float(own
+    moved(trace, last_trace)  =>  moved(trace - option, last_trace - last_option)
 a schedule of the damping that wakes no layer
   <-  trace_refresh::a_schedule_of_the_damping_asks_for_a_solve
-    moved(now.damping, before.damping) > upper or distance  =>  distance
+    max(distance, moved(option, last_option))  =>  distance
 
 == kronecker/autograd.py
 values taken for queries  <-  attention::factors_are_those_of_separate_linears

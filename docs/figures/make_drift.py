@@ -62,7 +62,8 @@ def train() -> Drifts:
         optimizer.zero_grad()
         task.loss_of(model, batch).backward()
         optimizer.step()
-        found.refreshed.append(list(curvature.solves.installed_at.values()).count(step))
+        states = curvature.solves.inverses.values()
+        found.refreshed.append([each.installed_at for each in states].count(step))
         changes = list(curvature.drift.changes.values())
         if found.refreshed[-1] and changes:
             found.at.append(step)

@@ -169,4 +169,4 @@ def test_a_snapshot_does_not_see_what_comes_later() -> None:
     found = fetch()
     assert torch.equal(found[0], torch.arange(3.0))
     assert torch.equal(found[1], torch.ones(2, dtype=torch.float64))
-    assert retrieve(found, CPU, None)[1] is found[1]
+    assert retrieve(found, CPU)[1] is found[1]

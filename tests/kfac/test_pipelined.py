@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from second_order import RankMismatchError
-from second_order.kfac import pipelined as pipeline
+from second_order.kfac import spd_kfac as pipeline
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

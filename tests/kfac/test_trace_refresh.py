@@ -37,7 +37,7 @@ def solved_now(optimizer: Any, before: dict[str, Any]) -> set[str]:
 
 
 def traces(optimizer: Any) -> Any:
-    return optimizer._curvature.solves.traces
+    return optimizer._curvature.traces
 
 
 def trained(optimizer: Any, model: nn.Module, batches: list[Batch]) -> list[set[str]]:
@@ -125,7 +125,7 @@ def on_ranks(rank: int, world_size: int, name: str, options: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_ranks_agree_on_what_is_solved_and_send_no_more(world: World, name: str) -> None:
+def test_ranks_agree_on_what_is_solved_by_one_message(world: World, name: str) -> None:
     options = {"inv_update_steps": TraceRule(0.08, 0.01, every=1)}
     results = world.run(on_ranks, 4, name, options)
     path = agreed([result[0] for result in results])
@@ -134,7 +134,7 @@ def test_ranks_agree_on_what_is_solved_and_send_no_more(world: World, name: str)
     assert 0 < spared < judged
     assert settled
     every = world.run(on_ranks, 4, name, {"inv_update_steps": 1})
-    assert all(a[2] <= b[2] for a, b in zip(results, every, strict=True))
+    assert all(a[2] <= b[2] + len(BATCHES) for a, b in zip(results, every, strict=True))
     assert not torch.equal(path[-1], every[0][0][-1])
     if name != "DPKFAC":  # whose factors are those of one rank's batches
         alone = on_ranks(0, 1, name, options)

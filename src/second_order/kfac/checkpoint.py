@@ -13,8 +13,9 @@ inverse_delay                    the number of steps from inverse_step until the
 inverse_wanted                   1 if the layer is refreshed at the next step even if it is not due
 inverse_A, inverse_G, ...        the tensors of the inverse, named by the solver; only gradient
                                  workers save them
-inverse_damping                  two numbers, saved with these tensors: γ and the scale of the
-                                 inverse; both are 0 if there is no inverse
+inverse_damping                  four numbers, saved with these tensors: γ, the mean eigenvalue of
+                                 A ⊗ G + γ, the option γ, and 1 if the inverse is scaled by the
+                                 second; all are 0 if there is no inverse
 snapshot_step                    the step of an inverse that is computed on a thread; -1 if none is
 snapshot_A, snapshot_G, ...      the factors that it is computed from
 
@@ -25,7 +26,7 @@ depend only on what all ranks know.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -38,8 +39,8 @@ from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.precondition import USUAL_CHANGE
 from second_order.kfac.schedule import DRIFT, UPDATED_AT
-from second_order.kfac.solve import LoadedInverse, Solve, Solver, Solves
-from second_order.kfac.trace_rule import SETTLED, TRACE
+from second_order.kfac.solve import InverseState, LoadedInverse, Solve, Solver, Solves
+from second_order.kfac.thor import SETTLED
 from second_order.kronecker.block import AGREED_STATE, PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.solvers import INVERSE_ENTRIES
 from second_order.training.context import Training
@@ -92,8 +93,7 @@ WHOLE = (*DRIFT, *THROTTLE[:2])
 
 SIZES: dict[str, tuple[int, ...]] = {
     PASS_HISTORY: (4,),
-    TRACE: (2,),
-    INVERSE_DAMPING: (2,),
+    INVERSE_DAMPING: (4,),
     **dict.fromkeys((WEIGHT, EXAMPLES), ()),
 }
 """Tensors of one shape for all layers."""
@@ -119,11 +119,11 @@ def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool
     ``room`` is true, a gradient worker without an inverse has tensors of zeros.
     torch.distributed.checkpoint needs them because it reads into existing tensors.
     """
-    step = solves.taken_at.get(block, -1) if block.solved else -1
-    delay = solves.installed_at.get(block, step) - step
-    found: dict[str, Any] = {STEP: step, DELAY: delay, WANTED: int(block in solves.wanted)}
+    state = solves.inverses[block] if block.solved else InverseState(step=-1, installed_at=-1)
+    delay = state.installed_at - state.step
+    found: dict[str, Any] = {STEP: state.step, DELAY: delay, WANTED: int(block in solves.wanted)}
     if works and block.inverse is not None:
-        numbers = solves.dampings.get(block, 0.0), solves.scales.get(block, 0.0)
+        numbers = state.damping, state.trace, state.option, solves.scaled
         found |= block.inverse.entries
         found[INVERSE_DAMPING] = block.numbers([float(number) for number in numbers])
     elif works and room:
@@ -131,7 +131,7 @@ def saved_inverse(block: KroneckerBlock, solves: Solves, works: bool, room: bool
             found[name] = torch.zeros(
                 shape, dtype=solves.options.inv_dtype, device=block.weight.device
             )
-        found[INVERSE_DAMPING] = block.numbers([0.0, 0.0])
+        found[INVERSE_DAMPING] = block.numbers([0.0] * 4)
     return found
 
 
@@ -250,8 +250,8 @@ def inverse_routes(
                 routes[block, name] = Route(source, ranks, shape, solves.options.inv_dtype)
             routes[block, INVERSE_DAMPING] = Route(source, ranks, SIZES[INVERSE_DAMPING], numbers)
         if layer.source is not None:
-            for name in (PASS_HISTORY, TRACE) if solves.traces else (PASS_HISTORY,):
-                routes[block, name] = Route(layer.source, ranks, SIZES[name], numbers)
+            shape = SIZES[PASS_HISTORY]
+            routes[block, PASS_HISTORY] = Route(layer.source, ranks, shape, numbers)
     return routes
 
 
@@ -334,7 +334,8 @@ def loaded_inverse(
     step = int(part.get(STEP, -1))
     if step < 0:
         return None
-    without = LoadedInverse(step, int(part.get(DELAY, 0)))
+    state = InverseState(step, step + int(part.get(DELAY, 0)))
+    without = LoadedInverse(state)
     if not works or INVERSE_DAMPING not in part:
         return without
     entries: dict[str, Tensor] = {}
@@ -342,11 +343,11 @@ def loaded_inverse(
         if name not in part or not bool(part[name].any()):  # all zeros: no inverse was read
             return without
         entries[name] = part[name].to(block.weight.device, solves.options.inv_dtype, copy=True)
-    damping, scale = part[INVERSE_DAMPING].tolist()
-    if (scale > 0) != solves.scaled:  # Newton's scale is saved as 0
+    damping, trace, option, scaled = part[INVERSE_DAMPING].tolist()
+    if scaled != solves.scaled:
         return without
-    inverse = solves.solver.inverse(entries)
-    return LoadedInverse(without.step, without.delay, damping, scale, inverse)
+    state = replace(state, damping=damping, trace=trace, option=option)
+    return LoadedInverse(state, solves.solver.inverse(entries))
 
 
 def loaded_snapshot(part: Mapping[str, Any], block: KroneckerBlock) -> Solve | None:

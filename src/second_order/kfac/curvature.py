@@ -56,7 +56,6 @@ from second_order.kfac.feedback import (
 from second_order.kfac.group_options import describe_group_options
 from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
 from second_order.kfac.metrics import fitted_curvature, metrics_of
-from second_order.kfac.pipelined import Pipeline, Sums
 from second_order.kfac.plan import (
     LayerPlan,
     Plan,
@@ -77,7 +76,8 @@ from second_order.kfac.precondition import (
 from second_order.kfac.schedule import UPDATED_AT, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
 from second_order.kfac.solve import LoadedInverse, Refresh, Solve, Solves
-from second_order.kfac.trace_rule import TRACE, TraceRefresh
+from second_order.kfac.spd_kfac import Pipeline, Sums
+from second_order.kfac.thor import TraceRefresh
 from second_order.kronecker.block import PASS_HISTORY, KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
@@ -159,9 +159,14 @@ class KFAC(OfLayers):
         self._cadence = Cadence(training, options, self.layers)
         self.throttle, self.drift = self._cadence.throttle, self._cadence.drift
         rule = options.trace_rule
-        traces = None if rule is None else TraceRefresh((rule.upper, rule.lower))
+        self.traces = None if rule is None else TraceRefresh(rule.upper, rule.lower)
         self.solves = Solves(
-            training, options, self.layers, self.drift, traces, inverter=system.inverter
+            training,
+            options,
+            self.layers,
+            drift=self.drift,
+            rule=None if self.traces is None else self.traces.choose,
+            inverter=system.inverter,
         )
         self.mean_curvature = 0.0  # of all layers, at the last refresh
         self._step = StepPlan({}, World.alone(), World.alone())
@@ -382,7 +387,6 @@ class KFAC(OfLayers):
                 step,
                 observed,
                 numbers=refresh.numbers,
-                known=refresh.changes,
                 changes=changes,
                 follows_steps=options.follows_steps,
                 compares=self.drift is not None,
@@ -583,7 +587,7 @@ class KFAC(OfLayers):
             entries = found[block.weight] = {**common, **block.state.agreed()}
             if fresh or self._takes(block):
                 entries |= block.saved_factors()
-            for each in (self.solves.traces, self.drift):
+            for each in (self.traces, self.drift):
                 entries |= {} if each is None else each.saved(block)
         return found
 
@@ -612,8 +616,6 @@ class KFAC(OfLayers):
             if self._takes(block):
                 history = block.state.history(self._ranks_of(block))
                 part[PASS_HISTORY] = block.numbers(history)
-                if solves.traces is not None:
-                    part[TRACE] = block.numbers(solves.traces.mark(block))
         return found
 
     def _ranks_of(self, block: KroneckerBlock) -> int:
@@ -631,7 +633,7 @@ class KFAC(OfLayers):
         for block, layer in self.known.items():
             if block.factors is None and layer.source is not None:
                 if self.training.steps > 0 and self._takes(block):
-                    block.load_factors({})  # lost: the next refresh finds out
+                    block.load_factors({})  # lost: the next step finds out
                 else:
                     block.ensure_factors()
         self.solves.restart(self._step)
@@ -684,11 +686,10 @@ class KFAC(OfLayers):
                 snapshots[block] = snapshot
                 if snapshot.factors is None:
                     self._missing.add(block)
-        solves.take_over(inverses)
         damping = shared_number(saved, DAMPING, -1.0)
-        solves.note_damping(damping if damping >= 0 else math.nan)
-        if solves.traces is not None:
-            solves.traces.load(saved, self.layers.blocks)
+        solves.take_over(inverses, damping if damping >= 0 else math.nan)
+        if self.traces is not None:
+            self.traces.load(saved, self.layers.blocks)
         solves.resubmit({b: s for b, s in snapshots.items() if b not in self._missing})
         for block in self.plan:
             block.state.load(saved.get(block.weight, {}), self._ranks_of(block))
@@ -699,15 +700,27 @@ class KFAC(OfLayers):
         """Refresh layers if any rank lacks their part of the checkpoint; a collective.
 
         If other layers train now than when the checkpoint was written, refresh all layers. A run
-        that freezes or unfreezes layers at this step does the same.
+        that freezes or unfreezes layers at this step does the same. A layer that lacks a factor
+        starts again.
         """
-        world, blocks = self.training.world, list(self.plan)
-        missing = set(blocks) if self._trains_others(saved) else self._missing
-        if world.size > 1:
-            flags = torch.tensor([float(block in missing) for block in blocks], device="cpu")
-            world.on_cpu().all_reduce_max([flags]).wait()
-            missing = {b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag}
-        self.solves.drop_missing(missing)
+        training, blocks = self.training, self.layers.blocks
+        missing = set(self.plan) if self._trains_others(saved) else self._missing
+        flags = torch.tensor([(b in missing, b.lost) for b in blocks], dtype=torch.float32).view(-1)
+        training.world.on_cpu().all_reduce_max([flags]).wait()
+        listed = flags.tolist()
+        missing = {block for i, block in enumerate(blocks) if listed[2 * i]}
+        lost = [block for i, block in enumerate(blocks) if listed[2 * i + 1]]
+        self.solves.drop_missing([*missing, *lost])
+        for block in lost:
+            training.warn(
+                f"a factor of layer {block.name!r} is lost: the process that should keep it has "
+                f"not got it, from a checkpoint written without consolidate(), perhaps; the base "
+                f"optimizer trains the layer alone until its statistics have been taken again"
+            )
+            block.forget()
+        if lost:
+            self.layers.take_all_at(training.steps + 1)
+            training.publish()  # without the lost factors
         if missing and self.drift is not None:
             self.drift.follow(self.layers.blocks)  # layers without an inverse have other intervals
 
@@ -790,7 +803,7 @@ class KFAC(OfLayers):
     def summary(self) -> Summary:
         """A table of every layer: its factors, who computes what, what is left to the base."""
         said = {block.name: layer.said for block, layer in self.plan.items()}
-        of_layers = (each.said for each in (self.solves.traces, self.drift) if each is not None)
+        of_layers = (each.said for each in (self.traces, self.drift) if each is not None)
         settings = [
             self._options.describe(),
             describe_group_options(self.training.groups),
@@ -813,10 +826,11 @@ class KFAC(OfLayers):
     def _ages(self) -> str:
         """A line on the ages of inverses that are computed while training continues."""
         solves, steps = self.solves, self.training.steps
-        ages = sorted(steps - step for step in solves.taken_at.values())
-        delays = sorted(n - solves.taken_at[b] for b, n in solves.installed_at.items())
-        if not ages:
+        states = solves.inverses.values()
+        if not states:
             return "no inverses yet"
+        ages = sorted(steps - state.step for state in states)
+        delays = sorted(state.installed_at - state.step for state in states)
         return (
             f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took {delays[0]} to "
             f"{delays[-1]} steps; {len(solves.under_way)} under way"

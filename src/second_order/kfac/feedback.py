@@ -314,7 +314,6 @@ def share_feedback(
     step: StepPlan,
     observed: Observation,
     numbers: Sequence[Sequence[float]] | None,
-    known: Mapping[KroneckerBlock, Sequence[float]],
     changes: Mapping[KroneckerBlock, Tensor],
     follows_steps: bool,
     compares: bool,
@@ -326,17 +325,17 @@ def share_feedback(
         step: All layers, and those that this rank reports.
         observed: What is on the device.
         numbers: The numbers of ``observed``, if the device has been read.
-        known: P₀ · P, |P₀|² and |P|² of layers, as numbers.
-        changes: Those of other layers, on the device.
+        changes: P₀ · P, |P₀|² and |P|² of layers, on the device.
         follows_steps: Whether τ follows what steps do to the loss.
         compares: Whether refresh intervals follow what refreshes change.
     """
     blocks = list(step.layers)
+    known: Mapping[KroneckerBlock, Sequence[float]] = {}
     if numbers is None or changes:
         *read, changed = numbers_of(*observed.groups, list(changes.values()))
         numbers = read if numbers is None else numbers
         triples = zip(changed[0::3], changed[1::3], changed[2::3], strict=True)
-        known = {**known, **dict(zip(changes, triples, strict=True))}
+        known = dict(zip(changes, triples, strict=True))
     on_device, slope, curvatures = numbers
     rates = _rates_of(training, blocks) if follows_steps else []
     rate = max([0.0, *on_device, *(rate for rate in rates if not isinstance(rate, Tensor))])

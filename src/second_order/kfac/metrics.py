@@ -53,11 +53,10 @@ def metrics_of(
     found["layers/under_way"] = float(len(solves.under_way))
     found["failed"] = float(solves.failed)
     found["dropped"] = float(sum(int(block.staged.dropped) for block in layers.blocks))
-    taken = [solves.taken_at[block] for block in solved]
-    if taken:
-        found["age/inverses"] = float(step - min(taken))
-    dampings = [solves.dampings[block] for block in solved if block in solves.dampings]
-    numbers = [float(damping) for damping in dampings]
+    states = {block: solves.inverses[block] for block in solved}
+    if states:
+        found["age/inverses"] = float(step - min(state.step for state in states.values()))
+    numbers = [float(x.damping) for block, x in states.items() if block.inverse is not None]
     if numbers:
         found["damping/min"] = min(numbers)
         found["damping/max"] = max(numbers)

@@ -1,8 +1,8 @@
-"""Damped inverses of the layers' factors: computed, agreed on, exchanged, put to use.
+"""Damped inverses of the layers' factors: computed, agreed on, exchanged, installed.
 
 submit    each inverse rank hands its factors of the layers that are due to its inverter
 collect   it takes what the inverter has finished: at once, or from threads
-agree     all ranks find the largest verdict on each layer
+agree     all ranks find the largest outcome of each layer
 exchange  the decompositions of valid layers go to the layers' gradient workers
 install   all gradient workers use the new inverses from this step on; the other layers keep what
           they have, or nothing
@@ -16,25 +16,21 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
 from second_order.kfac.group_options import values_by_layer
 from second_order.kfac.layers import Layers
 from second_order.kfac.plan import Item, StepPlan
-from second_order.kfac.precondition import compare, last_results, precondition
+from second_order.kfac.precondition import last_results
 from second_order.kfac.schedule import Drift
-from second_order.kronecker.block import Bank, KroneckerBlock, LayerStatus, of_groups
+from second_order.kronecker.block import KroneckerBlock, LayerStatus, of_groups
 from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import (
-    RESIDUAL_TOLERANCE,
     SOLVERS,
     Attempts,
     Damping,
@@ -44,7 +40,7 @@ from second_order.kronecker.solvers import (
     InverseSolver,
     Problem,
 )
-from second_order.kronecker.storage import as_stack, numbers_of
+from second_order.kronecker.storage import as_stack, numbers_of, shared_number
 from second_order.optimizers.config import KFACOptions, check_damping
 from second_order.training.averaging import PendingAverage
 from second_order.training.context import Training
@@ -53,49 +49,54 @@ from second_order.utils.stages import stage
 
 __all__ = [
     "Collected",
+    "InverseState",
     "Job",
     "LoadedInverse",
+    "Outcome",
     "Refresh",
     "Result",
     "Solve",
     "Solves",
     "SynchronousInverter",
-    "Verdict",
     "stacked_means",
 ]
 
 MAX_CONSECUTIVE_FAILURES = 3  # refreshes in a row without an inverse of a layer
 
+NUMBERS = "numbers"  # γ and the trace of a layer, sent next to its decompositions
+
 Solver: TypeAlias = EigenSolver | InverseSolver
 
 
-class Verdict(IntEnum):
-    """A rank's verdict on a layer whose inverse is computed; the largest of all ranks' counts.
+class Outcome(IntEnum):
+    """The outcome of computing a layer's inverse. Ranks agree on the largest."""
 
-    The layer's inverse ranks know whether there are statistics; any rank may know whether pairs
-    without an example have ever been captured.
+    PENDING = 0  # not finished yet, or not on this rank
+    NO_STATISTICS = 1  # no example has reached the layer yet
+    VALID = 2  # a decomposition of every factor
+    FAILED = 3  # a factor could not be decomposed
+    UNVERIFIED = 4  # the captured pairs do not reproduce the layer's gradient
+
+
+@dataclass(frozen=True)
+class InverseState:
+    """Where the inverse in use of a layer comes from.
+
+    All ranks know the steps. The layer's gradient workers know the other numbers.
     """
 
-    OPEN = 0  # not finished yet, or not on this rank
-    SILENT = 1  # no pair of statistics has ever been captured
-    UNSEEN = 2  # pairs have been captured, but none with an example
-    SOUND = 3  # a valid decomposition
-    SPARED = 4  # keeps its inverse: its trace has hardly moved
-    SETTLED = 5  # and its trace is not looked at from now on
-    FAILED = 6  # no valid decomposition
-    LOST = 7  # a factor is missing where it should be stored
-    UNEXPLAINED = 8  # its pairs do not reproduce its gradient
-    RAISED = 9  # an exception on a thread
+    step: int  # of the factors that it was computed from
+    installed_at: int  # the step since which it is used
+    option: Damping = 0.0  # γ as the option had it at ``step``
+    damping: Damping = 0.0  # γ of the layer
+    trace: Damping = 0.0  # the mean eigenvalue of A ⊗ G + γ
 
 
 @dataclass(frozen=True)
 class LoadedInverse:
     """A checkpoint's inverse; ``inverse`` is None on ranks that do not precondition with it."""
 
-    step: int  # of the factors that it was computed from
-    delay: int  # steps until it was installed
-    damping: float = 0.0
-    scale: float = 0.0
+    state: InverseState
     inverse: Inverse | None = None
 
 
@@ -115,8 +116,10 @@ class Solve:
     step: int
     option: Damping  # γ as the option had it at that step
     mean_curvature: float  # of all layers, then
-    damped: Damped | None = None  # on ranks that know it
-    verdict: Verdict = Verdict.OPEN
+    damped: Damped | None = None  # on the layer's gradient workers
+    outcome: Outcome = Outcome.PENDING  # on this rank
+    parts: Mapping[str, Decomposition] = field(default_factory=dict)  # by letter, on this rank
+    error: str = ""  # what was raised on this rank
     factors: KroneckerFactors | None = None  # of that step, once the running averages have changed
 
 
@@ -135,7 +138,7 @@ class Result:
 
     block: KroneckerBlock
     parts: Mapping[str, Decomposition]
-    error: BaseException | None = None  # on a thread
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,6 @@ class Collected:
 
     results: Sequence[Result]
     numbers: Sequence[Sequence[float]] | None = None
-    retried: bool = False  # whether a first attempt at any of them was not valid
 
 
 @dataclass(frozen=True)
@@ -155,14 +157,12 @@ class Refresh:
         installed: The layers that have a new inverse; the same on every rank.
         previous: P by the last inverse, of layers that this rank preconditions; or the last
             inverse, where the gradient is sharded.
-        changes: P₀ · P, |P₀|² and |P|² of layers of which they are known already.
         numbers: The numbers that were to be read, if a device has been read.
         news: The largest of all ranks' news.
     """
 
     installed: Sequence[KroneckerBlock] = ()
     previous: Mapping[KroneckerBlock, Tensor | Inverse] = field(default_factory=dict)
-    changes: Mapping[KroneckerBlock, Sequence[float]] = field(default_factory=dict)
     numbers: Sequence[Sequence[float]] | None = None
     news: Sequence[float] = ()
 
@@ -179,52 +179,41 @@ class SynchronousInverter:
 
     def __init__(self, training: Training, options: KFACOptions, solver: Solver) -> None:
         self._solver = solver
-        self._options = options
+        self._dtype = options.inv_dtype
         self.clear()
 
     def clear(self) -> None:
         """Forget what has been submitted."""
-        self._jobs: Sequence[Job] = ()
         self._items: list[Item] = []
         self._attempts: Attempts | None = None
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue one attempt at each factor on the device."""
-        options = self._options
+        self.clear()
+        if not jobs:
+            return
         # Factors of equal layers lie next to each other, so that they are equal in their batches.
-        kinds = {shape: i for i, shape in enumerate(dict.fromkeys(j.block.shape for j in jobs))}
-        found = [(job, letter) for job in jobs for letter in job.problems]
-        found.sort(key=lambda each: (kinds[each[0].block.shape], each[1]))
-        self._jobs = jobs
-        self._items = [(job.block, letter) for job, letter in found]
-        problems = [job.problems[letter] for job, letter in found]
-        self._attempts = None
-        if jobs:
-            self._attempts = self._solver.decompose(problems, options.inv_dtype)
-
-    @property
-    def attempted(self) -> Mapping[Item, Decomposition]:
-        """The attempts, before they are known to be valid."""
-        parts = [] if self._attempts is None else self._attempts.parts
-        return dict(zip(self._items, parts, strict=True))
+        shapes = list(dict.fromkeys(job.block.shape for job in jobs))
+        problems = {(job.block, k): each for job in jobs for k, each in job.problems.items()}
+        self._items = sorted(problems, key=lambda item: (shapes.index(item[0].shape), item[1]))
+        ordered = [problems[item] for item in self._items]
+        self._attempts = self._solver.decompose(ordered, self._dtype)
 
     def collect(
         self, waits: Callable[[KroneckerBlock], bool], reads: Sequence[Sequence[Tensor]]
     ) -> Collected:
         """Read the errors, and ``reads``, and decompose what failed in another way."""
-        attempts, jobs = self._attempts, self._jobs
-        if attempts is None:
+        if self._attempts is None:
             return Collected(())
-        errors, *numbers = numbers_of([attempts.errors], *reads)
-        found = attempts.finish(errors)
-        parts: dict[KroneckerBlock, dict[str, Decomposition]] = {job.block: {} for job in jobs}
+        errors, *numbers = numbers_of([self._attempts.errors], *reads)
+        parts: dict[KroneckerBlock, dict[str, Decomposition]] = {}
+        found = self._attempts.finish(errors)
         for (block, letter), decomposition in zip(self._items, found, strict=True):
+            of_layer = parts.setdefault(block, {})
             if decomposition is not None:
-                parts[block][letter] = decomposition
-        retried = not all(error < RESIDUAL_TOLERANCE for error in errors)
+                of_layer[letter] = decomposition
         self.clear()
-        results = [Result(block, each) for block, each in parts.items()]
-        return Collected(results, numbers, retried)
+        return Collected([Result(block, each) for block, each in parts.items()], numbers or None)
 
     def finish(self) -> None:
         """Do nothing: all is collected at the step at which it is submitted."""
@@ -254,21 +243,20 @@ class Solves:
         options: KFACOptions,
         layers: Layers,
         drift: Drift | None = None,
-        traces: Any = None,
+        rule: Rule | None = None,
         inverter: Callable[..., Any] | None = None,
     ) -> None:
         self.training = training
         self.options = options
         self.layers = layers
         self.drift = drift
-        self.traces = traces
+        self.rule = rule
         self.solver = SOLVERS[options.solver]
         make: Callable[..., Any] = inverter or SynchronousInverter
         self.inverter = make(training, options, self.solver)
         self.waits = self.inverter.staleness == 0
         self.solves_at_once = inverter is None
         self.damping: Damping = math.nan  # γ as the option has it
-        self.own_dampings: dict[KroneckerBlock, float] = {}  # of layers whose groups have one
         self.failed = 0  # number of inverses without a valid decomposition, of all layers so far
         self.restart(StepPlan({}, training.world, training.world))
 
@@ -277,27 +265,9 @@ class Solves:
         self.step = step
         self.plan = step.layers
         self.wanted: set[KroneckerBlock] = set(self.plan)  # layers that are due out of turn
+        self.inverses: dict[KroneckerBlock, InverseState] = {}  # of the inverses in use
         self.under_way: dict[KroneckerBlock, Solve] = {}
-        self._results: dict[KroneckerBlock, Result] = {}  # of these, on this rank
-        self._errors: dict[KroneckerBlock, str] = {}  # on this rank, of those that failed
         self.inverter.clear()
-        # Of the inverses in use: when they were put to use, the step of their factors, and γ and
-        # what they are multiplied by on the layer's gradient workers.
-        self.installed_at: dict[KroneckerBlock, int] = {}
-        self.taken_at: dict[KroneckerBlock, int] = {}
-        self.dampings: dict[KroneckerBlock, Damping] = {}
-        self.scales: dict[KroneckerBlock, Damping] = {}
-        if self.traces is not None:
-            self.traces.forget()
-
-    def _forget_under_way(self) -> None:
-        self.under_way.clear()
-        self._results.clear()
-        self.inverter.clear()
-
-    def note_damping(self, damping: Damping) -> None:
-        """Take over the damping of the last refresh, of a checkpoint."""
-        self.damping = damping
 
     def close(self) -> None:
         """End threads, and forget all layers."""
@@ -308,17 +278,6 @@ class Solves:
     def scaled(self) -> bool:
         """Whether inverses are multiplied by the mean eigenvalue of the damped curvature."""
         return self.options.preconditioner_scale == "gradient"
-
-    @property
-    def heads(self) -> int:
-        """Numbers that travel before a layer's A, γ and its scale.
-
-        None where all workers know them: of inverses computed beside training, the factors have
-        changed since.
-        """
-        if self.solves_at_once or self.training.world.size == 1:
-            return 0
-        return 1 + self.scaled
 
     # ------------------------------------------------------------------------------- one refresh
 
@@ -343,155 +302,126 @@ class Solves:
             reads: Groups of numbers on the device, to read if the device is read anyway.
 
         Raises:
-            DecompositionError: On every rank, if a thread has raised, or a layer could not be
-                decomposed too often.
+            DecompositionError: On every rank, if a layer could not be decomposed too often.
         """
         if self.wanted:
             due = [block for block in self.plan if block in self.wanted or block in due]
         try:
             if due:
-                damping: Any = self.options.damping
-                if callable(damping):
-                    damping = damping(self.training.steps)
-                    check_damping(damping)  # everywhere, before anything is computed
-                self.damping = as_scalar(damping)
-                self.own_dampings = values_by_layer(self.training.groups, self.plan, "damping")
+                self._read_damping()
             landing = set(self.under_way)
-            with stage("solve"):
-                new = [block for block in due if block not in landing]
-                self._submit(new, mean_curvature)
-                known, numbers = self._collect(reads)
-            verdicts, news = self._agree(pending, news)
-            with stage("solve"):
-                installed, previous = self._install(verdicts, known)
-            if due:
-                self.wanted = set()
-                again = [b for b in due if b in landing and b not in self.under_way and b.solved]
-                with stage("solve"):
-                    self._submit(again, mean_curvature)
-        except DecompositionError:
-            raise
+            self._submit([block for block in due if block not in landing], mean_curvature)
+            numbers = self._collect(reads)
+            outcomes, news = self._agree(pending, news)
+            installed, previous = self._install(outcomes)
+            again = [b for b in due if b in landing and b not in self.under_way and b.solved]
+            self._submit(again, mean_curvature)
         except BaseException:  # layers under way may have lost their results
-            self._forget_under_way()
+            self.under_way.clear()
+            self.inverter.clear()
             self.wanted = set(self.plan)
             raise
+        self.wanted.clear()
 
-        self.layers.tell_of_silence(list(verdicts))
+        self.layers.tell_of_silence(list(outcomes))
         most = MAX_CONSECUTIVE_FAILURES
-        hopeless = [repr(block.name) for block in verdicts if block.state.failures >= most]
+        hopeless = [repr(block.name) for block in outcomes if block.state.failures >= most]
         if hopeless:
             raise DecompositionError(
                 f"the factors of {', '.join(hopeless)} could not be decomposed {most} refreshes in "
                 f"a row, in float32 or in float64; raise damping, lower lr, or name them in "
                 f"skip_layers"
             )
-        return Refresh(installed, previous, known, numbers, news)
+        return Refresh(installed, previous, numbers, news)
+
+    def _read_damping(self) -> None:
+        """Read the option γ of this step, on every rank before anything is computed."""
+        damping: Any = self.options.damping
+        if callable(damping):
+            damping = damping(self.training.steps)
+            check_damping(damping)
+        self.damping = as_scalar(damping)
 
     # ----------------------------------------------------------------------- submit and collect
 
     def _submit(self, blocks: Sequence[KroneckerBlock], mean_curvature: float) -> None:
         """Begin to compute the inverses of some layers, from their running averages."""
-        factors = {block: block.ensure_factors() for block in blocks}
+        if not blocks:
+            return
+        own_dampings = values_by_layer(self.training.groups, blocks, "damping")
+        solves: dict[KroneckerBlock, Solve] = {}
         for block in blocks:
-            self._results.pop(block, None)
-            option = self.own_dampings.get(block, self.damping)
-            self.under_way[block] = Solve(self.training.steps, option, mean_curvature)
-        self._begin(factors, mean_curvature)
+            option = own_dampings.get(block, self.damping)
+            solves[block] = Solve(self.training.steps, option, mean_curvature)
+        if self.rule is not None:
+            moved = self.rule(self, solves)
+            solves = {block: solves[block] for block in moved}
+        self.under_way |= solves
+        self._begin({block: block.ensure_factors() for block in solves})
 
-    def _begin(
-        self, factors: Mapping[KroneckerBlock, KroneckerFactors], mean_curvature: float
-    ) -> None:
-        """Hand this rank's factors to the inverter; find γ of its layers, and of some others."""
+    def _begin(self, factors: Mapping[KroneckerBlock, KroneckerFactors]) -> None:
+        """Find γ of the layers of this rank, and hand its factors to the inverter."""
         local = [block for block in factors if block in self.step.to_solve]
-        others = [b for b in factors if b not in self.step.to_solve and self._knows_damping(b)]
+        solves = {block: self.under_way[block] for block in factors if self._works_on(block)}
         try:
-            ready = self._with_statistics(local)
-            damped = self._damped({b: factors[b] for b in (*ready, *others)}, mean_curvature)
-            for block, each in damped.items():
-                self._update(block, damped=each)
-            if self.traces is not None:
-                traces = {block: each.trace for block, each in damped.items()}
-                options = {block: self.under_way[block].option for block in traces}
-                own = {b: x for b, x in options.items() if not isinstance(x, Tensor)}
-                spared = self.traces.keeping(traces, self.damping, own, ready)
-                for block, verdict in spared.items():
-                    self._update(block, verdict=verdict)
-                ready = [block for block in ready if block not in spared]
-            self.inverter.submit([self._job(block, factors[block]) for block in ready])
-        except Exception as error:  # an exception must not part this rank from the others
-            unknown = [block for block in others if self.under_way[block].damped is None]
-            self._fail([*local, *unknown], error)
+            for block, damped in self.damped(factors, solves).items():
+                self._update(block, damped=damped)
+            jobs = [self._job(block, factors[block]) for block in self._with_statistics(local)]
+            self.inverter.submit(jobs)
+        except Exception as error:  # an exception must not separate this rank from the others
+            self._fail([b for b in solves if b in local or self.under_way[b].damped is None], error)
+
+    def _works_on(self, block: KroneckerBlock) -> bool:
+        """Whether this rank preconditions a layer; inverse ranks do."""
+        return self.training.world.rank in self.plan[block].workers
 
     def _fail(self, blocks: Iterable[KroneckerBlock], error: Exception) -> None:
         for block in blocks:
-            if self.under_way[block].verdict is Verdict.OPEN:
-                self._update(block, verdict=Verdict.FAILED)
-                self._errors[block] = f" ({type(error).__name__}: {error})"
+            if self.under_way[block].outcome is Outcome.PENDING:
+                said = f"{type(error).__name__}: {error}"
+                self._update(block, outcome=Outcome.FAILED, error=said)
 
     def _update(self, block: KroneckerBlock, **changed: Any) -> None:
         self.under_way[block] = replace(self.under_way[block], **changed)
 
-    def _knows_damping(self, block: KroneckerBlock) -> bool:
-        """Whether this rank finds γ of a layer that others decompose.
-
-        With a refresh by trace every rank knows the traces, as any of them can write a checkpoint.
-        """
-        works = self.training.world.rank in self.plan[block].workers
-        return self.traces is not None or (works and not self.heads)
-
     def _with_statistics(self, local: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:
-        """The layers of this rank that have statistics, most likely where that costs no read."""
-        ready: list[KroneckerBlock] = []
-        unknown: list[KroneckerBlock] = []
-        for block in local:
-            if block.lost:
-                self._update(block, verdict=Verdict.LOST)
-            elif block.solved or (self.solves_at_once and captured(block)):
-                ready.append(block)
-            else:
-                unknown.append(block)
-        if unknown:
-            device = self.training.device
-            weights = [block.ensure_factors().weight.to(device) for block in unknown]
-            for block, weight in zip(unknown, torch.stack(weights).tolist(), strict=True):
-                if weight > 0:
-                    ready.append(block)
-                else:
-                    self._update(block, verdict=_without_statistics(block))
-        return ready
+        """The layers of this rank that have statistics; those with an inverse have."""
+        unknown = [block for block in local if not block.solved]
+        (weights,) = numbers_of([block.ensure_factors().weight for block in unknown])
+        empty = [block for block, weight in zip(unknown, weights, strict=True) if not weight > 0]
+        for block in empty:
+            self._update(block, outcome=Outcome.NO_STATISTICS)
+        return [block for block in local if block not in empty]
 
-    def _damped(
-        self, factors: Mapping[KroneckerBlock, KroneckerFactors], mean_curvature: float
+    def damped(
+        self,
+        factors: Mapping[KroneckerBlock, KroneckerFactors],
+        solves: Mapping[KroneckerBlock, Solve],
     ) -> dict[KroneckerBlock, Damped]:
         """γ of layers, and what their factors get of it; of layers of equal shape at once."""
         options = self.options
         found: dict[KroneckerBlock, Damped] = {}
-        for blocks, means in stacked_means(factors):
+        for blocks, means in stacked_means({block: factors[block] for block in solves}):
             curvature = means.prod(0).mean(-1, keepdim=True)
-            damping: Any = self._option(blocks, curvature)
+            damping: Any = shared_number([solves[block].option for block in blocks], curvature)
+            if isinstance(damping, Tensor):
+                damping = damping.to(curvature).view(-1, 1)
             if options.relative_damping:  # where gradients vanish there is no curvature
+                floor = options.floor * solves[blocks[0]].mean_curvature
                 positive = curvature.masked_fill(~(curvature > 0), 1.0)
-                damping = damping * positive.clamp_min(options.floor * mean_curvature)
-            each: Iterable[Damping] = repeat(damping)
-            if isinstance(damping, Tensor) and damping.dim():
-                each = damping.squeeze(-1).unbind()
-            on_factors = self.solver.dampings(means, damping, blocks[0].shape.exact)
-            columns = [repeat(None) if x is None else x.unbind() for x in on_factors]
-            traces = (curvature + damping).squeeze(-1).unbind()
-            for block, gamma, trace, *added in zip(blocks, each, traces, *columns, strict=False):
-                found[block] = Damped(gamma, trace, added)
+                damping = damping * positive.clamp_min(floor)
+            traces = (curvature + damping).squeeze(-1)
+            added = self.solver.dampings(means, damping, blocks[0].shape.exact)
+            for i, block in enumerate(blocks):
+                each = damping
+                if isinstance(damping, Tensor):
+                    each = damping.expand(len(blocks), 1)[i, 0]
+                found[block] = Damped(
+                    damping=each,
+                    trace=traces[i],
+                    added=[None if x is None else x[i] for x in added],
+                )
         return found
-
-    def _option(self, blocks: Sequence[KroneckerBlock], like: Tensor) -> Damping:
-        """The option γ at the step of these layers' factors, ``(layers, 1)`` where they differ."""
-        options = [self.under_way[block].option for block in blocks]
-        first = options[0]
-        numbers = not any(isinstance(option, Tensor) for option in options)
-        if all(option is first or (numbers and option == first) for option in options):
-            return first.to(like) if isinstance(first, Tensor) else first
-        return torch.stack(
-            [torch.as_tensor(x, dtype=like.dtype, device=like.device) for x in options]
-        ).unsqueeze(-1)
 
     def _job(self, block: KroneckerBlock, factors: KroneckerFactors) -> Job:
         """The factors of a layer that this rank decomposes, with their damping."""
@@ -510,64 +440,21 @@ class Solves:
             )
         return Job(block, problems, self.step.costs[block])
 
-    def _collect(
-        self, reads: Sequence[Sequence[Tensor]]
-    ) -> tuple[dict[KroneckerBlock, Sequence[float]], Sequence[Sequence[float]] | None]:
-        """Take what is finished; returns what it changes, and the numbers, if these were read."""
-        unsure = [
-            block
-            for block in self.under_way
-            if self.solves_at_once and not block.solved and block in self.step.to_solve
-        ]
+    def _collect(self, reads: Sequence[Sequence[Tensor]]) -> Sequence[Sequence[float]] | None:
+        """Take what is finished; returns the numbers that were to be read, if they were."""
         try:
-            changes = self._changes()
-            weights = [block.ensure_factors().weight for block in unsure]
-            collected = self.inverter.collect(
-                self._must_land, [weights, list(changes.values()), *reads]
-            )
+            collected: Collected = self.inverter.collect(self._must_land, reads)
         except Exception as error:
-            self._fail([b for b in self.under_way if b in self.step.to_solve], error)
+            self._fail([block for block in self.under_way if block in self.step.to_solve], error)
             self.inverter.clear()
-            return {}, None
+            return None
         for result in collected.results:
-            if result.block in self.under_way:  # else it has been agreed on without it
-                self._results[result.block] = result
-        if collected.numbers is None:
-            return {}, None
-
-        known, changed, *numbers = collected.numbers
-        for block, weight in zip(unsure, known, strict=True):
-            if not weight > 0 and self.under_way[block].verdict is Verdict.OPEN:
-                self._update(block, verdict=_without_statistics(block))
-        triples = zip(changed[0::3], changed[1::3], changed[2::3], strict=True)
-        if collected.retried:  # the attempts that were compared are not what is installed
-            return {}, numbers or None
-        return dict(zip(changes, triples, strict=True)), numbers or None
-
-    def _changes(self) -> dict[KroneckerBlock, Tensor]:
-        """What the attempted inverses would change, to be read with the errors on a device.
-
-        Nothing where several processes have the parts, or a look costs more than to wait later.
-        """
-        alone = self.training.world.size == 1 and self.training.device.type != "cpu"
-        parts = self.inverter.attempted if alone and self.drift is not None else {}
-        changes: dict[KroneckerBlock, Tensor] = {}
-        if () in parts.values():
-            return changes
-        dtype = self.options.inv_dtype
-        solved = {block for block, _ in parts}
-        for bank in self.step.banks:
-            new = [b for b in bank.blocks if b in solved and b.inverse is not None]
-            new = [b for b in new if b.has_gradient and not any(map(is_dtensor, b.params))]
-            if new:
-                attempts = []
-                for block in new:
-                    found = {letter: parts[block, letter] for letter in block.shape.letters}
-                    attempts.append(self._unpacked(block, found))
-                candidate = Bank(new, self._combined(new[0].shape, attempts))
-                previous = last_results(bank, new, dtype)
-                changes |= compare(precondition([candidate], dtype), previous, dtype)
-        return changes
+            block = result.block
+            if block in self.under_way:  # else ranks have agreed that it has no valid statistics
+                whole = len(result.parts) == len(self.step.to_solve[block])
+                outcome = Outcome.VALID if whole else Outcome.FAILED
+                self._update(block, outcome=outcome, parts=result.parts, error=result.error)
+        return collected.numbers
 
     def _must_land(self, block: KroneckerBlock) -> bool:
         """Whether a layer under way is waited for at this step; the same on every rank."""
@@ -581,220 +468,178 @@ class Solves:
 
     def _agree(
         self, pending: PendingAverage, news: Sequence[float]
-    ) -> tuple[dict[KroneckerBlock, Verdict], Sequence[float]]:
+    ) -> tuple[dict[KroneckerBlock, Outcome], Sequence[float]]:
         """Agree with all ranks, on the CPU: a device need not be read.
 
-        Returns the verdicts, and the largest news. Gradients have arrived then.
+        Returns the outcomes of finished layers, and the largest news. Gradients have arrived then.
         """
         world = self.training.world
         name = "solve_exchange" if self.waits else "wait"
         # Exactly so many steps later: before, there is nothing to agree on.
         possible = not self.inverter.deterministic or any(map(self._must_land, self.under_way))
         agrees = bool(news) or (possible and bool(self.under_way))
-        numbers: list[float] = []
-        if agrees:
-            for block in self.plan:
-                solve = self.under_way.get(block)
-                numbers.append(0.0 if solve is None else float(self._verdict(block, solve)))
-            numbers += news
+        layers = [block for block in self.plan if block in self.under_way] if agrees else []
+        numbers = [*map(float, map(self._outcome, layers)), *news]
         if agrees and world.size > 1:
             with stage(name):
                 message = torch.tensor(numbers, dtype=torch.float32, device="cpu")
                 agreement = world.on_cpu().all_reduce_max([message])
         with stage("average_gradients"):
             pending.wait()
-        if not agrees:
-            return {}, news
-        if world.size > 1:
+        if agrees and world.size > 1:
             with stage(name):
                 agreement.wait()
                 numbers = message.tolist()
-        verdicts: dict[KroneckerBlock, Verdict] = {}
-        for block, number in zip(self.plan, numbers, strict=False):
-            if number > Verdict.OPEN:
-                verdicts[block] = Verdict(int(number))
-        return verdicts, numbers[len(self.plan) :]
+        finished: dict[KroneckerBlock, Outcome] = {}
+        for block, number in zip(layers, numbers, strict=False):
+            if number != Outcome.PENDING:
+                finished[block] = Outcome(int(number))
+        return finished, numbers[len(layers) :]
 
-    def _verdict(self, block: KroneckerBlock, solve: Solve) -> Verdict:
-        """This rank's verdict on a layer under way."""
+    def _outcome(self, block: KroneckerBlock) -> Outcome:
+        """What this rank knows of a layer under way."""
         if block.state.unverified:
-            return Verdict.UNEXPLAINED
-        if solve.verdict is not Verdict.OPEN:
-            return solve.verdict
-        result = self._results.get(block)
-        if result is not None:
-            if result.error is not None:
-                return Verdict.RAISED
-            whole = len(result.parts) == len(self.step.to_solve[block])
-            return Verdict.SOUND if whole else Verdict.FAILED
-        if block in self.step.to_solve or not self._must_land(block):
-            return Verdict.OPEN
-        if self.training.world.backend == "fake":  # no other rank sends its result
-            return Verdict.SOUND
-        return Verdict.UNSEEN if captured(block) else Verdict.OPEN
-
-    def _raise_errors(self, raised: Sequence[KroneckerBlock]) -> None:
-        """Raise DecompositionError on every rank, for an error on a thread of any."""
-        if not raised:
-            return
-        results = [self._results[block] for block in raised if block in self._results]
-        error = next((each.error for each in results if each.error is not None), None)
-        self._forget_under_way()  # other layers', too: one error is raised once
-        where = "a thread of another process" if error is None else "a thread"
-        said = "" if error is None else f": {type(error).__name__}: {error}"
-        names = ", ".join(repr(block.name) for block in raised)
-        raise DecompositionError(f"{where} that solves for {names} has raised{said}") from error
+            return Outcome.UNVERIFIED
+        elsewhere = block not in self.step.to_solve
+        if elsewhere and self.training.world.backend == "fake":  # no other rank sends its result
+            return Outcome.VALID
+        return self.under_way[block].outcome
 
     # --------------------------------------------------------------------- exchange and install
 
     def _install(
-        self,
-        verdicts: Mapping[KroneckerBlock, Verdict],
-        changes: Mapping[KroneckerBlock, Sequence[float]],
+        self, outcomes: Mapping[KroneckerBlock, Outcome]
     ) -> tuple[list[KroneckerBlock], dict[KroneckerBlock, Tensor | Inverse]]:
-        """Put valid inverses to use.
+        """Use valid inverses from now on.
 
-        Returns the layers that have a new one, and what the last ones make of the gradients here,
-        unless the ``changes`` are known.
+        Returns the layers that have a new one, and what the last ones make of the gradients here.
         """
-        self._raise_errors([b for b, each in verdicts.items() if each is Verdict.RAISED])
-        installed = [block for block, each in verdicts.items() if each is Verdict.SOUND]
-        received = self._exchanged(installed)
-        solves = {block: self.under_way.pop(block) for block in verdicts}
-        for block, verdict in verdicts.items():
-            self._results.pop(block, None)
-            if self.traces is not None:
-                self.traces.installed(block, verdict)
-            if verdict is Verdict.SOUND:
+        installed = [block for block, each in outcomes.items() if each is Outcome.VALID]
+        received = self._exchange(installed)
+        for block, outcome in outcomes.items():
+            solve = self.under_way.pop(block)
+            if outcome is Outcome.VALID:
                 block.installed()
-                self.installed_at[block] = self.training.steps
-                self.taken_at[block] = solves[block].step
-            elif verdict not in (Verdict.SPARED, Verdict.SETTLED):
-                self._note_failure(block, verdict)
-            self._errors.pop(block, None)
+                state = InverseState(solve.step, self.training.steps, solve.option)
+                if solve.damped is not None:
+                    damped = solve.damped
+                    state = replace(state, damping=damped.damping, trace=damped.trace)
+                self.inverses[block] = state
+            else:
+                self._note_failure(block, outcome, solve.error)
 
         previous: dict[KroneckerBlock, Tensor | Inverse] = {}
         for bank in self.step.banks if received else ():
             new = [block for block in bank.blocks if block in received]
-            if not new:
-                continue
-            if self.drift is not None:
-                unknown = [block for block in new if block not in changes]
-                previous |= last_results(bank, unknown, self.options.inv_dtype)
-            for block in new:
-                self.dampings[block] = received[block].damping
-                scale = received[block].scale
-                if scale is not None:
-                    self.scales[block] = scale
-            inverse = self._combined(new[0].shape, [received.pop(block) for block in new])
-            for block, own in zip(new, inverse.by_layer(new[0].shape.groups), strict=True):
-                block.use(own)
+            if new:
+                if self.drift is not None:
+                    previous |= last_results(bank, new, self.options.inv_dtype)
+                inverse = self._combined({block: received.pop(block) for block in new})
+                for block, own in zip(new, inverse.by_layer(new[0].shape.groups), strict=True):
+                    block.use(own)
         return installed, previous
 
-    def _combined(self, shape: FactorShape, received: Sequence[_Received]) -> Inverse:
-        """The stacked inverses of layers of a shape, of their decompositions, which are used up."""
+    def _combined(self, received: dict[KroneckerBlock, dict[str, Decomposition]]) -> Inverse:
+        """The stacked inverse of layers of a shape, of their decompositions, which are used up."""
+        blocks = list(received)
+        shape = blocks[0].shape
         parts: dict[str, Decomposition] = {}
         for letter in shape.letters:
-            columns = zip(*(each.parts.pop(letter) for each in received), strict=True)
+            columns = zip(*(each.pop(letter) for each in received.values()), strict=True)
             parts[letter] = tuple(as_stack(column).flatten(0, 1) for column in columns)
         like = parts["G"][-1]
-        dampings = of_groups([each.damping for each in received], shape.groups, like)
-        scales = [each.scale for each in received if each.scale is not None]
-        times = of_groups(scales, shape.groups, like) if scales else None
+        states = [self.inverses[block] for block in blocks]
+        dampings = of_groups([state.damping for state in states], shape.groups, like)
+        times = None
+        if self.scaled:
+            times = of_groups([state.trace for state in states], shape.groups, like)
         return self.solver.combine(parts, dampings, times)
 
-    def _exchanged(self, valid: Sequence[KroneckerBlock]) -> dict[KroneckerBlock, _Received]:
-        """Decompositions of the layers that this rank preconditions, and their γ and scale.
+    def _exchange(
+        self, valid: Sequence[KroneckerBlock]
+    ) -> dict[KroneckerBlock, dict[str, Decomposition]]:
+        """Send decompositions to the layers' gradient workers; returns those of this rank's layers.
 
-        Where they travel in another dtype, inverse ranks round theirs: all have the same.
+        If inverses are computed while training continues, the factors have changed meanwhile. Then
+        γ and the trace travel as well. If the communication dtype is narrower, inverse ranks round
+        their own, so that all have the same.
         """
-        options, device, plan = self.options, self.training.device, self.step
-        dtype, alone = options.inv_dtype, plan.row.size == 1
-        local: dict[Item, tuple[Tensor, ...]] = {}
-        shapes: dict[Item, Shapes] = {}
+        local: dict[Item, Decomposition] = {}
         for block in valid:
-            shape, result = block.shape, self._results.get(block)
-            for letter in shape.letters:
-                heads, diagonal = self.heads if letter == "A" else 0, letter in shape.diagonals
-                if not alone:
-                    sizes = shape.groups, shape.dims[letter], diagonal
-                    shapes[block, letter] = ((),) * heads + tuple(self.solver.sent_shapes(*sizes))
-                if result is None or letter not in result.parts:
-                    continue
-                parts = result.parts[letter]
-                if not alone:
-                    parts = self.solver.to_send(parts, plan.wire)
-                damped = self.under_way[block].damped
-                if heads and damped is not None:
-                    numbers = [damped.damping, damped.trace][:heads]
-                    parts = (
-                        *(torch.as_tensor(n, dtype=dtype, device=device) for n in numbers),
-                        *parts,
-                    )
+            for letter, parts in self.under_way[block].parts.items():
                 local[block, letter] = parts
-        if not alone and valid:
+        preconditioned = [block for block in valid if self._works_on(block)]
+        if self.step.row.size > 1 and valid:
             with stage("solve_exchange"):
-                ranks = range(plan.row.size)
-                known = [item for item in shapes if item in plan.to_send]
-                routes = {item: (plan.to_send[item], ranks) for item in known}
-                local = deliver_parts(plan.row, shapes, routes, local, dtype, device, plan.wire)
-        received: dict[KroneckerBlock, _Received] = {}
-        for block in valid:
-            if self.training.world.rank in self.plan[block].workers:
-                found = {letter: local.pop((block, letter)) for letter in block.shape.letters}
-                received[block] = self._unpacked(block, found)
+                local = self._delivered(preconditioned, local)
+
+        received: dict[KroneckerBlock, dict[str, Decomposition]] = {}
+        for block in preconditioned:
+            received[block] = {letter: local.pop((block, letter)) for letter in block.shape.letters}
         return received
 
-    def _unpacked(self, block: KroneckerBlock, parts: dict[str, Decomposition]) -> _Received:
-        """The decompositions of a layer, with γ and the scale, as sent or as known here."""
-        numbers: list[Damping] = []
-        if self.heads:
-            # Copies: a view would keep the whole message as long as the inverse.
-            numbers += [x.to(self.options.inv_dtype, copy=True) for x in parts["A"][: self.heads]]
-            parts["A"] = parts["A"][self.heads :]
-        else:
-            damped = self.under_way[block].damped
-            assert damped is not None
-            numbers += [damped.damping, damped.trace]
-        if self.step.row.size > 1:
-            dims = block.shape.dims
-            parts = {k: self.solver.received(found, dims[k]) for k, found in parts.items()}
-        return _Received(parts, numbers[0], numbers[1] if self.scaled else None)
+    def _delivered(
+        self, blocks: Sequence[KroneckerBlock], local: dict[Item, Decomposition]
+    ) -> dict[Item, Decomposition]:
+        """Send the decompositions of this rank to the ranks of its row, and receive theirs."""
+        plan, solver = self.step, self.solver
+        dtype, device = self.options.inv_dtype, self.training.device
+        ranks = range(plan.row.size)
+        shapes: dict[Item, Shapes] = {}
+        routes: dict[Item, tuple[int, Sequence[int]]] = {}
+        for block in blocks:
+            shape = block.shape
+            for letter in shape.letters:
+                item = block, letter
+                sizes = shape.groups, shape.dims[letter], letter in shape.diagonals
+                shapes[item] = solver.sent_shapes(*sizes)
+                routes[item] = plan.to_send[item], ranks
+                if item in local:
+                    local[item] = solver.to_send(local[item], plan.wire)
+            if not self.solves_at_once:
+                shapes[block, NUMBERS] = ((2,),)
+                routes[block, NUMBERS] = routes[block, "A"]
+                damped = self.under_way[block].damped
+                if (block, "A") in local and damped is not None:
+                    numbers = [damped.damping, damped.trace]
+                    each = [torch.as_tensor(n, dtype=dtype, device=device) for n in numbers]
+                    local[block, NUMBERS] = (torch.stack(each),)
+        found = deliver_parts(plan.row, shapes, routes, local, dtype, device, plan.wire)
+        for block in blocks:
+            for letter, dim in block.shape.dims.items():
+                found[block, letter] = solver.received(found[block, letter], dim)
+            if not self.solves_at_once:
+                # A copy: a view would keep the whole message as long as the inverse.
+                damping, trace = found.pop((block, NUMBERS))[0].clone().unbind()
+                self._update(block, damped=Damped(damping, trace))
+        return found
 
-    def _note_failure(self, block: KroneckerBlock, verdict: Verdict) -> None:
+    def _note_failure(self, block: KroneckerBlock, outcome: Outcome, error: str) -> None:
         """Treat a layer that has no new inverse."""
         training = self.training
-        absent = verdict in (Verdict.SILENT, Verdict.UNEXPLAINED)
-        if verdict is Verdict.UNEXPLAINED:
-            self.layers.unexplained_elsewhere(block)
-            had = block.solved
-            block.forget()
-            block.lost_inverse(absent)
-            if had:
-                training.publish()  # without the factors
-        elif verdict is Verdict.LOST:
-            training.warn(
-                f"a factor of layer {block.name!r} is lost: the process that should keep it has "
-                f"not got it, from a checkpoint written without consolidate(), perhaps; the base "
-                f"optimizer trains the layer alone until its statistics have been taken anew"
-            )
-            block.forget()
-            block.lost_inverse(absent)
-            self.layers.take_all_at(training.steps + 1)
-            training.publish()  # without the lost factors
-        elif verdict is not Verdict.FAILED:
-            block.lost_inverse(absent)
-        else:
+        if outcome is Outcome.FAILED:
             block.refresh_failed()
             self.failed += 1
             if training.first_time(f"failed:{block.name}"):
-                kept = "its last inverse is kept"
-                kept = kept if block.solved else "the base optimizer trains it alone"
+                kept = "the base optimizer trains it alone"
+                if block.solved:
+                    kept = "its last inverse is kept"
+                reason = f" ({error})" if error else ""
                 training.warn(
                     f"the factors of layer {block.name!r} could not be decomposed at step "
-                    f"{training.steps}{self._errors.get(block, '')}; {kept} until a refresh "
-                    f"succeeds"
+                    f"{training.steps}{reason}; {kept} until a refresh succeeds"
                 )
+            return
+        self.inverses.pop(block, None)
+        if outcome is Outcome.NO_STATISTICS:
+            block.lost_inverse(silent=block.state.status is LayerStatus.NOT_CAPTURED)
+            return
+        self.layers.unexplained_elsewhere(block)
+        had_inverse = block.solved
+        block.forget()
+        block.lost_inverse(silent=True)
+        if had_inverse:
+            training.publish()  # without the factors
 
     # ------------------------------------------------------------------------------ checkpoints
 
@@ -808,24 +653,24 @@ class Solves:
             if solve is not None and solve.factors is None and block.factors is not None:
                 self._update(block, factors=block.read_factors(block.saved_factors()))
 
-    def take_over(self, found: Mapping[KroneckerBlock, LoadedInverse]) -> None:
-        """Install the inverses of a checkpoint; their layers are refreshed when they are due."""
+    def take_over(self, found: Mapping[KroneckerBlock, LoadedInverse], damping: Damping) -> None:
+        """Install the inverses of a checkpoint; their layers are refreshed when they are due.
+
+        ``damping`` is the option γ at the last refresh.
+        """
+        self.damping = damping
         for block, loaded in found.items():
             block.installed()
-            self.taken_at[block] = loaded.step
-            self.installed_at[block] = loaded.step + loaded.delay
+            self.inverses[block] = loaded.state
             if loaded.inverse is not None:
-                self.dampings[block] = loaded.damping
                 block.use(loaded.inverse)
-                if self.scaled:
-                    self.scales[block] = block.ensure_factors().weight.new_tensor(loaded.scale)
 
     def resubmit(self, found: Mapping[KroneckerBlock, Solve]) -> None:
         """Begin again what was being computed when a checkpoint was written."""
         for block, solve in found.items():
             assert solve.factors is not None
             self.under_way[block] = solve
-            self._begin({block: solve.factors}, solve.mean_curvature)
+            self._begin({block: solve.factors})
         self.inverter.finish()
 
     def drop_missing(self, missing: Iterable[KroneckerBlock]) -> None:
@@ -833,28 +678,9 @@ class Solves:
         for block in missing:
             block.drop_inverse()
             self.under_way.pop(block, None)
-            self.taken_at.pop(block, None)
-            self.installed_at.pop(block, None)
+            self.inverses.pop(block, None)
             self.wanted.add(block)
-            if self.traces is not None:
-                self.traces.forget_layer(block)
 
 
-@dataclass(frozen=True)
-class _Received:
-    """The decompositions of a layer that this rank preconditions, its γ, and its scale."""
-
-    parts: dict[str, Decomposition]
-    damping: Damping
-    scale: Damping | None
-
-
-def _without_statistics(block: KroneckerBlock) -> Verdict:
-    """The verdict on a layer without statistics; the pairs of a dead layer have been captured."""
-    absent = block.state.status in (LayerStatus.NOT_CAPTURED, LayerStatus.UNVERIFIED)
-    return Verdict.SILENT if absent else Verdict.UNSEEN
-
-
-def captured(block: KroneckerBlock) -> bool:
-    """Whether this process has captured a pair of a layer that is of use."""
-    return block.state.status is LayerStatus.CAPTURED
+Rule: TypeAlias = Callable[[Solves, Mapping[KroneckerBlock, Solve]], Sequence[KroneckerBlock]]
+"""Chooses among the layers that are due those that are computed; the same on every rank."""

@@ -18,27 +18,25 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, thread, wait
-from contextlib import suppress
-from dataclasses import replace
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-from second_order.kfac.plan import Item
 from second_order.kfac.solve import Collected, Job, Result, Solver
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.solvers import Attempts, Decomposition, Problem
+from second_order.kronecker.solvers import Decomposition, Problem
 from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.training.context import Training
 from second_order.utils.stages import stage
 
-__all__ = ["ThreadedInverter", "WorkerPool", "half_the_cores", "own_cores"]
+__all__ = ["ThreadedInverter", "WorkerPool"]
 
 T = TypeVar("T")
-Decompose: TypeAlias = Callable[[Sequence[Problem]], Attempts]
 Parts: TypeAlias = dict[str, Decomposition]
 
 _STARTING = threading.Lock()
@@ -83,12 +81,12 @@ def _unless_at_the_end(work: Callable[[], T]) -> T:
     return work()
 
 
-class Streams(NamedTuple):
-    """CUDA streams beside the one that trains: copies wait neither for solves nor for others."""
+@dataclass(frozen=True)
+class Streams:
+    """CUDA streams next to the one that trains."""
 
-    snapshots: torch.cuda.Stream  # copies to the CPU
+    copies: torch.cuda.Stream  # to the CPU
     solves: torch.cuda.Stream
-    returns: torch.cuda.Stream  # copies from the CPU
 
 
 def take_snapshots(
@@ -109,20 +107,19 @@ def _arriving(
 ) -> Callable[[], list[Tensor]]:
     if streams is None:
         return lambda: [copy.to(device) for copy in copies]
-    current = torch.cuda.current_stream(streams.snapshots.device)
-    if device.type == "cpu":
-        streams.snapshots.wait_stream(current)
-        with torch.cuda.stream(streams.snapshots):
-            arrived = []
-            for copy in copies:
-                copy.record_stream(streams.snapshots)
-                pinned = torch.empty(copy.shape, dtype=copy.dtype, device="cpu", pin_memory=True)
-                arrived.append(pinned.copy_(copy, non_blocking=True))
-        event = streams.snapshots.record_event()
-    else:
+    to_cpu = device.type == "cpu"
+    stream = streams.copies if to_cpu else streams.solves
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    arrived: list[Tensor] = []
+    with torch.cuda.stream(stream):
         for copy in copies:
-            copy.record_stream(streams.solves)
-        arrived, event = copies, current.record_event()
+            copy.record_stream(stream)
+            if to_cpu:
+                pinned = torch.empty_like(copy, device="cpu", pin_memory=True)
+                arrived.append(pinned.copy_(copy, non_blocking=True))
+            else:
+                arrived.append(copy)
+    event = stream.record_event()
 
     def fetch() -> list[Tensor]:
         event.synchronize()
@@ -131,35 +128,25 @@ def _arriving(
     return fetch
 
 
-def retrieve(
-    parts: Sequence[Tensor], device: torch.device, streams: Streams | None
-) -> tuple[Tensor, ...]:
-    """Move a thread's results to a device; on CUDA, by streams, without waiting for it.
+def retrieve(parts: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
+    """Move a thread's results to a device without waiting for it.
 
-    Results are in pinned memory if they are to be copied, else complete.
+    Results are in pinned memory if they are to be copied, otherwise complete.
     """
-    if streams is None:
-        return tuple(part.to(device) for part in parts)
-    current = torch.cuda.current_stream(streams.returns.device)
-    with torch.cuda.stream(streams.returns):
-        moved = [part.to(device, non_blocking=True) for part in parts]
-    current.wait_stream(streams.returns)
-    for part in moved:
-        part.record_stream(current)
-    return tuple(moved)
-
-
-def own_cores() -> int:
-    """This process's share of the cores."""
-    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    return cores // max(int(local) if local.isdigit() else 1, 1)
+    moved = tuple(part.to(device, non_blocking=True) for part in parts)
+    if device.type == "cuda":
+        for part in moved:  # the memory may be that of another stream
+            part.record_stream(torch.cuda.current_stream(device))
+    return moved
 
 
 def half_the_cores() -> int:
     """Number of threads that leave half of this process's share of the cores to others; 1 to 4."""
-    return min(max(own_cores() // 2, 1), 4)
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(max(cores // ranks // 2, 1), 4)
 
 
 class ThreadedInverter:
@@ -178,7 +165,8 @@ class ThreadedInverter:
         self.deterministic = own.deterministic
         self._training = training
         self._on_cuda = own.inverse_device == "cuda"
-        self._decompose: Decompose = partial(solver.decompose, dtype=options.inv_dtype)
+        self._solver = solver
+        self._dtype = options.inv_dtype
         self.pool = WorkerPool(own.inverse_threads or half_the_cores())
         self.clear()
 
@@ -188,12 +176,7 @@ class ThreadedInverter:
         device = self._training.device
         if device.type != "cuda":
             return None
-        return Streams(*(torch.cuda.Stream(device) for _ in range(3)))
-
-    @property
-    def attempted(self) -> Mapping[Item, Decomposition]:
-        """Nothing: attempts are on threads."""
-        return {}
+        return Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
 
     def clear(self) -> None:
         """Forget what has been submitted."""
@@ -207,15 +190,16 @@ class ThreadedInverter:
         device = self._training.device if self._on_cuda else torch.device("cpu")
         tensors: list[list[Tensor]] = []
         for job in jobs:
-            stored = [each.stored for each in job.problems.values()]
-            added = [each.added for each in job.problems.values() if each.added is not None]
-            tensors.append([*stored, *added])
+            pairs = [(each.stored, each.added) for each in job.problems.values()]
+            tensors.append([tensor for pair in pairs for tensor in pair if tensor is not None])
         snapshots = take_snapshots(tensors, device, self._streams)
         for job, fetch in zip(jobs, snapshots, strict=True):
             problems = dict(job.problems)
             if self._on_cuda:  # where float32 products obey a setting of the whole process
                 problems = {k: replace(each, dtype=torch.float64) for k, each in problems.items()}
-            work = partial(decompose_snapshot, fetch, problems, self._decompose, self._streams)
+            work = partial(
+                decompose_snapshot, fetch, problems, self._solver, self._dtype, self._streams
+            )
             self._tickets[job.block] = self.pool.submit(work)
 
     def collect(
@@ -232,11 +216,13 @@ class ThreadedInverter:
             del self._tickets[block]
             # Also SystemExit and the like: they would end this process, or a step of it, alone.
             error = ticket.exception()
+            if error is not None:
+                results.append(Result(block, {}, f"{type(error).__name__}: {error}"))
+                continue
             parts: Parts = {}
-            if error is None:
-                for letter, found in ticket.result().items():
-                    parts[letter] = retrieve(found, self._training.device, self._streams)
-            results.append(Result(block, parts, error))
+            for letter, found in ticket.result().items():
+                parts[letter] = retrieve(found, self._training.device)
+            results.append(Result(block, parts))
         return Collected(results)
 
     def finish(self) -> None:
@@ -259,23 +245,25 @@ class ThreadedInverter:
 def decompose_snapshot(
     fetch: Callable[[], list[Tensor]],
     problems: Mapping[str, Problem],
-    decompose: Decompose,
+    solver: Solver,
+    dtype: torch.dtype,
     streams: Streams | None,
 ) -> Parts:
     """Decompose a layer's factors from a snapshot; runs on a thread."""
-    snapshot = fetch()
-    added = iter(snapshot[len(problems) :])
+    tensors = iter(fetch())
     copies: list[Problem] = []
-    for stored, problem in zip(snapshot, problems.values(), strict=False):
-        own = None if problem.added is None else next(added)
-        copies.append(replace(problem, device=stored.device, stored=stored, added=own))
-    with torch.no_grad():
-        if streams is None:
-            found = decompose(copies).finish()
-        elif copies[0].device.type == "cpu":  # pinned, to be fetched without waiting
-            found = [p and tuple(t.pin_memory() for t in p) for p in decompose(copies).finish()]
-        else:
-            with torch.cuda.stream(streams.solves):
-                found = decompose(copies).finish()
-            streams.solves.record_event().synchronize()
-    return {letter: parts for letter, parts in zip(problems, found, strict=True) if parts}
+    for problem in problems.values():
+        stored = next(tensors)
+        added = None if problem.added is None else next(tensors)
+        copies.append(replace(problem, device=stored.device, stored=stored, added=added))
+    on_cuda = copies[0].device.type == "cuda"
+    stream = streams.solves if streams is not None and on_cuda else None
+    beside = nullcontext() if stream is None else torch.cuda.stream(stream)
+    with torch.no_grad(), beside:
+        found = solver.decompose(copies, dtype).finish()
+    parts = {letter: each for letter, each in zip(problems, found, strict=True) if each}
+    if stream is not None:
+        stream.synchronize()
+    elif streams is not None:  # pinned, to be fetched without waiting
+        parts = {k: tuple(part.pin_memory() for part in each) for k, each in parts.items()}
+    return parts

@@ -150,17 +150,16 @@ class DistKFAC(KroneckerOptimizer):
         """By layer, the age in steps of the factors of the inverse in use at the next step."""
         if isinstance(self._curvature, StatsWorker):
             return {}
-        taken, steps = self._curvature.solves.taken_at, self.training.steps
-        return {block.name: steps - step for block, step in taken.items()}
+        steps, inverses = self.training.steps, self._curvature.solves.inverses
+        return {block.name: steps - state.step for block, state in inverses.items()}
 
     @property
     def delays(self) -> dict[str, int]:
         """By layer, the number of steps for which its last solve was under way."""
         if isinstance(self._curvature, StatsWorker):
             return {}
-        solves = self._curvature.solves
-        landed = solves.installed_at.items()
-        return {block.name: step - solves.taken_at[block] for block, step in landed}
+        inverses = self._curvature.solves.inverses
+        return {block.name: each.installed_at - each.step for block, each in inverses.items()}
 
     def serve(self, batches: Iterable[Any], loss_fn: Callable[[Any], Any]) -> int:
         """Compute statistics until the workers close; a stats worker calls this, not ``step``.
