@@ -703,10 +703,11 @@ class KFAC(OfLayers):
         that freezes or unfreezes layers at this step does the same. A layer that lacks a factor
         starts again.
         """
-        training, blocks = self.training, self.layers.blocks
+        training, world, blocks = self.training, self.training.world, self.layers.blocks
         missing = set(self.plan) if self._trains_others(saved) else self._missing
-        flags = torch.tensor([(b in missing, b.lost) for b in blocks], dtype=torch.float32).view(-1)
-        training.world.on_cpu().all_reduce_max([flags]).wait()
+        found = [float(flag) for block in blocks for flag in (block in missing, block.lost)]
+        flags = torch.tensor(found, dtype=torch.float32, device="cpu")
+        world.on_cpu().all_reduce_max([flags]).wait()
         listed = flags.tolist()
         missing = {block for i, block in enumerate(blocks) if listed[2 * i]}
         lost = [block for i, block in enumerate(blocks) if listed[2 * i + 1]]
