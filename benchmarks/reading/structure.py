@@ -18,7 +18,7 @@ import inspect
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -114,10 +114,19 @@ def stepped(System: Any, quiet: bool = False) -> tuple[set[str], set[tuple[str, 
     return files, functions, attributes
 
 
+def comprehensions(functions: Iterable[tuple[str, str]]) -> int:
+    """How many of the functions are comprehensions, which Python 3.11 calls as functions."""
+    return sum(name.endswith(("comp>", "genexpr>")) for _, name in functions)
+
+
 def _quiet(System: type[SecondOrderOptimizer]) -> dict[str, int]:
     """The same of a step with nothing due; zeros where that is not measured."""
     files, functions, _ = stepped(System, quiet=True) if System in KFAC else ((), (), 0)
-    return {"files, nothing due": len(files), "functions, nothing due": len(functions)}
+    return {
+        "files, nothing due": len(files),
+        "functions, nothing due": len(functions),
+        "of them comprehensions, nothing due": comprehensions(functions),
+    }
 
 
 def lines_in_self(System: type[SecondOrderOptimizer]) -> int:
@@ -185,16 +194,20 @@ def main() -> None:
         figures[System.__name__] = {
             "files entered": len(files),
             "functions entered": len(functions),
+            "of them comprehensions": comprehensions(functions),
             **_quiet(System),
             "lines in one self": lines_in_self(System),
             "attributes": attributes,
         }
     rows = list(figures["KAISA"])
-    print(f"{'':24}" + "".join(f"{name:>10}" for name in figures))
+    print(f"{'':36}" + "".join(f"{name:>10}" for name in figures))
     for row in rows:
-        print(f"{row:24}" + "".join(f"{figures[name][row]:10,}" for name in figures))
+        print(f"{row:36}" + "".join(f"{figures[name][row]:10,}" for name in figures))
     files, functions = measured()
-    print(f"a pass of measure: {len(files)} files, {len(functions)} functions entered")
+    print(
+        f"a pass of measure: {len(files)} files, {len(functions)} functions entered, "
+        f"{comprehensions(functions)} of them comprehensions"
+    )
     foreign = foreign_privates()
     lines = sum(len(p.read_text("utf-8").splitlines()) for p in PACKAGE.rglob("*.py"))
     worst = ", ".join(f"{name} {count}" for name, count in foreign.most_common(4))
