@@ -1034,9 +1034,11 @@ colocate_factors without effect  <-  kaisa::layers_are_placed_as_asked_for
 a tensor on the device is waited for
   <-  device_hyperparameters::hyperparameters_on_the_device_are_not_waited_for
     if value.device.type != "cpu":  =>  if value.device.type == "meta":
+
+== optimizers/keywords.py
 two bases: special keywords without effect
   <-  two_bases::without_curvature_two_optimizers_made_by_hand_do_the_same
-    return found[0], {**found[-1], **special}  =>  return found[0], found[-1]
+    return first, {**last, **special}  =>  return first, last
 
 == planning/cost.py
 inverses on threads that are free although training uses the cores

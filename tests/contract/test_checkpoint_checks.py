@@ -151,7 +151,7 @@ def test_a_parameter_that_the_checkpoint_lacks_is_named(System: Any) -> None:
     _, optimizer = trained(System)
     saved = copy.deepcopy(optimizer.state_dict())
     del saved["state"][2]
-    with pytest.warns(SecondOrderWarning, match=r"has nothing of 2\.weight: their state begins"):
+    with pytest.warns(SecondOrderWarning, match=r"lacks 2\.weight: their state starts"):
         optimizer.load_state_dict(saved)
 
 
@@ -262,10 +262,10 @@ def test_there_and_back_again_is_the_base_bit_for_bit(System: Any, base: str) ->
         optimizer = make(System, model, base=Base, **options, **base_only(System))
     with pytest.warns(SecondOrderWarning) as told:
         optimizer.load_state_dict(plain.state_dict())
-    said = [str(w.message) for w in told if "the curvature starts anew" in str(w.message)]
+    said = [str(w.message) for w in told if "the curvature starts from" in str(w.message)]
     assert said == [
-        f"the state loaded is of {Base.__name__} alone: it is taken over, and the "
-        f"curvature starts anew"
+        f"the checkpoint has the state of {Base.__name__} alone: it is loaded, and "
+        f"the curvature starts from the beginning"
     ]
     assert optimizer.param_groups[0]["lr"] == 0.02
     for batch in BATCHES[2:4]:

@@ -1,14 +1,14 @@
-"""The contract of a ``torch.optim`` optimizer that wraps another.
+"""The base class of all optimizers here: a ``torch.optim`` optimizer that wraps another.
 
     loss = closure()                   once, first, with gradients enabled
-    curvature.prepare()                plans anew, refreshes what is due
-    gradients <- mean over processes   unless DistributedDataParallel has done it
+    curvature.prepare()                updates the assignment of layers, or the eigenpairs
+    gradients <- mean over processes   unless DistributedDataParallel has averaged them
     curvature.precondition()           gradients <- curvature⁻¹ gradients, in place
     base.step()                        the wrapped optimizer, on the same groups and state
-    curvature.correct()                what is left to do to the parameters
+    curvature.correct()                scales or corrects the base's step
 
-Nothing here is numerical. ``state[p]`` holds two parts: ``"base"``, which the wrapped optimizer
-sees as its whole state for p, and ``"curvature"``, which is put there for ``state_dict()``.
+This file does no numerical work. ``state[p]`` holds two parts. The wrapped optimizer sees the part
+``"base"`` as its whole state for p. ``state_dict()`` fills the part ``"curvature"``.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ Self = TypeVar("Self", bound="SecondOrderOptimizer")
 
 
 def between_graphs(method: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a method: ``torch.compile`` leaves it as it is; ``fullgraph=True`` cannot."""
+    """Decorate a method that ``torch.compile`` runs in Python, between two graphs."""
     disabled = torch.compiler.disable(
         method,
         reason="a second-order step exchanges and decomposes factors in Python, between graphs: "
@@ -246,7 +246,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         ``facts`` are names and values that must also be equal.
         """
         self._training.require_group(doing)
-        if not self._curvature.helps:  # a helper does as it is told
+        if not self._curvature.helps:  # the workers compare what they do, without the helpers
             doing = f"{doing} of {type(self).__name__}"
             self._consistency.check(self._training, self._curvature, doing, facts)
 
@@ -341,7 +341,11 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._share_state()
 
     def take_shards(self) -> bool:
-        """Go on with the shards of parameters that FSDP2 has replaced since the last look."""
+        """Adopt the DTensor parameters that ``fully_shard`` created since the last call.
+
+        Returns:
+            Whether any parameter changed.
+        """
         training = self._training
         others = self._places.new_shards()
         if not others:
@@ -361,7 +365,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return True
 
     def _share_state(self) -> None:
-        """Show counters and curvature in ``state``, where checkpoints look."""
+        """Write counters and curvature to ``state``, from which checkpoints read."""
         parts = self._curvature.state()
         steps = self._training.steps
         for group in self.param_groups:
@@ -371,49 +375,50 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
     @between_graphs
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients, and drop the statistics that the last backward left."""
+        """Reset the gradients, and drop the statistics of the last backward pass."""
         self.take_shards()
         super().zero_grad(set_to_none)
         self._curvature.drop_pending()
 
     @property
     def train(self) -> Callable[[], None]:
-        """The base's ``train()``, which schedule-free ones want to be called before training."""
+        """The base's ``train()``. Call it before training with a schedule-free base."""
         return switch_of(self._base, "train", self._training.name, self.state)
 
     @property
     def eval(self) -> Callable[[], None]:
-        """The base's ``eval()``: schedule-free ones set the parameters to their average."""
+        """The base's ``eval()``. A schedule-free base sets the parameters to their average."""
         return switch_of(self._base, "eval", self._training.name, self.state)
 
     # ------------------------------------------------------------------- groups and checkpoints
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse another ``state`` but none, and ``param_groups`` that do not begin with ours."""
-        # A wrapper of Lightning's has our class and passes on what it does not have.
+        """Accept only an empty ``state``, and ``param_groups`` that begin with the present ones."""
+        # Lightning's wrapper has this class, but no attributes of its own.
         if name not in ("state", "param_groups") or not getattr(self, "_constructed", False):
             super().__setattr__(name, value)
         elif name == "param_groups":
             self._resume(value)
-        elif not value:  # as fastai has the base start anew
+        elif not value:  # fastai resets an optimizer in this way
             self.state.clear()
         else:
             raise AttributeError(
                 f"{type(self).__name__}.state is shared with the base and cannot be replaced: use "
-                f"load_state_dict(), or assign an empty one for the base to start anew"
+                f"load_state_dict(), or assign an empty dictionary to reset the base"
             )
 
     def _resume(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take over groups of a run before, as Lightning's BaseFinetuning assigns them."""
-        ours, before = self.param_groups, len(self.param_groups)
-        mine, theirs = ([[*map(id, group["params"])] for group in each] for each in (ours, groups))
-        if theirs[:before] != mine:
+        """Adopt the groups of an earlier run, as Lightning's BaseFinetuning assigns them."""
+        before = len(self.param_groups)
+        current = [[id(p) for p in group["params"]] for group in self.param_groups]
+        assigned = [[id(p) for p in group["params"]] for group in groups]
+        if assigned[:before] != current:
             raise AttributeError(
                 f"{type(self).__name__}.param_groups is shared with the base, and the list that is "
                 f"assigned does not begin with its {before} groups: change settings in place "
-                f"(group['lr'] = ...), use add_param_group(), or make the optimizer anew"
+                f"(group['lr'] = ...), use add_param_group(), or make a new optimizer"
             )
-        for group, settings in zip(ours, groups, strict=False):
+        for group, settings in zip(self.param_groups, groups, strict=False):
             group.update({k: v for k, v in settings.items() if k not in ("params", NAMES, REST)})
         for group in groups[before:]:
             self.add_param_group(group)
@@ -421,9 +426,9 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     def __reduce_ex__(self, _: Any) -> Any:
         """Refuse ``copy.deepcopy``, ``copy.copy`` and ``pickle``."""
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: it has hooks on its model, and "
-            f"process groups. Copy or save its state_dict(), make another one of the model's copy, "
-            f"and call load_state_dict() on that"
+            f"{type(self).__name__} cannot be copied or pickled, because it has hooks on its model "
+            f"and process groups. Copy or save its state_dict(), make a new optimizer for the copy "
+            f"of the model, and call load_state_dict() on it"
         )
 
     def _check_group_options(self, groups: Iterable[Any], first: int = 0) -> None:
@@ -436,7 +441,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             group.setdefault(key, value)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; its layers are planned from the next step on. Every process calls it.
+        """Add a group, whose layers are preconditioned from the next step on. Collective.
 
         Raises:
             RankMismatchError: On every process, if the processes do different things.
@@ -447,9 +452,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         if not self._constructed:
             super().add_param_group(param_group)
             return
-        training, before, group = self._training, [*self.param_groups], whole_group(param_group)
+        training = self._training
+        before = list(self.param_groups)
+        group = whole_group(param_group)
         refuse_meta(training.name, members_of([group]), training.model)
-        base, doing = self._base, "add a parameter group"
+        base = self._base
+        doing = "add a parameter group"
         names = training.names()
         added = [names.get(id(p), "not in the model") for p in members_of([group])]
         divided = base.divided if isinstance(base, TwoBases) else lambda group, _: [group]
@@ -474,16 +482,16 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             warn_about_unowned(training, [group])
 
     def consolidate(self, to: int | None = 0) -> None:
-        """Collect the state that other processes keep, for the next :meth:`state_dict`.
+        """Collect the state of the other processes for the next :meth:`state_dict`. Collective.
 
-        A collective: every process calls it. Collected state is dropped at the next step. Nothing
-        happens where every process keeps everything.
+        The next step drops the collected state. If every process has the whole state, this method
+        does nothing.
 
         Args:
-            to: The rank that is going to save; None if all ranks are.
+            to: The rank that saves the checkpoint. None: all ranks.
 
         Raises:
-            ValueError: If there is no such rank.
+            ValueError: If the rank does not exist.
         """
         size = self._training.world.size
         check_rank("consolidate", to, size)
@@ -496,19 +504,19 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
     consolidate_state_dict = consolidate
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as primitives and tensors, as ``torch.load`` accepts with its defaults.
+        """Return the state as primitives and tensors, which ``torch.load`` reads by default.
 
-        It has what decides every later step, inverses included: ``summary()`` says how many bytes
-        these add. Tensors are shared, not copied.
+        The state holds everything that decides the next steps, inverses included. ``summary()``
+        prints how many bytes the inverses add. Tensors are shared, not copied.
 
         Raises:
-            SecondOrderError: If other processes keep some of it, :meth:`consolidate` has not
-                collected it, and ``torch.distributed.checkpoint`` does not ask for a part.
+            SecondOrderError: If other processes store a part of the state. Call
+                :meth:`consolidate` first, or save with ``torch.distributed.checkpoint``.
         """
         self.take_shards()
         if collects_by_itself(self._training, self._curvature, self._collected):
-            everybody = range(self._training.world.size)
-            self._collected = Collected(self._curvature.gather(everybody), None)
+            ranks = range(self._training.world.size)
+            self._collected = Collected(self._curvature.gather(ranks), None)
         require_whole(self._training, self._curvature, self._collected)
         if self.state:
             self._share_state()
@@ -524,27 +532,30 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         return found
 
     def export_base_state(self, rest: bool = False) -> dict[str, Any]:
-        """The state that the base, or ``rest``, would have saved; see :meth:`state_dict`."""
+        """Return the state that the base, or ``rest``, would have saved by itself."""
         return export_base_state(self.state_dict(), rest)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint that any number of processes wrote, or a state of the base alone.
+        """Load a checkpoint of any number of processes, or the state of the base alone.
 
-        Inverses are loaded by the processes that precondition with them; if some are missing, their
-        layers are refreshed at the next step. With a state of the base alone, curvature restarts.
+        If the checkpoint lacks inverses, the next step refreshes their layers. If it is the state
+        of the base alone, the curvature starts from the beginning.
 
         Raises:
-            ValueError: If an entry, named in the error, does not fit, is not finite, out of bounds
-                or unknown, or is another base's; nothing has changed then.
+            ValueError: If an entry does not fit, is not finite, is out of bounds or unknown, or
+                belongs to another base. The error names the entry, and nothing has changed.
         """
         if "_constructed" not in vars(self):  # a wrapper of Lightning's
             self.optimizer.load_state_dict(state_dict)  # type: ignore[attr-defined]
             return
         check_is_state(state_dict)
         self.take_shards()
-        training, names, groups = self._training, self._training.names(), self.param_groups
+        training = self._training
+        names = training.names()
+        groups = self.param_groups
         saved: dict[Tensor, SavedPart] = {}
-        steps, absent = 0, list[str]()
+        steps = 0
+        absent: list[str] = []
 
         def read(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             nonlocal saved, steps, absent
@@ -563,12 +574,12 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._has_loaded = True
         if self.state and not any(saved.values()):
             training.warn(
-                f"the state loaded is of {training.base_name} alone: it is taken over, and the "
-                f"curvature starts anew"
+                f"the checkpoint has the state of {training.base_name} alone: it is loaded, and "
+                f"the curvature starts from the beginning"
             )
         if absent:
             listed = ", ".join(absent[:20])
-            training.warn(f"the checkpoint has nothing of {listed}: their state begins anew")
+            training.warn(f"the checkpoint lacks {listed}: their state starts from the beginning")
         for group in self.param_groups:  # a checkpoint of the base alone lacks our entries
             self._complete(group)
         self._bind_base()
@@ -577,41 +588,42 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
         self._curvature.load(saved)
         self._share_state()
 
-    # ------------------------------------------------------------------------------ odds and ends
+    # ------------------------------------------------------------------------- summary and close
 
     @property
     def training(self) -> Training:
-        """What the optimizer and its curvature share."""
+        """The model, the parameter groups and the processes, as the curvature sees them."""
         return self._training
 
     def summary(self) -> Summary:
-        """A table of the layers preconditioned, by which ranks, and of those left to the base.
+        """Return a table of the layers: which ranks precondition them, and which the base trains.
 
-        With several parameter groups, which base trains each, and with which settings.
-        Bytes are those of this process. Reading it waits for the device.
+        With several parameter groups, it also lists the base and the settings of each group.
+        Memory is that of this process. Synchronizes with the device.
         """
         summary = self._curvature.summary()
         return replace(summary, lines=[*summary.lines, *group_lines(self._training)])
 
     def statistics(self) -> dict[str, float]:
-        """Numbers to log: of the last step, and of the curvature in use.
+        """Return numbers to log, about the last step and the curvature in use.
 
-        The names are the same on every process, and on the page *Instruments*; a number that this
-        process does not know is NaN. Nothing is sent, and the device is waited for.
+        The page *Instruments* explains each name. The names are the same on every process. A number
+        that this process does not have is NaN. Synchronizes with the device, not with the ranks.
         """
         return {"step": float(self._training.steps), **self._curvature.metrics()}
 
     @contextmanager
     def hooks_removed(self) -> Iterator[None]:
-        """Take all hooks off the model for a block, and put them back after it.
+        """Remove all hooks from the model inside a ``with`` block.
 
             with optimizer.hooks_removed():
                 scripted = torch.jit.script(model)
 
-        Passes inside the block leave no statistics, and :meth:`step` is refused there. Export,
-        tracing and compiling for inference do not need this: hooks step aside by themselves.
+        Passes inside the block give no statistics, and :meth:`step` raises an error there. You do
+        not need this for export, tracing, or inference with a compiled model.
         """
-        outer, self._unwatched = self._unwatched, True
+        outer = self._unwatched
+        self._unwatched = True
         try:
             with self._curvature.unwatched():
                 yield
@@ -619,7 +631,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
             self._unwatched = outer
 
     def close(self) -> None:
-        """End threads, hooks and messages; from now on the base steps alone."""
+        """Stop threads, remove hooks, and train with the base alone from now on."""
         self._curvature.close()
         for release in self._training.at_close:
             release()
@@ -635,7 +647,7 @@ class SecondOrderOptimizer(torch.optim.Optimizer):
 
 
 def _averages(option: str | bool, under_ddp: bool, members: Sequence[Tensor], world: World) -> bool:
-    """Whether the optimizer averages gradients over the ranks, and not DDP, FSDP2 or the user."""
+    """Whether the optimizer itself averages gradients over the ranks."""
     if world.size == 1 or (members and all(map(is_dtensor, members))):
         return False
     return not under_ddp if option == "auto" else bool(option)

@@ -1,4 +1,4 @@
-"""The mean of gradients over ranks."""
+"""Averages the gradients over the ranks that train."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Routed: TypeAlias = tuple[Sequence[Tensor], Sequence[int]] | None
 
 
 class PendingAverage:
-    """The exchange of one step's gradients, which ``finish`` waits for, if it is under way."""
+    """One step's average of gradients, which may still be running; ``finish`` completes it."""
 
     def __init__(self, finish: Callable[[], None] | None = None) -> None:
         self._finish = finish
 
     def wait(self) -> None:
-        """Wait until the means are in place; at once if they are."""
+        """Wait until the mean gradients have arrived."""
         finish = self._finish
         self._finish = None
         if finish is not None:
@@ -35,7 +35,11 @@ ARRIVED = PendingAverage()
 def start_average(
     training: Training, route: Callable[[Sequence[Tensor], Sequence[Tensor]], Routed]
 ) -> PendingAverage:
-    """Start to average gradients, to whom ``route`` says; a collective. TypeError if sparse."""
+    """Start to average the gradients, on the ranks that ``route`` returns. Collective.
+
+    Raises:
+        TypeError: If a gradient is sparse.
+    """
     _drop_frozen_gradients(training)
     params = training.averaged_params()
     if not params:  # all are frozen, or others average
@@ -52,11 +56,11 @@ def start_average(
         )
     torch._foreach_div_(gradients, float(world.size))  # first: a sum in float16 overflows
 
-    # Ranks may have different default dtypes, so that of every message is named.
+    # Ranks may have different default dtypes, so every message names its dtype.
     missing = [p for p in params if p.grad is None]
     device = params[0].device
     present = torch.ones(len(params), dtype=torch.float32, device=device)
-    if missing:  # otherwise the device is sent nothing
+    if missing:  # otherwise nothing is uploaded to the device
         here = [float(p.grad is not None) for p in params]
         present = torch.tensor(here, dtype=torch.float32, device=device)
     routed = route(params, gradients)
@@ -77,7 +81,7 @@ def start_average(
 
 
 def _drop_frozen_gradients(training: Training) -> None:
-    """Drop gradients of frozen parameters: ranks would step with different ones."""
+    """Drop the gradients of frozen parameters, which differ between ranks."""
     names = []
     for group in training.groups:
         for p in group["params"]:

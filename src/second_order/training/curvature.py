@@ -1,10 +1,10 @@
-"""How an optimizer calls its curvature.
+"""The interface between an optimizer and its curvature, in the order of a step.
 
-prepare        plan anew, refresh what is due          before gradients travel
-precondition   p.grad <- what the base is to see
+prepare        before gradients are exchanged: assign layers to ranks, or refresh eigenpairs
+precondition   p.grad <- the gradient that the base sees
 step_base      the base's step
-correct        what is left to do to the parameters
-watch          what the coming passes are to leave
+correct        scale or correct the parameters' change
+watch          turn capture on or off for the coming passes
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = ["Curvature"]
 
 
 class Curvature:
-    """A curvature that leaves a base optimizer as it is; base class of the real ones."""
+    """The identity: it leaves the base optimizer as it is. Base class of all curvatures."""
 
-    helps = False  # this process helps others: prepare() is all of its steps
-    parts_suffice = False  # torch.distributed.checkpoint may save each rank's part by itself
-    scaler_matters = ""  # why a GradScaler has to be announced; "" if it need not be
+    helps = False  # whether this process is a helper, whose steps only call prepare()
+    parts_suffice = False  # whether torch.distributed.checkpoint may save each rank's part
+    scaler_matters = ""  # why the optimizer needs to know a GradScaler; "" if it does not
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -36,43 +36,45 @@ class Curvature:
     # ------------------------------------------------------------------- construction and changes
 
     def description(self) -> list[str]:
-        """Options in lines, which must be equal on all ranks, as model and groups must."""
+        """The options that must be equal on all ranks, one per line."""
         return []
 
     def begin(self) -> None:
-        """Begin, once all ranks agree: check the processes, give them their roles, and plan.
+        """Check the processes, give them their roles, and assign layers to them. Collective.
 
-        Raises before anything has changed if processes or devices cannot do what is asked.
+        Raises:
+            ValueError: If these processes or devices do not support the options. Nothing has
+                changed then.
         """
 
     def replan(self) -> None:
-        """Look at the model again, after parameters or groups have changed."""
+        """Search the model for layers again, after parameters or groups have changed."""
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
-        """Go on with the shards, in the groups by now, of parameters; or raise."""
+        """Adopt the shards that have replaced parameters in the groups."""
 
     def unwatched(self) -> AbstractContextManager[None]:
-        """Make a context manager that takes all hooks off the model and puts them back."""
+        """Return a context manager that removes all hooks from the model and restores them."""
         return nullcontext()
 
     def close(self) -> None:
-        """End threads, hooks and messages; from now on the base steps alone."""
+        """Stop threads and remove hooks. The base trains alone from now on."""
 
     # ------------------------------------------------------------------------------------- a step
 
     def facts(self) -> list[tuple[str, Any]]:
-        """The values, by name, that decide which collectives a step has; primitives."""
+        """The values that decide which collectives a step issues, by name. Primitives only."""
         return []
 
     def prepare(self) -> None:
-        """Plan anew, and refresh what is due, before gradients travel."""
+        """Prepare a step before gradients are exchanged. Collective."""
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
-        """Parts of the gradients, and the rank that alone gets the mean of each; None: all do."""
+        """Parts of the gradients and the rank that receives each mean; None: every rank does."""
         return None
 
     def precondition(self, pending: PendingAverage) -> None:
-        """Replace ``p.grad``, once its mean has arrived, by the gradient that the base sees."""
+        """Replace ``p.grad`` by the gradient that the base sees. Collective."""
         pending.wait()
 
     def step_base(self, step: Callable[[], None]) -> None:
@@ -83,21 +85,21 @@ class Curvature:
         """Correct the parameters after the base's step."""
 
     def watch(self) -> None:
-        """Turn capture on or off for the coming passes, as the coming step needs."""
+        """Turn capture on or off for the passes of the next step."""
 
     def drop_pending(self) -> None:
-        """Drop statistics of the backward passes since the last step."""
+        """Drop the statistics of the backward passes since the last step."""
 
     # -------------------------------------------------------------------------------------- state
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The ``"curvature"`` part of each parameter that has one; tensors are shared."""
+        """The ``"curvature"`` part of each parameter that has one. Tensors are not copied."""
         return {}
 
     def state_to_save(self) -> dict[Tensor, dict[str, Any]]:
-        """More of these parts, for checkpoints alone: tensors that later steps replace.
+        """Entries of these parts that only checkpoints have: tensors that later steps replace.
 
-        If ``optimizer.state`` had them, old ones would stay in memory.
+        ``optimizer.state`` does not have them, because it would keep the old ones in memory.
         """
         return {}
 
@@ -105,31 +107,31 @@ class Curvature:
         """Raise ValueError if a checkpoint's ``"curvature"`` parts do not fit the model."""
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
-        """Take over the ``"curvature"`` parts of a checkpoint, in the dtypes they were saved in."""
+        """Load the ``"curvature"`` parts of a checkpoint, in the dtypes of the checkpoint."""
 
     @property
     def kept_elsewhere(self) -> str:
-        """A name for state that only other processes keep; "" if there is none."""
+        """A name for state that only other processes store; "" if there is none."""
         return ""
 
     @property
     def dispensable(self) -> bool:
-        """Whether training can resume without what only other processes keep."""
+        """Whether training can resume without the state that only other processes store."""
         return False
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
-        """Collect the parts of the state that the ranks ``ranks`` lack; a collective.
+        """Send the state that some of ``ranks`` lack to them. Collective.
 
-        A ``"base"`` part replaces the one here, a ``"curvature"`` part is added to it.
+        A ``"base"`` part replaces the part on this rank. A ``"curvature"`` part is added to it.
         """
         return {}
 
-    # ------------------------------------------------------------------------------- what is told
+    # ---------------------------------------------------------------------------------- reporting
 
     def summary(self) -> Summary:
-        """A table of the parameters and layers that are preconditioned."""
+        """A table of the layers that are preconditioned."""
         return Summary(self.training.titled(), [])
 
     def metrics(self) -> dict[str, float]:
-        """Numbers to log, by names that are the same on every rank; nothing is sent."""
+        """Numbers to log. Every rank has the same names. No communication."""
         return {}

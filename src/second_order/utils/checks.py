@@ -1,4 +1,4 @@
-"""Keywords of the optimizers: which are whose, and whether their values make sense."""
+"""Checks of arguments. Each error gives the value, the bound and the remedy."""
 
 from __future__ import annotations
 
@@ -86,12 +86,13 @@ def check_number(
         raise TypeError(f"{name}={value!r} is not a number; {remedy}")
     above = value > low if open_low else value >= low
     if not above or not (value < high if open_high else value <= high):
-        left, right = "(" if open_low else "[", ")" if open_high else "]"
+        left = "(" if open_low else "["
+        right = ")" if open_high else "]"
         raise ValueError(f"{name}={value} is outside {left}{low:g}, {high:g}{right}; {remedy}")
 
 
 def check_scalar(name: str, value: Any, **bounds: Any) -> None:
-    """:func:`check_number`, of a number or a tensor of one; a device is not waited for."""
+    """Check a number, or a tensor with one element, which is not read if it is on a device."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or not value.is_floating_point():
             raise TypeError(
@@ -149,7 +150,7 @@ def check_timeout(name: str, value: Any) -> None:
 
 def check_learning_rate(value: Any) -> None:
     """Raise unless ``value`` is a finite number or a tensor; the rest is the base's to check."""
-    if not isinstance(value, Tensor):  # on a device, perhaps, which is not waited for
+    if not isinstance(value, Tensor):  # a tensor may be on a device, which is not read
         remedy = "a finite number or a tensor is needed, 0.1 perhaps"
         check_number("lr", value, low=-math.inf, open_low=True, open_high=True, remedy=remedy)
 
@@ -188,9 +189,10 @@ def check_rank(method: str, to: int | None, world_size: int) -> None:
 def check_choice(name: str, value: Any, choices: Iterable[Any]) -> None:
     """Raise ValueError unless ``value`` is one of ``choices``."""
     choices = list(choices)
-    # Of the same type: 1 and a tensor equal True, and tensors of several entries have no truth.
+    # The type is compared as well, because 1 == True, and tensors cannot be compared in an `if`.
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
-        listed, hint = ", ".join(map(repr, choices)), closest(str(value), map(str, choices))
+        listed = ", ".join(map(repr, choices))
+        hint = closest(str(value), map(str, choices))
         raise ValueError(f"{name}={value!r} is not one of {listed}{hint}")
 
 
@@ -278,15 +280,15 @@ def value_at(option: Any, step: int) -> Any:
 
 
 def as_scalar(value: Scalar) -> Scalar:
-    """A number, or a scalar on a device, which is not waited for."""
+    """A Python number; or a scalar tensor if it is on a device, which is not read."""
     on_device = isinstance(value, Tensor) and value.device.type != "cpu"
     return value.detach().reshape(()) if on_device else float(value)  # type: ignore[union-attr]
 
 
 def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, Any]]:
-    """The values at a step of those options that are callables, by name; for comparison.
+    """The values at a step of the options that are callables, by name, to compare ranks.
 
-    What a callable raises is as good as a value here: it is raised where the value is used.
+    If a callable raises an error, the error's text is the value. The use of the option raises it.
     """
     found: list[tuple[str, Any]] = []
     for name in names:
@@ -295,7 +297,7 @@ def scheduled(options: Any, names: Iterable[str], step: int) -> list[tuple[str, 
                 value = option(step)
             except Exception as error:
                 value = f"{type(error).__name__}: {error}"
-            if isinstance(value, Tensor):  # on a device, perhaps, which is not waited for
+            if isinstance(value, Tensor):  # a device is not read
                 value = value.tolist() if value.device.type == "cpu" else "a tensor"
             found.append((name, value if isinstance(value, int | float) else str(value)))
     return found

@@ -21,7 +21,7 @@ def first_match(
     """
     parts = name.split(".") if name else []
     chain = [".".join(parts[:end]) for end in range(len(parts) + 1)]
-    # Fused experts have a layer for each of their parameters, which is no module.
+    # Each parameter of fused experts is a layer without a module of its own.
     lineage = [(each, everything[each]) for each in chain if each in everything]
     return next((p for p in patterns if any(_matches(p, *member) for member in lineage)), None)
 

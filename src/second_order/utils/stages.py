@@ -39,7 +39,7 @@ def stage(name: str) -> AbstractContextManager[Any]:
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Let ``recorder(name)`` make the context managers of stages meanwhile, in all threads."""
+    """Replace the context managers of stages by ``recorder(name)`` inside a ``with`` block."""
     _recorders.append(recorder)
     try:
         yield
