@@ -438,11 +438,11 @@ a curvature object with an absolute damping
 == kfac/spd_kfac.py
 statistics that wait for the step
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[plain]
-    if not self._wanted:  =>  if True:
+    if not self._expected or pairs is None:  =>  if True:
 statistics that have changed since they were sent
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[accumulated]
   <-  pipelined::a_trajectory_is_that_of_the_exchange_at_the_step[thrown_away]
-    float(self._has_changed(b, micro_batches))  =>  0.0
+    [float(a != b) for a, b in zip(states, now, strict=True)]  =>  [0.0] * len(now)
 
 == kfac/plan.py
 DistKFAC's owners by number  <-  distkfac_ranks::owners_are_spread_by_cost

@@ -253,7 +253,7 @@ class KFAC(OfLayers):
 
     def _look(self) -> None:
         self.layers.forget_plan()
-        self.layers.connect(None if self._pipeline is None else self._pipeline.heard)
+        self.layers.connect(None if self._pipeline is None else self._pipeline.send_complete)
         if self.layers.follow():
             self._compile()
         self.layers.name_those_left()

@@ -1,17 +1,17 @@
 """Sums of statistics over the ranks, sent while the backward pass still runs (Shi et al. 2021).
 
-in the passes   a layer whose statistics are complete joins its bucket; a bucket whose layers all
-                are sets out, after those before it
-at the step     the other buckets set out; ranks agree on layers whose statistics have changed since
-                they were sent; these are sent again
+in the passes   a bucket is sent once the statistics of all its layers are complete, and the buckets
+                before it have been sent
+at the step     the other buckets are sent; ranks agree on layers whose statistics have changed
+                since they were sent; these are sent again
 
 Between two steps every rank sends every bucket once, in one order, whatever its passes do: a layer
-that no pass has reached goes as zeros. So it does not matter which rank sends a bucket in a pass
-and which at the step, nor that an exception ends a pass. All of it has a process group of its own,
-where no other collective can come between.
+that no pass has reached is sent as zeros. So it does not matter which rank sends a bucket in a pass
+and which at the step, nor that an exception ends a pass. The messages have a process group of their
+own, where no other collective can come between.
 
-Nobody can know that statistics are complete while passes go on. They count as complete once a layer
-has as many pairs as in the steps before, over all uses and micro-batches. Where that was wrong, the
+While passes continue, no rank can know that statistics are complete. They count as complete once a
+layer has as many pairs as in the last step, over all uses and micro-batches. If that was wrong, the
 layer is sent again: the sums are those of an exchange at the step, at twice the traffic.
 """
 
@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from second_order.distributed.buckets import in_buckets
 from second_order.distributed.world import PendingReduction, World
@@ -41,168 +41,155 @@ FUSED_BYTES = 2**20
 Sums = dict[KroneckerBlock, StatisticsSums]
 
 
-class Slot(NamedTuple):
+@dataclass(frozen=True)
+class Slot:
     """What a layer sends: fixed while a plan lasts, whatever becomes of the layer meanwhile."""
 
     block: KroneckerBlock
     shape: FactorShape
     device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the factors."""
+        shapes = [self.shape.stored_shape(letter) for letter in self.shape.letters]
+        return self.dtype.itemsize * sum(map(math.prod, shapes))
 
 
-class SentState(NamedTuple):
-    """The state of a layer's statistics when they were sent, for so many micro-batches."""
+@dataclass(frozen=True)
+class SentBucket:
+    """Copies of a bucket's statistics, which become sums over the ranks."""
 
-    staged: StagedStatistics
-    revision: tuple[int, int]
-    passes: tuple[int, ...]  # those whose terms had been counted
-    micro_batches: int
+    sums: Sums
+    messages: Sequence[PendingReduction]
+    states: Sequence[Any]  # of the statistics that were copied, layer by layer
+
+    def wait(self) -> Sums:
+        """Wait for the sums."""
+        for message in self.messages:
+            message.wait()
+        return self.sums
 
 
 class Pipeline:
     """The exchange of a training's statistics, begun in its passes."""
 
     def __init__(self, training: Training, layers: Layers, dtype: torch.dtype) -> None:
-        self._training, self._layers, self._dtype = training, layers, dtype
-        self._begin()
-
-    def _begin(self) -> None:
+        self._training = training
+        self._layers = layers
+        self._dtype = dtype
         self._world: World | None = None
         self._wire: torch.dtype | None = None
         self._start([])
 
-    def _start(self, slots: Sequence[Slot]) -> None:
+    def _start(self, blocks: Sequence[KroneckerBlock]) -> None:
         """Start with the layers of a plan, without knowledge of their pairs."""
-        self._slots = slots
-        self._wanted: dict[KroneckerBlock, int] = {}  # pairs that make a layer complete
-        self._before: dict[KroneckerBlock, int] = {}  # pairs in the last step
-        self._micro_batches = 1
-        self._buckets = in_buckets(slots[::-1], lambda _: None, self._nbytes, FUSED_BYTES)
-        self._rest()
-
-    def _nbytes(self, slot: Slot) -> int:
-        shapes = (slot.shape.stored_shape(k) for k in slot.shape.letters)
-        return self._dtype.itemsize * sum(map(math.prod, shapes))
-
-    def _rest(self) -> None:
-        """Be done with the buckets of a step."""
-        self._sent: list[list[tuple[PendingReduction, list[Tensor]]]] = []
-        self._marks: dict[KroneckerBlock, SentState] = {}
-        self._expected = self._begun = False
+        slots = [Slot(b, b.staged.shape, b.staged.device, self._dtype) for b in reversed(blocks)]
+        self._buckets = in_buckets(slots, lambda _: None, lambda slot: slot.nbytes, FUSED_BYTES)
+        self._pairs: dict[KroneckerBlock, int] | None = None  # of each layer in the last step
+        self._micro_batches = 1  # in the last step
+        self._sent: list[SentBucket] = []  # since the last step
+        self._expected = False  # whether the coming step takes statistics
 
     def follow(self, blocks: Sequence[KroneckerBlock]) -> None:
-        """Go on with other layers, in the order of the model; a collective."""
+        """Continue with other layers, in the order of the model; a collective."""
         if self._world is None:
             self._world = self._training.world.separate()
         self.drain()
-        self._start([Slot(b, b.staged.shape, b.staged.device) for b in blocks])
+        self._start(blocks)
 
     def expect(self, wire: torch.dtype | None) -> None:
-        """Send what the coming passes bring, as the coming step wants statistics."""
-        if not self._begun:
+        """Send what the coming passes bring, because the coming step takes statistics."""
+        if not self._sent:
             self._wire = wire
         self._expected = True
 
-    def heard(self, block: KroneckerBlock) -> None:
-        """Hear in a backward pass that a layer's statistics have grown: send what is complete."""
-        if not self._expected or self._world is None:
-            return
-        self._begun = True
-        if not self._wanted:  # no step has shown how many pairs there are
+    def send_complete(self, _: KroneckerBlock) -> None:
+        """Send complete buckets; called in a backward pass when a layer's statistics have grown."""
+        pairs = self._pairs
+        if not self._expected or pairs is None:
             return
         while len(self._sent) < len(self._buckets):
             bucket = self._buckets[len(self._sent)]
-            if not all(s.block.staged.pairs >= self._wanted.get(s.block, 1) for s in bucket):
+            if any(slot.block.staged.pairs < pairs[slot.block] for slot in bucket):
                 return
             with stage("statistics_exchange"):
                 self._send(bucket, self._micro_batches)
 
+    def _send_rest(self, micro_batches: int) -> None:
+        """Send the buckets that the passes have not sent."""
+        for bucket in self._buckets[len(self._sent) :]:
+            self._send(bucket, micro_batches)
+
     def _send(self, bucket: Sequence[Slot], micro_batches: int) -> None:
         """Start to sum copies of a bucket's statistics, which may change meanwhile."""
         assert self._world is not None
-        world = self._world
-        found = []
-        self._begun = True
+        sums: Sums = {}
+        states: list[Any] = []
         for slot in bucket:
             staged = slot.block.staged
-            if (staged.shape, staged.device) != slot[1:]:  # of another size by now: none
-                staged = StagedStatistics(slot.shape, slot.device, staged.factor_dtype)
-            terms = self._layers.terms_so_far(staged)
-            passes = terms.passes
-            self._marks[slot.block] = SentState(staged, staged.revision, passes, micro_batches)
-            found += sums_of([staged], micro_batches, [terms.number])
-        heads = [each.head.clone() for each in found]
-        factors = [factor.clone() for each in found for factor in each.factors.values()]
-        if self._wire is None:
-            self._sent.append([(world.all_reduce([*heads, *factors]), [*heads, *factors])])
-        else:  # numbers of examples are not rounded
-            wide = world.all_reduce(heads)
-            narrow = world.all_reduce(factors, dtype=self._wire)
-            self._sent.append([(wide, heads), (narrow, factors)])
+            if (staged.shape, staged.device) != (slot.shape, slot.device):  # send zeros
+                staged = StagedStatistics(slot.shape, slot.device, slot.dtype)
+            states.append(self._state(staged, micro_batches))
+            terms = self._layers.terms_so_far(staged).number
+            (each,) = sums_of([staged], micro_batches, [terms])
+            copies = {letter: factor.clone() for letter, factor in each.factors.items()}
+            sums[slot.block] = StatisticsSums(copies, each.head.clone())
+        # Numbers of examples are not rounded.
+        heads = [each.head for each in sums.values()]
+        factors = [factor for each in sums.values() for factor in each.factors.values()]
+        messages = [self._world.all_reduce(heads)]
+        messages.append(self._world.all_reduce(factors, dtype=self._wire))
+        self._sent.append(SentBucket(sums, messages, states))
+
+    def _state(self, staged: StagedStatistics, micro_batches: int) -> tuple[Any, ...]:
+        """A value that changes when a layer's statistics do."""
+        passes = self._layers.terms_so_far(staged).passes
+        return staged, staged.revision, passes, 1 if staged.empty else micro_batches
 
     def drain(self) -> None:
-        """Let the other ranks have what they expect in this step, and drop it all; a collective."""
-        if not self._expected or self._world is None:
-            return
-        for bucket in self._buckets[len(self._sent) :]:
-            self._send(bucket, self._micro_batches)
-        for parts in self._sent:
-            for pending, _ in parts:
-                pending.wait()
-        self._rest()
+        """Send what the other ranks expect in this step, and drop it all; a collective."""
+        if self._expected:
+            self._send_rest(self._micro_batches)
+            for bucket in self._sent:
+                bucket.wait()
+        self._sent = []
+        self._expected = False
 
     def sums(self, layers: Layers, exchange: Callable[[Sums, torch.dtype | None], None]) -> Sums:
         """Send what is left, and wait for the sums of all ranks; a collective.
 
         The layers' statistics are cleared.
         """
-        world = self._training.world
-        blocks = [slot.block for slot in self._slots]
+        blocks = [slot.block for bucket in self._buckets for slot in bucket]
         if not blocks:
             return layers.sums([])
         micro_batches = layers.micro_batches(blocks)
         with stage("statistics_exchange"):
-            for bucket in self._buckets[len(self._sent) :]:
-                self._send(bucket, micro_batches)
-            changed = torch.tensor(
-                [float(self._has_changed(b, micro_batches)) for b in blocks],
-                dtype=torch.float32,
-                device="cpu",
-            )
-            agreed = world.on_cpu().all_reduce_max([changed])
-            pairs, sent = {block: block.staged.pairs for block in blocks}, self._sent
-            if any(pairs.values()):  # a rank without a batch learns nothing
-                # The larger number of two steps: to send late costs less than to send twice.
-                before = self._before or pairs
-                self._wanted = {b: max(n, before.get(b, 0)) for b, n in pairs.items()}
-                self._before, self._micro_batches = pairs, micro_batches
-            self._rest()
+            self._send_rest(micro_batches)
+            states = [state for bucket in self._sent for state in bucket.states]
+            now = [self._state(block.staged, micro_batches) for block in blocks]
+            changed = [float(a != b) for a, b in zip(states, now, strict=True)]
+            flags = torch.tensor(changed, dtype=torch.float32, device="cpu")
+            agreed = self._training.world.on_cpu().all_reduce_max([flags])
+            self._pairs = {block: block.staged.pairs for block in blocks}
+            self._micro_batches = micro_batches
             agreed.wait()
-            again = [b for b, flag in zip(blocks, changed.tolist(), strict=True) if flag]
-            local, found = layers.sums(again, micro_batches), {}
-            for bucket, parts in zip(self._buckets, sent, strict=True):
-                for pending, _ in parts:
-                    pending.wait()
-                sums = iter([each for _, copies in parts for each in copies])
-                heads = [next(sums) for _ in bucket]
-                for slot, head in zip(bucket, heads, strict=True):
-                    factors = {k: next(sums).to(self._dtype) for k in slot.shape.letters}
-                    found[slot.block] = StatisticsSums(factors, head)
+
+            again = [b for b, flag in zip(blocks, flags.tolist(), strict=True) if flag]
+            local = layers.sums(again, micro_batches)
+            found: Sums = {}
+            for bucket in self._sent:
+                found |= bucket.wait()
+            self._sent = []
+            self._expected = False
             if local:
                 exchange(local, self._wire)
         return {**found, **local}
 
-    def _has_changed(self, block: KroneckerBlock, micro_batches: int) -> bool:
-        """Whether a layer has other statistics than were sent, now that the number is known."""
-        staged, revision, passes, guessed = self._marks[block]
-        if staged is not block.staged or revision != staged.revision:
-            return True
-        if passes != self._layers.terms_so_far(staged).passes:
-            return True
-        return not (staged.empty or guessed == micro_batches)
-
     def close(self) -> None:
-        """Send nothing more. Ranks that have begun a step's buckets let the others have theirs."""
+        """Send nothing more. Ranks that have sent a step's first buckets send the others too."""
         if self._sent:
-            for bucket in self._buckets[len(self._sent) :]:
-                self._send(bucket, self._micro_batches)
-        self._begin()
+            self._send_rest(self._micro_batches)
+        self._start([])
