@@ -869,7 +869,7 @@ a triangle mirrored from the wrong side  <-  triangles::packing_and_back_is_the_
 
 == lanczos/closure.py
 a vector of losses counts as one example  <-  hvp::micro_batches_of_outputs
-    examples = len(losses)  =>  examples = 1.0
+    examples = len(loss) if examples is None else examples  =>  examples = examples or 1.0
 a loader's batches weigh the same  <-  estimates::a_loader_is_the_mean_over_its_examples
     lambda z: criterion(z, targets)), len(targets)  =>  lambda z: criterion(z, targets)), 1
 

@@ -10,13 +10,13 @@ import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import ZOO
 from reference import cross_entropy, hessian
+from spaces import space_of
 from torch import Tensor, nn
 
 from second_order.distributed.world import World
@@ -29,7 +29,7 @@ from second_order.lanczos import (
     spectral_density,
     trace,
 )
-from second_order.lanczos.lanczos import Space, ritz_pairs, tridiagonalise
+from second_order.lanczos.lanczos import ritz_pairs, tridiagonalise
 from second_order.lanczos.vector_space import RowSpace
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def test_the_basis_is_orthonormal_and_makes_it_tridiagonal(
         "clustered": [1.0 + 1e-3 * (i % 5) for i in range(size)],
     }[kind]
     A = symmetric(values, seed).to(dtype)
-    space = Space(lambda d: A @ d, size, dtype)
+    space = space_of(lambda d: A @ d, size, dtype)
     run = tridiagonalise(space, space.random(seed, 3.0), iterations, at_least=iterations)
     assert run.finite
     assert len(run.diagonal) == min(size, iterations)
@@ -168,7 +168,7 @@ def test_it_stops_where_all_pairs_are_within_tol() -> None:
     assert one_end.products < products[1]
 
 
-class Coarse(Space):
+class Coarse(RowSpace):
     """A space whose first inner products with the basis are rounded, as those of long vectors."""
 
     def apply(self, d: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ def test_a_second_pass_that_takes_most_leaves_unit_vectors() -> None:
     A = 1.2345 * torch.diag(torch.arange(1.0, 31.0))
     start = torch.full((30,), 1e-7)
     start[-2:] = 1.0
-    run = tridiagonalise(Coarse(lambda d: A @ d, 30), start, 4)
+    run = tridiagonalise(space_of(lambda d: A @ d, 30, kind=Coarse), start, 4)
     assert 1e-4 < run.off_diagonal[1] < 1e-3
     torch.testing.assert_close(run.basis.norm(dim=1), torch.ones(4), rtol=0, atol=1e-5)
 
@@ -253,7 +253,7 @@ def test_losses_that_are_not_finite(hvp: Any, value: float) -> None:
         ({"tol": math.nan}, "tol=nan is outside"),
         ({"seed": -1}, "seed=-1 is below 0"),
         ({"start": torch.ones(4)}, r"start has shape .*n = 5"),
-        ({"hvp": "dense"}, "not one of auto"),
+        ({"hvp": "dense"}, "not one of 'auto'"),
     ],
 )
 def test_arguments_outside_their_bounds(options: dict[str, Any], message: str) -> None:
@@ -261,18 +261,11 @@ def test_arguments_outside_their_bounds(options: dict[str, Any], message: str) -
         of_quadratic(symmetric(range(5)), **options)
 
 
-def test_numbers_of_other_libraries_are_whole_and_others_are_not() -> None:
-    """Whatever has ``__index__``, as numpy's integers have."""
-    A, numbers = symmetric(range(1, 9)), {"largest": 2, "smallest": 1, "iterations": 8, "seed": 3}
-    found = of_quadratic(A, **{name: np.int64(n) for name, n in numbers.items()})
-    assert torch.equal(found.eigenvectors, of_quadratic(A, **numbers).eigenvectors)
-    for name, value in itertools.product(numbers, (2.0, True, "2")):
+def test_counts_and_seeds_are_whole_numbers() -> None:
+    A = symmetric(range(1, 9))
+    for name, value in itertools.product(("largest", "smallest", "iterations", "seed"), (2.0, "2")):
         with pytest.raises(TypeError, match=f"{name}={value!r} is not a whole number; use"):
-            of_quadratic(A, **{**numbers, name: value})
-    two = np.int64(2)
-    spectral_density(*quadratic(A), probes=two, iterations=two, seed=two)
-    for estimate in (trace, diagonal):
-        assert estimate(*quadratic(A), products=two + 4, directions=two, seed=two).products == 6
+            of_quadratic(A, **{name: value})
 
 
 @pytest.mark.parametrize("hvp", ["retained", "recomputed", "differences"])
@@ -301,7 +294,7 @@ def test_a_full_run_is_the_quadrature_of_its_probes(size: int, probes: int, seed
     torch.testing.assert_close(
         density.weights.sum(1), torch.ones(probes).double(), rtol=0, atol=1e-12
     )
-    space = Space(lambda d: d, size, torch.float64)
+    space = space_of(lambda d: d, size, torch.float64)
     Z = torch.stack([space.random(seed + i, 1.0) for i in range(probes)])
     functions: Sequence[Any] = [lambda x: x, torch.square, torch.exp]
     for function, f_of_A in zip(functions, [A, A @ A, torch.matrix_exp(A)], strict=True):

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from pretended import NAME, Seen, pretend_device
+from spaces import space_of
 from torch import Tensor
 
-from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, tridiagonalise
+from second_order.lanczos.lanczos import Ritz, Tridiagonal, tridiagonalise
 
 SIZE, AT_LEAST = 40, 3
 PRODUCT = 2  # launches of one below
@@ -33,7 +34,7 @@ def converged(ritz: Ritz) -> bool:
 
 def runs(A: Tensor, start: Tensor, device: str, **options: Any) -> Tridiagonal:
     A = A.to(device)
-    space = Space(lambda d: A @ d, SIZE, torch.float64, device)
+    space = space_of(lambda d: A @ d, SIZE, torch.float64, device)
     return tridiagonalise(space, start.to(device), 30, at_least=AT_LEAST, seed=1, **options)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import CurvatureError
+from second_order.utils.checks import check_choice
 
 __all__ = [
     "CurvatureKind",
@@ -72,9 +73,7 @@ def check_curvature(value: Any, hvp: str = "auto") -> None:
             "cross-entropy, or of a squared error, is 'gauss-newton'; that of the labels in the "
             "data is 'empirical-fisher'"
         )
-    if value not in get_args(CurvatureKind):
-        known = ", ".join(map(repr, get_args(CurvatureKind)))
-        raise ValueError(f"curvature={value!r} is not one of {known}")
+    check_choice("curvature", value, get_args(CurvatureKind))
     if value != "hessian" and hvp == "differences":
         raise ValueError(
             f"hvp='differences' with curvature={value!r}: it is multiplied by derivatives alone; "
@@ -86,19 +85,17 @@ def check_closure(given: Any) -> None:
     """Raise unless ``given`` is a function that evaluates a loss, or a sequence of some.
 
     Raises:
-        TypeError: If an element is no function.
+        TypeError: If an element is not a function.
         ValueError: If the sequence is empty.
     """
-    several = isinstance(given, Sequence) and not isinstance(given, (str, bytes))
-    remedy = (
-        "give a function that returns the loss of the curvature batch, or a sequence of such "
-        "functions, one a micro-batch"
+    closures = given if isinstance(given, (tuple, list)) else [given]
+    if closures and all(map(callable, closures)):
+        return
+    error = TypeError if closures else ValueError
+    raise error(
+        f"the curvature closure is {given!r}; give a function that returns the loss of the "
+        f"curvature batch, or a sequence of such functions, one for each micro-batch"
     )
-    for each in given if several else [given]:
-        if not callable(each):
-            raise TypeError(f"the curvature closure is {each!r}; {remedy}")
-    if several and not given:
-        raise ValueError(f"the curvature closure is an empty sequence; {remedy}")
 
 
 def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
@@ -107,8 +104,9 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
     Raises:
         CurvatureError: If it is no loss with a graph, or not what the curvature needs.
     """
-    counted = isinstance(value, (tuple, list)) and len(value) == 2
-    value, examples = value if counted else (value, 1.0)
+    examples = None
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        value, examples = value
     if not isinstance(value, Outputs):
         if curvature != "hessian":
             loss = 'cross_entropy(z, y, reduction="none")'
@@ -120,38 +118,43 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
                 f"curvature='hessian'"
             )
         return Evaluation(_scalar(value), _weight(examples), [], [])
-    given, leaves = value.outputs, list[Tensor]()
-    roots: Any = [given] if isinstance(given, Tensor) else given
-    if not isinstance(roots, (tuple, list)) or not all(isinstance(z, Tensor) for z in roots):
+    outputs = value.outputs
+    tensors = [outputs] if isinstance(outputs, Tensor) else outputs
+    if not isinstance(tensors, (tuple, list)) or not all(isinstance(z, Tensor) for z in tensors):
         raise CurvatureError(
-            f"the curvature closure returned Outputs of {_described(given)}; give the tensor "
+            f"the curvature closure returned Outputs of {_described(outputs)}; give the tensor "
             f"that the loss is a function of, or a tuple of tensors"
         )
+
+    # Cut the loss in two at the outputs.
+    roots: list[Tensor] = []
+    leaves: list[Tensor] = []
     if curvature == "gauss-newton":
-        copies = [z.detach().requires_grad_(z.requires_grad) for z in roots]
-        if isinstance(given, Tensor):
-            given = copies[0]
-        else:
-            given = copies if isinstance(given, list) else tuple(copies)
-        roots, leaves = ([z for z in each if z.requires_grad] for each in (roots, copies))
+        copies = [z.detach().requires_grad_(z.requires_grad) for z in tensors]
+        outputs = copies[0] if isinstance(outputs, Tensor) else tuple(copies)
+        roots = [z for z in tensors if z.requires_grad]
+        leaves = [z for z in copies if z.requires_grad]
         if not roots:
             raise CurvatureError(
                 "the curvature closure returned Outputs without a graph; do not detach them, and "
                 "do not evaluate them under torch.no_grad()"
             )
-    losses: Any = value.loss(given)
-    each = isinstance(losses, Tensor) and losses.dim() == 1 and len(losses) > 0
-    if curvature == "empirical-fisher" and not each:
-        raise CurvatureError(
-            f"curvature='empirical-fisher' needs a loss an example, and the loss of the "
-            f"curvature closure's Outputs is {_described(losses)}; let it return a vector of "
-            f'them, as with reduction="none"'
-        )
-    if curvature != "gauss-newton":
-        roots = [losses] if curvature == "empirical-fisher" else []
-    if each and not counted:
-        examples = len(losses)
-    return Evaluation(_scalar(losses.mean() if each else losses), _weight(examples), roots, leaves)
+
+    # Evaluate the loss, or the loss of each example.
+    loss = value.loss(outputs)
+    by_example = isinstance(loss, Tensor) and loss.dim() == 1 and len(loss) > 0
+    if curvature == "empirical-fisher":
+        if not by_example:
+            raise CurvatureError(
+                f"curvature='empirical-fisher' needs a loss for each example, and the loss of the "
+                f"curvature closure's Outputs is {_described(loss)}; let it return a vector of "
+                f'them, as with reduction="none"'
+            )
+        roots = [loss]
+    if by_example:
+        examples = len(loss) if examples is None else examples
+        loss = loss.mean()
+    return Evaluation(_scalar(loss), _weight(examples), roots, leaves)
 
 
 def _described(value: Any) -> str:
@@ -178,9 +181,10 @@ def _scalar(value: Any) -> Tensor:
 
 
 def _weight(examples: Any) -> float:
+    """The number of examples that a loss is the mean of; None counts as one."""
     weight = math.nan
     with suppress(TypeError, ValueError, RuntimeError):
-        weight = float(examples)
+        weight = 1.0 if examples is None else float(examples)
     if not 0.0 < weight < math.inf:
         raise CurvatureError(
             f"the curvature closure returned (loss, {type(examples).__name__}) of {weight:g} "
@@ -208,9 +212,9 @@ def losses_over(
         model: Evaluates the outputs, in the train/eval mode that it is in then.
         batches: Pairs (inputs, targets), as a ``DataLoader`` gives them. Inputs are a tensor,
             a tuple or list of positional arguments, or a mapping of keyword arguments; targets a
-            tensor, an example a row.
-        criterion: The loss of (outputs, targets): its mean over the batch's examples, or a loss an
-            example.
+            tensor with a row for each example.
+        criterion: The loss of (outputs, targets): its mean over the batch's examples, or a loss for
+            each example.
 
     Returns:
         A function for each batch, which returns (:class:`Outputs`, number of examples).
@@ -225,15 +229,10 @@ def losses_over(
         )
     found: list[LossFn] = []
     for batch in batches:
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        if not (isinstance(batch, (tuple, list)) and len(batch) == 2):
             raise ValueError(
                 f"batch {len(found)} is {_described(batch)}, not a pair (inputs, targets); give "
-                f"such pairs, or write a closure a batch"
-            )
-        if not isinstance(batch[1], Tensor) or not batch[1].numel() or batch[1].dim() == 0:
-            raise ValueError(
-                f"the targets of batch {len(found)} are {_described(batch[1])}; give a tensor, an "
-                f"example a row, and leave empty batches out"
+                f"such pairs, or write a closure for each batch"
             )
         found.append(partial(_loss, model, criterion, *batch))
     if not found:
@@ -245,19 +244,15 @@ def _loss(
     model: nn.Module, criterion: Callable[[Any, Any], Tensor], inputs: Any, targets: Tensor
 ) -> tuple[Outputs, int]:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    inputs, targets = _moved(inputs, device), targets.to(device)
+    targets = targets.to(device)
     if isinstance(inputs, Mapping):
-        outputs = model(**inputs)
+        outputs = model(**{name: _moved(x, device) for name, x in inputs.items()})
+    elif isinstance(inputs, (tuple, list)):
+        outputs = model(*(_moved(x, device) for x in inputs))
     else:
-        outputs = model(*inputs) if isinstance(inputs, list) else model(inputs)
+        outputs = model(_moved(inputs, device))
     return Outputs(outputs, lambda z: criterion(z, targets)), len(targets)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: _moved(each, device) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_moved(each, device) for each in value]
-    return value
+    return value.to(device) if isinstance(value, Tensor) else value

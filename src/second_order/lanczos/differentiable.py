@@ -133,10 +133,6 @@ _TOLD = {  # what autograd says, and what is to be done
         "the graph of the curvature closure's loss is already freed; let the closure evaluate the "
         "loss and return it, without calling backward()"
     ),
-    "cudnn rnn": (
-        "cuDNN's recurrent layers cannot be differentiated twice; set "
-        f"torch.backends.cudnn.enabled = False in the curvature closure, {_DIFFERENCES}"
-    ),
     "donated buffer": _COMPILED,
     "use_reentrant=true": _REENTRANT,
 }

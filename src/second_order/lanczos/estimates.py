@@ -35,11 +35,9 @@ from second_order.lanczos.spectrum import (
     ParamsOrModel,
     everybodys_ritz,
     measurement,
-    seed_of,
-    whole,
 )
 from second_order.lanczos.vector_space import RowSpace
-from second_order.utils.checks import check_number
+from second_order.utils.checks import check_number, check_whole
 
 __all__ = ["Diagonal", "SpectralDensity", "Trace", "diagonal", "spectral_density", "trace"]
 
@@ -79,7 +77,6 @@ def trace(
     hvp: ProductMode = "auto",
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
-    layers: str | Iterable[str] = (),
 ) -> Trace:
     """Estimate the trace of the Hessian of a loss.
 
@@ -97,16 +94,14 @@ def trace(
         hvp: How products are made, as for :func:`eigenpairs`.
         process_group: Processes that call together, as there.
         curvature: Which matrix, as there.
-        layers: A block of it, as there.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
         TypeError: If a count or a seed is no whole number.
-        ValueError: For too few products, or a pattern that matches no layer.
+        ValueError: For too few products.
     """
-    products, directions = _checked(products, directions)
-    seed = seed_of(seed)
-    with measurement(loss_fn, params, layers, curvature, hvp, process_group) as space:
+    directions = _checked(products, directions, seed)
+    with measurement(loss_fn, params, curvature, hvp, process_group) as space:
         steep = _Steep(space, min(directions, space.size), seed)
         captured = [_dot(space, q, b) for q, b in zip(steep.Q, steep.HQ, strict=True)]
         rest = []
@@ -153,7 +148,6 @@ def diagonal(
     hvp: ProductMode = "auto",
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
-    layers: str | Iterable[str] = (),
 ) -> Diagonal:
     """Estimate the diagonal of the Hessian of a loss.
 
@@ -169,16 +163,14 @@ def diagonal(
         hvp: How products are made, as for :func:`eigenpairs`.
         process_group: Processes that call together, as there.
         curvature: Which matrix, as there.
-        layers: A block of it, as there.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
         TypeError: If a count or a seed is no whole number.
-        ValueError: For too few products, or a pattern that matches no layer.
+        ValueError: For too few products.
     """
-    products, directions = _checked(products, directions)
-    seed = seed_of(seed)
-    with measurement(loss_fn, params, layers, curvature, hvp, process_group) as space:
+    directions = _checked(products, directions, seed)
+    with measurement(loss_fn, params, curvature, hvp, process_group) as space:
         steep = _Steep(space, min(directions, space.size), seed)
         known = steep.diagonal()
         mean, squares, count = torch.zeros_like(known), torch.zeros_like(known), 0
@@ -196,12 +188,13 @@ def diagonal(
     return Diagonal(values, errors, steep.products + count)
 
 
-def _checked(products: int, directions: int | None) -> tuple[int, int]:
-    """The number of products, and of steep directions to look for."""
-    products = whole("products", products, 1, "48")
+def _checked(products: int, directions: int | None, seed: int) -> int:
+    """The number of steep directions to look for."""
+    check_whole("products", products, 1, "48")
+    check_whole("seed", seed, 0, "0")
     if directions is None:
         directions = max(min(products // 3, (products - FAIR_SAMPLES) // 2), 0)
-    directions = whole("directions", directions, 0, "0 for none, or None")
+    check_whole("directions", directions, 0, "0 for none, or None")
     least = 2 * directions + LEAST_SAMPLES
     if products < least:
         raise ValueError(
@@ -209,7 +202,7 @@ def _checked(products: int, directions: int | None) -> tuple[int, int]:
             f"and {LEAST_SAMPLES} samples more make a standard error; use "
             f"products={max(least, 6)} or more"
         )
-    return products, directions
+    return directions
 
 
 class _Steep:
@@ -308,7 +301,6 @@ def spectral_density(
     hvp: ProductMode = "auto",
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
-    layers: str | Iterable[str] = (),
 ) -> SpectralDensity:
     """Estimate the density of all eigenvalues of the Hessian of a loss.
 
@@ -321,24 +313,25 @@ def spectral_density(
         hvp: How products are made, as for :func:`eigenpairs`.
         process_group: Processes that call together, as there.
         curvature: Which matrix, as there.
-        layers: A block of it, as there.
 
     Raises:
         CurvatureError: As :func:`eigenpairs` does.
         TypeError: If a count or a seed is no whole number.
-        ValueError: For counts outside their bounds, or a pattern that matches no layer.
+        ValueError: For counts outside their bounds.
     """
-    probes = whole("probes", probes, 1, "4")
-    iterations = whole("iterations", iterations, 1, "64")
-    seed = seed_of(seed)
-    nodes, weights, products = [], [], 0
-    with measurement(loss_fn, params, layers, curvature, hvp, process_group) as space:
+    check_whole("probes", probes, 1, "4")
+    check_whole("iterations", iterations, 1, "64")
+    check_whole("seed", seed, 0, "0")
+    nodes = []
+    weights = []
+    products = 0
+    with measurement(loss_fn, params, curvature, hvp, process_group) as space:
         length = min(iterations, space.size)
         for probe in range(probes):
             run = tridiagonalise(space, space.random(seed + probe, 1.0), length)
             space.raise_together()
             if not run.finite:
-                raise CurvatureError("a Hessian-vector product is not finite; look at the loss")
+                raise CurvatureError(NOT_FINITE)
             ritz = everybodys_ritz(space, run)
             if not bool(ritz.vectors.isfinite().all()):
                 raise CurvatureError(UNDECOMPOSED)

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -34,6 +33,7 @@ from second_order.lanczos.closure import (
     evaluated,
 )
 from second_order.lanczos.differentiable import Graph, Parts, derivatives, remedied
+from second_order.utils.checks import check_choice
 
 __all__ = ["Hessian", "ProductMode", "ShardedHessian"]
 
@@ -47,80 +47,64 @@ _DDP_FLAGS = {
 }
 
 
-class Undisturbed:
+@contextmanager
+def undisturbed(
+    params: Sequence[Tensor], model: nn.Module | None = None
+) -> Iterator[Callable[[], None]]:
     """Evaluate and differentiate inside, and find everything as before outside.
 
     Restores torch's random state and settings, every buffer of every module that is called,
     ``.grad`` of the parameters, the state of DistributedDataParallel's reducer, and ``training`` of
     ``model`` and its parts. Inside, attention runs without fused kernels, which have no second
-    derivative, and autocast is off.
+    derivative, and autocast is off. Yields a function that sets random state and buffers back to
+    those of the first evaluation.
     """
+    random = torch.get_rng_state()
+    on_devices = {p.device: torch.cuda.get_rng_state(p.device) for p in params if p.is_cuda}
+    seen: set[nn.Module] = set()
+    buffers: list[tuple[nn.Module, str, Tensor, Tensor]] = []
 
-    def __init__(self, params: Sequence[Tensor], model: nn.Module | None = None) -> None:
-        self._params = params
-        self._model = model
-        self._random: list[Callable[[], object]] = []  # set generators back
-        self._seen: set[nn.Module] = set()
-        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        self._restores = ExitStack()
+    def rewind() -> None:
+        torch.set_rng_state(random)
+        for device, state in on_devices.items():
+            torch.cuda.set_rng_state(state, device)
+        for module, name, buffer, value in buffers:
+            buffer.data.copy_(value)  # unseen by version counters: a graph outside may hold it
+            module._buffers[name] = buffer
 
-    def __enter__(self) -> Undisturbed:
-        restores = self._restores
-        self._random = [partial(torch.set_rng_state, torch.get_rng_state())]
-        for device in {p.device for p in self._params if p.is_cuda}:
-            state = torch.cuda.get_rng_state(device)
-            self._random.append(partial(torch.cuda.set_rng_state, state, device))
-        if self._model is not None:
-            for module in self._model.modules():
-                restores.callback(setattr, module, "training", module.training)
-        for p in self._params:
-            restores.callback(setattr, p, "grad", p.grad)
-            p.grad = None
-        restores.callback(self.rewind)
-        cudnn = torch.backends.cudnn
-        restores.callback(setattr, cudnn, "enabled", cudnn.enabled)
-        restores.enter_context(torch.enable_grad())
-        restores.enter_context(sdpa_kernel(SDPBackend.MATH))
-        for kind in {p.device.type for p in self._params}:
-            # Without a cache: its casts of weights would outlive what differences move.
-            restores.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
-        if self._model is not None:  # compiled code may call it unseen
-            self._about_to_call(self._model)
-        hook = register_module_forward_pre_hook(self._about_to_call)
-        restores.callback(hook.remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restores.close()
-
-    def _about_to_call(self, module: nn.Module, _: Any = None) -> None:
+    def about_to_call(module: nn.Module, _: Any = None) -> None:
         """Note the state of a module and its parts, once."""
-        if torch.compiler.is_compiling() or module in self._seen:
+        if torch.compiler.is_compiling() or module in seen:
             return
-        for part in set(module.modules()) - self._seen:
-            self._seen.add(part)
-            for name, buffer in part._buffers.items():
-                if buffer is not None:
-                    entry = (part._buffers, name, buffer, buffer.detach().clone())
-                    self._buffers.append(entry)
+        for part in set(module.modules()) - seen:
+            seen.add(part)
+            for name, buffer in part.named_buffers(recurse=False):
+                buffers.append((part, name, buffer, buffer.detach().clone()))
             if isinstance(part, nn.RNNBase):  # cuDNN has no second derivative of them
                 torch.backends.cudnn.enabled = False
             if isinstance(part, DistributedDataParallel):
-                for flag, value in _DDP_FLAGS.items():
-                    if hasattr(part, flag):
-                        self._restores.callback(setattr, part, flag, getattr(part, flag))
-                        setattr(part, flag, value)
+                for flag in _DDP_FLAGS.keys() & vars(part).keys():
+                    stack.callback(setattr, part, flag, getattr(part, flag))
+                    setattr(part, flag, _DDP_FLAGS[flag])
 
-    def rewind(self) -> None:
-        """Set random state and buffers back to those of the first evaluation.
-
-        Buffers unseen by the version counters: a graph outside may hold them.
-        """
-        for restore in self._random:
-            restore()
-        for place, name, buffer, value in self._buffers:
-            buffer.data.copy_(value)
-            place[name] = buffer
+    with ExitStack() as stack:
+        for module in () if model is None else model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        for p in params:
+            stack.callback(setattr, p, "grad", p.grad)
+            p.grad = None
+        stack.callback(rewind)
+        cudnn = torch.backends.cudnn
+        stack.callback(setattr, cudnn, "enabled", cudnn.enabled)
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        for kind in {p.device.type for p in params}:
+            # Without a cache: its casts of weights would outlive what differences move.
+            stack.enter_context(torch.autocast(kind, enabled=False, cache_enabled=False))
+        if model is not None:  # compiled code may call it unseen
+            about_to_call(model)
+        stack.callback(register_module_forward_pre_hook(about_to_call).remove)
+        yield rewind
 
 
 class Hessian:
@@ -170,12 +154,13 @@ class Hessian:
         curvature: CurvatureKind = "hessian",
     ) -> None:
         check_curvature(curvature, mode)
-        if mode not in get_args(ProductMode):
-            raise ValueError(f"hvp={mode!r} is not one of {', '.join(get_args(ProductMode))}")
+        check_choice("hvp", mode, get_args(ProductMode))
         self._loss_fns = list(loss_fns) if isinstance(loss_fns, Sequence) else [loss_fns]
         if mode == "auto":
             mode = "retained" if len(self._loss_fns) == 1 else "recomputed"
-        self._mode, self._model, self._curvature = mode, model, curvature
+        self._mode = mode
+        self._model = model
+        self._curvature = curvature
         self.params = list(params)
         self._dtypes = {p.dtype for p in self.params}
         self._device = self.params[0].device if self.params else torch.device("cpu")
@@ -189,24 +174,22 @@ class Hessian:
         self.products = 0
         self.constant: bool | None = None
         self._graphs: list[tuple[float, Graph]] = []
-        self._aside = Undisturbed(self.params, model)
+        self._rewind: Callable[[], None]
+        self._inside = ExitStack()
 
     def __enter__(self) -> Hessian:
-        check_closure(self._loss_fns)  # here, where all processes hear of it
-        self._aside = Undisturbed(self.params, self._model)
-        try:
-            self._aside.__enter__()
+        check_closure(self._loss_fns)  # here, where all processes learn of it
+        with ExitStack() as stack:
+            self._rewind = stack.enter_context(undisturbed(self.params, self._model))
             self.examples = self.loss = 0.0
             if self._mode == "retained":
                 self._graphs = [self._linearised(f) for f in self._loss_fns]
-        except BaseException:
-            self.__exit__()
-            raise
+            self._inside = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._graphs = []
-        self._aside.__exit__()
+        self._inside.close()
 
     def product(self, v: Tensor) -> Tensor:
         """H v times :attr:`examples`: sums over batches, micro-batches and processes add up.
@@ -218,51 +201,50 @@ class Hessian:
             part.view(shape).to(p.dtype)
             for part, shape, p in zip(v.split(self._sizes), self._shapes, self.params, strict=True)
         ]
-        total: Tensor | None = None
         if self._mode == "differences":
-            total = self._differences(directions, v.dtype)
-        else:
-            retain = self._mode == "retained"
-            graphs = self._graphs if retain else map(self._linearised, self._again())
-            for examples, graph in graphs:
-                parts = graph.product(directions, retain=retain)
-                total = self._add(total, parts, examples, v.dtype)
-        return torch.zeros_like(v) if total is None else total
+            return self._differences(directions, v)
+        retain = self._mode == "retained"
+        total: Tensor | None = None
+        for examples, graph in self._graphs if retain else map(self._linearised, self._again()):
+            parts = graph.product(directions, retain=retain)
+            total = self._add(total, parts, examples, v.dtype)
+        assert total is not None
+        return total
 
     def _again(self) -> Iterator[LossFn]:
         """Each function, to be evaluated anew with the random numbers and buffers of before."""
         self.examples = self.loss = 0.0
         for loss_fn in self._loss_fns:
-            self._aside.rewind()
+            self._rewind()
             yield loss_fn
 
     def _add(self, total: Tensor | None, parts: Parts, factor: float, dtype: torch.dtype) -> Tensor:
         """The sum total + factor · parts, as one flat vector."""
-        pairs = list(zip(parts, self.params, strict=True))
-        present = [local(p if part is None else part) for part, p in pairs]
-        flat = torch.cat([part.detach().reshape(-1) for part in present]).to(dtype)
-        for target, part in zip(flat.split(self._sizes), parts, strict=True):
-            if part is None:
-                target.zero_()
+        whole = [
+            local(torch.zeros_like(p) if part is None else part).detach().reshape(-1)
+            for part, p in zip(parts, self.params, strict=True)
+        ]
+        flat = torch.cat(whole).to(dtype)
         if factor != 1.0:
             flat.mul_(factor)
         return flat if total is None else total.add_(flat)
 
-    def _differences(self, directions: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    def _differences(self, directions: Sequence[Tensor], v: Tensor) -> Tensor:
         """H v from the gradients at w ± εv; the parameters are w again at the end."""
         step = self._step_along(directions)
         if step == 0.0:
-            return None
-        total: Tensor | None = None
+            return torch.zeros_like(v)
         here = [local(p).data for p in self.params]
         before = [w.clone() for w in here]
+        total: Tensor | None = None
         try:
             for sign in (1.0, -1.0):
-                for p, w, v in zip(here, before, directions, strict=True):
-                    p.copy_(w).add_(v, alpha=sign * step)
-                total = self._add_gradients(total, sign / (2 * step), dtype)
+                for p, w, direction in zip(here, before, directions, strict=True):
+                    p.copy_(w).add_(direction, alpha=sign * step)
+                total = self._add_gradients(total, sign / (2 * step), v.dtype)
         finally:
             torch._foreach_copy_(here, before)
+        assert total is not None
         return total
 
     def _add_gradients(self, total: Tensor | None, factor: float, dtype: torch.dtype) -> Tensor:

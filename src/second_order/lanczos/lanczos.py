@@ -3,7 +3,7 @@
     h = H dᵢ;  Bᵢᵢ = dᵢᵀh;  h <- h − D(Dᵀh), twice;  B_{i,i+1} = ‖h‖;  d_{i+1} = h/‖h‖
 
 so that DᵀHD = B is tridiagonal, and B = U diag(u) Uᵀ gives the Ritz pairs u, DU of H. The rows of
-D may be spread over processes: a :class:`Space` multiplies vectors and makes sums whole.
+D may be spread over processes: a :class:`RowSpace` multiplies vectors and makes sums whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Ritz", "Space", "Tridiagonal", "normal", "ritz_pairs", "tridiagonalise"]
+from second_order.lanczos.vector_space import RowSpace
+
+__all__ = ["Ritz", "Tridiagonal", "ritz_pairs", "tridiagonalise"]
 
 # Whether a run is finished takes a decomposition of B: a long one is not asked at each iteration.
 ASK_ALWAYS, ASK_EVERY = 32, 4
@@ -25,51 +27,6 @@ TOLERANCE = 1e-8
 
 UNREAD = 4
 """Iterations on a device, times those at least, before it is first asked how they went."""
-
-
-class Space:
-    """The space of a recurrence's vectors, whose rows this process has: all, with a plain product.
-
-    That multiplies by a symmetric matrix of this size, ``(n,) -> (n,)``. `vector_space.py` has
-    spaces of which processes have some rows each.
-    """
-
-    def __init__(
-        self,
-        product: Callable[[Tensor], Tensor],
-        size: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.size = size
-        self._product, self.dtype, self.device = product, dtype, torch.device(device)
-
-    def random(self, seed: int, scale: float) -> Tensor:
-        """The rows here of a seeded normal vector, which depends on no device nor on processes."""
-        return normal(self.size, seed, scale).to(self.device, self.dtype)
-
-    def apply(self, d: Tensor) -> Tensor:
-        """The rows here of H d, from those of d, in a tensor of its own."""
-        return self._product(d.clone())
-
-    def total(self, x: Tensor) -> Tensor:
-        """The sum of a small tensor over the processes, equal on all of them bit for bit."""
-        return x
-
-    def first(self, x: Tensor) -> Tensor:
-        """The first process's values of a small tensor on the CPU, on all of them."""
-        return x
-
-    def read(self, numbers: Sequence[Tensor]) -> list[float]:
-        """The values of small tensors, one after the other; the host waits for the device once."""
-        found: list[float] = torch.cat([x.reshape(-1).double() for x in numbers]).tolist()
-        return found
-
-
-def normal(size: int, seed: int, scale: float) -> Tensor:
-    """Draw ``(size,)``: scale times a standard normal vector in float32."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(size, generator=generator, dtype=torch.float32, device="cpu").mul_(scale)
 
 
 @dataclass(frozen=True)
@@ -121,7 +78,7 @@ def _are_eigenpairs(matrix: Tensor, values: Tensor, vectors: Tensor) -> bool:
 
 
 def tridiagonalise(
-    space: Space,
+    space: RowSpace,
     start: Tensor,
     iterations: int,
     *,
@@ -200,7 +157,7 @@ def tridiagonalise(
     return result(len(diagonal), finite=True)
 
 
-def _iterate(space: Space, D: Tensor, j: int) -> Tensor:
+def _iterate(space: RowSpace, D: Tensor, j: int) -> Tensor:
     """Make row j + 1 of D, if there is one: returns B_jj in two parts, and ‖h‖², float64."""
     basis = D[: j + 1]
     h = space.apply(D[j])
@@ -241,7 +198,7 @@ def _square(x: Tensor) -> Tensor:
     return norm.square().reshape(1)
 
 
-def _orthogonal(space: Space, basis: Tensor, seed: int) -> Tensor | None:
+def _orthogonal(space: RowSpace, basis: Tensor, seed: int) -> Tensor | None:
     """A random unit vector orthogonal to the basis; None if there is none left."""
     if len(basis) >= space.size:
         return None

@@ -7,11 +7,9 @@ m = max(4(k + l), 2 ln n) iterations at most, fewer once every wanted Ritz pair 
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,10 +19,9 @@ from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.closure import CurvatureKind, LossFn
 from second_order.lanczos.hvp import Hessian, ProductMode
-from second_order.lanczos.lanczos import Ritz, Space, Tridiagonal, ritz_pairs, tridiagonalise
+from second_order.lanczos.lanczos import Ritz, Tridiagonal, ritz_pairs, tridiagonalise
 from second_order.lanczos.vector_space import RowSpace
 from second_order.utils.checks import check_number, check_seed, check_whole
-from second_order.utils.modules import first_match
 
 __all__ = [
     "Eigenpairs",
@@ -38,8 +35,6 @@ __all__ = [
     "lanczos_dtype",
     "mean_loss",
     "measurement",
-    "seed_of",
-    "whole",
 ]
 
 UNDECOMPOSED = (
@@ -84,7 +79,7 @@ def default_iterations(size: int, wanted: int) -> int:
 
 
 def extreme_pairs(
-    space: Space,
+    space: RowSpace,
     start: Tensor,
     largest: int,
     smallest: int,
@@ -122,16 +117,20 @@ def extreme_pairs(
         expected=expected,
     )
     done = len(run.diagonal)
-    if not run.finite or done < wanted:
-        return _no_pairs(
-            run,
-            f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or "
-            f"use a wider dtype for the model",
-        )
-    ritz = everybodys_ritz(space, run)
-    if not bool(ritz.vectors.isfinite().all() & ritz.values.isfinite().all()):
-        return _no_pairs(run, UNDECOMPOSED)
     picked = chosen(done)
+    ritz = None
+    trouble = UNDECOMPOSED
+    if run.finite and done >= wanted:
+        ritz = everybodys_ritz(space, run)
+    else:
+        trouble = (
+            f"Hessian-vector product {done + 1} is not finite; look at the loss of the batch, or "
+            f"use a wider dtype for the model"
+        )
+    if ritz is None or not bool(ritz.vectors.isfinite().all() & ritz.values.isfinite().all()):
+        nothing = torch.empty(0, dtype=torch.float64, device="cpu")
+        none = run.basis.new_empty((done, 0))
+        return Pairs(nothing, nothing, 0, done, 0.0, run.basis, none, trouble)
     return Pairs(
         values=ritz.values[picked],
         residuals=ritz.residuals[picked],
@@ -143,14 +142,7 @@ def extreme_pairs(
     )
 
 
-def _no_pairs(run: Tridiagonal, trouble: str) -> Pairs:
-    nothing = torch.empty(0, dtype=torch.float64, device="cpu")
-    done = len(run.diagonal)
-    combination = run.basis.new_empty((done, 0))
-    return Pairs(nothing, nothing, 0, done, 0.0, run.basis, combination, trouble)
-
-
-def everybodys_ritz(space: Space, run: Tridiagonal) -> Ritz:
+def everybodys_ritz(space: RowSpace, run: Tridiagonal) -> Ritz:
     """The first process's Ritz pairs, so that signs, degenerate vectors and failures agree."""
     ritz = ritz_pairs(run.diagonal, run.off_diagonal)
     packed = torch.cat([ritz.values[None], ritz.residuals[None], ritz.vectors.t()])
@@ -201,7 +193,6 @@ def eigenpairs(
     hvp: ProductMode = "auto",
     process_group: dist.ProcessGroup | None = None,
     curvature: CurvatureKind = "hessian",
-    layers: str | Iterable[str] = (),
 ) -> Eigenpairs:
     """The largest and smallest eigenvalues of the Hessian of a loss, with their eigenvectors.
 
@@ -217,7 +208,7 @@ def eigenpairs(
             processes are weighted; they weigh the same otherwise. In place of a loss it may return
             :class:`Outputs`. :func:`losses_over` makes such functions of a data loader.
         params: A module, for its trainable parameters, or any of its parameters: the eigenpairs are
-            then those of that block of the Hessian.
+            then those of that block of the Hessian, with all other parameters held fixed.
         largest: Number k of algebraically largest pairs.
         smallest: Number l of algebraically smallest (most negative) pairs.
         iterations: Hessian-vector products at most; None for max(4(k + l), 2 ln n). Pairs that have
@@ -232,29 +223,35 @@ def eigenpairs(
             that of the union, and vectors are kept in parts. None: this process alone.
         curvature: Whose eigenpairs, as :class:`Hessian` has it: "hessian", "gauss-newton" or
             "empirical-fisher".
-        layers: Patterns of the names or classes of layers of a module given as ``params``, such as
-            "head", "blocks.*.mlp" or "Conv*": their block of the Hessian alone, the other layers
-            held fixed. None given: all layers.
 
     Raises:
         CurvatureError: If the loss is no scalar, cannot be differentiated twice, or gives numbers
             that are not finite, or if no loss depends on the parameters.
         TypeError: If a count or a seed is no whole number, or ``tol`` is no number.
-        ValueError: For numbers outside their bounds, or a pattern that matches no layer.
+        ValueError: For numbers outside their bounds.
     """
-    seed = seed_of(seed)
+    check_seed("seed", seed)
     check_number("tol", tol, low=0.0, open_high=True, remedy="1e-3 is the default")
-    measured = measurement(loss_fn, params, layers, curvature, hvp, process_group)
-    largest, smallest, iterations = _counts(largest, smallest, iterations, measured.size)
+    check_whole("largest", largest, 0, "a number of pairs, or 0 for none")
+    check_whole("smallest", smallest, 0, "a number of pairs, or 0 for none")
+    wanted = largest + smallest
+    if iterations is not None:
+        remedy = f"about four times largest + smallest = {wanted}, or None"
+        check_whole("iterations", iterations, wanted, remedy)
+    measured = measurement(loss_fn, params, curvature, hvp, process_group)
+    if not 1 <= wanted <= measured.size:
+        raise ValueError(
+            f"largest={largest}, smallest={smallest}: they are together between 1 and the number "
+            f"of unknowns, {measured.size}"
+        )
     if start is not None and start.shape != (measured.size,):
-        n = measured.size
-        raise ValueError(f"start has shape {tuple(start.shape)}; there are n = {n} unknowns")
+        raise ValueError(
+            f"start has shape {tuple(start.shape)}; there are n = {measured.size} unknowns"
+        )
     with measured as space:
         rows = space.random(seed, 1.0)
         if start is not None:
             rows = start.to(rows.device, rows.dtype)[space.rows].clone()
-        # A product costs more than to wait for a device.
-        soon = 2 * (largest + smallest)
         pairs = extreme_pairs(
             space,
             rows,
@@ -263,7 +260,7 @@ def eigenpairs(
             iterations=iterations,
             tol=tol,
             seed=seed,
-            expected=soon,
+            expected=2 * wanted,  # a product costs more than to synchronize with a device
         )
         space.raise_together()
         if pairs.trouble:
@@ -271,32 +268,14 @@ def eigenpairs(
         vectors = pairs.vectors()
         if process_group is not None:
             vectors = torch.stack([space.gathered(v) for v in vectors])
-    converged = pairs.residuals <= tol * pairs.values.abs()
     return Eigenpairs(
         eigenvalues=pairs.values,
         eigenvectors=vectors,
         residuals=pairs.bounds(),
-        converged=converged,
+        converged=pairs.residuals <= tol * pairs.values.abs(),
         products=pairs.iterations,
         largest=pairs.largest,
     )
-
-
-def _counts(
-    largest: int, smallest: int, iterations: int | None, size: int
-) -> tuple[int, int, int | None]:
-    """The numbers of pairs and products, checked."""
-    largest = whole("largest", largest, 0, "a number of pairs, or 0 for none")
-    smallest = whole("smallest", smallest, 0, "a number of pairs, or 0 for none")
-    if not 1 <= largest + smallest <= size:
-        raise ValueError(
-            f"largest={largest}, smallest={smallest}: they are together between 1 and the number "
-            f"of unknowns, {size}"
-        )
-    if iterations is not None:
-        least = f"about four times largest + smallest = {largest + smallest}, or None"
-        iterations = whole("iterations", iterations, largest + smallest, least)
-    return largest, smallest, iterations
 
 
 def mean_loss(
@@ -324,55 +303,23 @@ def lanczos_dtype(params: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(p.dtype == torch.float64 for p in params) else torch.float32
 
 
-def whole(name: str, value: Any, low: int, remedy: str) -> int:
-    """A whole number, such as numpy's, as Python's; raise unless it is one of at least ``low``."""
-    with suppress(TypeError):  # which the next line tells of
-        value = value if isinstance(value, bool) else operator.index(value)
-    check_whole(name, value, low, remedy)
-    return int(value)
-
-
-def seed_of(seed: Any) -> int:
-    """A seed as Python's number; raise unless torch's generators take it, steps added."""
-    number = whole("seed", seed, 0, "0")
-    check_seed("seed", number)
-    return number
-
-
 def measurement(
     loss_fn: LossFn | Sequence[LossFn],
     params: ParamsOrModel,
-    layers: str | Iterable[str],
     curvature: CurvatureKind,
     hvp: ProductMode,
     process_group: dist.ProcessGroup | None,
 ) -> RowSpace:
-    """Check what :func:`eigenpairs` and its kin are given, and make their context.
+    """Check the loss and the parameters of an estimate, and make its context.
 
     Raises:
         ValueError: If no parameter is left, or they are no vector with a Hessian.
     """
-    patterns = [layers] if isinstance(layers, str) else list(layers)
     model = params if isinstance(params, nn.Module) else None
-    if patterns and model is None:
-        raise ValueError(f"layers={layers!r} are names in a module; give it in place of parameters")
-    each: Iterable[Any] = [params] if isinstance(params, Tensor) else params  # type: ignore[assignment]
-    if model is not None:
-        layers_of = dict(model.named_modules(remove_duplicate=False))
-        for pattern in patterns:
-            if all(first_match([pattern], layers_of, name) is None for name in layers_of):
-                names = ", ".join(filter(None, layers_of))
-                raise ValueError(
-                    f"layers={pattern!r} matches no layer of the model; it has {names}"
-                )
-        each = [
-            p
-            for name, module in layers_of.items()
-            if not patterns or first_match(patterns, layers_of, name) is not None
-            for p in module.parameters(recurse=False)
-        ]
-    named = (p[1] if isinstance(p, tuple) else p for p in each)
-    chosen = [p for p in dict.fromkeys(named) if p.requires_grad]
+    given = [params] if isinstance(params, Tensor) else params
+    if isinstance(given, nn.Module):
+        given = given.parameters()
+    chosen = [p for p in dict.fromkeys(given) if p.requires_grad]
     if not chosen:
         raise ValueError("there is no parameter that requires a gradient")
     if not all(p.is_leaf for p in chosen):

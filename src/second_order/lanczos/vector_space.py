@@ -16,7 +16,6 @@ from torch import Tensor
 from second_order.distributed.world import World
 from second_order.errors import CurvatureError
 from second_order.lanczos.hvp import Hessian
-from second_order.lanczos.lanczos import Space, normal
 
 __all__ = ["RowSpace", "row_bounds"]
 
@@ -26,12 +25,12 @@ def row_bounds(size: int, processes: int) -> list[int]:
     return [size * p // processes for p in range(processes + 1)]
 
 
-class RowSpace(Space):
+class RowSpace:
     """The rows of this process of vectors in R^n, and the Hessian of all processes' batches.
 
     A context to multiply in, with autocast off for all but the loss. A process whose loss cannot be
     evaluated raises its error on entering, and all others with it. A product that fails on one
-    process gives NaN on all of them, so that no process is left waiting; there :attr:`error` tells
+    process gives NaN on all of them, so that no process is left waiting; there :attr:`error` says
     why. With a sign of −1 it is the Hessian of the negative loss. This process has the slice
     :attr:`rows` of the n rows; or, of a :class:`~second_order.lanczos.hvp.ShardedHessian`, those
     that FSDP2 has left it of the parameters, which ``mine`` takes out of a whole vector.
@@ -45,15 +44,20 @@ class RowSpace(Space):
         sign: float = 1.0,
         mine: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        super().__init__(hessian.product, hessian.size, dtype, hessian.params[0].device)
+        self.size = hessian.size
+        self.dtype = dtype
+        self.device = hessian.params[0].device
         bounds = row_bounds(hessian.size, world.size)
-        self.error: Exception | None = None
-        self._along: Sequence[Tensor] = ()  # scalars to read with the next coefficients
-        self.told: Sequence[float] = ()  # their values
-        self._sums: Sequence[float] = ()  # of losses and examples, likewise
-        self._hessian, self._world, self._sign, self._mine = hessian, world, sign, mine
         self.rows = slice(bounds[world.rank], bounds[world.rank + 1])
-        self._sizes = [b - a for a, b in pairwise(bounds)]
+        self.error: Exception | None = None
+        self.told: Sequence[float] = ()  # values of the scalars that `read_along` was given
+        self._along: Sequence[Tensor] = ()
+        self._sums: Sequence[float] = ()  # of losses and examples, read with the coefficients
+        self._hessian = hessian
+        self._world = world
+        self._sign = sign
+        self._mine = mine
+        self._sizes = [stop - start for start, stop in pairwise(bounds)]
 
     def __enter__(self) -> RowSpace:
         try:
@@ -73,8 +77,13 @@ class RowSpace(Space):
             raise self.error from error  # what has failed here is why others do not answer
 
     def random(self, seed: int, scale: float) -> Tensor:
-        """This process's rows of a seeded normal vector, the same for any number of processes."""
-        whole = normal(self.size, seed, scale)
+        """This process's rows of scale times a seeded standard normal vector.
+
+        The vector depends on no device, nor on the number of processes.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.randn(self.size, generator=generator, dtype=torch.float32, device="cpu")
+        whole.mul_(scale)
         rows = whole[self.rows] if self._mine is None else self._mine(whole)
         return rows.to(self.device, self.dtype)
 
@@ -112,10 +121,15 @@ class RowSpace(Space):
         self._along = scalars
 
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
-        """The values of small tensors; of a device, what else a refresh asks it."""
-        if self.device.type == "cpu":
-            return super().read(numbers)
-        found = super().read([*numbers, *self._along, self._losses()])
+        """The values of small tensors; the host synchronizes with the device once.
+
+        With those of a device comes what else a refresh reads.
+        """
+        on_host = self.device.type == "cpu"
+        tensors = [*numbers] if on_host else [*numbers, *self._along, self._losses()]
+        found: list[float] = torch.cat([x.reshape(-1).double() for x in tensors]).tolist()
+        if on_host:
+            return found
         count = sum(x.numel() for x in numbers)
         self.told = found[count:-2]
         self._sums = found[-2:]
@@ -154,14 +168,11 @@ class RowSpace(Space):
             CurvatureError: The error of the product; elsewhere one that names the process. Or that
                 no process's loss depends on the parameters.
         """
-        said = [0.0] * (self._world.size + 1)
-        said[self._world.rank] = float(self.error is not None)
-        said[-1] = float(self._hessian.constant is not True)
-        if self._world.size > 1:
-            sums = torch.tensor(said, dtype=torch.float32, device=self.device)
-            self._world.all_reduce([sums]).wait()
-            said = sums.tolist()
-        *failed, dependent = said
+        flags = torch.zeros(self._world.size + 1, dtype=torch.float32, device=self.device)
+        flags[self._world.rank] = float(self.error is not None)
+        flags[-1] = float(self._hessian.constant is not True)
+        self._world.all_reduce([flags]).wait()
+        *failed, dependent = flags.tolist()
         if self.error is not None:
             raise self.error
         if any(failed):
