@@ -188,7 +188,7 @@ NUMBERS: list[tuple[str, Any, str]] = [
     ("lr", float("nan"), "lr=nan is outside"),
     ("helper_timeout", float("inf"), r"helper_timeout=inf is outside \[0\.1, 1e\+06\]; 60\.0"),
     ("doubly_factored", {"0": (2.5, 4)}, r"doubly_factored=.*both whole numbers"),
-    ("curvature_closure", [], "curvature closure is an empty sequence; give a function"),
+    ("curvature_closure", [], r"the curvature closure is \[\]; give a function"),
 ]
 CHOICES: list[tuple[str, Any, str]] = [
     ("solver", "eigne", "solver='eigne' is not one of 'inverse', 'eigen'; did you mean 'eigen'"),

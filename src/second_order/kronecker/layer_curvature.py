@@ -250,14 +250,16 @@ class LayerCurvature:
     def to_dense(self) -> Tensor:
         """F ``(n, n)`` of the parameters flattened one after the other; for small layers."""
         counts = [math.prod(size) for size in self.shapes.values()]
-        like = next(iter(self.stored.values()))
-        columns = []
-        for unit in torch.eye(sum(counts), dtype=like.dtype, device=like.device):
-            sizes = zip(self.shapes.items(), unit.split(counts), strict=True)
-            vector = {name: piece.view(size) for (name, size), piece in sizes}
+        units = torch.eye(sum(counts), device=next(iter(self.stored.values())).device)
+
+        def column(unit: Tensor) -> Tensor:
+            parts = unit.split(counts)
+            pairs = zip(self.shapes.items(), parts, strict=True)
+            vector = {name: part.view(size) for (name, size), part in pairs}
             product = self.to_vector(self.apply(self.to_matrix(vector)))
-            columns.append(torch.cat([part.reshape(-1) for part in product.values()]))
-        return torch.stack(columns, 1)
+            return torch.cat([part.flatten() for part in product.values()])
+
+        return torch.vmap(column, out_dims=1)(units)
 
     # ------------------------------------------------------------------------------------- damping
 

@@ -89,14 +89,13 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
 
     def _unknown(self, name: object) -> str:
         """The reason why no layer has a name, and what to write instead."""
-        owner = next((key for key, layer in self._layers.items() if name in layer.shapes), None)
-        if owner is not None:
-            return f"{name!r} is a parameter of layer {owner!r}; write curvature[{owner!r}]"
+        for layer, curvature in self._layers.items():
+            if name in curvature.shapes:
+                return f"{name!r} is a parameter of layer {layer!r}; write curvature[{layer!r}]"
         for parameter, reason in self.uncovered.items():
             if name in (parameter, parameter.rpartition(".")[0]):
                 return f"{name!r} has no curvature: {reason}"
-        first = ", ".join(map(repr, list(self._layers)[:3]))
-        return f"{name!r} is the name of no layer; there are {first} and others"
+        return f"{name!r} is the name of no layer; there are {', '.join(map(repr, self))}"
 
     def __contains__(self, name: object) -> bool:  # Mapping's own would fetch the layer
         return name in self._layers
@@ -108,11 +107,11 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
         return len(self._layers)
 
     def __repr__(self) -> str:
-        elsewhere = len(self) - len(self.here)
-        said = f", {elsewhere} of them elsewhere" if elsewhere else ""
-        said += f", {len(self.uncovered)} without" if self.uncovered else ""
         count = sum(map(math.prod, self._sizes.values()))
-        return f"KroneckerCurvature({len(self)} layers, {count:,} parameters{said})"
+        return (
+            f"KroneckerCurvature({len(self)} layers, {len(self.here)} of them here, {count:,} "
+            f"parameters, {len(self.uncovered)} without)"
+        )
 
     @property
     def here(self) -> dict[str, LayerCurvature]:
@@ -131,18 +130,15 @@ class KroneckerCurvature(Mapping[str, LayerCurvature]):
             )
         if not self.owners:
             return self
-        keeps = to in (None, self._world.rank)
         layers = {}
+        uncovered = dict(self.uncovered)
         for name in self:
             layer = self[name]  # fetched on every rank, and kept on some
-            if keeps:
+            if to in (None, self._world.rank):
                 layers[name] = layer
-        elsewhere = {}
-        if not keeps:
-            elsewhere = dict.fromkeys(self._sizes, f"it has been gathered on rank {to}")
-        return KroneckerCurvature(
-            layers, self.names, self.uncovered | elsewhere, report=self.report
-        )
+            else:
+                uncovered |= dict.fromkeys(layer.shapes, f"it has been gathered on rank {to}")
+        return KroneckerCurvature(layers, self.names, uncovered, report=self.report)
 
     # --------------------------------------------------------------------------------- functions
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -57,18 +56,17 @@ def read_layer(
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} is not there, which {INDEX} has for the factors of layer {layer.name!r}; copy "
-            f"the whole folder, or save the curvature anew"
+            f"the whole folder, or save the curvature again"
         ) from error
     expected = {k: layer.shape.stored_shape(k, False) for k in layer.shape.letters}
     expected["corrected"] = layer.shape.gradient_size
-    for name, shape in expected.items():
-        if name in tensors and tuple(tensors[name].shape) != tuple(shape):
-            raise CheckpointError(
-                f"{path} does not fit {INDEX}: {name} has the shape {tuple(tensors[name].shape)} "
-                f"instead of {tuple(shape)}; it is of another run"
-            )
-    if "A" not in tensors:
-        raise CheckpointError(f"{path} does not fit {INDEX}: it has no A; it is of another run")
+    found = {name: tuple(tensors[name].shape) for name in expected if name in tensors}
+    wrong = {name: shape for name, shape in found.items() if shape != tuple(expected[name])}
+    if wrong or "A" not in found:
+        raise CheckpointError(
+            f"{path} does not fit {INDEX}: its factors have the shapes {found}, and not "
+            f"{expected}; it is of another run"
+        )
     return layer.with_tensors(tensors)
 
 
@@ -100,7 +98,7 @@ def _described(layer: LayerCurvature) -> dict[str, Any]:
     return {
         "file": file_name(layer.name),
         "modules": list(layer.modules),
-        "kind": f"{layer.kind.__module__}:{layer.kind.__qualname__}",
+        "kind": layer.kind.__name__,
         "shapes": {name: list(size) for name, size in layer.shapes.items()},
         "shape": {name: getattr(layer.shape, name) for name in SIZES},
         **{name: getattr(layer, name) for name in NUMBERS},
@@ -141,10 +139,7 @@ def _layer(name: str, entry: Mapping[str, Any]) -> LayerCurvature:
     )
 
 
-def _class(path: str) -> type[nn.Module]:
-    """A class by its name, if its module has been imported; else that of any module."""
-    module, _, name = path.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
+def _class(name: str) -> type[nn.Module]:
+    """The class of torch of a name; that of any module if there is none."""
+    found = getattr(nn, name, nn.Module)
     return found if isinstance(found, type) and issubclass(found, nn.Module) else nn.Module

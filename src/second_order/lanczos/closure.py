@@ -109,12 +109,12 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
         value, examples = value
     if not isinstance(value, Outputs):
         if curvature != "hessian":
-            loss = 'cross_entropy(z, y, reduction="none")'
+            is_fisher = curvature == "empirical-fisher"
+            example = 'cross_entropy(z, y, reduction="none")' if is_fisher else "criterion(z, y)"
             raise CurvatureError(
                 f"curvature={curvature!r} needs the model's outputs and their loss, and the "
                 f"curvature closure returned {_described(value)}; return "
-                f"second_order.lanczos.Outputs(model(x), lambda z: "
-                f"{loss if curvature == 'empirical-fisher' else 'criterion(z, y)'}), or use "
+                f"second_order.lanczos.Outputs(model(x), lambda z: {example}), or use "
                 f"curvature='hessian'"
             )
         return Evaluation(_scalar(value), _weight(examples), [], [])
@@ -141,7 +141,7 @@ def evaluated(value: Any, curvature: CurvatureKind) -> Evaluation:
             )
 
     # Evaluate the loss, or the loss of each example.
-    loss = value.loss(outputs)
+    loss: Any = value.loss(outputs)
     by_example = isinstance(loss, Tensor) and loss.dim() == 1 and len(loss) > 0
     if curvature == "empirical-fisher":
         if not by_example:

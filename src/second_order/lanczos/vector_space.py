@@ -168,7 +168,8 @@ class RowSpace:
             CurvatureError: The error of the product; elsewhere one that names the process. Or that
                 no process's loss depends on the parameters.
         """
-        flags = torch.zeros(self._world.size + 1, dtype=torch.float32, device=self.device)
+        device = "cpu" if self._world.size == 1 else self.device
+        flags = torch.zeros(self._world.size + 1, dtype=torch.float32, device=device)
         flags[self._world.rank] = float(self.error is not None)
         flags[-1] = float(self._hessian.constant is not True)
         self._world.all_reduce([flags]).wait()

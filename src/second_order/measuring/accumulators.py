@@ -25,7 +25,7 @@ from second_order.kronecker.autograd import as_used
 from second_order.kronecker.block import as_matrices
 from second_order.kronecker.experts import Routed
 from second_order.kronecker.layer_curvature import Eigen
-from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Form, layout_of
+from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Form, gram, layout_of
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.measuring.batches import Batch
 from second_order.measuring.hooks import capturing_inputs, capturing_pairs
@@ -86,7 +86,7 @@ class Inputs(Accumulator):
     """A of layers, by forward passes."""
 
     @contextmanager
-    def capturing(self, model: nn.Module) -> Iterator[None]:
+    def capturing(self, model: nn.Module, is_sharded: bool) -> Iterator[None]:
         """Capture the inputs of the layers in a block."""
         with capturing_inputs(self.layers_of, self.take):
             yield None
@@ -100,9 +100,12 @@ class Inputs(Accumulator):
             # Add the rows that each of the fused experts multiplies.
             routed, _, _ = x.rows(module, self.batch.rows.mask_of(x.hidden))
             for layer in layers:
-                by_expert = routed.of[layer.weight_name].split(routed.counts)
-                self.rows[layer.name] += torch.tensor(routed.counts, device=x.hidden.device)
-                self.sums.add_grams((layer.name, "A"), by_expert)
+                rows = routed.of[layer.weight_name].to(self.sums.dtype)
+                by_expert = rows.unsqueeze(0).split(routed.counts, dim=1)
+                with full_precision(rows.device):
+                    a = torch.cat([gram(each, False, False) for each in by_expert])
+                self.rows[layer.name] += torch.tensor(routed.counts, device=a.device)
+                self.sums.add((layer.name, "A"), a)
             return
         (layer,) = layers
         if not isinstance(x, Tensor):
@@ -120,9 +123,10 @@ class Pairs(Accumulator):
     """A and G of layers; a consumer of :class:`~second_order.kronecker.capture.Capture`."""
 
     @contextmanager
-    def capturing(self, model: nn.Module) -> Iterator[Callable[[Tensor], None]]:
+    def capturing(self, model: nn.Module, is_sharded: bool) -> Iterator[Callable[[Tensor], None]]:
         """Capture the pairs of the layers in a block; yields what runs the backward pass."""
-        with capturing_pairs(model, list(self.layers_of), self) as (backward, missed):
+        modules = list(self.layers_of)
+        with capturing_pairs(model, is_sharded, modules, self) as (backward, missed):
             yield backward
             for module, why in missed.items():
                 self.failed |= {layer.name: why for layer in self.layers_of.get(module, ())}

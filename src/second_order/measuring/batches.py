@@ -254,10 +254,11 @@ def _masks_of(batch: Any, has_label: Tensor | None, model: nn.Module) -> list[Te
             encoder and of its decoder differ and have one shape, so that a row may belong to
             either.
     """
-    encoder = _attention_mask(batch, "attention_mask")
-    decoder = _attention_mask(batch, "decoder_attention_mask")
-    of_decoder = [mask for mask in (decoder, has_label) if mask is not None]
-    of_encoder = [] if encoder is None else [encoder]
+    of_labels = [] if has_label is None else [has_label]
+    if not isinstance(batch, Mapping):
+        return of_labels
+    of_encoder = _attention_masks(batch, "attention_mask")
+    of_decoder = _attention_masks(batch, "decoder_attention_mask") + of_labels
     if not _has_decoder(model):
         return of_encoder + of_decoder
     for one in of_encoder:
@@ -270,15 +271,15 @@ def _masks_of(batch: Any, has_label: Tensor | None, model: nn.Module) -> list[Te
     return of_decoder + of_encoder
 
 
-def _attention_mask(batch: Any, key: str) -> Tensor | None:
-    """The attention mask of a name, as booleans on the host; None if the batch has none."""
-    mask = batch.get(key) if isinstance(batch, Mapping) else None
+def _attention_masks(batch: Mapping[str, Any], key: str) -> list[Tensor]:
+    """The attention mask of a name, as booleans on the host; none if the batch has none."""
+    mask = batch.get(key)
     if not isinstance(mask, Tensor):
-        return None
+        return []
     is_added_to_scores = mask.is_floating_point() and not bool((mask > 0).any())
     if mask.dim() != 2 or is_added_to_scores:
         raise ValueError(MASK_OF_POSITIONS.format(shape=tuple(mask.shape)))
-    return (mask.detach() != 0).cpu()
+    return [(mask.detach() != 0).cpu()]
 
 
 # -------------------------------------------------------------------------------------- the rows
@@ -302,8 +303,10 @@ class Rows:
         return self._known[shape]
 
     def _find(self, shape: torch.Size) -> tuple[Tensor | None, int]:
+        if not self.masks:
+            return None, shape.numel()
         mask = _fit(self.masks, shape)
-        if mask is None and self.masks:
+        if mask is None:
             warnings.warn(NO_MASK.format(shape=tuple(shape)), SecondOrderWarning, stacklevel=2)
         if mask is None or bool(mask.all()):
             return None, shape.numel()

@@ -136,7 +136,7 @@ class _Rooted(torch.autograd.Function):
 
 @contextmanager
 def capturing_pairs(
-    model: nn.Module, modules: Sequence[nn.Module], consumer: Any
+    model: nn.Module, is_sharded: bool, modules: Sequence[nn.Module], consumer: Any
 ) -> Iterator[tuple[Callable[[Tensor], None], Mapping[nn.Module, str]]]:
     """Give a consumer the pairs of modules in a block.
 
@@ -144,7 +144,7 @@ def capturing_pairs(
     were lost. ``consumer.count_call`` is called at each call of a module.
     """
     anchor = torch.zeros((), requires_grad=True, device="cpu")
-    capture = Capture(consumer, fsdp=FSDPParams(model), accumulated=False)
+    capture = Capture(consumer, fsdp=FSDPParams(model) if is_sharded else None, accumulated=False)
 
     def rooted(x: Any) -> Any:
         needs_root = isinstance(x, Tensor) and x.is_floating_point() and not x.requires_grad

@@ -222,7 +222,7 @@ def accumulate(run: Run, accumulator: Inputs | Pairs) -> tuple[int | Tensor, int
     loader = batches_of(run)
     last = END
     failure: Exception | None = None
-    with accumulator.capturing(run.model) as backward:
+    with accumulator.capturing(run.model, run.is_sharded) as backward:
         for index in itertools.count():
             # Get this rank's next batch.
             batch = END
@@ -265,6 +265,8 @@ def batches_of(run: Run) -> Iterator[Any]:
 
 def any_rank_has_batch(run: Run, has_batch: bool, failure: Exception | None) -> bool:
     """Whether any rank has another batch; raises on all ranks if one has failed. Collective."""
+    if failure is None and run.world.size == 1:
+        return has_batch
     message = "" if failure is None else f"{type(failure).__name__}: {failure}"
     everywhere = run.control.all_gather_object((has_batch, message))
     if failure is not None:

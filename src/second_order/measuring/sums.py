@@ -11,7 +11,7 @@ the layer was not called. What a layer adds later is sent with the next batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -78,23 +78,18 @@ class Sums:
     def add_gram(self, key: Key, rows: Tensor) -> None:
         """Add rowsᵀ rows, of ``(rows, n)``."""
         is_narrow = self.dtype is torch.float32 and rows.dtype in (torch.bfloat16, torch.float16)
+        widens = is_narrow and rows.device.type in WIDENING
+        if not widens:
+            rows = rows.to(self.dtype)
         with full_precision(rows.device):
-            if is_narrow and rows.device.type in WIDENING:
+            if widens:
                 self.add(key, torch.mm(rows.mT, rows, out_dtype=self.dtype).unsqueeze(0))
-            elif key in self._local and not self._packed:
-                rows = rows.to(self.dtype)
+            elif self._packed:
+                self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
+            elif key in self._local:
                 self._local[key][0].addmm_(rows.mT, rows)
             else:
-                self.add_grams(key, [rows])
-
-    def add_grams(self, key: Key, groups: Sequence[Tensor]) -> None:
-        """Add rowsᵀ rows of each group of rows, ``(rows, n)``."""
-        with full_precision(self.device):
-            grams = [
-                gram(rows.to(self.dtype).unsqueeze(0), False, triangular=self._packed)
-                for rows in groups
-            ]
-            self.add(key, torch.cat(grams))
+                self.add(key, (rows.mT @ rows).unsqueeze(0))
 
     def add(self, key: Key, matrix: Tensor) -> None:
         """Add ``(groups, n, n)``, or a form in which a sum is stored; takes over its memory."""
