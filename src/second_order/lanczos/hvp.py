@@ -70,7 +70,7 @@ def undisturbed(
             torch.cuda.set_rng_state(state, device)
         for module, name, buffer, value in buffers:
             buffer.data.copy_(value)  # unseen by version counters: a graph outside may hold it
-            module._buffers[name] = buffer
+            setattr(module, name, buffer)
 
     def about_to_call(module: nn.Module, _: Any = None) -> None:
         """Note the state of a module and its parts, once."""
