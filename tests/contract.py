@@ -168,7 +168,8 @@ def curvature_of(optimizer: Any) -> dict[str, tuple[Tensor, ...]]:
         return {}
     vectors = subspace.basis.vectors
     carried = subspace.carried * subspace.decayed
-    known = (subspace.values, vectors, subspace.residuals, subspace.momentum, carried)
+    momentum = subspace.newton.momentum
+    known = (subspace.values, vectors, subspace.residuals, momentum, carried)
     return {"eigenpairs": tuple(value.clone() for value in known)}
 
 

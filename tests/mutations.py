@@ -245,49 +245,41 @@ vectors are rounded under autocast
 == fosi/state.py
 room for eigenpairs taken for eigenpairs
   <-  dho2_state::distributed_checkpoints_calls_go_on_bit_for_bit
-    first if first.get("largest", -1) >= 0 else None  =>  first if "largest" in first else None
-
-== fosi/options.py
-groups' own learning rates in the final update
-  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
-  - lr, peak = group["lr"], group[PEAK_LR]
-  + lr, peak = training.groups[0]["lr"], training.groups[0][PEAK_LR]
-a Newton step that does not follow the schedule
-  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
-    scales.append(scale * (lr / peak) if peak > 0.0 else 0.0)  =>  scales.append(scale)
-uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
-    scale = -float(given) if group.get("maximize") else float(given)  =>  scale = float(given)
+    if part is None or part["largest"] < 0:  =>  if part is None:
 
 == fosi/update.py
+groups' own learning rates in the final update
+  <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
+    scale * (as_scalar(group["lr"])  =>  scale * (as_scalar(training.groups[0]["lr"])
+a Newton step that does not follow the schedule
+  <-  dho2::the_newton_step_follows_the_learning_rate_unless_it_is_a_schedule
+    scale = scale * (as_scalar(group["lr"]) / larger(peak, 1e-30))  =>  pass
+uphill is downhill  <-  dho2_state::uphill_on_the_negative_loss_is_downhill
+    -alpha if group.get("maximize") else alpha  =>  alpha
 parameters without a gradient move
   <-  dho2_state::a_parameter_without_a_gradient_stays_and_the_others_do_not_mind
     [None if p.grad is None else p for p in params]  =>  params
 a vector is cut anew by the next step alone  <-  mrdho2_fsdp::a_checkpoint_goes_on_elsewhere
-  - if self.vector.follow():
-  -             self.parameters_changed()
-  -
-  -     def parameters_changed
-  + pass
-  +
-  +     def parameters_changed
-the share of the gradient counted on every process
-  <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
-    sums[0 if rows else 1] /= world.size  =>  pass
+  - self.replan()
+  -         self.follow()
+  + self.replan()
 
 == fosi/eigenpairs.py
 the guard does not know a negative loss  <-  dho2::the_guard_of_s_knows_what_is_worse
-  - loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
-  + loss > (1.0 + TOLERATED_RISE) * self.batch_loss
+  - loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
+  + loss > (1.0 + TOLERATED_RISE) * self._batch_loss
 a start without new directions
   <-  curvature_corners::a_warm_start_sees_curvature_outside_the_old_span
-    old.add_(fresh, alpha=FRESH)  =>  old
+    old.add_(start, alpha=FRESH)  =>  old
 the bound of s is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    self.bound = counts.get("rest_scale_bound", 1.0)  =>  pass
+    self._bound = counts.get("rest_scale_bound", 1.0)  =>  pass
 carried momentum is not loaded  <-  dho2_state::a_checkpoint_goes_on_bit_for_bit
-    carried=vector.cut({p: saved[p][CARRIED]  =>  carried=0 * vector.cut({p: saved[p][CARRIED]
+    vector.here(pairs.carried_momentum  =>  vector.here(0 * pairs.carried_momentum
+the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
+    last=pairs.last_step.to(vectors)[mine]  =>  last=subspace.newton.last
 endless steps where the curvature has vanished
   <-  found::curvature_that_vanishes_makes_no_endless_steps
-    and not self._vanished(pairs.values)  =>  and True
+    or self._vanished(pairs.values)  =>  or False
 
 == fosi/epochs.py
 gradients go to the sum of another point
@@ -301,21 +293,23 @@ a final update without the way back to c  <-  mrdho2::equation_17_on_a_quadratic
     before - self.sums.start,  =>  0 * before,
 eigenvectors of the accelerators in another order
   <-  mrdho2::final_updates_of_a_network_are_those_of_dense_hessians
-    for tensors, _ in messages]  =>  for tensors, _ in messages[::-1]]
+    for message in messages]  =>  for message in messages[::-1]]
 no warm-up with accelerators  <-  mrdho2::the_base_alone_warms_up
-    if not self.helped or self._warming_up:  =>  if not self.helped:
+    if not self.links or self._warming_up:  =>  if not self.links:
 
 == fosi/flat_params.py
-pieces of parameters that are not contiguous
-  <-  dho2_processes::channels_last_changes_nothing_on_many_processes
-    stand_in.data = piece.of(piece.param)  =>  pass
 packed parameters that are not written back  <-  dho2::steps_are_those_of_dense_algebra
-    zip(self.mine, self._buffers[buffer][1], tensors, strict=True)  =>  ()
+    zip(self.mine, self._buffer(buffer)[1], tensors, strict=True)  =>  ()
 parts of gradients that are not contiguous
   <-  dho2_processes::channels_last_changes_nothing_on_many_processes
     p.grad = gradient.contiguous()  =>  pass
 
 == fosi/subspace.py
+the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_subspace
+    -scale * self.newton.step - self.rest_scale * c  =>  -scale * self.newton.step
+the share of the gradient counted on every process
+  <-  dho2_processes::a_schedule_reaches_the_base_wherever_its_state_is
+    sums[0 if self.by_rows else 1] /= self.world.size  =>  pass
 near-zero eigenvalues give endless steps  <-  dho2::steps_are_those_of_dense_algebra
     torch.maximum(sizes, floor * largest)  =>  sizes
 Newton steps up negative curvature  <-  dho2::one_newton_step_finds_the_minimum_and_leaves_saddles
@@ -323,19 +317,15 @@ Newton steps up negative curvature  <-  dho2::one_newton_step_finds_the_minimum_
 all groups step by the Newton scale of the first
   <-  mrdho2_use::each_group_has_its_own_newton_scale_in_a_final_update
     self.group_spans if len(c) > 1 else [slice(None)]  =>  [slice(None)]
-the last Newton step is not loaded  <-  trust::a_checkpoint_goes_on_bit_for_bit_where_it_binds
-    self.last = last[self.basis.mine].clone()  =>  pass
 
 == fosi/trust.py
-the base moves inside the subspace  <-  dho2::the_base_moves_nothing_inside_the_subspace
-    -scale * step - rest_scale * c  =>  -scale * step
 Newton steps are never cut  <-  trust::steps_come_to_rest_whatever_the_curvature
-    torch.where(excess > NEAR, state.scale * AIM / excess, grown)  =>  grown
+    choose(excess > NEAR, state.scale * AIM / larger(excess, NEAR), grown)  =>  grown
 a Newton step of any length  <-  trust::a_step_is_at_most_ten_times_as_long_as_usual
-    torch.where(known, RADIUS * state.usual, math.inf)  =>  torch.full_like(square, math.inf)
+    choose(known, RADIUS * state.usual, math.inf)  =>  math.inf
 a step said to be taken back is not
   <-  trust::a_step_to_where_the_gradient_is_not_finite_is_taken_back
-    torch.where(undo, back * last, new)  =>  torch.where(undo, 0.0, new)
+    back = NewtonStep(way_back,  =>  back = NewtonStep(zeros,
 what cannot be compiled is an error
   <-  trust::a_rule_is_compiled_off_the_cpu_and_runs_as_it_is_where_that_fails
     except Exception:  =>  except ImportError:

@@ -224,7 +224,6 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     found = {
         "everybody": refusal(fsdp(narrow(), "root")),
         "one kind": refusal(sharded, gradient_averaging=False),
-        "DHO2, column": refusal(fsdp(narrow(), "root"), DHO2, layout="column"),
     }
     for System, alone in (DHO2, {}), (MRDHO2, {"accelerators": 0}):
         wrong = {
@@ -258,7 +257,6 @@ def test_other_shards_are_refused_on_every_rank(world: World) -> None:
         for who in "everybody", "one kind":
             assert "helpers and their workers hold whole models" in found[who]
             assert "use accelerators=0" in found[who]
-        assert "use layout='row'" in found["DHO2, column"]
         for name in "DHO2", "MRDHO2":
             said = {why: found[f"{name}, {why}"] for why in ("partly", "retained")}
             assert f"{name}: fully_shard has sharded 8 of 10 parameters" in said["partly"]

@@ -28,7 +28,7 @@ from second_order.distributed.helper_link import Message, close_links, load_mode
 from second_order.distributed.roles import Role, endless
 from second_order.errors import SecondOrderError
 from second_order.fosi.eigenpairs import Closures, wanted_pairs
-from second_order.fosi.epochs import Divided, Team, Worker
+from second_order.fosi.epochs import Divided, Worker, overwrite
 from second_order.lanczos.spectrum import mean_loss
 from second_order.lanczos.vector_space import row_bounds
 from second_order.optimizers.config import EpochOptions
@@ -54,12 +54,13 @@ def divided_curvature(
     return (Accelerating if helps else Worker)(training, options, closure)
 
 
-class Accelerating(Team):
+class Accelerating(Divided):
     """Answers the workers' requests: computes eigenpairs, and judges updates."""
 
     role: Role = "accelerator"
     scaler_matters = ""
     helps = True
+    refreshes = False
     _loss_fn: Closures | None = None
     _calls = 0  # of prepare()
     _worker_steps = 0
@@ -83,7 +84,6 @@ class Accelerating(Team):
         """Shut down the link to the workers."""
         self._over = True
         close_links(self.links, self.options.helper_timeout)
-        super().close()
 
     @torch.no_grad()
     def _help(self, closure_at: ClosureAt, enough: Callable[[], bool]) -> None:
@@ -148,7 +148,7 @@ class Accelerating(Team):
                 f"{self.vector.size}: add the same groups of parameters on every rank"
             )
         for flat in message.tensors[note["model"] :] if moved else ():
-            self.vector.overwrite(flat.to(self.training.device))
+            overwrite(self.vector.params, flat.to(self.training.device))
 
     def _compute(self, closure_at: ClosureAt, message: Message) -> None:
         """Compute û, V̂ at c, and send them to the workers."""
@@ -159,8 +159,7 @@ class Accelerating(Team):
             return closure_at(epoch)
 
         self._loss_fn = self._together(prepare)
-        measured = vector.hessian(self._loss_fn, options.hvp, options.curvature)
-        with stage("lanczos"), measured as space:
+        with stage("lanczos"), vector.hessian(self._loss_fn) as space:
             pairs = wanted_pairs(space, space.random(options.seed + epoch, 1.0), options)
             loss = space.loss()
 

@@ -12,25 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from second_order.checkpoint.saved import SavedPart
 from second_order.fosi.flat_params import FlatParams
-from second_order.fosi.options import most_products
-from second_order.fosi.state import CARRIED, TENSORS, VECTORS, counts_of, pairs_of
-from second_order.fosi.subspace import (
-    Basis,
-    Subspace,
-    finite_or_zero,
-    newton_rates,
-    whole_vectors,
-)
-from second_order.fosi.trust import MomentumRule, TrustState
+from second_order.fosi.state import counts_of, read_pairs, same_params
+from second_order.fosi.subspace import Basis, Subspace, newton_rates, whole_vectors
+from second_order.fosi.trust import MomentumRule, renewed
 from second_order.lanczos.closure import LossFn
-from second_order.lanczos.spectrum import Pairs, extreme_pairs
+from second_order.lanczos.spectrum import Pairs, default_iterations, extreme_pairs
 from second_order.lanczos.vector_space import RowSpace, row_bounds
 from second_order.optimizers.config import FOSIOptions
 from second_order.training.context import Training
@@ -38,7 +31,7 @@ from second_order.training.throttle import Throttle
 from second_order.utils.checks import AUTO, check_interval, value_at
 from second_order.utils.stages import stage
 
-__all__ = ["Closures", "RefreshedPairs", "Tally", "wanted_pairs"]
+__all__ = ["Closures", "RefreshedPairs", "Tally", "momentum_rule", "wanted_pairs"]
 
 Closures: TypeAlias = LossFn | Sequence[LossFn]
 
@@ -51,6 +44,25 @@ VANISHED = 1e-6  # of the last pairs' largest |û|: Newton steps would be a mill
 
 FRESH = 0.1
 """The random share of the vector that a refresh starts from."""
+
+WARM_PRODUCTS = 20
+"""Products that a warm start may take whatever the number of pairs."""
+
+
+def most_products(options: FOSIOptions, size: int, *, warm: bool) -> int:
+    """Products of a refresh at most, m, for n parameters; ``warm`` from the last eigenvectors.
+
+    Between refreshes the steep directions turn further than what the second half of the products
+    would still correct, so a warm start takes half of them. The smallest eigenvalues, among many
+    others, need all.
+    """
+    wanted = min(options.wanted, size)
+    if options.lanczos_iterations is not None:
+        return min(size, max(options.lanczos_iterations, wanted))
+    usual = default_iterations(size, wanted)
+    if not warm or options.smallest:
+        return usual
+    return min(usual, max(2 * wanted, WARM_PRODUCTS))
 
 
 def wanted_pairs(
@@ -74,6 +86,21 @@ def wanted_pairs(
     return pairs
 
 
+def momentum_rule(options: FOSIOptions, group: Mapping[str, Any]) -> MomentumRule:
+    """How the momentum in the subspace takes in V̂ᵀg; as the base of a group, if it is named."""
+    chosen = options.subspace_momentum
+    if not isinstance(chosen, str):
+        return MomentumRule(float(chosen), 1.0 - chosen, nesterov=False)
+    if "betas" in group:
+        beta = float(group["betas"][0])
+        return MomentumRule(beta, 1.0 - beta, nesterov=False)
+    momentum = float(group.get("momentum") or 0.0)
+    gain = 1.0 - momentum
+    if chosen == "base":
+        gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
+    return MomentumRule(momentum, gain, bool(group.get("nesterov")))
+
+
 @dataclass(frozen=True)
 class Tally:
     """Counts of refreshes and products so far, for :class:`CurvatureReport`."""
@@ -88,14 +115,17 @@ class Tally:
 class RefreshedPairs:
     """The eigenpairs in use, refreshed on the curvature batch every ``curvature_interval``."""
 
-    def __init__(self, training: Training, options: FOSIOptions, vector: FlatParams) -> None:
+    def __init__(
+        self, training: Training, options: FOSIOptions, vector: FlatParams, *, refreshes: bool
+    ) -> None:
         self._training = training
         self._options = options
         self._vector = vector
         self.subspace: Subspace | None = None  # None without eigenpairs
+        self.closed = not refreshes  # whether there are none, or none any more
         self.tally = Tally()
-        self.batch_loss = math.inf  # of the curvature batch at the last refresh
-        self.bound = 1.0  # on s, that the guard allows
+        self._batch_loss = math.inf  # of the curvature batch at the last refresh
+        self._bound = 1.0  # on s, that the guard allows
         self._expected = 0  # iterations, as many as the last refresh needed
         self.throttle: Throttle | None = None
         if options.curvature_interval == AUTO and options.wanted > 0:
@@ -108,7 +138,7 @@ class RefreshedPairs:
         options = self._options
         step = self._training.steps
         last = self.tally.step
-        if options.wanted == 0 or not self._vector.params:
+        if self.closed or options.wanted == 0 or not self._vector.params:
             return False
         if last < 0 and options.warmup_steps is not None:
             return step >= options.warmup_steps
@@ -117,12 +147,11 @@ class RefreshedPairs:
     def interval(self, step: int) -> int:
         """Steps from a refresh to the next one."""
         options = self._options
-        every = options.curvature_interval
         if self.throttle is not None:
             # Until the throttle knows, a product counts as one step.
             products = most_products(options, self._vector.size, warm=False)
             return self.throttle.interval or math.ceil(products / options.overhead)
-        every = value_at(every, step)
+        every = value_at(options.curvature_interval, step)
         check_interval(f"curvature_interval at step {step}: curvature_interval", every)
         return int(every)
 
@@ -132,15 +161,13 @@ class RefreshedPairs:
         Raises CurvatureError on all if the loss of one cannot be evaluated or differentiated twice.
         """
         training = self._training
-        options = self._options
         with stage("lanczos"):
-            measured = self._vector.hessian(loss_fn, options.hvp, options.curvature)
-            with measured as space:
+            with self._vector.hessian(loss_fn) as space:
                 pairs = self._find(space)
                 loss = space.loss()
-            usable = not pairs.trouble and math.isfinite(loss) and not self._vanished(pairs.values)
-            self.count(training.steps, pairs.iterations, failed=not usable)
-            if usable:
+            failed = bool(pairs.trouble) or not math.isfinite(loss) or self._vanished(pairs.values)
+            self.count(training.steps, pairs.iterations, failed=failed)
+            if not failed:
                 self._use(pairs, loss)
             elif training.first_time("refresh failed"):
                 kept = "no eigenpairs yet" if self.subspace is None else "the last ones are kept"
@@ -162,34 +189,16 @@ class RefreshedPairs:
         )
 
     def _find(self, space: RowSpace) -> Pairs:
-        """The eigenpairs, from the last ones if they are finite."""
+        """The eigenpairs, by Lanczos from the last ones."""
         last = self.subspace
-        fresh = space.random(self._options.seed + self._training.steps, 1 / math.sqrt(space.size))
-        undone: list[Tensor] = []
-        if last is not None:  # read with the first numbers of Lanczos: the host synchronizes once
-            undone = [TrustState(*last.trust.unbind()).undone]
-        space.read_along(undone)
-        if warm := last is not None and self._options.warm_start:
+        start = space.random(self._options.seed + self._training.steps, 1 / math.sqrt(space.size))
+        warm = last is not None and self._options.warm_start
+        if last is not None and warm:
             old = last.basis.rows_of_sum(space.rows) / math.sqrt(last.basis.count)
-            start = old.add_(fresh, alpha=FRESH)
-        else:
-            start = fresh
+            start = old.add_(start, alpha=FRESH)
         pairs = wanted_pairs(space, start, self._options, warm=warm, expected=self._expected)
-        self._warn_of_steps(sum(space.told or map(float, undone)))
-        if warm and pairs.trouble:  # the last vectors were not finite, perhaps
-            pairs = wanted_pairs(space, fresh, self._options)
         self._expected = 0 if pairs.trouble else len(pairs.basis)
         return pairs
-
-    def _warn_of_steps(self, count: float) -> None:
-        """Warn once of Newton steps that were taken back or left out."""
-        if count and self._training.first_time("steps taken back"):
-            self._training.warn(
-                f"a Newton step before step {self._training.steps} was taken back, because the "
-                f"gradient after it was not finite, or had grown far more than the eigenpairs "
-                f"tell. Later steps are shorter. If statistics() shows many as 'undone', lower "
-                f"newton_scale"
-            )
 
     def _vanished(self, values: Tensor) -> bool:
         """Whether next to nothing is left of the curvature.
@@ -208,31 +217,31 @@ class RefreshedPairs:
         not rise, s and Newton steps may grow.
         """
         risen = False
-        if math.isfinite(self.batch_loss):
-            risen = loss - self.batch_loss > TOLERATED_RISE * abs(self.batch_loss)
-            self.bound = max(1.0, self.bound * (SHRINK if risen else GROWTH))
-        self.batch_loss = loss
+        if math.isfinite(self._batch_loss):
+            risen = loss - self._batch_loss > TOLERATED_RISE * abs(self._batch_loss)
+            self._bound = max(1.0, self._bound * (SHRINK if risen else GROWTH))
+        self._batch_loss = loss
         with self._vector.plain():
             momentum = trust = None
             if self.subspace is not None:
-                trust = self.subspace.trust
-                if self.momentum_rule().decay > 0.0:
+                trust = renewed(self.subspace.newton.trust, risen=risen)
+                if momentum_rule(self._options, self._training.groups[0]).decay > 0.0:
                     momentum = self.subspace.momentum_vector()
             self.subspace = None
             self._training.publish()  # frees the old vectors before there are new ones
             vectors = pairs.vectors()
-            if not self._by_rows:
+            if not self.by_rows:
                 vectors = whole_vectors(vectors, self._vector.size, self._training.world)
-            vectors = finite_or_zero(vectors, self._training.world)
             self.subspace = self._subspace(vectors, pairs.values, pairs.bounds(), pairs.largest)
             if trust is not None:
-                self.subspace.trust_as(trust, risen=risen)
+                self.subspace.newton = self.subspace.newton._replace(trust=trust)
             if momentum is not None:
                 self.subspace.carry(momentum)
         self._training.publish()
 
     @property
-    def _by_rows(self) -> bool:
+    def by_rows(self) -> bool:
+        """Whether this process has rows of all vectors, and not all rows of some."""
         return self._vector.spread or self._training.world.size == 1
 
     def _subspace(
@@ -243,16 +252,16 @@ class RefreshedPairs:
         clip = options.lr_scale_clip
         if clip is None:
             clip = REST_CLIP if type(self._training.base) is torch.optim.SGD else 1.0
-        self.bound = min(self.bound, clip)
+        self._bound = min(self._bound, clip)
 
         # s = clip(|λ₁| / |λ_k|, 1, lr_scale_clip) (FOSI)
         scale = 1.0
         if largest and float(values[largest - 1]) != 0.0:
             ratio = abs(float(values[0] / values[largest - 1]))
-            scale = min(max(ratio, 1.0), self.bound if options.lr_scale_guard else clip)
+            scale = min(max(ratio, 1.0), self._bound if options.lr_scale_guard else clip)
 
         world, spans = self._training.world, self._vector.group_spans
-        basis = Basis(vectors, len(values), self._by_rows, world, spans)
+        basis = Basis(vectors, len(values), self.by_rows, world, spans)
         rates = newton_rates(values, options.eigenvalue_floor)[basis.mine].to(vectors)
         return Subspace(basis, values, residuals, largest, rates, scale)
 
@@ -263,25 +272,10 @@ class RefreshedPairs:
         self._training.warn(why)
 
     def close(self) -> None:
-        """Drop the eigenpairs, and measure no more what they cost."""
+        """Drop the eigenpairs, and refresh no more."""
+        self.closed = True
         self.subspace = None
         self.throttle = None
-
-    def momentum_rule(self) -> MomentumRule:
-        """How the momentum in the subspace takes in V̂ᵀg; as the first group's base, if named."""
-        chosen = self._options.subspace_momentum
-        group = self._training.groups[0]
-        if not isinstance(chosen, str):
-            return MomentumRule(float(chosen), 1.0 - chosen, nesterov=False)
-        if "betas" in group:
-            beta = float(group["betas"][0])
-            return MomentumRule(beta, 1.0 - beta, nesterov=False)
-        momentum = float(group.get("momentum") or 0.0)
-        nesterov = bool(group.get("nesterov"))
-        if chosen == "average":
-            return MomentumRule(momentum, 1.0 - momentum, nesterov)
-        gain = 1.0 - float(group.get("dampening") or 0.0) if momentum else 1.0
-        return MomentumRule(momentum, gain, nesterov)
 
     # ---------------------------------------------------------------------------------- state
 
@@ -289,45 +283,49 @@ class RefreshedPairs:
         """The counts of refreshes and the guard that a checkpoint keeps."""
         return {
             "refreshed_at": self.tally.step,
-            "batch_loss": self.batch_loss,
-            "rest_scale_bound": self.bound,
+            "batch_loss": self._batch_loss,
+            "rest_scale_bound": self._bound,
             **({} if self.throttle is None else self.throttle.saved()),
         }
 
-    def resume(self, saved: Mapping[Tensor, SavedPart], *, with_pairs: bool) -> None:
-        """Go on from a checkpoint, with its eigenpairs if wanted, and if the same parameters train.
+    def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
+        """Take over a checkpoint, with its eigenpairs if the same parameters train.
 
         A checkpoint of the base alone has no counts: the curvature starts from nothing then.
         """
         counts = counts_of(saved)
-        vector = self._vector
-        world = self._training.world
         self.subspace = None
         self.tally = replace(self.tally, step=counts.get("refreshed_at", -1))
-        self.batch_loss = counts.get("batch_loss", math.inf)
-        self.bound = counts.get("rest_scale_bound", 1.0)
+        self._batch_loss = counts.get("batch_loss", math.inf)
+        self._bound = counts.get("rest_scale_bound", 1.0)
         if self.throttle is not None:
             self.throttle.load(saved)
-        if not with_pairs:
+        pairs = None if self.closed else read_pairs(saved)
+        if pairs is None:
             return
-        pairs = pairs_of(saved, vector.params)
-        if pairs is None or not all(VECTORS in saved.get(p, {}) for p in vector.params):
-            if any(part.get("largest", -1) >= 0 for part in saved.values()):
-                self._training.warn(
-                    "the eigenpairs of the checkpoint are not taken over: other parameters trained "
-                    "then than now; the base goes on alone until the next refresh"
-                )
+        vector = self._vector
+        if not same_params(saved, vector.params):
+            self._training.warn(
+                "the eigenpairs of the checkpoint are not taken over: other parameters trained "
+                "then than now; the base goes on alone until the next refresh"
+            )
             return
-        vectors = vector.cut({p: saved[p][VECTORS] for p in vector.params}, vector.dtype)
-        if not self._by_rows:
+        vectors = pairs.eigenvectors.to(self._training.device, vector.dtype)
+        if self.by_rows:
+            vectors = vector.here(vectors)
+        else:
+            world = self._training.world
             start, stop = row_bounds(len(vectors), world.size)[world.rank :][:2]
             vectors = vectors[start:stop].clone()
-        values, residuals = (pairs[name].to("cpu", torch.float64) for name in TENSORS[:2])
-        self.subspace = self._subspace(vectors, values, residuals, int(pairs["largest"]))
-        self.subspace.resume(
-            momentum=pairs["subspace_momentum"].to(vectors),
-            last=pairs["last_step"].to(vectors),
-            carried=vector.cut({p: saved[p][CARRIED] for p in vector.params}, vector.dtype),
-            decayed=float(pairs["carried_decay"]),
-            trust=pairs["trust_region"],
+        values = pairs.eigenvalues.to("cpu", torch.float64)
+        residuals = pairs.residuals.to("cpu", torch.float64)
+        subspace = self._subspace(vectors, values, residuals, pairs.largest)
+        mine = subspace.basis.mine
+        subspace.newton = subspace.newton._replace(
+            momentum=pairs.subspace_momentum.to(vectors)[mine],
+            last=pairs.last_step.to(vectors)[mine],
+            trust=pairs.trust_region.to(vectors),
         )
+        subspace.carried = vector.here(pairs.carried_momentum.to(vectors))
+        subspace.decayed = float(pairs.carried_decay)
+        self.subspace = subspace

@@ -6,7 +6,7 @@
 
     begin   c <- w, p <- 0; worker 0 sends c and what does not train; all expect the pairs at c
     add     p <- p + g, every step
-    end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" asks for a verdict first
+    end     w <- w − Σⱼ V̂ⱼ [α |ûⱼ|⁻¹ ∘ (V̂ⱼᵀp) + V̂ⱼᵀ(w − c)]; "guarded" first asks for the losses
 
 The first `warmup_steps` are of no epoch. The workers agree on each of these, so that their weights
 stay equal. All ranks keep the counts of a checkpoint about the epoch under way.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import SavedPart
+from second_order.distributed.fsdp import is_dtensor
 from second_order.distributed.helper_link import (
     HelperLink,
     Message,
@@ -33,12 +34,11 @@ from second_order.distributed.helper_link import (
     close_links,
     pack_by_dtype,
 )
-from second_order.distributed.roles import Role, assign_roles
+from second_order.distributed.roles import Role, Roles, assign_roles, whole_models
 from second_order.fosi.eigenpairs import Closures
-from second_order.fosi.options import newton_scales
-from second_order.fosi.state import START, SUM, counts_of
+from second_order.fosi.state import START, SUM, counts_of, same_params, with_vectors
 from second_order.fosi.subspace import Basis, newton_rates
-from second_order.fosi.update import FOSICurvature
+from second_order.fosi.update import FOSICurvature, newton_scales
 from second_order.lanczos.spectrum import lanczos_dtype
 from second_order.optimizers.config import EpochOptions
 from second_order.reporting.summary import EpochReport
@@ -47,7 +47,7 @@ from second_order.training.context import Training
 from second_order.training.helpers import take_role
 from second_order.utils.stages import stage
 
-__all__ = ["LEAST_FALL", "Divided", "Team", "Worker", "answers", "final_update", "refusal"]
+__all__ = ["LEAST_FALL", "Divided", "Worker", "answers", "final_update", "overwrite", "refusal"]
 
 # Share by which the loss of the accelerators' batch must fall for "guarded". Smaller
 # falls on one batch at one moment tell little of where training ends.
@@ -60,40 +60,42 @@ class Divided(FOSICurvature):
     """MRDHO2 on one process; without accelerators each computes eigenpairs once an epoch."""
 
     options: EpochOptions
+    roles: Roles
     role: Role = "worker"
+    refreshes = True  # whether this process computes eigenpairs for itself
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
-        super().__init__(training, options, closure)
+        super().__init__(training, options, closure, refreshes=self.refreshes)
         self.epoch = 0  # the epoch under way
         self.epoch_step = 0  # how many of its steps are taken
-        self.helped = False  # whether accelerators are at work for this worker
+        self.links: Sequence[HelperLink] = ()  # to the ranks of the other role
         # Workers wait until they agree on what has come: ``waited`` is long on all where one waits.
         self.reports: deque[EpochReport] = deque(maxlen=REMEMBERED)
 
     def begin(self) -> None:
-        """Assign roles, if some are left to train, and warn where no accelerators are at work."""
+        """Assign roles, if some are left to train, and link workers and accelerators."""
         training, options = self.training, self.options
-        world, under_ddp = training.world, training.under_ddp
-        self.roles = assign_roles(world.size, options.accelerators, "accelerator", under_ddp)
-        super().begin()
-        if not self.computes_pairs:
-            return
         size = training.world.size
-        if options.wanted:
+        self.roles = assign_roles(size, options.accelerators, "accelerator", training.under_ddp)
+        super().begin()
+        if not self.refreshes:
+            self.links = take_role(training, self.roles, options.helper_timeout)
+        elif options.wanted:
             training.warn(
                 f"MRDHO2 with {size} process{'es' if size > 1 else ''} and "
                 f"accelerators={options.accelerators}: nobody computes eigenpairs on the side, so "
                 f"each process stops for them every {options.epoch_steps} steps, as DHO2 does"
             )
-        elif self.roles.helpers:
-            training.warn(
-                f"largest=0 and smallest=0: the {options.accelerators} accelerators have nothing "
-                f"to do, so all {size} processes train"
-            )
+
+    def replan(self) -> None:
+        """Check that changed parameters are still one vector, whole where there are helpers."""
+        super().replan()
+        if self.links and any(map(is_dtensor, self.training.training_params())):
+            raise ValueError(whole_models(self.training.name, "accelerator"))
 
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
-        place = self.epoch, self.epoch_step, self.helped
+        place = self.epoch, self.epoch_step, len(self.links)
         return [*super().facts(), ("epoch, its steps, accelerators at work", place)]
 
     def counts(self) -> dict[str, float]:
@@ -118,18 +120,6 @@ class Divided(FOSICurvature):
         self.epoch_step = counts.get("epoch_step", 0)
 
 
-class Team(Divided):
-    """One of two kinds of processes, which talk to each other."""
-
-    computes_pairs = False
-    links: Sequence[HelperLink] = ()
-
-    def begin(self) -> None:
-        """Give every process its role, and link workers and accelerators."""
-        super().begin()
-        self.links = take_role(self.training, self.roles, self.options.helper_timeout)
-
-
 @dataclass(frozen=True)
 class EpochSums:
     """What an epoch's final update is made from, flat."""
@@ -138,8 +128,10 @@ class EpochSums:
     total: Tensor  # p, which gradients are added to in place
 
 
-class Worker(Team):
+class Worker(Divided):
     """Trains by the base, and updates by others' eigenpairs at the end of each epoch."""
+
+    refreshes = False
 
     def __init__(self, training: Training, options: EpochOptions, closure: Closures | None) -> None:
         super().__init__(training, options, closure)
@@ -149,14 +141,9 @@ class Worker(Team):
         self._request = -1  # number of the message with these
         self._taken = 0  # steps taken with this object
 
-    def begin(self) -> None:
-        """Begin to work with accelerators."""
-        super().begin()
-        self.helped = True
-
     def eigenvalues(self) -> tuple[Tensor, Tensor]:
         """û and the residuals of the last eigenpairs that came."""
-        return super().eigenvalues() if self._received is None else self._received
+        return self._received or super().eigenvalues()
 
     def parameters_changed(self) -> None:
         """Drop the final update: other parameters train now than at the epoch's start."""
@@ -166,16 +153,14 @@ class Worker(Team):
             )
             self.sums = None
             self.training.publish()
-        super().parameters_changed()
 
     def close(self) -> None:
-        """Say goodbye to the accelerators, and go on as the base alone."""
-        self._part(self.options.helper_timeout if self.helped else 0.1)
-        super().close()
+        """Shut down the links to the accelerators, and go on as the base alone."""
+        self._part(self.options.helper_timeout)
 
     def _part(self, patience: float) -> None:
         close_links(self.links, patience)
-        self.helped = False
+        self.links = ()
         self.sums = None
 
     # ------------------------------------------------------------------------------------ state
@@ -185,19 +170,15 @@ class Worker(Team):
         return {**super().counts(), "epoch_sums": float(self.sums is not None)}
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's counts, and its part of c and p, or zeros in their place."""
+        """Each parameter's counts; with the first one's c and p, or room to read them into."""
         parts = super().state()
+        vector = self.vector
         sums = self.sums
-        if sums is None and parts and is_checkpointing(part=True):  # which is read in place
-            room = torch.zeros(
-                self.vector.size, dtype=self.vector.dtype, device=self.training.device
-            )
+        if parts and sums is None and is_checkpointing(part=True):
+            room = torch.zeros(vector.size, dtype=vector.dtype, device=self.training.device)
             sums = EpochSums(room, room.clone())
-        if sums is not None:
-            for p, start in self.vector.by_param(sums.start).items():
-                parts[p][START] = start
-            for p, total in self.vector.by_param(sums.total).items():
-                parts[p][SUM] = total
+        if parts and sums is not None:
+            parts[vector.params[0]] |= {START: sums.start, SUM: sums.total}
         return parts
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
@@ -205,13 +186,14 @@ class Worker(Team):
         self._asked = -1
         self.sums = None
         super().load(saved)
-        if self.helped and self.epoch_step and counts_of(saved).get("epoch_sums"):
-            params = self.vector.params
-            if all(saved.get(p, {}).keys() >= {START, SUM} for p in params):
-                cut = self.vector.cut
-                start = cut({p: saved[p][START] for p in params}, lanczos_dtype(params))
-                total = cut({p: saved[p][SUM] for p in params}, self.vector.dtype)
-                self.sums = EpochSums(start, total)
+        part = with_vectors(saved, START)
+        if part is None or not (self.links and self.epoch_step and part["epoch_sums"]):
+            return
+        params = self.vector.params
+        if same_params(saved, params):
+            start = part[START].to(self.training.device, lanczos_dtype(params))
+            total = part[SUM].to(self.training.device, self.vector.dtype)
+            self.sums = EpochSums(start, total.clone())
 
     # ---------------------------------------------------------------------------------- an epoch
 
@@ -224,21 +206,19 @@ class Worker(Team):
     def precondition(self, pending: PendingAverage) -> None:
         """Add the step's gradients to p."""
         super().precondition(pending)
-        if not self.helped or self._warming_up:
+        if not self.links or self._warming_up:
             return
         if self._asked != self.epoch:
             self._begin()
         if self.sums is not None:
-            gradients = [piece.param.grad for piece in self.vector.mine]
-            self.sums.total.add_(self.vector.read(gradients))
+            self.sums.total.add_(self.vector.read([p.grad for p in self.vector.params]))
 
     def _begin(self) -> None:
         """Send c to the accelerators; an epoch from a checkpoint has c and p already."""
         elsewhere = []
         if self.sums is None or self.epoch_step == 0:
-            start = self.vector.flat()
-            total = torch.zeros_like(start, dtype=self.vector.dtype)
-            self.sums = EpochSums(start, total)
+            start = flat_copy(self.vector.params)
+            self.sums = EpochSums(start, torch.zeros_like(start, dtype=self.vector.dtype))
         else:
             elsewhere = [self.sums.start]
         self._asked = self.epoch
@@ -259,8 +239,7 @@ class Worker(Team):
 
     def correct(self) -> None:
         """Count a step of the base; after the epoch's last, end it."""
-        super().correct()
-        if not self.helped:
+        if not self.links:
             return
         self.epoch_step += not self._warming_up
         self._taken += 1
@@ -269,16 +248,12 @@ class Worker(Team):
                 report = self._end()
             self.reports.append(report)
             self.sums = None
-            if report.reason == GONE:
-                self._part(0.1)  # no accelerator is left to say goodbye to
-            failed = report.reason == UNSOUND
-            if report.products or failed:
-                first = self.training.steps + 1 - self.options.epoch_steps
-                self.pairs.count(first, report.products, failed=failed)
             self.epoch += 1
             self.epoch_step = 0
+            if report.reason == GONE:
+                self._part(0.1)  # no accelerator is left that messages would reach
             self.training.publish()  # frees c and p
-        if self.training.world.rank == 0 and self.helped:
+        if self.training.world.rank == 0:
             for link in self.links:
                 link.send([], do="step", steps=self._taken)
 
@@ -293,31 +268,34 @@ class Worker(Team):
             return replace(report, reason=GONE)
         if self.sums is None:
             return replace(report, reason="other parameters train now")
-        if not all(note["finite"] for _, note in messages):  # all workers receive the same
+        note = messages[0].note
+        finite = all(message.note["finite"] for message in messages)  # on all workers or on none
+        products = int(note["products"]) if finite else 0
+        first = training.steps + 1 - options.epoch_steps
+        self.pairs.count(first, products, failed=not finite)
+        if not finite:
             if training.first_time("unsound"):
                 training.warn(
                     f"the accelerators' eigenpairs of epoch {self.epoch} are not finite; the base "
                     f"goes on alone until finite ones come"
                 )
             return replace(report, reason=UNSOUND)
-        (values, residuals, _), note = messages[0]
+        values, residuals, _ = messages[0].tensors
         self._received = values, residuals
-        report = replace(report, products=int(note["products"]))
+        report = replace(report, products=products)
 
         # The final update, equation 17.
-        parts = [tensors[2].to(training.device, vector.dtype) for tensors, _ in messages]
-        world, spans = training.world, vector.group_spans
-        before = vector.flat()
+        parts = [message.tensors[2].to(training.device, vector.dtype) for message in messages]
+        before = flat_copy(vector.params)
         change, sound = final_update(
             before - self.sums.start,
             self.sums.total,
-            Basis(torch.cat(parts, -1), len(values), False, world, spans),
+            Basis(torch.cat(parts, -1), len(values), False, training.world, vector.group_spans),
             newton_rates(values, options.eigenvalue_floor),
             newton_scales(options.newton_scale, training),
         )
         if not bool(sound):  # the same on all workers, as its sums are
-            what = f"the final update of epoch {self.epoch}"
-            training.warn(f"{what} is not finite: it is left out")
+            training.warn(f"the final update of epoch {self.epoch} is not finite: it is left out")
             return replace(report, reason=UNSOUND)
 
         # "guarded": only if the loss of the accelerators' batches halves with it.
@@ -325,7 +303,7 @@ class Worker(Team):
         if options.final_update == "guarded":
             report = self._judged(report, after)
         if not report.reason:
-            vector.overwrite(after)
+            overwrite(vector.params, after)
         return replace(report, applied=not report.reason)
 
     def _judged(self, report: EpochReport, after: Tensor) -> EpochReport:
@@ -335,14 +313,28 @@ class Worker(Team):
         messages, waited = answers(self.training, self.links, self._request, timeout)
         report = replace(report, waited=report.waited + waited)
         if not messages:
-            return replace(report, reason=GONE, products=0)
-        before, with_update = messages[0][1]["losses"]
+            return replace(report, reason=GONE)
+        before, with_update = messages[0].note["losses"]
         return replace(
             report,
             reason=refusal(before, with_update),
             loss_before=before,
             loss_after=with_update,
         )
+
+
+def flat_copy(params: Sequence[Tensor]) -> Tensor:
+    """A copy of parameters as one vector, which loses nothing of them."""
+    dtype = lanczos_dtype(params)
+    parts = [p.detach().reshape(-1).to(dtype) for p in params]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def overwrite(params: Sequence[Tensor], flat: Tensor) -> None:
+    """Set parameters to those of a vector."""
+    parts = flat.split([p.numel() for p in params])
+    for p, part in zip(params, parts, strict=True):
+        p.copy_(part.view(p.shape))
 
 
 def answers(

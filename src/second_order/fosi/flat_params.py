@@ -11,27 +11,27 @@ rows are copied to buffers, where they lie one after the other.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from second_order.distributed.fsdp import is_dtensor, layout_of, local, reshard
 from second_order.distributed.world import World
-from second_order.lanczos.closure import CurvatureKind, LossFn
-from second_order.lanczos.hvp import Hessian, ProductMode, ShardedHessian
-from second_order.lanczos.spectrum import lanczos_dtype
+from second_order.lanczos.closure import LossFn
+from second_order.lanczos.hvp import Hessian, ShardedHessian
+from second_order.lanczos.spectrum import check_one_device, lanczos_dtype
 from second_order.lanczos.vector_space import RowSpace, row_bounds
+from second_order.optimizers.config import FOSIOptions
 from second_order.training.averaging import Routed
 from second_order.training.context import Training
 from second_order.utils.stages import stage
 
-__all__ = ["FlatParams", "ParamPiece"]
+__all__ = ["FlatParams", "ParamPiece", "check_one_vector", "gathered"]
 
 ELEMENTWISE = (
     torch.optim.SGD,
@@ -60,37 +60,15 @@ class ParamPiece:
     rank: int  # the process that has the piece
     at: int  # index of its first element in the vector of all parameters
     rows: slice  # its place among the elements of its process
-
-    @property
-    def size(self) -> int:
-        """Number of elements of the piece."""
-        return self.stop - self.start
-
-    @cached_property
-    def whole(self) -> bool:
-        """Whether it is all of a parameter."""
-        return self.size == self.param.numel() and not is_dtensor(self.param)
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        """A view of flat values in the parameter's shape, if the piece is all of it."""
-        return flat.view(self.param.shape) if self.whole else flat
+    whole: bool  # whether it is all of a parameter
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This piece of a tensor of the parameter's shape: flat, and a view where there is one."""
+        """A view of this piece of a tensor of the parameter's shape; flat, unless it is whole."""
+        if self.whole:
+            return tensor.detach()
         if is_dtensor(tensor):  # what is here of it is the piece
             return local(tensor).detach().reshape(-1)
-        return tensor.detach().reshape(-1)[self.start : self.stop]
-
-    def put(self, tensor: Tensor, values: Tensor) -> None:
-        """Write flat values to this piece of a tensor of the parameter's shape."""
-        if self.whole:
-            tensor.copy_(values.view(tensor.shape))
-        elif tensor.is_contiguous():
-            self.of(tensor).copy_(values)
-        else:
-            copy = tensor.detach().reshape(-1)
-            copy[self.start : self.stop] = values
-            tensor.copy_(copy.view(tensor.shape))
+        return tensor.detach().view(-1)[self.start : self.stop]
 
 
 class FlatParams:
@@ -101,14 +79,14 @@ class FlatParams:
         spread: Whether rows are spread over the processes.
         sharded: Whether FSDP2 has spread them: it averages gradients, and gathers rows.
         steps_rows: Whether they are spread, and not by FSDP2.
+        in_parts: Whether the base's state here is cut to this process's rows.
         pieces: The pieces of all processes, by rank; those here are ``mine``.
         group_spans: The slice of this process's rows that each group has.
     """
 
-    def __init__(self, training: Training, *, spread: bool, dtype: torch.dtype | None) -> None:
+    def __init__(self, training: Training, options: FOSIOptions) -> None:
         self._training = training
-        self._spread_wanted = spread
-        self._dtype_wanted = dtype
+        self._options = options
         self.model = training.model if training.known else None
         self.restart()
         if self.steps_rows and type(training.base) not in ELEMENTWISE:
@@ -120,15 +98,15 @@ class FlatParams:
 
     def restart(self) -> None:
         """Cut the vector again, from a base whose state is whole: at first, and after a load."""
-        self._row_base: RowBase | None = None
+        self.in_parts = False
         self._buffers: dict[str, tuple[Tensor, list[Tensor]]] = {}
         world = self._training.world
         groups = [[p for p in g["params"] if p.requires_grad] for g in self._training.groups]
         self.params = [p for group in groups for p in group]
         self.size = sum(p.numel() for p in self.params)
-        self.dtype = self._dtype_wanted or lanczos_dtype(self.params)
+        self.dtype = self._options.lanczos_dtype or lanczos_dtype(self.params)
         self.sharded = any(is_dtensor(p) for p in self.params)
-        self.spread = (self._spread_wanted or self.sharded) and world.size > 1
+        self.spread = (self._options.layout == "row" or self.sharded) and world.size > 1
         self.steps_rows = self.spread and not self.sharded
 
         # Cut parameters where the rows of a process end.
@@ -141,13 +119,15 @@ class FlatParams:
                 layout = layout_of(p, world) if self.sharded else None
                 for rank, (first, last) in enumerate(pairwise(even)):
                     if layout is None:
-                        start, stop = max(first - at, 0), min(last - at, p.numel())
+                        start = max(first - at, 0)
+                        stop = min(last - at, p.numel())
                     else:
                         start, stop = (row * layout.width for row in layout.bounds(rank))
                     empty = not p.numel() and first == 0  # its state is that of a piece as well
                     if start < stop or empty:
                         rows = slice(filled[rank], filled[rank] + stop - start)
-                        piece = ParamPiece(p, index, start, stop, rank, at + start, rows)
+                        whole = stop - start == p.numel() and layout is None
+                        piece = ParamPiece(p, index, start, stop, rank, at + start, rows, whole)
                         by_rank[rank].append(piece)
                         filled[rank] = rows.stop
                 at += p.numel()
@@ -160,25 +140,16 @@ class FlatParams:
         rows = [piece.rows for piece in self.mine if piece.group == group]
         return slice(rows[0].start, rows[-1].stop) if rows else slice(0, 0)
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether the base's state here is cut to this process's rows."""
-        return self._row_base is not None
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether the parameters train that the vector is cut for."""
-        now = self._training.training_params()
-        return len(now) == len(self.params) and all(map(operator.is_, now, self.params))
-
     def follow(self) -> bool:
         """Cut the vector again if other parameters train than before; returns whether they do.
 
         A collective then.
         """
-        if self.unchanged:
+        now = self._training.training_params()
+        if len(now) == len(self.params) and all(map(operator.is_, now, self.params)):
             return False
-        whole = self.base_state(range(self._training.world.size)) if self.in_parts else {}
+        world = self._training.world
+        whole = self.base_state(range(world.size)) if self.in_parts else {}
         self.restart()
         for group in self._training.groups:
             for p in group["params"]:
@@ -204,45 +175,41 @@ class FlatParams:
         """The sign of the loss: −1 where it is maximized, else 1."""
         return -1.0 if self._training.groups[0].get("maximize") else 1.0
 
-    def hessian(
-        self, loss_fn: LossFn | Sequence[LossFn], hvp: ProductMode, curvature: CurvatureKind
-    ) -> RowSpace:
+    def hessian(self, loss_fn: LossFn | Sequence[LossFn]) -> RowSpace:
         """The curvature of a loss at the parameters, over all processes' batches: a context."""
         world = self._training.world
+        options = self._options
         if self.sharded:
             reshard(self._training.model)
             sharded = ShardedHessian(loss_fn, self.params, world, self.model)
             return RowSpace(sharded, world, self.dtype, self.sign, self.here)
-        hessian = Hessian(loss_fn, self.params, mode=hvp, model=self.model, curvature=curvature)
+        hessian = Hessian(
+            loss_fn, self.params, mode=options.hvp, model=self.model, curvature=options.curvature
+        )
         return RowSpace(hessian, world, self.dtype, self.sign)
 
     def here(self, whole: Tensor) -> Tensor:
         """The elements that are here of whole vectors, ``(..., n)``."""
-        parts = [whole[..., piece.at : piece.at + piece.size] for piece in self.mine]
+        parts = [whole[..., piece.at : piece.at + piece.stop - piece.start] for piece in self.mine]
         return torch.cat(parts, -1) if parts else whole[..., :0]
 
-    def flat(self) -> Tensor:
-        """A copy of the parameters that are here, which loses nothing of them."""
-        dtype = lanczos_dtype(self.params)
-        parts = [piece.of(piece.param).to(dtype) for piece in self.mine]
-        return torch.cat([torch.empty(0, dtype=dtype, device=self._training.device), *parts])
-
-    def overwrite(self, flat: Tensor) -> None:
-        """Set the parameters that are here."""
-        for piece in self.mine:
-            piece.put(piece.param, flat[piece.rows])
+    def gathered(self, rows: Tensor) -> Tensor:
+        """Whole vectors ``(..., n)`` of the rows of all processes; a collective if spread."""
+        if not self.spread:
+            return rows
+        whole = rows.new_empty((*rows.shape[:-1], self.size))
+        everybody = gathered(self._training.world, rows)
+        for piece in self.pieces:
+            place = slice(piece.at, piece.at + piece.stop - piece.start)
+            whole[..., place] = everybody[piece.rank][..., piece.rows]
+        return whole
 
     def read(self, tensors: Sequence[Tensor | None], buffer: str = "rows") -> Tensor:
         """Copy the pieces that are here of tensors, one for each, to a buffer; zeros for None.
 
         What is returned is good until that buffer is filled again.
         """
-        flat, views = self._buffers.get(buffer, (None, []))
-        if flat is None or flat.device != self._training.device:
-            size = sum(piece.size for piece in self.mine)
-            flat = torch.empty(size, dtype=self.dtype, device=self._training.device)
-            views = [piece.shaped(flat[piece.rows]) for piece in self.mine]
-            self._buffers[buffer] = flat, views
+        flat, views = self._buffer(buffer)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for piece, view, tensor in zip(self.mine, views, tensors, strict=True):
@@ -250,7 +217,7 @@ class FlatParams:
                 view.zero_()
             else:
                 targets.append(view)
-                sources.append(tensor if piece.whole else piece.of(tensor))
+                sources.append(piece.of(tensor))
         if targets:
             torch._foreach_copy_(targets, sources)
         return flat
@@ -259,59 +226,29 @@ class FlatParams:
         """Copy a buffer to the pieces that are here of tensors, but to None."""
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        for piece, view, tensor in zip(self.mine, self._buffers[buffer][1], tensors, strict=True):
-            if tensor is None:
-                continue
-            if piece.whole or tensor.is_contiguous():
-                targets.append(tensor if piece.whole else piece.of(tensor))
+        for piece, view, tensor in zip(self.mine, self._buffer(buffer)[1], tensors, strict=True):
+            if tensor is not None:
+                targets.append(piece.of(tensor))
                 sources.append(view)
-            else:
-                piece.put(tensor, view)
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    # ------------------------------------------------------------------------ whole parameters
-
-    def whole_state(
-        self, entries: Callable[[ParamPiece], Mapping[str, Any]], to: Sequence[int]
-    ) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's state, from the entries of all processes' pieces; a collective.
-
-        Tensors are those of whole parameters then, and views where one process has all of it; of
-        numbers the first process's is taken. Ranks that are not among ``to`` get none.
-        """
-        number = {p: i for i, p in enumerate(self.params)}
-        here = [(number[piece.param], dict(entries(piece))) for piece in self.mine]
-        everybody = gathered(self._training.world, here) if self.spread else [here]
-        if self._training.world.rank not in to:
-            return {}
-        found: dict[Tensor, dict[str, list[Any]]] = {p: {} for p in self.params}
-        for i, values in [each for rank in everybody for each in rank]:
-            for key, value in values.items():
-                found[self.params[i]].setdefault(key, []).append(value)
-        return {
-            p: {key: _joined(values, p) for key, values in parts.items()}
-            for p, parts in found.items()
-        }
-
-    def cut(self, tensors: Mapping[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-        """The elements that are here of whole parameters' tensors ``(..., *p.shape)``."""
-        parts = []
-        for p in self.params:
-            tensor = tensors[p].to(p.device, dtype)
-            parts.append(tensor.reshape(*tensor.shape[: tensor.dim() - p.dim()], -1))
-        return self.here(torch.cat(parts, -1))
-
-    def by_param(self, flat: Tensor) -> dict[Tensor, Tensor]:
-        """Each parameter's part of whole vectors ``(..., n)``, as views."""
-        parts = flat.split([p.numel() for p in self.params], -1) if self.params else ()
-        pairs = zip(self.params, parts, strict=True)
-        return {p: part.view((*flat.shape[:-1], *p.shape)) for p, part in pairs}
+    def _buffer(self, name: str) -> tuple[Tensor, list[Tensor]]:
+        """A vector of the rows here, and its views that the pieces are copied to."""
+        flat, views = self._buffers.get(name, (None, []))
+        if flat is None or flat.device != self._training.device:
+            size = sum(piece.stop - piece.start for piece in self.mine)
+            flat = torch.empty(size, dtype=self.dtype, device=self._training.device)
+            for piece in self.mine:
+                view = flat[piece.rows]
+                views.append(view.view(piece.param.shape) if piece.whole else view)
+            self._buffers[name] = flat, views
+        return flat, views
 
     # ---------------------------------------------------------------------------------- a step
 
     def check_gradients(self) -> None:
-        """Make gradients contiguous, to send parts of; raise TypeError if one is sparse."""
+        """Make gradients contiguous, to send parts of; raise if a parameter cannot be cut."""
         for p in self.params:
             gradient = p.grad
             if gradient is not None and gradient.is_sparse:
@@ -319,101 +256,92 @@ class FlatParams:
                     "a sparse gradient is no part of one vector of all parameters; use "
                     "sparse=False in the embedding"
                 )
-            if self.spread and gradient is not None and not gradient.is_contiguous():
+            if self.steps_rows and gradient is not None and not gradient.is_contiguous():
                 p.grad = gradient.contiguous()
+        for piece in self.pieces if self.steps_rows else ():
+            if not (piece.whole or piece.param.is_contiguous()):
+                raise ValueError(
+                    f"layout='row' cuts a parameter of shape {tuple(piece.param.shape)} whose "
+                    f"elements are in another order (channels_last, or transposed); use "
+                    f"layout='column', or make it contiguous"
+                )
 
     def route(self, params: Sequence[Tensor], gradients: Sequence[Tensor]) -> Routed:
         """Each process's rows of the gradients, and that process; None if all get all."""
         if not self.steps_rows:
             return None
-        of = {id(p): gradient for p, gradient in zip(params, gradients, strict=True)}
-        parts = [piece.of(of[id(piece.param)]) for piece in self.pieces]
+        of = dict(zip(params, gradients, strict=True))
+        parts = [piece.of(of[piece.param]) for piece in self.pieces]
         return parts, [piece.rank for piece in self.pieces]
 
     def step_base(self, step: Callable[[], None]) -> None:
-        """Step the base on this process's pieces, to which its state is cut."""
+        """Let the base step this process's piece of each parameter in the parameter's place."""
         if not self.steps_rows:
             step()
             return
-        training = self._training
-        if self._row_base is None:
-            self._row_base = RowBase(training.base, self.mine)
-        self._row_base.step(training.groups, step)
+        here = {piece.param: piece for piece in self.mine}
+        if not self.in_parts:
+            self._cut_state(here)
+        whole = [(p, p.data, p.grad) for p in self.params]
+        try:
+            for p, data, gradient in whole:
+                p.grad = None
+                if p in here and gradient is not None:
+                    p.data = here[p].of(data)
+                    p.grad = here[p].of(gradient)
+            step()
+        finally:
+            for p, data, gradient in whole:
+                p.grad = None
+                p.data = data
+                p.grad = gradient
 
-    def share(self) -> None:
-        """Give every process all rows of the parameters; a collective if they are stepped apart."""
-        if not self.steps_rows:
-            return
-        with stage("exchange"):
-            parts = [piece.of(piece.param) for piece in self.pieces]
-            self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
-            for piece, part in zip(self.pieces, parts, strict=True):
-                if not piece.param.is_contiguous():  # ``part`` is a copy
-                    piece.put(piece.param, part)
-
-    def base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
-        """The base's whole state on some ranks; a collective where it is in parts."""
-        world, state = self._training.world, self._training.base.state
-        if self.in_parts:
-            return self.whole_state(lambda piece: state.get(piece.param, {}), ranks)
-        return dict(state) if world.rank in ranks else {}
-
-
-class RowBase:
-    """An elementwise base that steps this process's pieces of the parameters.
-
-    Each piece has a stand-in, a flat view of the parameter, which the base steps in its place. The
-    base's state is cut to the pieces: n/P elements of each kind.
-    """
-
-    def __init__(self, base: torch.optim.Optimizer, pieces: Sequence[ParamPiece]) -> None:
-        state: Any = base.state
-        self._base = base
-        self._stand_ins = [(piece, piece.of(piece.param)) for piece in pieces]
-        here = {piece.param: piece for piece in pieces}
+    def _cut_state(self, here: dict[Tensor, ParamPiece]) -> None:
+        """Cut the base's state to this process's pieces: n/P elements of each kind."""
+        state = self._training.base.state
         for p in list(state):
             if p in here:
                 for key, value in state[p].items():
                     if isinstance(value, Tensor) and value.shape == p.shape and key != "step":
-                        state[p][key] = here[p].of(value).clone()
+                        state[p][key] = here[p].of(value.contiguous()).clone()
             elif p.requires_grad:  # a frozen parameter's state stays whole, until it trains again
                 del state[p]
-        # Bases take an entry to mean that their state for a parameter has been made.
-        self._state = {s: state[piece.param] for piece, s in self._stand_ins}
+        self.in_parts = True
 
-    def step(self, groups: Sequence[dict[str, Any]], step: Callable[[], None]) -> None:
-        """Step the pieces, with the hyperparameters of the groups as they are now."""
-        for piece, stand_in in self._stand_ins:
-            # The parameter may have been moved or cast; if it is not contiguous, this is a copy.
-            stand_in.data = piece.of(piece.param)
-            gradient = piece.param.grad
-            stand_in.grad = None if gradient is None else piece.of(gradient)
+    def share(self) -> None:
+        """Give every process all rows of the parameters; a collective if they are stepped apart."""
+        if self.steps_rows:
+            with stage("exchange"):
+                parts = [piece.of(piece.param) for piece in self.pieces]
+                self._training.world.broadcast(parts, [piece.rank for piece in self.pieces])
 
-        state = self._base.state
-        params = [group["params"] for group in groups]
-        try:
-            self._base.state = self._state  # type: ignore[assignment]
-            for i, group in enumerate(groups):
-                group["params"] = [s for piece, s in self._stand_ins if piece.group == i]
-            step()
-        finally:
-            self._base.state = state
-            for group, whole in zip(groups, params, strict=True):
-                group["params"] = whole
-
-        for piece, stand_in in self._stand_ins:
-            stand_in.grad = None
-            if not piece.param.is_contiguous():
-                piece.put(piece.param, stand_in)
+    def base_state(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, Any]]:
+        """The base's whole state on some ranks; a collective where it is in parts."""
+        world = self._training.world
+        state = self._training.base.state
+        if not self.in_parts:
+            return dict(state) if world.rank in ranks else {}
+        number = {p: i for i, p in enumerate(self.params)}
+        here = [(number[piece.param], dict(state.get(piece.param, {}))) for piece in self.mine]
+        everybody = gathered(world, here)
+        if world.rank not in ranks:
+            return {}
+        parts: dict[Tensor, dict[str, list[Any]]] = {p: {} for p in self.params}
+        for rank in everybody:
+            for i, entries in rank:
+                for key, value in entries.items():
+                    parts[self.params[i]].setdefault(key, []).append(value)
+        return {
+            p: {key: _joined(values, p) for key, values in entries.items()}
+            for p, entries in parts.items()
+        }
 
 
 def _joined(values: Sequence[Any], p: Tensor) -> Any:
-    """An entry for a whole parameter from those of its pieces, in their order."""
-    first = values[0]
-    if not isinstance(first, Tensor) or first.dim() == 0:
-        return first
-    whole = first if len(values) == 1 else torch.cat(list(values), -1)
-    return whole.to(p.device).view((*first.shape[:-1], *p.shape))
+    """An entry for a whole parameter from those of its pieces, in their order; or a number."""
+    if not isinstance(values[0], Tensor) or values[0].dim() == 0:
+        return values[0]
+    return torch.cat([value.reshape(-1) for value in values]).view(p.shape).to(p.device)
 
 
 def gathered(world: World, value: Any) -> list[Any]:
@@ -430,3 +358,39 @@ def _to_cpu(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_to_cpu(each) for each in value]
     return value.cpu() if isinstance(value, Tensor) else value
+
+
+def check_one_vector(training: Training, options: FOSIOptions) -> None:
+    """Raise unless the parameters can be one vector with a Hessian, whose steps are corrected."""
+    groups, base, name = training.groups, training.base, training.name
+    params = [p for group in groups for p in group["params"]]
+    check_one_device(params)
+    if len({bool(group.get("maximize")) for group in groups}) > 1:
+        raise ValueError("maximize differs between the groups; eigenvectors span all of them")
+    if all(callable(getattr(base, method, None)) for method in ("train", "eval")):
+        raise TypeError(
+            f"{name} corrects the parameters after its base's step, and {training.base_name}, "
+            f"which has train() and eval(), keeps averages of them that the correction does not "
+            f"reach; use another base, or KAISA, DPKFAC or DistKFAC"
+        )
+
+    # FSDP2 leaves rows, and first derivatives.
+    shards = [p for p in params if is_dtensor(p)]
+    if not shards:
+        return
+    if len(shards) < len(params):
+        raise TypeError(
+            f"{name}: fully_shard has sharded {len(shards)} of {len(params)} parameters, and one "
+            f"vector spans all; shard the rest, too, without ignored_params"
+        )
+    if any(cast(Any, p).device_mesh.ndim > 1 for p in shards):
+        raise TypeError(
+            f"{name}: the parameters are sharded over a mesh with replicas (HSDP), and each "
+            f"process is to have rows of its own; shard over a mesh of one dimension"
+        )
+    if options.hvp not in ("auto", "differences") or options.curvature != "hessian":
+        raise TypeError(
+            f"{name}: hvp={options.hvp!r} with curvature={options.curvature!r} takes other "
+            f"derivatives than the first ones of a loss, which is what FSDP2 has; use "
+            f"hvp='differences' and curvature='hessian', or DistributedDataParallel"
+        )

@@ -26,8 +26,9 @@ def pair_metrics(
     found = len(values) > 0
     scale = undone = math.nan
     if options.trust_region and pairs.subspace is not None:
-        state = TrustState(*pairs.subspace.trust.tolist())
-        scale, undone = float(state.scale), float(state.undone)
+        state = TrustState(*pairs.subspace.newton.trust.tolist())
+        scale = state.scale
+        undone = state.undone
     share = report.gradient_share
     return {
         "pairs": float(len(values)),
@@ -56,7 +57,7 @@ def pair_summary(
     """A table of every parameter, and of the eigenvalues of the last pairs."""
     names = training.names()
     vectors = None if pairs.subspace is None else pairs.subspace.basis.vectors
-    here = {piece.param: piece.size for piece in vector.mine}
+    here = {piece.param: piece.rows.stop - piece.rows.start for piece in vector.mine}
     rows = []
     for p in (p for group in training.groups for p in group["params"]):
         spanned = p.requires_grad and vectors is not None

@@ -7,8 +7,8 @@ A basis keeps V̂ in one of two layouts, behind the same methods:
     row     V̂_p ∈ R^{n/P × r}: this process's rows. V̂ᵀx is summed over processes (r elements).
     column  V̂^{(p)} ∈ R^{n × r/P}: this process's vectors. V̂c is summed over processes (n elements).
 
-V̂ is finite: vectors that are not are set to 0 at the refresh that finds them. Coefficients are set
-to 0 if a sum over all of them is not finite, which it is on all processes or on none.
+V̂ is finite, because Lanczos refuses numbers that are not. If V̂ᵀg is not, on any process, the Newton
+step is left out on all.
 """
 
 from __future__ import annotations
@@ -22,16 +22,7 @@ import torch
 from torch import Tensor
 
 from second_order.distributed.world import World
-from second_order.fosi.trust import (
-    MomentumRule,
-    NewtonStep,
-    TrustState,
-    corrections,
-    may_be,
-    propose,
-    renewed,
-    settle,
-)
+from second_order.fosi.trust import MomentumRule, NewtonStep, TrustState, propose, settle
 from second_order.lanczos.vector_space import row_bounds
 
 __all__ = ["Basis", "Subspace", "newton_rates"]
@@ -76,10 +67,7 @@ class Basis:
         return sums
 
     def add(self, x: Tensor, c: Sequence[Tensor]) -> Tensor:
-        """Add V̂c to this process's elements of x, in place; c is one for all groups, or for each.
-
-        c is finite: there is no way back.
-        """
+        """Add V̂c to this process's elements of x, in place; one c for all groups, or for each."""
         spans = self.group_spans if len(c) > 1 else [slice(None)]
         if self.by_rows:
             for span, each in zip(spans, c, strict=True):
@@ -91,6 +79,18 @@ class Basis:
         if self.world.size > 1:
             self.world.all_reduce([change]).wait()
         return x.add_(change)
+
+    def share_inside(self, c: Tensor, square: Tensor) -> Tensor:
+        """The share of a vector in the span, ‖V̂ᵀx‖² / ‖x‖², on the device.
+
+        From the coefficients that are here, and the squared norm of the elements that are. Every
+        process has all coefficients if rows of V̂ are spread, and all elements otherwise.
+        """
+        sums = torch.stack([c.double().square().sum(), square])
+        if self.world.size > 1:
+            sums[0 if self.by_rows else 1] /= self.world.size
+            self.world.all_reduce([sums]).wait()
+        return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
 
     def rows_of_sum(self, rows: slice) -> Tensor:
         """The sum of all vectors, at the rows that this process has of a vector in Lanczos."""
@@ -115,17 +115,6 @@ def whole_vectors(rows: Tensor, size: int, world: World) -> Tensor:
     return torch.cat([part.view(mine, n) for part, n in zip(received, widths, strict=True)], 1)
 
 
-def finite_or_zero(vectors: Tensor, world: World) -> Tensor:
-    """This process's part of V̂ᵀ, or zeros on all processes if one has a number that is not finite.
-
-    Along zeros there are no steps: the base steps alone, and the host does not synchronize.
-    """
-    total = vectors.sum(dtype=torch.float64)
-    if world.size > 1:
-        world.all_reduce([total]).wait()
-    return vectors.masked_fill_(~total.isfinite(), 0.0)
-
-
 def newton_rates(values: Tensor, floor: float) -> Tensor:
     """``1 / max(|û|, floor · max|û|)``, ``(r,)``: eigenvalues near 0 would give endless steps."""
     sizes = values.abs()
@@ -148,95 +137,62 @@ class Subspace:
     largest: int  # k, number of the largest eigenpairs
     rates: Tensor  # (r_p,) Newton's steps in the vectors that are ``basis.mine``
     rest_scale: float  # s, by which the base's step is stretched
-    momentum: Tensor = field(init=False)  # (r_p,) its coefficients
-    last: Tensor = field(init=False)  # (r_p,) |û|⁻¹ mom of the last step
+    newton: NewtonStep = field(init=False)  # the last Newton step
     carried: Tensor = field(init=False)  # at the elements here
-    trust: Tensor = field(init=False)  # the numbers of the trust region
     decayed: float = 1.0  # the factor of ``carried`` that is left
 
     def __post_init__(self) -> None:
-        self.momentum = torch.zeros_like(self.rates)
-        self.last = torch.zeros_like(self.rates)
+        zeros = torch.zeros_like(self.rates)
+        trust = TrustState().packed(self.rates)
+        self.newton = NewtonStep(zeros, zeros, momentum=zeros, last=zeros, trust=trust)
         self.carried = self.rates.new_zeros(self.basis.vectors.shape[1])
-        self.trust = TrustState.start(self.rates.device, self.rates.dtype)
 
     def split(
-        self, gradient: Tensor, rule: MomentumRule, alpha: Tensor, *, bounded: bool
-    ) -> tuple[NewtonStep, Tensor]:
-        """Take g₁ = V̂V̂ᵀg out of the gradient, in place, and V̂ᵀg into the momentum.
+        self, gradient: Tensor, rule: MomentumRule, alpha: float | Tensor, *, bounded: bool
+    ) -> Tensor:
+        """Take g₁ = V̂V̂ᵀg out of the gradient, in place, and make the Newton step of it.
 
         Args:
             gradient: This process's elements of the mean gradient.
             rule: How the momentum takes in V̂ᵀg.
-            alpha: The largest α of the groups.
+            alpha: The largest |α| of the groups.
             bounded: Whether the trust region bounds the step.
 
         Returns:
-            The Newton step to make, and V̂ᵀg.
+            V̂ᵀg.
         """
+        if self.rates.device.type != "cpu" and not isinstance(alpha, Tensor):
+            alpha = self.rates.new_full((), alpha)  # every other number would compile again
         c = self.basis.coefficients(gradient)
-        rule_of = rule.decay, rule.gain, rule.nesterov
-        momentum, step, terms = propose(c, self.momentum, self.rates, self.last, *rule_of)
-        newton = NewtonStep(
-            *settle(
-                self.basis.total(terms),
-                c,
-                step,
-                momentum,
-                self.momentum,
-                self.last,
-                self.trust,
-                alpha,
-                rule.stability_limit,
-                bounded,
-            )
-        )
-        self.basis.add(gradient, [newton.taken_out])
-        if bounded and may_be(newton.undo):  # it is of where the step has led to
-            gradient.masked_fill_(newton.undo, 0.0)
-        self.momentum = newton.momentum
-        self.last = newton.last
-        self.trust = newton.numbers
+        proposal = propose(c, self.newton, self.rates, rule)
+        terms = self.basis.total(proposal.terms)
+        limit = rule.stability_limit if bounded else math.inf
+        self.newton, undo = settle(terms, proposal, self.newton, alpha, limit)
+        self.basis.add(gradient, [self.newton.taken_out])
+        if undo is not False:  # the gradient is that of where the last step has led to
+            gradient.masked_fill_(torch.as_tensor(undo, device=gradient.device), 0.0)
         self.decayed *= rule.decay
-        return newton, c
+        return c
 
-    def correct(
-        self, values: Tensor, before: Tensor, newton: NewtonStep, scales: Sequence[float | Tensor]
-    ) -> None:
+    def correct(self, values: Tensor, before: Tensor, scales: Sequence[float | Tensor]) -> None:
         """Set the parameters after the base's step d₂ to w + d₁ + s (d₂ − V̂V̂ᵀd₂), in place.
 
-        α is in ``scales``, for all groups or each. Without a Newton step, or if V̂ᵀd₂ is not finite,
-        they stay. ``before`` has the parameters w before the base's step, and is overwritten.
+        α of each group is in ``scales``. ``before`` has the parameters w before the base's step,
+        and is overwritten.
         """
         moved = torch.sub(values, before, out=before)
         c = self.basis.coefficients(moved)
-        check = self.basis.total(c.sum())
-        stretch, *steps = corrections(c, newton.step, check, newton.taken, self.rest_scale, *scales)
         if self.rest_scale != 1.0:
-            values.addcmul_(moved, stretch)
+            values.add_(moved, alpha=self.rest_scale - 1.0)
+        steps = [-scale * self.newton.step - self.rest_scale * c for scale in scales]
         self.basis.add(values, steps)
 
     def momentum_vector(self) -> Tensor:
         """The momentum in R^n, at this process's elements."""
-        return self.basis.add(self.carried * self.decayed, [self.momentum])
-
-    def trust_as(self, trust: Tensor, *, risen: bool) -> None:
-        """Continue the trust region of the eigenpairs before; ``risen`` as in :func:`renewed`."""
-        self.trust = renewed(trust, risen=risen).to(self.rates)
+        return self.basis.add(self.carried * self.decayed, [self.newton.momentum])
 
     def carry(self, vector: Tensor) -> None:
-        """Take over a momentum in R^n, split into its part in V̂ and the rest, if it is finite."""
-        c = self.basis.coefficients(vector)
-        sound = self.basis.total(c.sum()).abs() < math.inf
-        self.momentum = torch.where(sound, c, 0.0)
-        self.carried = self.basis.add(vector.masked_fill_(~sound, 0.0), [-self.momentum])
-
-    def resume(
-        self, momentum: Tensor, last: Tensor, carried: Tensor, decayed: float, trust: Tensor
-    ) -> None:
-        """Take over a checkpoint's momentum and last step, ``(r,)`` of all vectors each."""
-        self.momentum = momentum[self.basis.mine].clone()
-        self.last = last[self.basis.mine].clone()
-        self.carried = carried
-        self.decayed = decayed
-        self.trust = trust.to(self.rates)
+        """Take over a momentum in R^n, split into its part in V̂ and the rest."""
+        momentum = self.basis.coefficients(vector)
+        self.newton = self.newton._replace(momentum=momentum)
+        self.carried = self.basis.add(vector, [-momentum])

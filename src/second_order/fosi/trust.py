@@ -11,15 +11,15 @@ So κ is the curvature along the steps over that which the eigenvalues tell: wit
 quadratic at most 1. A step of which κ says that c has been thrown far across, or after which the
 gradient is not finite, is taken back.
 
-All numbers are tensors on the eigenvectors' device, so that the host does not synchronize with it.
+The rule works with single numbers. On the CPU they are Python's, which are ten times as quick as
+tensors of one element. On a device they are such tensors, so that the host does not synchronize.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,18 +27,18 @@ from torch import Tensor
 __all__ = [
     "MomentumRule",
     "NewtonStep",
+    "Proposal",
     "TrustState",
     "compiled_on_devices",
-    "corrections",
-    "judge",
-    "largest_scale",
-    "may_be",
+    "larger",
     "propose",
     "renewed",
     "settle",
 ]
 
 T = TypeVar("T")
+Number: TypeAlias = Any  # a float, or a tensor of one element
+Flag: TypeAlias = Any  # a bool, or a tensor of one
 
 RADIUS = 100.0  # Δ² in usual predicted decreases: a step may be ten times as long as usual
 USUAL_DECAY = 0.99  # of the running mean of predicted decreases; Δ doubles in two steps at most
@@ -48,6 +48,88 @@ GROWTH = 1.05  # of τ, at a step below that
 EXPLODED = 100.0  # times the limit of stability
 AFTER_UNDOING = 0.1  # times τ, where nothing tells how much too long a step was
 RENEWED = 2.0  # times τ with new pairs
+TINY = 1e-300  # Python does not divide by 0
+
+
+class MomentumRule(NamedTuple):
+    """The rule m <- decay m + gain V̂ᵀg of the momentum in the subspace.
+
+    A step looks ahead by once more of the rule if ``nesterov``.
+    """
+
+    decay: float
+    gain: float
+    nesterov: bool
+
+    @property
+    def stability_limit(self) -> float:
+        """The bound on α τ κ below which steps come to rest on a quadratic."""
+        ahead = 1.0 + 2.0 * self.decay if self.nesterov else 1.0
+        return 2.0 * (1.0 + self.decay) / (self.gain * ahead)
+
+
+class TrustState(NamedTuple):
+    """What the steps so far say about the model; stored as one tensor."""
+
+    usual: Number = 0.0  # the usual predicted decrease; 0 before there is one
+    scale: Number = 1.0  # the bound on τ by the curvature along the steps
+    change: Number = 0.0  # the sums of κ; this one without what the coming c₊ adds
+    model: Number = 0.0
+    share: Number = 0.0  # τ of the last step
+    alpha: Number = 0.0  # α of the last step
+    undone: Number = 0.0  # how many steps have been taken back
+
+    def packed(self, like: Tensor) -> Tensor:
+        """One tensor of all numbers, with a tensor's dtype and device."""
+        if like.device.type == "cpu":
+            return like.new_tensor(self)
+        return torch.stack([like.new_zeros(()) + number for number in self])
+
+
+class NewtonStep(NamedTuple):
+    """A Newton step, and what it leaves for the next one."""
+
+    step: Tensor  # (r,) coefficients, to be multiplied by −α; 0 if the step is left out
+    taken_out: Tensor  # (r,) −V̂ᵀg, to be added to the gradient; 0 unless the step goes forward
+    momentum: Tensor  # (r,)
+    last: Tensor  # (r,) |û|⁻¹ n of this step, before τ
+    trust: Tensor
+
+
+class Proposal(NamedTuple):
+    """A full Newton step, before the trust region."""
+
+    c: Tensor  # (r,) V̂ᵀg
+    momentum: Tensor  # (r,) with c
+    step: Tensor  # (r,) |û|⁻¹ n
+    terms: Tensor  # (3,) products of |û|⁻¹ n with n and with c, and of the last step with c
+
+
+# -------------------------------------------------------------------------------- single numbers
+
+
+def numbers_of(tensor: Tensor) -> Sequence[Number]:
+    """The elements of a small tensor; on a device they stay there."""
+    found: Sequence[Number] = tensor.tolist() if tensor.device.type == "cpu" else tensor.unbind()
+    return found
+
+
+def choose(condition: Flag, value: T, other: T) -> T:
+    """``value`` if the condition holds, otherwise ``other``."""
+    if isinstance(condition, Tensor):
+        chosen: Any = torch.where(condition, value, other)  # type: ignore[call-overload]
+        return chosen  # type: ignore[no-any-return]
+    return value if condition else other
+
+
+def larger(a: Number, b: Number) -> Any:
+    """The larger of two numbers; the second if the first is NaN."""
+    return choose(a > b, a, b)
+
+
+def smaller(a: Number, b: Number) -> Any:
+    """The smaller of two numbers; the second if the first is NaN."""
+    return choose(a < b, a, b)
 
 
 def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
@@ -72,205 +154,97 @@ def compiled_on_devices(function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-@dataclass(frozen=True)
-class MomentumRule:
-    """The rule m <- decay m + gain V̂ᵀg of the momentum in the subspace.
-
-    A step looks ahead by once more of the rule if ``nesterov``.
-    """
-
-    decay: float
-    gain: float
-    nesterov: bool
-
-    @property
-    def stability_limit(self) -> float:
-        """The bound on α τ κ below which steps come to rest on a quadratic."""
-        ahead = 1.0 + 2.0 * self.decay if self.nesterov else 1.0
-        return 2.0 * (1.0 + self.decay) / (self.gain * ahead)
-
-
-class TrustState(NamedTuple):
-    """What the steps so far say about the model: tensors of one element."""
-
-    usual: Tensor  # the usual predicted decrease; 0 before there is one
-    scale: Tensor  # the bound on τ by the curvature along the steps
-    change: Tensor  # the sums of κ; this one without what the coming c₊ adds
-    model: Tensor
-    share: Tensor  # τ of the last step
-    alpha: Tensor  # α of the last step
-    undone: Tensor  # how many steps have been taken back
-
-    @staticmethod
-    def start(device: torch.device, dtype: torch.dtype) -> Tensor:
-        """The numbers before the first step, in one tensor, as all functions here keep them."""
-        numbers = torch.zeros(len(TrustState._fields), dtype=dtype, device=device)
-        numbers[1] = 1.0
-        return numbers
-
-
-class NewtonStep(NamedTuple):
-    """A Newton step, and what it leaves for the next one."""
-
-    step: Tensor  # (r,) coefficients, to be multiplied by −α; 0 if the step is left out
-    taken_out: Tensor  # (r,) −V̂ᵀg, to be added to the gradient; 0 unless the step goes forward
-    momentum: Tensor  # (r,)
-    last: Tensor  # (r,) |û|⁻¹ n of this step, before τ
-    numbers: Tensor  # the trust region's
-    taken: Tensor  # whether there is a step, forward or back
-    undo: Tensor  # whether it takes the last one back
-
-
-def largest_scale(scales: Sequence[float | Tensor], like: Tensor) -> Tensor:
-    """The largest |α| of the groups, on a tensor's device."""
-    tensors = [scale.to(like).reshape(()) for scale in scales if isinstance(scale, Tensor)]
-    numbers = [abs(scale) for scale in scales if not isinstance(scale, Tensor)]
-    if not tensors:
-        return like.new_full((), max(numbers))
-    return torch.stack(tensors).abs().max().clamp(min=max(numbers, default=0.0))
+# -------------------------------------------------------------------------------------- the rule
 
 
 @compiled_on_devices
-def propose(
-    c: Tensor,
-    momentum: Tensor,
-    rates: Tensor,
-    last: Tensor,
-    decay: float,
-    gain: float,
-    nesterov: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Let the momentum take in c = V̂ᵀg.
-
-    Returns the momentum, |û|⁻¹ n, and the sums over vectors that :func:`judge` needs: the products
-    of |û|⁻¹ n with n and with c, and that of the last step with c.
-    """
-    momentum = torch.add(momentum * decay, c, alpha=gain)
-    newton = momentum * decay + gain * c if nesterov else momentum
+def propose(c: Tensor, before: NewtonStep, rates: Tensor, rule: MomentumRule) -> Proposal:
+    """Let the momentum of the last step take in c = V̂ᵀg."""
+    momentum = torch.add(before.momentum * rule.decay, c, alpha=rule.gain)
+    newton = momentum
+    if rule.nesterov:
+        newton = momentum * rule.decay + rule.gain * c
     step = newton * rates
-    return momentum, step, torch.stack([step @ newton, step @ c, last @ c])
+    terms = torch.stack([step @ newton, step @ c, before.last @ c])
+    return Proposal(c, momentum, step, terms)
 
 
 @compiled_on_devices
 def settle(
-    terms: Tensor,
-    c: Tensor,
-    step: Tensor,
-    momentum: Tensor,
-    old_momentum: Tensor,
-    last: Tensor,
-    numbers: Tensor,
-    alpha: Tensor,
-    limit: float,
-    bounded: bool,
-) -> tuple[Tensor, ...]:
-    """The fields of the :class:`NewtonStep` that becomes of what :func:`propose` returns.
+    terms: Tensor, proposal: Proposal, before: NewtonStep, alpha: Number, limit: float
+) -> tuple[NewtonStep, Flag]:
+    """The Newton step that becomes of a proposal, and whether it takes the last one back.
 
-    ``terms`` are the sums over all vectors. They are not finite if V̂ᵀg is not, on any process.
+    Args:
+        terms: Those of the proposal, summed over all vectors. They are not finite if V̂ᵀg is not,
+            on any process.
+        proposal: The step to bound.
+        before: The last step.
+        alpha: The largest |α| of the groups.
+        limit: The limit of stability; infinite if there is no trust region.
     """
-    sound = terms.sum().abs() < math.inf
-    taken = sound
-    if bounded:
-        numbers, share, undo, back = judge(numbers, terms, alpha, limit, sound)
-        new = torch.where(sound, step * share, 0.0)
-        new = torch.where(undo, back * last, new)
-        taken = sound | undo
-        sound = sound & ~undo
-        old_momentum = torch.where(undo, 0.0, old_momentum)
-        last = torch.where(undo, 0.0, last)
-    else:
-        new = torch.where(sound, step, 0.0)
-        undo = torch.zeros_like(sound)
-        numbers = numbers.clone()
-    momentum = torch.where(sound, momentum, old_momentum)
-    last = torch.where(sound, step, last)
-    return new, torch.where(sound, -c, 0.0), momentum, last, numbers, taken, undo
+    predicted, descent, crossed = numbers_of(terms)
+    total = predicted + descent + crossed
+    broken = total - total != 0.0  # infinite or NaN
+    c, momentum, step, _ = proposal
+    zeros = torch.zeros_like(step)
+    left_out = NewtonStep(zeros, zeros, before.momentum, before.last, before.trust)
+    if limit == math.inf:
+        forward = NewtonStep(step, -c, momentum, step, before.trust)
+        return _chosen(broken, left_out, forward), False
 
-
-@compiled_on_devices
-def corrections(
-    c: Tensor,
-    step: Tensor,
-    check: Tensor,
-    taken: Tensor,
-    rest_scale: float,
-    *scales: float | Tensor,
-) -> tuple[Tensor, ...]:
-    """S − 1, and the coefficients −α step − s V̂ᵀd₂ for each α.
-
-    All are 0 unless a step is ``taken``, and the sum ``check`` of V̂ᵀd₂ over all vectors is finite.
-    """
-    taken = taken & (check.abs() < math.inf)
-    steps = [torch.where(taken, -scale * step - rest_scale * c, 0.0) for scale in scales]
-    return torch.where(taken, rest_scale - 1.0, torch.zeros_like(check)), *steps
-
-
-def may_be(flag: Tensor) -> bool:
-    """Whether a flag may be true: on the CPU it costs nothing to look."""
-    return flag.device.type != "cpu" or bool(flag)
-
-
-def judge(
-    numbers: Tensor, terms: Tensor, alpha: Tensor, limit: float, sound: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Look at what the last step has done, and bound the one to come.
-
-    Returns:
-        The numbers after this step; τ, the share of the Newton step to take; whether to take the
-        last step back instead; and the share of that step's |û|⁻¹n that does so, at this α.
-    """
-    state = TrustState(*numbers.unbind())
-    predicted, descent, last = terms.unbind()
-
-    # What has the last step done to V̂ᵀg? Without a last step the excess is 0 / 0.
-    change = state.change - state.share * last
-    excess = state.scale * change / (state.model * limit)
+    # What has the last step done to V̂ᵀg?
+    state = TrustState(*numbers_of(before.trust))
+    change = state.change - state.share * crossed
+    model = state.model * limit
+    excess = state.scale * change / choose(model > 0.0, model, math.inf)
     length = state.share * state.alpha
-    undo = (~sound | (excess > EXPLODED)) & (length > 0.0) & (alpha > 0.0)
+    undo = (broken | (excess > EXPLODED)) & (length > 0.0) & (alpha > 0.0)
 
     # Bound τ by the curvature along the steps.
-    grown = (state.scale * GROWTH).clamp(max=1.0)
-    scale = torch.where(excess > NEAR, state.scale * AIM / excess, grown)
+    grown = smaller(state.scale * GROWTH, 1.0)
+    scale = choose(excess > NEAR, state.scale * AIM / larger(excess, NEAR), grown)
 
     # Bound it by the radius.
     square = scale * scale * predicted
     known = state.usual > 0.0
-    bound = torch.where(known, RADIUS * state.usual, math.inf)
-    share = scale * (bound / square).clamp(max=1.0).sqrt()
-    taken = torch.minimum(square, bound)
+    bound = choose(known, RADIUS * state.usual, math.inf)
+    share = scale * smaller(bound / larger(square, TINY), 1.0) ** 0.5
+    taken = smaller(square, bound)
 
-    # The numbers after this step; after a step back; or as they were, if this one is left out.
+    # Go forward, go back, or leave this step out.
+    usual = state.usual + (1.0 - USUAL_DECAY) * (taken - state.usual)
     after = state._replace(
-        usual=torch.where(known, torch.lerp(state.usual, taken, 1.0 - USUAL_DECAY), taken),
+        usual=choose(known, usual, taken),
         scale=scale,
         change=SUMS_DECAY * change + share * descent,
         model=SUMS_DECAY * state.model + share * share * predicted,
         share=share,
         alpha=alpha,
     )
-    none = torch.zeros_like(share)
     cut = TrustState(
         usual=state.usual * AFTER_UNDOING**2,
         scale=state.scale * AFTER_UNDOING,
-        change=none,
-        model=none,
-        share=none,
-        alpha=none,
         undone=state.undone + 1.0,
     )
-    numbers = torch.where(sound, torch.stack(after), numbers)
-    numbers = torch.where(undo, torch.stack(cut), numbers)
-    return numbers, share, undo, -length / alpha
+    forward = NewtonStep(step * share, -c, momentum, step, after.packed(before.trust))
+    way_back = -length / choose(alpha > 0.0, alpha, 1.0) * before.last
+    back = NewtonStep(way_back, zeros, zeros, zeros, cut.packed(before.trust))
+    return _chosen(undo, back, _chosen(broken, left_out, forward)), undo
 
 
-def renewed(numbers: Tensor, *, risen: bool) -> Tensor:
+def _chosen(condition: Flag, step: NewtonStep, other: NewtonStep) -> NewtonStep:
+    """One of two steps, by a condition that may be on a device."""
+    fields = zip(step, other, strict=True)
+    return NewtonStep(*[choose(condition, value, another) for value, another in fields])
+
+
+def renewed(trust: Tensor, *, risen: bool) -> Tensor:
     """The numbers with new pairs, which get twice the trust that the last ones had at the end.
 
     But no more if the loss of the curvature batch has ``risen`` since the last refresh: every step
     predicted that it would fall.
     """
-    state = TrustState(*numbers.unbind())
-    none = torch.zeros_like(state.scale)
-    scale = state.scale if risen else (RENEWED * state.scale).clamp(max=1.0)
-    fresh = state._replace(scale=scale, change=none, model=none, share=none, alpha=none)
-    return torch.stack(fresh)
+    state = TrustState(*numbers_of(trust))
+    scale = state.scale if risen else smaller(RENEWED * state.scale, 1.0)
+    return TrustState(usual=state.usual, scale=scale, undone=state.undone).packed(trust)

@@ -12,10 +12,9 @@ base has moved the parameters by. Without eigenpairs, the base steps alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -23,34 +22,29 @@ from torch import Tensor
 
 from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import BASE, CURVATURE, SavedPart
-from second_order.distributed.world import World
 from second_order.errors import CurvatureError
-from second_order.fosi.eigenpairs import Closures, RefreshedPairs
-from second_order.fosi.flat_params import FlatParams
+from second_order.fosi.eigenpairs import Closures, RefreshedPairs, momentum_rule
+from second_order.fosi.flat_params import FlatParams, check_one_vector
 from second_order.fosi.metrics import pair_metrics, pair_summary
-from second_order.fosi.options import check_one_vector, check_shards, newton_scales
-from second_order.fosi.state import check_saved_pairs, room_for_pairs, saved_pairs
+from second_order.fosi.state import check_saved_pairs, room_for_pairs, whole_pairs
 from second_order.fosi.subspace import Subspace
-from second_order.fosi.trust import NewtonStep, largest_scale
+from second_order.fosi.trust import larger
 from second_order.lanczos.closure import check_closure
-from second_order.optimizers.config import FOSIOptions
+from second_order.optimizers.config import FOSIOptions, check_newton_scale
 from second_order.reporting.summary import CurvatureReport, Summary
 from second_order.training.averaging import PendingAverage, Routed
 from second_order.training.context import Training
 from second_order.training.curvature import Curvature
-from second_order.training.groups import members_of
-from second_order.utils.checks import scheduled
+from second_order.utils.checks import PEAK_LR, Schedule, as_scalar, scheduled, value_at
 from second_order.utils.stages import stage
 
-__all__ = ["FOSICurvature"]
+__all__ = ["FOSICurvature", "newton_scales"]
 
 
 @dataclass(frozen=True)
 class Split:
-    """The split of a step's gradient, which the base's step is corrected by."""
+    """A gradient that has been split: what its step is corrected by."""
 
-    subspace: Subspace
-    newton: NewtonStep
     scales: Sequence[float | Tensor]  # α of each group
     before: Tensor  # this process's elements of the parameters before the base's step
 
@@ -58,18 +52,19 @@ class Split:
 class FOSICurvature(Curvature):
     """The curvature of FOSI: eigenpairs, and the step that uses them."""
 
-    computes_pairs = True  # whether eigenpairs are this process's to renew
-
-    def __init__(self, training: Training, options: FOSIOptions, closure: Closures | None) -> None:
+    def __init__(
+        self,
+        training: Training,
+        options: FOSIOptions,
+        closure: Closures | None,
+        *,
+        refreshes: bool = True,
+    ) -> None:
         super().__init__(training)
-        check_one_vector(training)
         self.options = options
-        spread = options.layout == "row"
-        self.vector = FlatParams(training, spread=spread, dtype=options.lanczos_dtype)
+        self.vector = FlatParams(training, options)
+        self.pairs = RefreshedPairs(training, options, self.vector, refreshes=refreshes)
         self.set_closure(closure)
-        self._closure_of_step: Closures | None = None  # goes before the other, at this step
-        self.pairs = RefreshedPairs(training, options, self.vector)
-        self.closed = False  # whether the base trains alone from now on
         self._gradient_share: Tensor | None = None  # inside the span, at the last refresh
         self._split: Split | None = None  # of the step under way
 
@@ -77,6 +72,16 @@ class FOSICurvature(Curvature):
     def subspace(self) -> Subspace | None:
         """The span of the eigenpairs in use."""
         return self.pairs.subspace
+
+    def set_closure(self, closure: Closures | None) -> None:
+        """Set the curvature closure for all steps to come."""
+        if closure is not None:
+            check_closure(closure)
+        self.closure = closure
+
+    def closure_now(self) -> Closures:
+        """The curvature closure; without any, a function that raises CurvatureError."""
+        return self.closure or partial(_no_closure, self.training.name, self.training.steps)
 
     def description(self) -> list[str]:
         """The options in lines, which must be equal on all ranks."""
@@ -93,47 +98,40 @@ class FOSICurvature(Curvature):
 
     def prepare(self) -> None:
         """Follow the parameters that train, and renew the eigenpairs when they are due."""
-        if self.vector.follow():
-            self.parameters_changed()
-        self.vector.check_gradients()
-        if self.computes_pairs and not self.closed:
-            if self.pairs.throttle is not None:
-                self.pairs.throttle.begin_step()
-            if self.pairs.due():
-                self.pairs.renew(self.closure_now())
-                self._gradient_share = None
+        self.follow()
+        if self.pairs.throttle is not None:
+            self.pairs.throttle.begin_step()
+        if self.pairs.due():
+            self.pairs.renew(self.closure_now())
+            self._gradient_share = None
 
     def precondition(self, pending: PendingAverage) -> None:
         """Replace ``p.grad`` by g₂; mom takes in V̂ᵀg, and w is kept to see d₂ by."""
         with stage("average_gradients"):
             pending.wait()
-        self._split = None
-        if self.subspace is not None:
-            with stage("split"), self.vector.plain():
-                self._split = self._split_gradient(self.subspace)
+        if self.subspace is None:
+            return
+        with stage("split"), self.vector.plain():
+            params = [piece.param for piece in self.vector.mine]
+            gradients = [p.grad for p in params]
+            gradient = self.vector.read(gradients)
+            if self._gradient_share is None:
+                square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
 
-    def _split_gradient(self, subspace: Subspace) -> Split:
-        scales = newton_scales(self.options.newton_scale, self.training)
-        params = [piece.param for piece in self.vector.mine]
-        gradients = [p.grad for p in params]
-        gradient = self.vector.read(gradients)
-        square = None
-        if self._gradient_share is None:
-            square = torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
+            # Take g₁ out of the gradient, and bound the Newton step.
+            scales = newton_scales(self.options.newton_scale, self.training)
+            alpha: Any = reduce(larger, map(abs, scales))
+            c = self.subspace.split(
+                gradient,
+                momentum_rule(self.options, self.training.groups[0]),
+                alpha,
+                bounded=self.options.trust_region,
+            )
+            self.vector.write(gradients)
 
-        # Take g₁ out of the gradient, and bound the Newton step.
-        newton, c = subspace.split(
-            gradient,
-            self.pairs.momentum_rule(),
-            largest_scale(scales, subspace.rates),
-            bounded=self.options.trust_region,
-        )
-        self.vector.write(gradients)
-
-        if square is not None:
-            rows = self.vector.spread
-            self._gradient_share = share_inside(c, square, self.training.world, rows=rows)
-        return Split(subspace, newton, scales, before=self.vector.read(params, "before"))
+            if self._gradient_share is None:
+                self._gradient_share = self.subspace.basis.share_inside(c, square)
+            self._split = Split(scales, self.vector.read(params, "before"))
 
     def step_base(self, step: Callable[[], None]) -> None:
         """Let the base step on the rows that are here."""
@@ -141,51 +139,24 @@ class FOSICurvature(Curvature):
 
     def correct(self) -> None:
         """Take the base's step out of the subspace, stretch it, and add the Newton step."""
-        if self._split is not None:
-            with stage("newton"), self.vector.plain():
-                self._correct(self._split)
+        split = self._split
         self._split = None
+        if split is not None and self.subspace is not None:
+            with stage("newton"), self.vector.plain():
+                params = [piece.param for piece in self.vector.mine]
+                values = self.vector.read(params)
+                self.subspace.correct(values, split.before, split.scales)
+                # Those without a gradient stay, as with any base.
+                self.vector.write([None if p.grad is None else p for p in params])
         self.vector.share()
         if self.pairs.throttle is not None:
             refreshed = self.pairs.tally.step == self.training.steps
             self.pairs.throttle.end_step(refreshed=refreshed)
 
-    def _correct(self, split: Split) -> None:
-        params = [piece.param for piece in self.vector.mine]
-        # One α for all groups takes one product, not one for each.
-        first = split.scales[0]
-        alike = not any(isinstance(a, Tensor) or a != first for a in split.scales)
-        scales = [first] if alike else split.scales
-        split.subspace.correct(self.vector.read(params), split.before, split.newton, scales)
-        # Those without a gradient stay, as with any base.
-        self.vector.write([None if p.grad is None else p for p in params])
-
-    def set_closure(self, closure: Closures | None) -> None:
-        """Set the curvature closure for all steps to come."""
-        if closure is not None:
-            check_closure(closure)
-        self.closure = closure
-
-    @contextmanager
-    def closure_for_step(self, closure: Closures | None) -> Iterator[None]:
-        """Take a step with another curvature closure than that for all steps."""
-        self._closure_of_step = closure
-        try:
-            yield
-        finally:
-            self._closure_of_step = None
-
-    def closure_now(self) -> Closures:
-        """The closure to call; without any, a function that raises CurvatureError."""
-        found = self.closure if self._closure_of_step is None else self._closure_of_step
-        if found is None:
-            return partial(_no_closure, self.training.name, self.training.steps)
-        return found
-
     def facts(self) -> list[tuple[str, Any]]:
         """The values, by name, that decide which collectives a step has."""
         return [
-            ("closed", self.closed),
+            ("closed", self.pairs.closed),
             ("the base's state in parts", self.vector.in_parts),
             ("eigenpairs", self.subspace is not None),
             ("of step", self.pairs.tally.step),
@@ -199,13 +170,19 @@ class FOSICurvature(Curvature):
 
     # ------------------------------------------------------------------------------- changes
 
+    def follow(self) -> None:
+        """Drop the eigenpairs if other parameters train than before."""
+        if self.vector.follow():
+            self.parameters_changed()
+        self.vector.check_gradients()
+
     def replan(self) -> None:
         """Check that changed parameters and groups still make one vector."""
-        check_one_vector(self.training)
-        params = members_of(self.training.groups)
-        check_shards(self.training.name, params, self.options, helped=not self.computes_pairs)
+        check_one_vector(self.training, self.options)
 
-    begin = replan
+    def begin(self) -> None:
+        """Check that the parameters make one vector."""
+        self.replan()
 
     def replace_params(self, others: Mapping[Tensor, Tensor]) -> None:
         """Adopt the shards of parameters, or raise; the vector is cut again then."""
@@ -216,8 +193,7 @@ class FOSICurvature(Curvature):
                 f"first step"
             )
         self.replan()
-        if self.vector.follow():
-            self.parameters_changed()
+        self.follow()
 
     def parameters_changed(self) -> None:
         """Drop the eigenpairs: they are of other parameters than train now."""
@@ -231,7 +207,6 @@ class FOSICurvature(Curvature):
 
     def close(self) -> None:
         """Drop the eigenpairs and refresh no more: the base trains alone from now on."""
-        self.closed = True
         self.pairs.close()
 
     # ------------------------------------------------------------------------------------ state
@@ -241,18 +216,18 @@ class FOSICurvature(Curvature):
         return {"steps": self.training.steps, **self.pairs.counts()}
 
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        """Each parameter's counts, and its part of the eigenpairs where they are whole here."""
-        counts = self.counts()
-        params = self.vector.params
-        world = self.training.world
-        parts: dict[Tensor, dict[str, Any]] = {}
-        if self.subspace is None:
+        """Each parameter's counts; and the eigenpairs where they are whole here."""
+        parts: dict[Tensor, dict[str, Any]] = {p: {**self.counts()} for p in self.vector.params}
+        pairs = None
+        if self.subspace is not None and self.training.world.size == 1:
+            pairs = whole_pairs(self.subspace, self.vector)
+        elif self.subspace is None and self.options.wanted > 0 and is_checkpointing(part=True):
             # A checkpoint that is read in place needs room for pairs, found or not.
-            if params and self.options.wanted > 0 and is_checkpointing(part=True):
-                parts = room_for_pairs(self.options.wanted, self.vector)
-        elif world.size == 1:
-            parts = saved_pairs(self.subspace, self.vector, world, to=[0])
-        return {p: {**counts, **parts.get(p, {})} for p in params}
+            pairs = room_for_pairs(self.options.wanted, self.vector)
+        if parts and pairs is not None:
+            first = self.vector.params[0]
+            parts[first] |= pairs.entries(first.device)
+        return parts
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError unless counts and eigenpairs are finite, and fit the parameters."""
@@ -262,7 +237,7 @@ class FOSICurvature(Curvature):
         """Take over counts, and eigenpairs if the same parameters trained."""
         self._gradient_share = None
         self.vector.restart()
-        self.pairs.resume(saved, with_pairs=self.computes_pairs and not self.closed)
+        self.pairs.load(saved)
 
     @property
     def kept_elsewhere(self) -> str:
@@ -273,13 +248,14 @@ class FOSICurvature(Curvature):
 
     def gather(self, ranks: Sequence[int]) -> dict[Tensor, dict[str, dict[str, Any]]]:
         """The base's state and the eigenpairs, whole, on the ranks that want them; a collective."""
-        vector = self.vector
-        world = self.training.world
-        bases = vector.base_state(ranks)
-        curvature: dict[Tensor, Any] = {}
+        bases = self.vector.base_state(ranks)
+        found: dict[Tensor, dict[str, Any]] = {p: {BASE: part} for p, part in bases.items()}
         if self.subspace is not None:
-            curvature = saved_pairs(self.subspace, vector, world, ranks)
-        return {p: {BASE: bases.get(p, {}), CURVATURE: curvature.get(p, {})} for p in vector.params}
+            pairs = whole_pairs(self.subspace, self.vector)
+            if self.training.world.rank in ranks:
+                first = self.vector.params[0]
+                found.setdefault(first, {})[CURVATURE] = pairs.entries(first.device)
+        return found
 
     # ---------------------------------------------------------------------------------- reports
 
@@ -305,26 +281,25 @@ class FOSICurvature(Curvature):
         """Numbers to log: the eigenpairs, their age and cost, and the trust region."""
         return pair_metrics(self.training, self.options, self.pairs, self.report())
 
-    def preconditioned(self) -> list[Tensor]:
-        """The parameters that eigenvectors span; none before the first refresh."""
-        return [] if self.subspace is None else self.training.training_params()
-
     def summary(self) -> Summary:
         """A table of every parameter: whether the eigenvectors span it, and the bytes here."""
         return pair_summary(self.training, self.vector, self.options, self.pairs, self.report())
 
 
-def share_inside(c: Tensor, square: Tensor, world: World, *, rows: bool) -> Tensor:
-    """The share of the gradient in the subspace, ‖V̂ᵀg‖² / ‖g‖², on the device.
-
-    From the coefficients that are here, and the squared norm of the elements that are. Every
-    process has all coefficients if ``rows`` of V̂ are spread, and all elements otherwise.
-    """
-    sums = torch.stack([c.double().square().sum(), square])
-    if world.size > 1:
-        sums[0 if rows else 1] /= world.size
-        world.all_reduce([sums]).wait()
-    return sums[0] / sums[1].clamp(min=torch.finfo(sums.dtype).tiny)
+def newton_scales(option: Schedule, training: Training) -> list[float | Tensor]:
+    """α of each group of parameters at a step, negative where the loss is maximized."""
+    alpha = float(value_at(option, training.steps))
+    if callable(option):  # a number has been checked
+        check_newton_scale(alpha)
+    scales = []
+    for group in training.groups:
+        scale: float | Tensor = -alpha if group.get("maximize") else alpha
+        if not callable(option):
+            # A number is α at the largest lr: a schedule that ends at 0 ends these steps.
+            peak = as_scalar(group[PEAK_LR])
+            scale = scale * (as_scalar(group["lr"]) / larger(peak, 1e-30))
+        scales.append(scale)
+    return scales
 
 
 def _no_closure(name: str, step: int) -> Any:
