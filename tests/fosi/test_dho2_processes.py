@@ -346,6 +346,25 @@ def test_each_process_keeps_its_share(world: World, world_size: int) -> None:
 # What is refused.
 
 
+def transposed(rank: int, world_size: int, layout: str) -> str:
+    """The error of a step on a parameter whose elements are not in order, and which is cut."""
+    w = nn.Parameter(torch.ones(4, 3).t())
+    optimizer = DHO2([w], lr=0.1, layout=layout)
+    w.sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_in_another_order_is_not_cut(world: World) -> None:
+    for message in world.run(transposed, 2, "row"):
+        assert "shape (3, 4)" in message
+        assert "use layout='column'" in message
+    assert world.run(transposed, 2, "column") == ["", ""]
+
+
 def test_a_base_that_needs_whole_tensors_works_in_columns(world: World) -> None:
     options = {"base": torch.optim.Adafactor, "lr": 0.02, "layout": "column"}
     results = world.run(train_spread, 2, options)
