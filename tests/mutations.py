@@ -330,11 +330,13 @@ what cannot be compiled is an error
   <-  trust::a_rule_is_compiled_off_the_cpu_and_runs_as_it_is_where_that_fails
     except Exception:  =>  except ImportError:
 
-== kfac/checkpoint.py
+== kfac/state.py
 a lost factor arrives as zeros  <-  factor_exchange::a_layer_whose_factor_is_lost_starts_anew
-    letter: None, **entries}  =>  **entries}
+    value = saved.get(entry.name) if has else None  =>  value = saved.get(entry.name)
 inverses of another scale than the run's  <-  resume::inverses_of_another_scale_are_refreshed
-    if scaled != solves.scaled:  =>  if False:
+    if empty or scaled != solves.scaled:  =>  if empty:
+a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
+    loaded.snapshots[block] = Solve(  =>  Solve(
 statistics from before a load  <-  contract_state::statistics_from_before_a_load_do_not_count
   -         block.staged.clear()
   -
@@ -367,9 +369,7 @@ messages forget since the beginning
 a resumed run that forgets its intervals  <-  drift::a_resumed_run_has_the_intervals
     self.drift.load(saved, self.layers.blocks)  =>  pass
 a resumed run that refreshes all layers  <-  resume::a_resumed_run_is_the_run
-    solves.take_over(inverses,  =>  solves.take_over({},
-a resumed run without the solves under way  <-  resume::a_resumed_run_is_the_run
-    snapshots[block] = snapshot  =>  pass
+    solves.take_over(loaded.inverses,  =>  solves.take_over({},
 inverses that one rank lacks  <-  resume::inverses_that_no_rank_has_are_refreshed
     world.on_cpu().all_reduce_max([flags]).wait()  =>  pass
 
@@ -390,7 +390,7 @@ steps that are scaled by the base's side
   - torch._foreach_lerp_(now, old, 1.0 - self.factor)
   + torch._foreach_lerp_(now, old, self.factor)
 
-== kfac/group_options.py
+== kfac/layers.py
 layers whose weight and bias differ
   <-  group_options::a_layer_in_two_groups_is_named
     any(value != values[0] for value in values)  =>  False
@@ -420,10 +420,14 @@ statistics of micro-batches with the square of their number
   <-  stats::micro_batches_of_a_stats_worker_are_counted
     sums_of(staged, micro_batches, terms)  =>  sums_of(staged, 1, terms)
 
+terms of the last layer that a rank owns
+  <-  rows::ranks_that_do_not_own_the_last_layer_know_its_terms
+    watched += last  =>  pass
+
 == kfac/metrics.py
 a curvature object with an absolute damping
   <-  model_curvature::solving_with_the_trainings_damping_is_what_the_training_does
-    float(averages.mean_curvature()) if relative  =>  1.0 if relative
+    if options.relative_damping:  =>  if False:
 
 == kfac/spd_kfac.py
 statistics that wait for the step

@@ -324,6 +324,35 @@ def test_a_bad_inverse_is_refused(solver: str) -> None:
         assert differences(optimizer.state_dict(), before) == []
 
 
+def test_a_layer_status_that_does_not_exist_is_refused() -> None:
+    run = Run(KAISA, "SGD")
+    data, _ = begun(0, 1, run, 3)
+    _, optimizer, _ = resumed(run, data)
+    state = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(state)
+    state["state"][5]["curvature"]["pass_history"][0] = 7.0
+    with pytest.raises(CheckpointError, match=r"pass_history'\], of parameter '5.weight'.*with 7"):
+        optimizer.load_state_dict(state)
+    assert differences(optimizer.state_dict(), before) == []
+
+
+def test_a_look_at_the_state_changes_nothing() -> None:
+    """Also before the first step, of a layer that is frozen then and trains later."""
+    ends = []
+    for looks in (False, True):
+        model = network()
+        optimizer, scheduler = Run(KAISA, "SGD", BY_INTERVAL).make(model)
+        if looks:
+            get_optimizer_state_dict(model, optimizer)
+        for step in range(STEPS):
+            model[3].requires_grad_(step >= 5)
+            if looks:
+                optimizer.state_dict()
+            take(model, optimizer, scheduler, step, step + 1)
+        ends.append(vector(model))
+    assert torch.equal(*ends)
+
+
 def frozen_at(run: Run, frozen: range, save: int, before: bool) -> tuple[Tensor, Tensor]:
     """The ends of a run that freezes a layer for some steps, and of one that resumes it.
 

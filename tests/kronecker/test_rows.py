@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from contract import assert_same_factors, each_kronecker, factors, make
+from contract import assert_same_factors, each_kronecker, factors, make, matrices
 from terms import CLASSES, WIDTH, B, Causal, Experts, T, labels, mlp, normal, seeded
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,6 +17,7 @@ from second_order import DPKFAC, KAISA
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pool import World
 
 F64 = torch.float64
 
@@ -348,3 +349,34 @@ def test_separate_losses_of_layers_without_anything_in_common_are_of_their_own_t
     for i, net in enumerate(pair):
         wanted = expected(net, lambda net: functional.cross_entropy(net(x), y), B)
         assert_same_factors({n: got[f"{i}.{n}"] for n in wanted}, wanted)
+
+
+def by_owners(rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank has of padded text, of which it sees some sequences."""
+    model, y, some = seeded(Causal), labels(2, 1), slice(2 * rank, 2 * rank + 4)
+    optimizer = make(DPKFAC, model, lr=0.0)
+    logits = model(normal(B, T, WIDTH)[some])
+    functional.cross_entropy(logits.flatten(0, 1), y[some].flatten()).backward()
+    optimizer.step()
+    blocks = optimizer._curvature.layers.blocks
+    whole = (b for b in blocks if b.stored("A") is not None)
+    return {b.name: matrices(b.factors, F64) for b in whole}
+
+
+def test_ranks_that_do_not_own_the_last_layer_know_its_terms(world: World) -> None:
+    """One number of loss terms for all layers of a pass, whichever rank takes their statistics."""
+    found = world.run(by_owners, 2)
+    model, y = seeded(Causal), labels(2, 1)
+    owned = [set(each) for each in found]
+    assert all(owned)
+    assert owned[0].isdisjoint(owned[1])
+    for rank, each in enumerate(found):
+        some = slice(2 * rank, 2 * rank + 4)
+
+        def loss_of(model: nn.Module, some: slice = some) -> Tensor:
+            logits = model(normal(B, T, WIDTH)[some])
+            return functional.cross_entropy(logits.flatten(0, 1), y[some].flatten())
+
+        wanted = expected(model, loss_of, int((y[some] != -100).sum()))
+        for name, (_, g) in each.items():
+            torch.testing.assert_close(g, wanted[name][1], rtol=1e-10, atol=1e-14)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from second_order.distributed.fsdp import is_dtensor
+from second_order.distributed.fsdp import local
 from second_order.errors import CheckpointError
 
 __all__ = ["BASE", "CURVATURE", "HEADER", "BaseState", "SavedPart", "check_base_part"]
@@ -105,13 +105,13 @@ class SavedPart(dict[str, Any]):
         return float(value)
 
     def tensor(self, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
-        """The tensor of an entry, checked to be finite, and of a shape."""
+        """The tensor of an entry, or its rows here, checked to be finite, and of a shape."""
         value = self[key]
-        if not isinstance(value, Tensor) or is_dtensor(value):
+        if not isinstance(value, Tensor):
             raise self.wrong(key, f"is of type {type(value).__name__}, not a tensor")
         if shape is not None and tuple(value.shape) != shape:
             raise self.wrong(key, f"has the shape {tuple(value.shape)}, where {shape} is needed")
-        if not bool(torch.isfinite(value).all()):
+        if not bool(torch.isfinite(local(value)).all()):
             raise self.wrong(key, "is not finite")
         return value
 

@@ -25,26 +25,6 @@ from second_order.checkpoint.caller import is_checkpointing
 from second_order.checkpoint.saved import SavedPart
 from second_order.distributed.roles import whole_models
 from second_order.distributed.world import World
-from second_order.kfac.checkpoint import (
-    CHOSEN,
-    DAMPING,
-    MEAN_CURVATURE,
-    NEWLY_TRAINABLE_AT,
-    Entry,
-    check_saved,
-    deliver_entries,
-    factor_routes,
-    inverse_routes,
-    load_factors,
-    loaded_inverse,
-    loaded_snapshot,
-    loaded_workers,
-    move_factors,
-    saved_inverse,
-    saved_snapshot,
-    shared_number,
-    was_trained,
-)
 from second_order.kfac.feedback import (
     ADAPTIVE,
     PLAIN,
@@ -53,8 +33,12 @@ from second_order.kfac.feedback import (
     observe,
     share_feedback,
 )
-from second_order.kfac.group_options import describe_group_options
-from second_order.kfac.layers import Layers, gradient_blocks, gradient_statistics
+from second_order.kfac.layers import (
+    Layers,
+    describe_group_options,
+    gradient_blocks,
+    gradient_statistics,
+)
 from second_order.kfac.metrics import fitted_curvature, metrics_of
 from second_order.kfac.plan import (
     LayerPlan,
@@ -75,10 +59,27 @@ from second_order.kfac.precondition import (
 )
 from second_order.kfac.schedule import UPDATED_AT, Cadence
 from second_order.kfac.sharded_gradients import Bucket, buckets_of, precondition_rows
-from second_order.kfac.solve import LoadedInverse, Refresh, Solve, Solves
+from second_order.kfac.solve import Refresh, Solves
 from second_order.kfac.spd_kfac import Pipeline, Sums
+from second_order.kfac.state import (
+    CHOSEN,
+    DAMPING,
+    MEAN_CURVATURE,
+    NEWLY_TRAINABLE_AT,
+    check_saved,
+    deliver,
+    factor_entries,
+    inverse_entries,
+    load_factors,
+    load_inverses,
+    loaded_workers,
+    move_factors,
+    saved_inverse,
+    shared_number,
+    trains_others,
+)
 from second_order.kfac.thor import TraceRefresh
-from second_order.kronecker.block import PASS_HISTORY, KroneckerBlock
+from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.factors import StatisticsSums
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.kronecker.solvers import Inverse
@@ -526,7 +527,7 @@ class KFAC(OfLayers):
         new = steps > 0 and any(block.factors is None for block in layers.active)
         pairs = [(before.get(block, layer), layer) for block, layer in self.plan.items()]
         moved = any(old.source != layer.source for old, layer in pairs)
-        resumes = self._loaded is not None and not self._trains_others(self._loaded)
+        resumes = self._loaded is not None and not trains_others(self._loaded, self.plan)
         if (new or moved) and not resumes:
             layers.take_all_at(steps + 1)
 
@@ -585,7 +586,7 @@ class KFAC(OfLayers):
             if block not in self.plan and block.factors is None:
                 continue
             entries = found[block.weight] = {**common, **block.state.agreed()}
-            if fresh or self._takes(block):
+            if fresh or (block.factors is not None and self._takes(block)):
                 entries |= block.saved_factors()
             for each in (self.traces, self.drift):
                 entries |= {} if each is None else each.saved(block)
@@ -598,44 +599,26 @@ class KFAC(OfLayers):
         """
         if self._closed:
             return {}
-        solves, rank = self.solves, self.training.world.rank
+        solves = self.solves
         solves.inverter.finish()
         room = is_checkpointing(part=True)  # torch.distributed.checkpoint reads into what is there
         damping = float(solves.damping)
-        common = {DAMPING: -1.0 if math.isnan(damping) else damping}
         found: dict[Tensor, dict[str, Any]] = {}
         for block, layer in self.plan.items():
             for p in block.params:
                 found[p] = self.step_length.saved_step(p, room)
-            part = found.setdefault(block.weight, {})
-            part |= {**common, **saved_inverse(block, solves, rank in layer.workers, room)}
-            if not solves.waits and layer.keepers is None:
-                part |= saved_snapshot(block, solves, room)
-            elif block in solves.under_way:
-                part["inverse_wanted"] = 1  # its owner alone has what it is computed from
-            if self._takes(block):
-                history = block.state.history(self._ranks_of(block))
-                part[PASS_HISTORY] = block.numbers(history)
+            part = saved_inverse(block, layer, solves, room)
+            part[DAMPING] = -1.0 if math.isnan(damping) else damping
+            found.setdefault(block.weight, {}).update(part)
         return found
-
-    def _ranks_of(self, block: KroneckerBlock) -> int:
-        """Number of ranks whose passes make a layer's statistics."""
-        return self.training.world.size if self.plan[block].source is None else 1
 
     def check(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Raise ValueError if a checkpoint does not fit the layers."""
-        check_saved(saved, self.layers.blocks, self.solves.solver)
+        check_saved(saved, self.layers.blocks, self.solves)
 
     def load(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Take over a checkpoint; missing inverses are computed at the next step."""
         load_factors(saved, self.layers.blocks, self.training)
-        # A process may have got its own layers' factors alone, but moves and collects with others.
-        for block, layer in self.known.items():
-            if block.factors is None and layer.source is not None:
-                if self.training.steps > 0 and self._takes(block):
-                    block.load_factors({})  # lost: the next step finds out
-                else:
-                    block.ensure_factors()
         self.solves.restart(self._step)
         workers = loaded_workers(saved, self.training.world.size)
         if self.workers and workers not in (0, self.workers):
@@ -651,48 +634,24 @@ class KFAC(OfLayers):
         self._take_over(saved)
         self.watch()
 
-    def _trains_others(self, saved: Mapping[Tensor, SavedPart]) -> bool:
-        """Whether other layers train now than when a checkpoint was written."""
-        for block in self.layers.blocks:
-            part = saved.get(block.weight)
-            if part is not None and was_trained(part) != (block in self.plan):
-                return True
-        return False
-
     def _take_over(self, saved: Mapping[Tensor, SavedPart]) -> None:
         """Install the inverses of a checkpoint, and begin again what was being computed.
 
         Requires that the factors are loaded, and that the plan matches the layers that train.
         Scripts may freeze layers after loading: then the first step does this again.
         """
-        solves, rank = self.solves, self.training.world.rank
-        inverses: dict[KroneckerBlock, LoadedInverse] = {}
-        snapshots: dict[KroneckerBlock, Solve] = {}
-        self._missing = set()
-        for block, layer in self.plan.items():
-            part = saved.get(block.weight)
-            if part is None or not was_trained(part):
-                continue  # it is refreshed at the next step
-            works = rank in layer.workers
-            if not part["inverse_wanted"]:
-                solves.wanted.discard(block)
-            inverse = loaded_inverse(part, block, solves, works)
-            if inverse is not None:
-                inverses[block] = inverse
-                if works and inverse.inverse is None:
-                    self._missing.add(block)
-            snapshot = loaded_snapshot(part, block)
-            if snapshot is not None and not solves.waits and layer.keepers is None:
-                snapshots[block] = snapshot
-                if snapshot.factors is None:
-                    self._missing.add(block)
+        solves = self.solves
+        loaded = load_inverses(saved, self.plan, solves)
+        solves.wanted.intersection_update(loaded.wanted)
         damping = shared_number(saved, DAMPING, -1.0)
-        solves.take_over(inverses, damping if damping >= 0 else math.nan)
+        solves.take_over(loaded.inverses, damping if damping >= 0 else math.nan)
+        for block, layer in self.plan.items():
+            part: Mapping[str, Any] = saved.get(block.weight, {})
+            block.state.load(part, layer.contributors(self.training.world.size))
         if self.traces is not None:
             self.traces.load(saved, self.layers.blocks)
-        solves.resubmit({b: s for b, s in snapshots.items() if b not in self._missing})
-        for block in self.plan:
-            block.state.load(saved.get(block.weight, {}), self._ranks_of(block))
+        solves.resubmit(loaded.snapshots)
+        self._missing = loaded.missing
         if self.training.world.size == 1:
             solves.drop_missing(self._missing)
 
@@ -704,7 +663,7 @@ class KFAC(OfLayers):
         starts again.
         """
         training, world, blocks = self.training, self.training.world, self.layers.blocks
-        missing = set(self.plan) if self._trains_others(saved) else self._missing
+        missing = set(self.plan) if trains_others(saved, self.plan) else self._missing
         found = [float(flag) for block in blocks for flag in (block in missing, block.lost)]
         flags = torch.tensor(found, dtype=torch.float32, device="cpu")
         world.on_cpu().all_reduce_max([flags]).wait()
@@ -752,15 +711,16 @@ class KFAC(OfLayers):
         """Collect copies of what other ranks store, factors and inverses; a collective."""
         if not self._closed and self.layers.follow():
             self._compile()
-        routes = factor_routes(self.known, lambda _: ranks)
-        routes |= inverse_routes(self.plan, self.solves, ranks)
-        saved: dict[Entry, Tensor] = {}
         state, more = self.state(), self.state_to_save()
-        for block in self.known:
-            part = {**state.get(block.weight, {}), **more.get(block.weight, {})}
-            saved |= {(block, name): x for name, x in part.items() if isinstance(x, Tensor)}
-        found = deliver_entries(self.training.world, routes, saved)
-        return {block.weight: {"curvature": entries} for block, entries in found.items()}
+        found: dict[Tensor, dict[str, dict[str, Any]]] = {}
+        for block, layer in self.known.items():
+            entries = factor_entries(block, layer)
+            if block in self.plan:
+                entries += inverse_entries(block, layer, self.solves)
+            here = {**state.get(block.weight, {}), **more.get(block.weight, {})}
+            received = deliver(self.training.world, block, entries, here, ranks)
+            found[block.weight] = {"curvature": received}
+        return found
 
     def close(self) -> None:
         """End threads and hooks; the optimizer goes on as its base alone."""
@@ -781,12 +741,16 @@ class KFAC(OfLayers):
 
     def fitted(self, dtype: torch.dtype, gather: bool) -> KroneckerCurvature:
         """The factors as an object of their own; a collective if some are kept elsewhere."""
-        spread = self.factors_elsewhere
-        if spread and self.layers.follow():
+        if self.factors_elsewhere and self.layers.follow():
             self._compile()
-        damping, layers = float(self.solves.damping), self.layers
         return fitted_curvature(
-            self.training, self._options, layers, self.known, damping, dtype, gather, spread
+            training=self.training,
+            options=self._options,
+            layers=self.layers,
+            plan=self.known,
+            damping=float(self.solves.damping),
+            dtype=dtype,
+            gather=gather,
         )
 
     def metrics(self) -> dict[str, float]:
@@ -826,15 +790,12 @@ class KFAC(OfLayers):
 
     def _ages(self) -> str:
         """A line on the ages of inverses that are computed while training continues."""
-        solves, steps = self.solves, self.training.steps
-        states = solves.inverses.values()
-        if not states:
+        ages = sorted(self.training.steps - each.step for each in self.solves.inverses.values())
+        if not ages:
             return "no inverses yet"
-        ages = sorted(steps - state.step for state in states)
-        delays = sorted(state.installed_at - state.step for state in states)
         return (
-            f"inverses are {ages[0]} to {ages[-1]} steps old; the last solves took {delays[0]} to "
-            f"{delays[-1]} steps; {len(solves.under_way)} under way"
+            f"inverses are {ages[0]} to {ages[-1]} steps old; "
+            f"{len(self.solves.under_way)} under way"
         )
 
 

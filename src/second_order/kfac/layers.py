@@ -1,4 +1,17 @@
-"""The layers of a model that K-FAC preconditions: found, watched, and followed as they change."""
+"""The layers of a model that K-FAC preconditions: found, watched, and followed as they change.
+
+A parameter group may set options for its own layers:
+
+    groups = [{"params": body, "damping": 0.3}, {"params": head, "precondition": False}]
+
+damping        replaces the optimizer's number in the γ of the group's layers
+factor_decay   replaces the optimizer's number in the updates of the layers' running averages
+precondition   False: the base optimizer alone trains the group
+
+The first two are read from ``param_groups`` when they are used. So checkpoints contain them, ranks
+compare them at each step, and a new damping acts at the next refresh, a new decay at the next
+update. ``precondition`` is read when layers are found: at construction, and when a group is added.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +21,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from second_order.distributed.fsdp import FSDPParams, is_dtensor, reshard
-from second_order.kfac.group_options import check_layers, excluded_params, values_by_layer
 from second_order.kfac.losses import (
     SAID,
     ItemsHook,
@@ -42,12 +54,20 @@ from second_order.optimizers.config import KFACOptions
 from second_order.reporting.summary import LayerRow, Summary
 from second_order.training.context import Training, warn
 from second_order.training.groups import members_of, settings_of
-from second_order.utils.checks import AUTO
+from second_order.utils.checks import AUTO, LAYER_OPTIONS
 from second_order.utils.modules import plain_type, unmatched_patterns
 
-__all__ = ["SILENT", "Layers", "gradient_blocks", "gradient_statistics"]
+__all__ = [
+    "SILENT",
+    "Layers",
+    "describe_group_options",
+    "gradient_blocks",
+    "gradient_statistics",
+    "values_by_layer",
+]
 
-LOOKS, SHAPE = operator.attrgetter("requires_grad", "device", "shape"), operator.attrgetter("shape")
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
+Look: TypeAlias = tuple[bool, torch.device, torch.Size, FactorShape]
 
 USUAL_BATCH = 64.0  # examples, where nothing tells their number
 
@@ -66,21 +86,13 @@ REMEDY = (
     "exact_blocks=True, a larger max_factor_dim or a shorter skip_layers, and where "
     "register_layer() tells what a class computes"
 )
-UNEXPLAINED = tuple(
-    f"the inputs and output gradients of its calls do not make its weight's gradient, so that its "
-    f"factors would not be its curvature: {cause}; tell how its class computes by "
-    f"register_layer(), or name it in skip_layers"
-    for cause in (
-        "its forward scales or masks, its weight is used outside of its module too, or the loss "
-        "contains derivatives",
-        "its forward is replaced on the instance",
-    )
+UNEXPLAINED = (
+    "the inputs and output gradients of its calls do not make its weight's gradient, so that its "
+    "factors would not be its curvature: its forward scales or masks, or is replaced on the "
+    "instance, its weight is used outside of its module too, or the loss contains derivatives; "
+    "tell how its class computes by register_layer(), or name it in skip_layers"
 )
-NONE_CAME = "no statistics have arrived: "
-SILENT = f"{NONE_CAME}its forward is not called, or does not reach the loss"
-ELSEWHERE = (
-    "on another process the inputs and output gradients of its calls do not make its gradient"
-)
+SILENT = "no statistics have arrived: its forward is not called, or does not reach the loss"
 
 
 class Layers:
@@ -101,12 +113,8 @@ class Layers:
         # The first step whose passes are sure to have been captured for layers that began to train
         # in mid-run, or lost their factors.
         self.newcomers_at = -1
-        self._signature: tuple[Any, ...] | None = None
-        self._params: list[nn.Parameter] = []  # of all blocks
-        # Of these, when they were last looked at, and the blocks' shapes: a pair of a pass may have
-        # been taken while a bias was frozen.
-        self._seen: list[tuple[bool, torch.device, torch.Size]] | None = None
-        self._shapes: list[FactorShape] = []
+        # What decides the plan, as it was when it was last looked at.
+        self._looks: list[Look] | None = None
         self.expecting = True
         self._items: ItemsHook | None = None
 
@@ -117,7 +125,8 @@ class Layers:
         reshard(self._training.model)
         groups = self._training.groups
         known = {id(block.weight): block for block in self.blocks}
-
+        left_alone = [group["params"] for group in groups if group.get("precondition") is False]
+        excluded = {id(p) for each in left_alone for p in each}
         if rules.other_matrices == AUTO and any(map(is_dtensor, params)):
             rules = replace(rules, other_matrices="base")  # no rank has their whole gradients
         blocks, left = find_blocks(
@@ -127,9 +136,9 @@ class Layers:
             known,
             options.factor_dtype,
             rules,
-            excluded=excluded_params(groups),
+            excluded=excluded,
         )
-        check_layers(groups, {block: block.owned for block in blocks})
+        _check_groups(groups, blocks)
         self.blocks, self.left = blocks, left
 
     @property
@@ -179,39 +188,33 @@ class Layers:
     def _left_training(self) -> list[LeftToBase]:
         """The modules and parameters that the base alone trains now."""
         covered = {id(p) for block in self.blocks for p in block.params}
-        strays = {id(p) for p in self._training.training_params()} - covered
-        trained = set(strays)
+        params = {id(p) for p in self._training.training_params()} - covered
         names: set[str] = set()
+        inside: set[int] = set()
         reshard(self._training.model)
         for name, p in self._training.model.named_parameters(remove_duplicate=False):
-            if id(p) in trained:
+            if id(p) in params:
                 names |= {name, name.rpartition(".")[0] or "(model)"}
-                strays.discard(id(p))
-        if strays:
+                inside.add(id(p))
+        if inside != params:
             names.add("(no module)")
         return [row for row in self.left if row.name in names]
 
-    @property
-    def unchanged(self) -> bool:
-        """Whether parameters and blocks are as :meth:`follow` has seen them."""
-        shapes = map(SHAPE, self.blocks)
-        same = list(map(LOOKS, self._params)) == self._seen
-        return same and all(map(operator.is_, shapes, self._shapes))
-
     def follow(self) -> bool:
         """Look at which layers train now; returns whether others than before."""
-        if self.unchanged:
+        if self._look_around() == self._looks:
             return False
         for block in self.blocks:
             block.follow_requires_grad()
-        self._seen = list(map(LOOKS, self._params))
-        self._shapes = [block.shape for block in self.blocks]
-        signature = tuple((b.training, b.shape, b.weight.device) for b in self.blocks)
-        if signature == self._signature:
-            return False
-        self._signature = signature
+        self._looks = self._look_around()
         self.active = [block for block in self.blocks if block.trainable]
         return True
+
+    def _look_around(self) -> list[Look]:
+        looks: list[Look] = []
+        for block in self.blocks:  # a pass may have changed a block's shape
+            looks += [(p.requires_grad, p.device, p.shape, block.shape) for p in block.owned]
+        return looks
 
     def take_all_at(self, step: int) -> None:
         """Take statistics and refresh all layers at a step; -1 for none."""
@@ -219,8 +222,7 @@ class Layers:
 
     def forget_plan(self) -> None:
         """Let the next :meth:`follow` take all layers that train for new ones."""
-        self._signature = self._seen = None
-        self._params = [p for block in self.blocks for p in block.owned]
+        self._looks = None
 
     # -------------------------------------------------------------------------------- statistics
 
@@ -269,9 +271,18 @@ class Layers:
         self.capture = Capture(self.collector, self._sampler, fsdp)
 
     def watch(self, taken: Callable[[KroneckerBlock], bool]) -> None:
-        """Hook the layers whose statistics this process takes."""
+        """Hook the layers whose statistics this process takes.
+
+        The last layer shows the terms of a pass's loss. If another process takes its statistics, it
+        is hooked for its rows alone, so that all processes count the same terms.
+        """
         watched = [block for block in self.blocks if taken(block)]
-        self.collector.watch(watched)
+        rows_only: KroneckerBlock | None = None
+        last = [block for block in self.active if block.watched][-1:]
+        if last and last[0] not in watched:
+            rows_only = last[0]
+            watched += last
+        self.collector.watch(watched, rows_only)
         self.capture.attach(self._training.model, [m for b in watched for m in b.watched])
 
     def expect(self, due: bool) -> None:
@@ -389,12 +400,10 @@ class Layers:
     def tell_of_silence(self, agreed: Sequence[KroneckerBlock]) -> None:
         """Warn, once each, of those of some layers of which no statistic has ever come."""
         silent = [block for block in agreed if block.state.silent]
-        if not silent:
-            return
         training = self._training
-        if len(silent) == len(self.active):
+        if silent and len(silent) == len(self.active):
             if training.first_time("no statistics"):
-                cause = next(filter(None, map(self._why_silent, self.active)), NONE_AT_ALL)
+                cause = next(filter(None, map(self._why_silent, silent)), NONE_AT_ALL)
                 if self._options.samples:
                     fisher = f"fisher={self._options.fisher!r}"
                     cause += f"; {fisher} also needs the model itself to be called"
@@ -404,48 +413,55 @@ class Layers:
                 )
             return
         names: dict[str, list[str]] = {}
-        for block in (b for b in silent if training.first_time(f"no:{b.name}")):
-            names.setdefault(self._why_silent(block) or UNREACHED, []).append(repr(block.name))
+        for block in silent:
+            if training.first_time(f"no:{block.name}"):
+                names.setdefault(self._why_silent(block), []).append(repr(block.name))
         for reason, absent in names.items():
-            said = "" if reason in (*UNEXPLAINED, ELSEWHERE) else "no statistics arrived for "
+            said = "" if reason == UNEXPLAINED else "no statistics arrived for "
             training.warn(
-                f"{said}{', '.join(absent)}: {reason}; the base optimizer trains them until then"
+                f"{said}{', '.join(absent)}: {reason or UNREACHED}; the base optimizer trains them "
+                f"until then"
             )
 
     def _why_silent(self, block: KroneckerBlock) -> str:
-        """Why no pair of a layer has come, or is of any use, if that is known."""
+        """Why no pair of a layer has come, or is of any use; "" if that is not known."""
         if block.state.unverified:
-            patched = any("forward" in vars(module) for module in block.modules)
-            return UNEXPLAINED[patched]
+            return UNEXPLAINED
         reasons = (self.capture.missed.get(module, "") for module in block.modules)
         return next(filter(None, reasons), "")
 
     def unexplained_elsewhere(self, block: KroneckerBlock) -> None:
-        """Note that another process, perhaps, has found a layer's gradient unexplained."""
-        self.capture.missed.update(dict.fromkeys(block.modules, ELSEWHERE))
+        """Note that a process, perhaps another one, has found a layer's gradient unexplained."""
+        self.capture.missed.update(dict.fromkeys(block.modules, UNEXPLAINED))
 
     # --------------------------------------------------------------------------------- the rest
 
     def summary(self, said: Mapping[str, str]) -> Summary:
         """A table of every layer, and of the parameters left to the base."""
-        trains = self._left_training()
-        rows = [
-            LayerRow(
+        rows: list[LayerRow] = []
+        for block in self.blocks:
+            status = "preconditioned" if block.trainable else "frozen"
+            detail = _factors(block.shape)
+            if block.state.silent:
+                status = "base" if block.trainable else "frozen"
+                detail = self._why_silent(block) or SILENT
+            if block.state.silent and block.state.unverified:
+                detail = f"{block.state.residual:.0%} of its gradient unexplained: {detail}"
+            row = LayerRow(
                 name=block.name,
                 kind=plain_type(block.modules[0]).__name__,
                 parameters=block.size,
-                status=_status(block),
-                detail=self._silence(block) if block.state.silent else _factors(block.shape),
+                status=status,
+                detail=detail,
                 computed_by=said.get(block.name, ""),
                 factor_bytes=block.factor_bytes,
                 inverse_bytes=block.inverse_bytes,
             )
-            for block in self.blocks
-        ]
-        rows += [
-            LayerRow(r.name, r.kind, r.parameters, "base" if r in trains else "frozen", r.reason)
-            for r in self.left
-        ]
+            rows.append(row)
+        trains = self._left_training()
+        for left in self.left:
+            status = "base" if left in trains else "frozen"
+            rows.append(LayerRow(left.name, left.kind, left.parameters, status, left.reason))
         return Summary(
             self._training.titled(self._options.solver),
             rows,
@@ -453,20 +469,13 @@ class Layers:
             failed=sum(block.state.failures > 0 for block in self.blocks),
         )
 
-    def _silence(self, block: KroneckerBlock) -> str:
-        reason = self._why_silent(block)
-        if block.state.unverified:
-            return f"{block.state.residual:.0%} of its gradient unexplained: {reason}"
-        return f"{NONE_CAME}{reason}" if reason else SILENT
-
     def close(self) -> None:
         """Remove every hook from the model, and forget its layers."""
         self.capture.detach()
         if self._items is not None:
             self._items.remove()
         self.collector.watch(())
-        self.blocks, self.active, self.left, self._signature = [], [], [], ()
-        self._params, self._seen = [], []
+        self.blocks, self.active, self.left, self._looks = [], [], [], []
 
 
 def _factors(shape: FactorShape) -> str:
@@ -478,12 +487,6 @@ def _factors(shape: FactorShape) -> str:
     groups = f"{shape.groups} x " if shape.groups > 1 and not groups else groups
     squares = {k: "" if k in shape.diagonals else "²" for k in shape.letters}
     return groups + ", ".join(f"{k} {shape.dims[k]}{square}" for k, square in squares.items())
-
-
-def _status(block: KroneckerBlock) -> str:
-    if not block.trainable:
-        return "frozen"
-    return "base" if block.state.silent else "preconditioned"
 
 
 def _listed(left: Sequence[LeftToBase]) -> str:
@@ -530,3 +533,51 @@ def gradient_statistics(
     # A sum over examples is divided by the processes where gradients are averaged over these.
     scale = everywhere if mean_loss else size**2 / everywhere
     return gradient_sums(mine, examples, scale)
+
+
+# ------------------------------------------------------------------------- options of groups
+
+
+def values_by_layer(
+    groups: Groups, blocks: Iterable[KroneckerBlock], option: str
+) -> dict[KroneckerBlock, float]:
+    """The number that each layer's group sets for an option; layers without one are left out."""
+    numbers: dict[int, float] = {}
+    for i, group in enumerate(groups):
+        if option in group:
+            number: Any = group[option]
+            LAYER_OPTIONS[option](f"{option!r} of parameter group {i}: {option}", number)
+            numbers |= dict.fromkeys(map(id, group["params"]), number)
+    if not numbers:
+        return {}
+    return {block: numbers[id(block.weight)] for block in blocks if id(block.weight) in numbers}
+
+
+def _check_groups(groups: Groups, blocks: Iterable[KroneckerBlock]) -> None:
+    """Raise ValueError if the parameters of a layer have different values of an option."""
+    settings: dict[int, dict[str, Any]] = {}
+    for group in groups:
+        options = {option: group.get(option) for option in LAYER_OPTIONS}
+        options["precondition"] = group.get("precondition", True)
+        settings |= dict.fromkeys(map(id, group["params"]), options)
+    for block in blocks:
+        known = [settings[id(p)] for p in block.owned if id(p) in settings]
+        for option in LAYER_OPTIONS:
+            values = [each[option] for each in known]
+            # A module with precondition=False for all of its parameters has no block.
+            divided = option == "precondition" and False in values
+            if divided or any(value != values[0] for value in values):
+                raise ValueError(
+                    f"layer {block.name!r} has its weight and its bias in parameter groups with "
+                    f"different {option!r}: a layer has one curvature, so give its groups the same"
+                )
+
+
+def describe_group_options(groups: Groups) -> str:
+    """The options of all groups as the summary shows them; "" if there are none."""
+    found = []
+    for i, group in enumerate(groups):
+        own = [f"{option} {group[option]}" for option in LAYER_OPTIONS if option in group]
+        if own:
+            found.append(f"group {i}: {', '.join(own)}")
+    return "; ".join(found)

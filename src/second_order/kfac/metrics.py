@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from second_order.errors import SecondOrderError
-from second_order.kfac.checkpoint import Entry, deliver_entries, factor_routes
-from second_order.kfac.group_options import values_by_layer
-from second_order.kfac.layers import SILENT, Layers
+from second_order.kfac.layers import SILENT, Layers, values_by_layer
 from second_order.kfac.plan import LayerPlan
 from second_order.kfac.solve import Solves
+from second_order.kfac.state import EXAMPLES, MEANS, WEIGHT, deliver, factor_entries
 from second_order.kronecker.block import KroneckerBlock
 from second_order.kronecker.exact import ExactBlock
-from second_order.kronecker.factors import KroneckerFactors
 from second_order.kronecker.layer_curvature import LayerCurvature
 from second_order.kronecker.model_curvature import KroneckerCurvature
 from second_order.optimizers.config import KFACOptions
@@ -45,22 +43,21 @@ def metrics_of(
 ) -> dict[str, float]:
     """Numbers on layers and inverses. Synchronizes with the device."""
     solved = [block for block in plan if block.solved]
-    found = dict.fromkeys(NAMES, math.nan)
-    found["damping"] = float(solves.damping)
-    found["layers"] = float(len(plan))
-    found["layers/solved"] = float(len(solved))
-    found["layers/failing"] = float(sum(block.state.failures > 0 for block in plan))
-    found["layers/under_way"] = float(len(solves.under_way))
-    found["failed"] = float(solves.failed)
-    found["dropped"] = float(sum(int(block.staged.dropped) for block in layers.blocks))
-    states = {block: solves.inverses[block] for block in solved}
-    if states:
-        found["age/inverses"] = float(step - min(state.step for state in states.values()))
-    numbers = [float(x.damping) for block, x in states.items() if block.inverse is not None]
-    if numbers:
-        found["damping/min"] = min(numbers)
-        found["damping/max"] = max(numbers)
-    return found
+    states = [solves.inverses[block] for block in solved]
+    dampings = [float(solves.inverses[b].damping) for b in solved if b.inverse is not None]
+    return {
+        **dict.fromkeys(NAMES, math.nan),
+        "damping": float(solves.damping),
+        "damping/min": min(dampings, default=math.nan),
+        "damping/max": max(dampings, default=math.nan),
+        "age/inverses": step - min((state.step for state in states), default=math.nan),
+        "layers": float(len(plan)),
+        "layers/solved": float(len(solved)),
+        "layers/failing": float(sum(block.state.failures > 0 for block in plan)),
+        "layers/under_way": float(len(solves.under_way)),
+        "failed": float(solves.failed),
+        "dropped": float(sum(int(block.staged.dropped) for block in layers.blocks)),
+    }
 
 
 def fitted_curvature(
@@ -71,56 +68,56 @@ def fitted_curvature(
     damping: float,
     dtype: torch.dtype,
     gather: bool,
-    spread: bool,
 ) -> KroneckerCurvature:
     """Copy the running averages into an object of their own; raise if no layer has any.
 
-    Copies are the owner's, or everybody's to ``gather``. Where factors are ``spread``, as some are
-    kept by other ranks alone, it is a collective.
+    A layer's copies are on the rank that keeps its A, or on all ranks to ``gather``. If ranks keep
+    different factors, this is a collective.
     """
-    world, names = training.world, training.names()
-    everybody = range(world.size)
-    routes = factor_routes(plan, lambda layer: everybody if gather else [_owner(layer)])
-    stored: dict[Entry, Tensor] = {}
-    for block in plan:
-        if block.factors is not None:
-            stored |= {(block, name): x for name, x in block.saved_factors().items()}
-    away = deliver_entries(world, routes, stored)
-    averages = {block: _averages_of(block, away.get(block, {})) for block in layers.blocks}
+    world = training.world
+    names = training.names()
     own_dampings = values_by_layer(training.groups, layers.blocks, "damping")
-    reasons, known = {}, {}
-    for block, each in averages.items():
-        reasons[block.name] = _why_not(block, _params_of(block), each)
-        if not reasons[block.name]:
-            gamma = _damping_of(each, own_dampings.get(block, damping), options.relative_damping)
-            known[block.name] = float(each.examples), float(each.weight), gamma
-    owners: dict[str, int] = {}
-    if world.size > 1 and not gather:
-        owners = {block.name: _owner(plan.get(block)) for block in layers.blocks}
-        for rank, told in reversed([*enumerate(world.all_gather_object(known) if spread else ())]):
-            known |= told
-            owners |= dict.fromkeys(told, rank)
     uncovered = _left_to_the_base(training, layers)
     found: dict[str, LayerCurvature] = {}
-    for block, each in averages.items():
-        name, kept = block.name, each.stored
-        shapes = {names.get(id(p), UNNAMED): p.shape for p in _params_of(block)}
-        if name not in known:
-            uncovered |= dict.fromkeys(uncovered.keys() & shapes.keys(), reasons[name])
+    owners: dict[str, int] = {}
+    for block in layers.blocks if training.steps > 0 else ():
+        # The numbers go to all ranks, the factors to the layer's owner.
+        layer = plan.get(block)
+        owner = 0 if layer is None else layer.owner
+        saved = {} if block.factors is None or block.lost else block.saved_factors()
+        averages: dict[str, Tensor] = {}
+        for entry in factor_entries(block, layer):
+            to_all = gather or entry.name not in block.shape.letters
+            ranks = range(world.size) if to_all else [owner]
+            averages |= deliver(world, block, [entry], saved, ranks)
+
+        params = _params_of(block)
+        shapes = {names.get(id(p), UNNAMED): p.shape for p in params}
+        reason = _why_not(block, params, averages)
+        if reason:
+            uncovered |= dict.fromkeys(uncovered.keys() & shapes.keys(), reason)
             continue
-        here = owners.get(name, world.rank) == world.rank
-        uncovered = {param: why for param, why in uncovered.items() if param not in shapes}
-        examples, updates, gamma = known[name]
-        found[name] = LayerCurvature(
-            name=name,
+        for name in shapes:
+            uncovered.pop(name, None)
+        if world.size > 1 and not gather:
+            owners[block.name] = owner
+        stored: dict[str, Tensor] = {}
+        if owners.get(block.name, world.rank) == world.rank:
+            stored = {k: averages[k].to(dtype, copy=True) for k in block.shape.letters}
+        curvature = 1.0
+        if options.relative_damping:
+            curvature = float(averages[MEANS][: len(block.shape.letters)].prod(0).mean())
+        gamma = own_dampings.get(block, damping) * (curvature if curvature > 0 else 1.0)
+        found[block.name] = LayerCurvature(
+            name=block.name,
             modules=tuple(block.names),
             kind=type(block.modules[0]),
             shapes=shapes,
             shape=block.shape,
-            stored={k: t.to(dtype, copy=True) for k, t in kept.items()} if here else {},
-            examples=examples,
-            updates=updates,
-            damping=gamma,
+            stored=stored,
+            examples=float(averages[EXAMPLES]),
+            updates=float(averages[WEIGHT]),
+            damping=None if math.isnan(gamma) else gamma,
         )
     if not found:
         raise SecondOrderError(
@@ -128,23 +125,7 @@ def fitted_curvature(
             f"before close()"
         )
     listed = [names.get(id(p), UNNAMED) for p in members_of(training.groups)]
-    owners = {name: owners[name] for name in found if name in owners}
     return KroneckerCurvature(found, listed, uncovered, owners=owners, world=world)
-
-
-def _owner(layer: LayerPlan | None) -> int:
-    """The rank that keeps A, or decomposes it if all do."""
-    if layer is None:  # it does not train
-        return 0
-    return layer.solver("A") if layer.keepers is None else layer.keepers[0]
-
-
-def _damping_of(averages: KroneckerFactors, damping: float, relative: bool) -> float | None:
-    """γ of the training for a layer; None if it is not known."""
-    if math.isnan(damping):
-        return None
-    curvature = float(averages.mean_curvature()) if relative else 1.0
-    return damping * (curvature if curvature > 0 else 1.0)
 
 
 def _left_to_the_base(training: Training, layers: Layers) -> dict[str, str]:
@@ -161,28 +142,17 @@ def _left_to_the_base(training: Training, layers: Layers) -> dict[str, str]:
 def _params_of(block: KroneckerBlock) -> list[nn.Parameter]:
     """The parameters that a block's factors are of, be they frozen now."""
     size = math.prod(block.shape.gradient_size)
-    if isinstance(block, ExactBlock):
-        whole = sum(p.numel() for p in block.owned) == size
-        return block.owned if whole else block.params
-    if block.bias is not None and block.weight.numel() + block.bias.numel() == size:
-        return [block.weight, block.bias]
-    return [block.weight]
+    if sum(p.numel() for p in block.owned) == size:
+        return block.owned
+    return block.params if isinstance(block, ExactBlock) else [block.weight]
 
 
-def _averages_of(block: KroneckerBlock, away: Mapping[str, Tensor]) -> KroneckerFactors:
-    """The averages that are here, with those that have been gathered."""
-    kept = block.factor_dtype, (False, False)
-    averages = KroneckerFactors(block.shape, block.weight.device, *kept)
-    averages.entries |= {} if block.factors is None else block.factors.entries
-    averages.entries |= away
-    return averages
-
-
-def _why_not(block: KroneckerBlock, params: list[nn.Parameter], averages: KroneckerFactors) -> str:
-    """Why a block has no curvature here; "" if it has."""
+def _why_not(
+    block: KroneckerBlock, params: list[nn.Parameter], averages: Mapping[str, Tensor]
+) -> str:
+    """Why a block has no curvature; "" if it has."""
     if block.shape.marginal:
         return "its factors are those of the gradient, which make no Fisher information"
     if sum(p.numel() for p in params) != math.prod(block.shape.gradient_size):
         return "its bias has been frozen or unfrozen since its factors were taken"
-    missing = len(averages.stored) < len(block.shape.letters)
-    return SILENT if missing or not float(averages.weight) > 0 else ""
+    return "" if WEIGHT in averages and float(averages[WEIGHT]) > 0 else SILENT

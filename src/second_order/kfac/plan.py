@@ -99,6 +99,15 @@ class LayerPlan:
         """The rank that keeps a factor, by its letter; None if every rank does."""
         return None if self.keepers is None else self.keepers[letter == "G"]
 
+    @property
+    def owner(self) -> int:
+        """The rank that keeps A, or decomposes it if every rank keeps it."""
+        return self.solvers[0] if self.keepers is None else self.keepers[0]
+
+    def contributors(self, ranks: int) -> int:
+        """Of so many ranks, the number whose batches make the statistics."""
+        return ranks if self.source is None else 1
+
     def keeps(self, rank: int) -> tuple[bool, bool]:
         """Whether a rank keeps A and G."""
         return self.keeper("A") in (None, rank), self.keeper("G") in (None, rank)

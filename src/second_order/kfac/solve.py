@@ -23,8 +23,7 @@ from torch import Tensor
 
 from second_order.distributed.world import Shapes, deliver_parts
 from second_order.errors import DecompositionError
-from second_order.kfac.group_options import values_by_layer
-from second_order.kfac.layers import Layers
+from second_order.kfac.layers import Layers, values_by_layer
 from second_order.kfac.plan import Item, StepPlan
 from second_order.kfac.precondition import last_results
 from second_order.kfac.schedule import Drift

@@ -389,8 +389,11 @@ class KroneckerBlock:
         return torch.tensor(values, dtype=wide, device=device)
 
     def saved_factors(self) -> dict[str, Tensor]:
-        """The factors kept here, as a checkpoint has them; tensors are shared, not copied."""
-        return dict(self.ensure_factors().entries)
+        """The factors kept here, as a checkpoint has them; tensors are shared, not copied.
+
+        Zeros before the first statistic: a checkpoint does not make the running averages.
+        """
+        return dict((self.factors or self._new_factors()).entries)
 
     def load_factors(self, saved: Mapping[str, Any]) -> None:
         """Take over saved averages that fit; a missing one counts as lost."""

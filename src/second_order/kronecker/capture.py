@@ -519,12 +519,19 @@ class StatisticsCollector:
     queue: PairQueue = field(default_factory=PairQueue)
     ledger: Ledger = field(default_factory=Ledger)
     _blocks: dict[nn.Module, list[KroneckerBlock]] = field(default_factory=dict)
+    _rows_only: KroneckerBlock | None = None  # whose rows are seen, and no statistics taken
     _places: dict[KroneckerBlock, int] = field(default_factory=dict)  # in the model
     _told: bool = False  # of losses that go back apart
     _unheard: list[KroneckerBlock] = field(default_factory=list)  # whose passes are still running
 
-    def watch(self, blocks: Iterable[KroneckerBlock]) -> None:
-        """Set the blocks that get the pairs of their modules from now on."""
+    def watch(
+        self, blocks: Iterable[KroneckerBlock], rows_only: KroneckerBlock | None = None
+    ) -> None:
+        """Set the blocks that get the pairs of their modules from now on.
+
+        ``rows_only`` is one of them whose statistics another process takes.
+        """
+        self._rows_only = rows_only
         self._blocks.clear()
         self._places.clear()
         for place, block in enumerate(blocks):
@@ -600,6 +607,8 @@ class StatisticsCollector:
             current.layers[id(block.staged)] = block.staged
             inputs = 1 if block.shape.diagonal_a else block.shape.in_dim
             block.staged.expect(current.number, again=again, work=6 * d.numel() * inputs)
+            if block is self._rows_only:
+                continue
             block.state.note_pair(block.staged.work)
             if on_host:
                 self._add(block, pair, current.alive(group))

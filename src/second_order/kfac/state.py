@@ -1,0 +1,408 @@
+"""What a checkpoint has of the layers: its entries, their checks, and their transfer between ranks.
+
+The entries of a layer, in the checkpoint part of its weight:
+
+A, G, L                          the running averages that this process stores
+average_weight, mean_eigenvalues, examples
+                                 the weight of the averages, their mean eigenvalues, and the number
+                                 of examples
+inverse_step                     the step of the factors that the inverse was computed from; -1 if
+                                 the layer has no inverse
+inverse_delay                    the number of steps from inverse_step until the inverse was
+                                 installed
+inverse_wanted                   1 if the layer is refreshed at the next step even if it is not due
+inverse_A, inverse_G, ...        the tensors of the inverse, named by the solver; only gradient
+                                 workers save them
+inverse_damping                  four numbers, saved with these tensors: γ, the mean eigenvalue of
+                                 A ⊗ G + γ, the option γ, and 1 if the inverse is scaled by the
+                                 second; all are 0 if there is no inverse
+snapshot_step                    the step of an inverse that is computed on a thread; -1 if none is
+snapshot_A, snapshot_G, ...      the factors that it is computed from
+
+:func:`factor_entries` and :func:`inverse_entries` list the tensors, with the ranks that have them.
+Saving, checks and transfers all follow these lists. Transfers are collectives: every rank calls
+them with the same layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from second_order.checkpoint.saved import HEADER, SavedPart
+from second_order.distributed.world import World
+from second_order.kfac.feedback import LAST_STEP, LAST_STEP_KNOWN, STEP_LENGTH
+from second_order.kfac.plan import LayerPlan
+from second_order.kfac.precondition import USUAL_CHANGE
+from second_order.kfac.schedule import DRIFT, UPDATED_AT
+from second_order.kfac.solve import InverseState, LoadedInverse, Solve, Solves
+from second_order.kfac.thor import SETTLED
+from second_order.kronecker.block import (
+    AGREED_STATE,
+    PASS_HISTORY,
+    KroneckerBlock,
+    LayerStatus,
+)
+from second_order.kronecker.solvers import INVERSE_ENTRIES
+from second_order.training.context import Training
+from second_order.training.throttle import THROTTLE
+
+__all__ = [
+    "CHOSEN",
+    "DAMPING",
+    "EXAMPLES",
+    "MEANS",
+    "MEAN_CURVATURE",
+    "NEWLY_TRAINABLE_AT",
+    "WEIGHT",
+    "Entry",
+    "Loaded",
+    "check_saved",
+    "deliver",
+    "factor_entries",
+    "inverse_entries",
+    "load_factors",
+    "load_inverses",
+    "loaded_workers",
+    "move_factors",
+    "saved_inverse",
+    "shared_number",
+    "trains_others",
+]
+
+LETTERS = ("A", "G", "L")
+WEIGHT, MEANS, EXAMPLES = HEADS = ("average_weight", "mean_eigenvalues", "examples")
+STEP, DELAY, WANTED = "inverse_step", "inverse_delay", "inverse_wanted"
+INVERSE_DAMPING = "inverse_damping"
+STATISTICS_DUE = AGREED_STATE[1]
+SNAPSHOT = "snapshot_"
+SNAPSHOT_STEP = "snapshot_step"
+SNAPSHOT_NUMBERS = ("snapshot_damping", "snapshot_mean_curvature")
+
+CHOSEN = ("gradient_workers", "gradient_workers_of")
+MEAN_CURVATURE = "mean_curvature"
+NEWLY_TRAINABLE_AT = "newly_trainable_at"
+DAMPING = "damping"
+"""The option γ at the last refresh, or -1 before the first; the same for all layers."""
+
+WHOLE = (*DRIFT, *THROTTLE[:2])
+"""Whole numbers of at least 0."""
+
+KNOWN = (
+    *(*LETTERS, *HEADS, *INVERSE_ENTRIES, INVERSE_DAMPING, STEP, DELAY, WANTED, SNAPSHOT_STEP),
+    *(*SNAPSHOT_NUMBERS, *(SNAPSHOT + name for name in (*LETTERS, *HEADS)), PASS_HISTORY),
+    *(MEAN_CURVATURE, UPDATED_AT, NEWLY_TRAINABLE_AT, DAMPING, *CHOSEN, *STEP_LENGTH),
+    *(*USUAL_CHANGE, *THROTTLE, *DRIFT, SETTLED, *AGREED_STATE, LAST_STEP, LAST_STEP_KNOWN),
+    *HEADER,
+)
+"""All entries."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a layer in a checkpoint.
+
+    Attributes:
+        name: Its name.
+        shape: Its shape.
+        dtype: Its dtype.
+        ranks: The ranks that have it; None if all have it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ranks: Sequence[int] | None = None
+
+
+def factor_entries(block: KroneckerBlock, layer: LayerPlan | None) -> list[Entry]:
+    """The running averages of a layer. A layer that has never trained has no plan."""
+    wide = torch.promote_types(block.factor_dtype, torch.float32)
+    owners: dict[str, Sequence[int] | None] = {}
+    for letter in block.shape.letters:
+        keeper = None if layer is None else layer.keeper(letter)
+        owners[letter] = None if keeper is None else [keeper]
+    means = (block.shape.numbers, block.shape.groups)
+    found = [
+        Entry(WEIGHT, (), wide, owners["A"]),
+        Entry(MEANS, means, wide, owners["A"]),
+        Entry(EXAMPLES, (), wide, owners["A"]),
+    ]
+    for letter, shape in block.stored_shapes.items():
+        found.append(Entry(letter, shape, block.factor_dtype, owners[letter]))
+    return found
+
+
+def inverse_entries(block: KroneckerBlock, layer: LayerPlan | None, solves: Solves) -> list[Entry]:
+    """The inverse of a layer, what the next one is computed from, and the history of passes."""
+    workers = None if layer is None else layer.workers
+    source = None if layer is None or layer.source is None else [layer.source]
+    numbers = block.numbers(()).dtype
+    found = [
+        Entry(INVERSE_DAMPING, (4,), numbers, workers),
+        Entry(PASS_HISTORY, (4,), numbers, source),
+    ]
+    for name, shape in solves.solver.saved_shapes(block.shape).items():
+        found.append(Entry(name, shape, solves.options.inv_dtype, workers))
+    if not solves.waits and (layer is None or layer.keepers is None):
+        factors = factor_entries(block, None)
+        found += [replace(entry, name=SNAPSHOT + entry.name) for entry in factors]
+    return found
+
+
+# --------------------------------------------------------------------------------------- saving
+
+
+def saved_inverse(
+    block: KroneckerBlock, layer: LayerPlan, solves: Solves, room: bool
+) -> dict[str, Any]:
+    """What a checkpoint has of a layer between two refreshes. Tensors are shared, not copied.
+
+    If ``room`` is true, tensors that this rank may have and does not have are zeros.
+    torch.distributed.checkpoint needs them because it reads into existing tensors.
+    """
+    world = solves.training.world
+    state = solves.inverses[block] if block.solved else InverseState(step=-1, installed_at=-1)
+    found: dict[str, Any] = {
+        STEP: state.step,
+        DELAY: state.installed_at - state.step,
+        WANTED: int(block in solves.wanted),
+    }
+    passes = block.state.history(layer.contributors(world.size))
+    tensors = {PASS_HISTORY: block.numbers(passes)}
+    if block.inverse is not None:
+        numbers = [state.damping, state.trace, state.option, solves.scaled]
+        tensors |= block.inverse.entries
+        tensors[INVERSE_DAMPING] = block.numbers([float(number) for number in numbers])
+
+    # The inverse that is being computed.
+    if layer.keepers is not None:  # its owner alone has what it is computed from
+        found[WANTED] = int(found[WANTED] or block in solves.under_way)
+    elif not solves.waits:
+        solves.keep_snapshots([block])
+        solve = solves.under_way.get(block, Solve(step=-1, option=0.0, mean_curvature=0.0))
+        found[SNAPSHOT_STEP] = solve.step
+        found |= zip(SNAPSHOT_NUMBERS, (float(solve.option), solve.mean_curvature), strict=True)
+        if solve.factors is not None:
+            tensors |= {SNAPSHOT + name: x for name, x in solve.factors.entries.items()}
+
+    for entry in inverse_entries(block, layer, solves):
+        if entry.ranks is None or world.rank in entry.ranks:
+            if entry.name in tensors:
+                found[entry.name] = tensors[entry.name]
+            elif room:
+                device = block.weight.device
+                found[entry.name] = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
+    return found
+
+
+# ------------------------------------------------------------------------------ transfer of entries
+
+
+def deliver(
+    world: World,
+    block: KroneckerBlock,
+    entries: Iterable[Entry],
+    saved: Mapping[str, Tensor],
+    ranks: Sequence[int],
+) -> dict[str, Tensor]:
+    """Send entries of a layer to ranks that lack them; a collective.
+
+    Returns the entries that this rank has now. Those that their first rank lacks are missing.
+    """
+    found: dict[str, Tensor] = {}
+    for entry in entries:
+        has = entry.ranks is None or world.rank in entry.ranks
+        value = saved.get(entry.name) if has else None
+        if entry.ranks is not None and not {*ranks} <= {*entry.ranks}:
+            source = entry.ranks[0]
+            sent = value
+            if sent is None or world.rank != source:
+                sent = torch.zeros(entry.shape, dtype=entry.dtype, device=block.weight.device)
+            present = sent.new_full((), float(value is not None))
+            world.broadcast([present, sent], [source, source])
+            if world.rank in ranks and not has and bool(present):
+                value = sent
+        if value is not None:
+            found[entry.name] = value
+    return found
+
+
+def move_factors(
+    world: World,
+    plan: Mapping[KroneckerBlock, LayerPlan],
+    before: Mapping[KroneckerBlock, LayerPlan],
+) -> None:
+    """Send the factors of layers whose owners have changed to the new owners."""
+    for block in before.keys() - plan.keys():  # they do not train
+        block.keep(block.held)
+    for block, layer in plan.items():
+        old = before.get(block, layer)
+        received: dict[str, Tensor | None] = {}
+        if old.keepers is not None and layer.keepers is not None and old.keepers != layer.keepers:
+            for entry in factor_entries(block, old):
+                letter = entry.name in block.shape.letters
+                new = [layer.keepers[entry.name == "G"]] if letter else layer.keepers
+                found = deliver(world, block, [entry], block.saved_factors(), new)
+                if letter and world.rank in new:
+                    received[entry.name] = found.get(entry.name)  # None if it is lost
+                else:
+                    received |= found
+        block.keep(layer.keeps(world.rank))
+        if received:
+            block.take_factors(received)
+
+
+# -------------------------------------------------------------------------------------- checks
+
+
+def check_saved(
+    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], solves: Solves
+) -> None:
+    """Raise ValueError unless all entries are known and finite, and tensors fit their layers.
+
+    A layer that is frozen may have been saved with its bias, and one that has no block here with
+    any sizes: of such layers, factors that do not fit are not loaded.
+    """
+    block_of: dict[Tensor, KroneckerBlock] = {block.weight: block for block in blocks}
+    for p, part in saved.items():
+        part.check_known(KNOWN)
+        shapes: dict[str, tuple[int, ...]] = {LAST_STEP: tuple(p.shape)}
+        block = block_of.get(p)
+        if block is not None and (block.trainable or not block.misfit(part)):
+            if part.keys() & {*LETTERS, MEANS, EXAMPLES}:
+                part.require([WEIGHT, MEANS])
+            for entry in (*factor_entries(block, None), *inverse_entries(block, None, solves)):
+                shapes[entry.name] = entry.shape
+        for key, value in part.items():
+            if key in WHOLE:
+                part.whole(key, 0)
+            elif isinstance(value, Tensor):
+                part.tensor(key, shapes.get(key))
+            elif key not in HEADER:
+                part.number(key)
+        if PASS_HISTORY in part:
+            status = float(part[PASS_HISTORY][0])
+            if status not in [each.value for each in LayerStatus]:
+                raise part.wrong(PASS_HISTORY, f"begins with {status:g}, which is no layer status")
+
+
+# -------------------------------------------------------------------------------------- loading
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint has of the layers of a plan, as far as this rank works on them.
+
+    Attributes:
+        inverses: The inverses of layers that had one.
+        snapshots: The inverses that were being computed on threads.
+        missing: Layers of which this rank lacks a part that it needs.
+        wanted: Layers that are to be refreshed at the next step, because the run was about to.
+    """
+
+    inverses: dict[KroneckerBlock, LoadedInverse]
+    snapshots: dict[KroneckerBlock, Solve]
+    missing: set[KroneckerBlock]
+    wanted: set[KroneckerBlock]
+
+
+def shared_number(saved: Mapping[Tensor, SavedPart], key: str, otherwise: float) -> float:
+    """A number that all layers have; ``otherwise`` if the checkpoint lacks it."""
+    for part in saved.values():
+        if key in part:
+            return part.number(key)
+    return otherwise
+
+
+def loaded_workers(saved: Mapping[Tensor, SavedPart], ranks: int) -> int:
+    """The number of gradient workers that was chosen for so many ranks, or 0."""
+    workers, of = (int(shared_number(saved, name, 0.0)) for name in CHOSEN)
+    return workers if of == ranks and workers and ranks % workers == 0 else 0
+
+
+def load_factors(
+    saved: Mapping[Tensor, SavedPart], blocks: Sequence[KroneckerBlock], training: Training
+) -> None:
+    """Take over the factors of layers, in the dtypes they were saved in."""
+    for block in blocks:
+        part: Mapping[str, Any] = saved.get(block.weight, {})
+        block.staged.clear()
+        block.forget()
+        if training.steps == 0:
+            continue
+        if block.misfit(part):
+            training.warn(
+                f"the factors of layer {block.name!r} are not taken over: it is frozen, and "
+                f"saved with another size, with its bias perhaps; once it trains they are "
+                f"taken anew"
+            )
+        elif WEIGHT in part or part.get(STATISTICS_DUE, 0):
+            # A rank may have been given the factors of its own layers alone. Those of the others
+            # count as known. If it lacks its own, they are lost, as the next refresh finds out.
+            block.load_factors(part)
+
+
+def trains_others(
+    saved: Mapping[Tensor, SavedPart], plan: Mapping[KroneckerBlock, LayerPlan]
+) -> bool:
+    """Whether other layers train now than when a checkpoint was written."""
+    trained = {weight for weight, part in saved.items() if STEP in part}
+    return trained != {block.weight for block in plan}
+
+
+def load_inverses(
+    saved: Mapping[Tensor, SavedPart],
+    plan: Mapping[KroneckerBlock, LayerPlan],
+    solves: Solves,
+) -> Loaded:
+    """Read the inverses of the layers that train, and what was being computed."""
+    rank = solves.training.world.rank
+    loaded = Loaded({}, {}, set(), set())
+    for block, layer in plan.items():
+        part = saved.get(block.weight)
+        if part is None or STEP not in part:  # it did not train
+            loaded.wanted.add(block)
+            continue
+        if part[WANTED]:
+            loaded.wanted.add(block)
+        if part[STEP] >= 0:
+            step = int(part[STEP])
+            inverse = LoadedInverse(InverseState(step, step + int(part[DELAY])))
+            if rank in layer.workers:
+                inverse = _read_inverse(part, block, solves, inverse)
+                if inverse.inverse is None:
+                    loaded.missing.add(block)
+            loaded.inverses[block] = inverse
+        if part.get(SNAPSHOT_STEP, -1) >= 0 and not solves.waits and layer.keepers is None:
+            names = {SNAPSHOT + name: name for name in (*HEADS, *block.shape.letters)}
+            if part.keys() >= names.keys():
+                factors = block.read_factors({names[name]: part[name] for name in names})
+                damping, curvature = (float(part[name]) for name in SNAPSHOT_NUMBERS)
+                step = int(part[SNAPSHOT_STEP])
+                loaded.snapshots[block] = Solve(step, damping, curvature, factors=factors)
+            else:
+                loaded.missing.add(block)
+    return loaded
+
+
+def _read_inverse(
+    part: Mapping[str, Any], block: KroneckerBlock, solves: Solves, loaded: LoadedInverse
+) -> LoadedInverse:
+    """Add the inverse itself, unless it is of another solver or ``preconditioner_scale``."""
+    names = solves.solver.saved_shapes(block.shape)
+    if not part.keys() >= {INVERSE_DAMPING, *names}:
+        return loaded
+    damping, trace, option, scaled = part[INVERSE_DAMPING].tolist()
+    empty = not all(bool(part[name].any()) for name in names)  # no inverse was read
+    if empty or scaled != solves.scaled:
+        return loaded
+    entries: dict[str, Tensor] = {}
+    for name in names:
+        entries[name] = part[name].to(block.weight.device, solves.options.inv_dtype, copy=True)
+    state = replace(loaded.state, damping=damping, trace=trace, option=option)
+    return LoadedInverse(state, solves.solver.inverse(entries))
