@@ -94,8 +94,8 @@ def test_parameters_on_meta_are_refused_until_they_are_made(System: Any) -> None
     with torch.device("meta"):
         model = MLP.model()
     message = (
-        r"parameter '0\.weight' is on the meta device, and has no numbers: materialise first, by "
-        rf"model\.to_empty\(device=\.\.\.\) and what fills it, then make {System.__name__}; with "
+        r"parameter '0\.weight' is on the meta device and has no data: first call "
+        rf"model\.to_empty\(device=\.\.\.\) and initialize it, then make {System.__name__}; with "
     )
     for given, named in ((model, None), (model.parameters(), model), (model.parameters(), None)):
         with pytest.raises(ValueError, match=message):

@@ -158,7 +158,7 @@ def test_grad_scaler_is_refused_where_the_optimizer_averages_gradients_itself(
 
 @each_system
 def test_a_lazy_module_must_have_seen_a_batch(System: Any) -> None:
-    with pytest.raises(ValueError, match=r"'0\.weight' is not initialised yet; run one batch"):
+    with pytest.raises(ValueError, match=r"'0\.weight' is not initialized yet; run one batch"):
         System(nn.Sequential(nn.LazyLinear(3)), lr=0.1)
 
 

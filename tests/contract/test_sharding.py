@@ -132,7 +132,7 @@ def made_from_meta(
 @pytest.mark.parametrize("system", range(len(SYSTEMS)))
 def test_a_model_sharded_on_meta_trains_once_it_is_made(world: World, system: int) -> None:
     for message, expected, found in world.run(made_from_meta, 2, system):
-        assert "is on the meta device, and has no numbers: materialise first" in message
+        assert "is on the meta device and has no data: first call" in message
         assert "with FSDP2: fully_shard(model), model.to_empty(device=...), then " in message
         assert "CPUOffloadPolicy" not in message
         assert len(found) == 3

@@ -71,7 +71,7 @@ def load_checkpoint(path: str | os.PathLike[str], map_location: torch.device | s
 
     Raises:
         CheckpointError: If the file is cut short, or not one of ``torch.save``; with its name.
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
@@ -102,7 +102,7 @@ def load_tensors(path: Path, device: torch.device | str | None = None) -> dict[s
 
     Raises:
         CheckpointError: If the file is cut short or has another format; with its name.
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
     """
     package = _safetensors()
     try:

@@ -1,4 +1,4 @@
-"""Checks of an optimizer's arguments: parameters or a model, what wraps or shards it, a scaler."""
+"""Reads and checks an optimizer's arguments: parameters or a model, its wrappers, a GradScaler."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Gathered(nn.ModuleList):
-    """Modules, or parameters, that no module of the user's contains together."""
+    """A list of modules or parameters that no module of the user contains together."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class FoundModel:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What an optimizer is to train.
+    """The model and the parameters that an optimizer trains.
 
     Attributes:
-        model: The user's module without wrappers; if none was found, an empty one, or one that has
-            the parameters.
-        known: Whether it is the user's.
+        model: The user's module without its wrappers. If no module was found: an empty module, or
+            one that contains the parameters.
+        known: Whether it is the user's module.
         under_ddp: Whether it is in DistributedDataParallel.
         inside: As in :class:`FoundModel`; "" for a model that the user has given.
         groups: Parameter groups, or parameters.
@@ -70,16 +70,17 @@ class Arguments:
 
 
 def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
-    """The user's own module inside wrappers, and whether one of them averages gradients.
+    """Unwrap the user's module. Also returns whether a wrapper averages gradients.
 
     Raises:
         TypeError: If FSDP1 has flattened the module's parameters.
-        ValueError: If a parameter is not initialised.
+        ValueError: If a parameter is not initialized.
     """
     under_ddp = False
     while True:
         if isinstance(model, DistributedDataParallel):
-            model, under_ddp = model.module, True
+            model = model.module
+            under_ddp = True
         elif isinstance(getattr(model, "_orig_mod", None), nn.Module):  # torch.compile
             model = cast(nn.Module, model._orig_mod)
         else:
@@ -88,15 +89,15 @@ def look_through(model: nn.Module) -> tuple[nn.Module, bool]:
     flat = any(getattr(p, "_is_flat_param", False) for p in model.parameters())
     if flat or "FullyShardedDataParallel" in kinds:
         raise TypeError(
-            "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters and "
-            "shards them: layers and whole gradients cannot be told apart; shard it by "
+            "the model is in FullyShardedDataParallel (FSDP1), which flattens its parameters, so "
+            "the gradient of a single layer is not available; shard it with "
             "torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
         )
     for name, p in model.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ValueError(
-                f"parameter {name!r} is not initialised yet; run one batch through the model "
-                f"before making the optimizer"
+                f"parameter {name!r} is not initialized yet; run one batch through the model "
+                f"before you make the optimizer"
             )
     return model, under_ddp
 
@@ -108,14 +109,14 @@ def read_arguments(
     find_model: Callable[[Sequence[Tensor]], FoundModel | None],
     needs_model: bool,
 ) -> Arguments:
-    """Read the first argument of the optimizer ``name``, and ``model``.
+    """Read the first argument and the keyword ``model`` of the optimizer ``name``.
 
     If neither is a model, ``find_model`` finds the model of the parameters.
 
     Raises:
-        TypeError: For two models, an argument of another type, or parameters that are sharded
-            otherwise than by FSDP2.
-        ValueError: If no parameter trains, or one that does is on the meta device.
+        TypeError: For two models, an argument of another type, or parameters that something other
+            than FSDP2 has sharded.
+        ValueError: If no parameter trains, or if one that trains is on the meta device.
     """
     if model is not None and not isinstance(model, nn.Module):
         raise TypeError(
@@ -150,7 +151,7 @@ def read_arguments(
         members: dict[str, Any] = {str(i): p for i, p in enumerate(params)}
         found.module._parameters.update({} if needs_model else members)
     elif model is None and not isinstance(params_or_model, nn.Module):
-        look_through(found.module)  # raises for what no optimizer here can train
+        look_through(found.module)  # for its errors
     refuse_meta(name, params, found.module)
     if known:
         check_sharding(found.module)
@@ -166,16 +167,16 @@ def unwrapped(model: nn.Module) -> FoundModel:
 def refuse_meta(name: str, params: Iterable[Tensor], model: nn.Module) -> None:
     """Raise ValueError if a parameter that trains is on the meta device.
 
-    Materialising puts other tensors in the place of a model's parameters: an optimizer that has
-    been made before would go on with those that have no numbers.
+    ``to_empty`` replaces the model's parameters by other tensors. An optimizer that was made
+    before would still hold the tensors on the meta device, which have no data.
     """
     unmade = next((p for p in params if p.device.type == "meta" and p.requires_grad), None)
     if unmade is not None:
         names = {id(p): known for known, p in model.named_parameters()}
         which = f"parameter {names.get(id(unmade), '(not in the model)')!r}"
         raise ValueError(
-            f"{which} is on the meta device, and has no numbers: materialise first, by "
-            f"model.to_empty(device=...) and what fills it, then make {name}; with FSDP2: "
+            f"{which} is on the meta device and has no data: first call "
+            f"model.to_empty(device=...) and initialize it, then make {name}; with FSDP2: "
             f"fully_shard(model), model.to_empty(device=...), then {name}"
         )
 
@@ -203,7 +204,7 @@ def refuse_foreign_model(training: Training, params: Sequence[Tensor]) -> None:
 
 
 def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
-    """Warn of parameters in groups, or in a list, that are not the model's."""
+    """Warn about parameters that are not in the model."""
     owned = {id(p) for p in training.model.parameters()}
     params = members_of(groups)
     unowned = []
@@ -219,9 +220,9 @@ def warn_about_unowned(training: Training, groups: Sequence[Any]) -> None:
         remedy = "if a module has them, make the optimizer with model= one that contains all"
     else:
         where = "belong to no module that is alive"
-        remedy = "keep the module that has them, or pass it as model="
+        remedy = "keep a reference to the module that has them, or pass it as model="
     if gc.get_freeze_count():
-        remedy += "; modules that gc.freeze() has hidden are only found as model="
+        remedy += "; gc.freeze() hides modules, so pass the model as model="
     more = f", and {len(unowned) - 10} more" if len(unowned) > 10 else ""
     training.warn(
         f"{len(unowned)} of {len(params)} parameters {where}, so {training.base_name} alone trains "
@@ -238,8 +239,8 @@ def check_scaler(scaler: Any, averages: bool, processes: int) -> None:
             raise TypeError(
                 f"grad_scaler={scaler!r} has no {method}(); pass a torch.amp.GradScaler"
             )
-    synchronised = type(scaler).__name__ == "ShardedGradScaler"
-    if averages and processes > 1 and scaler.is_enabled() and not synchronised:
+    synchronized = type(scaler).__name__ == "ShardedGradScaler"
+    if averages and processes > 1 and scaler.is_enabled() and not synchronized:
         raise ValueError(
             f"grad_scaler={type(scaler).__name__} with gradients averaged by the optimizer over "
             f"{processes} processes: an overflow on one process would skip step() there alone and "

@@ -129,16 +129,17 @@ def _local_like(value: Any, p: Tensor) -> Any:
 def check_is_state(value: Any) -> None:
     """Raise ValueError unless a value has the parts that every optimizer's state has."""
     parts = value if isinstance(value, Mapping) else {}
-    state, groups = parts.get("state"), parts.get("param_groups")
+    state = parts.get("state")
+    groups = parts.get("param_groups")
     if (
         not isinstance(state, Mapping)
         or not isinstance(groups, (list, tuple))
         or not all(isinstance(each, Mapping) for each in (*state.values(), *groups))
     ):
         raise ValueError(
-            "this is no state of an optimizer: it needs a dictionary of dictionaries as 'state', "
-            "and a list of them as 'param_groups'; pass what optimizer.state_dict() has given, not "
-            "flattened"
+            "this is not the state of an optimizer: it needs a dictionary of dictionaries as "
+            "'state', and a list of dictionaries as 'param_groups'; pass the unflattened result of "
+            "optimizer.state_dict()"
         )
 
 
@@ -254,7 +255,7 @@ def export_base_state(state_dict: Mapping[str, Any], rest: bool = False) -> dict
         those of ``state_dict``, not copies.
 
     Raises:
-        ValueError: If ``state_dict`` is no such state, or has no part of ``rest``.
+        ValueError: If ``state_dict`` is not such a state, or if it lacks the part of ``rest``.
     """
     check_is_state(state_dict)
     groups = state_dict["param_groups"]

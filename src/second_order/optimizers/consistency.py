@@ -40,7 +40,7 @@ REMEDY = (
     "and set options at the same step on every rank; and let no rank change parameters or state by "
     "itself, or leave its gradients out of the average (gradient_averaging=)"
 )
-BLOCK = 2**18  # words that are multiplied at once: two megabytes of numbers
+BLOCK = 2**18  # words per block of the checksum: two megabytes of multipliers
 MULTIPLIER = 0x9E3779B97F4A7C15 - 2**64  # odd
 WORDS = {1: torch.uint8, 2: torch.int16}  # by the size of an element in bytes; others int32
 
@@ -113,7 +113,7 @@ def require_same(
     """Raise on every rank unless all are about to do the same; a collective of one small message.
 
     ``brief`` has all facts that must be equal, as primitives with distinct ``repr``. If the
-    fingerprints differ, ``describe`` gives the facts by name. Rounding is no difference.
+    fingerprints differ, ``describe`` gives the facts by name. Differences by rounding are allowed.
 
     Raises:
         RankMismatchError: With the first fact that differs, or the facts known of a rank that has

@@ -46,13 +46,13 @@ __all__ = ["DistKFAC"]
 
 @documented(DistKFACOptions, KFACOptions, ScriptOptions)
 class DistKFAC(KroneckerOptimizer):
-    """K-FAC whose inverses, and whose statistics if there are ranks to spare, cost no waiting.
+    """K-FAC that computes inverses on threads, and statistics on helper ranks if you have some.
 
     ``optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)`` becomes
     ``optimizer = DistKFAC(model, lr=0.1, momentum=0.9)``; the rest of the script stays as it is.
-    Inverses are solved on threads while training goes on, and put to use by all processes at the
-    same step. When they come depends on the machine, so two runs differ as two batches' order
-    would: see ``deterministic``.
+    Threads compute the inverses while training continues, and all processes start to use a new
+    inverse at the same step. That step depends on the machine's speed, so two runs differ slightly,
+    unless you set ``deterministic``.
 
     With ``stats_workers`` the last ranks do not train; they compute statistics for the others:
 
@@ -64,8 +64,8 @@ class DistKFAC(KroneckerOptimizer):
                 ...  # the usual loop
 
     DistributedDataParallel is then made after the optimizer, with
-    ``process_group=optimizer.worker_group``. Of solves that are not waited for, ``overhead`` counts
-    what the training thread spends on them alone.
+    ``process_group=optimizer.worker_group``. ``overhead`` limits the time that the training thread
+    spends on refreshes, without the time of the inverse threads.
 
     Every "number or callable" is a constant or a function of the step (0, 1, ...) that returns one.
     """
@@ -174,7 +174,7 @@ class DistKFAC(KroneckerOptimizer):
 
         Raises:
             SecondOrderError: On a rank that trains.
-            ValueError: If there is no batch.
+            ValueError: If ``batches`` is empty.
         """
         if not isinstance(self._curvature, StatsWorker):
             raise SecondOrderError(

@@ -123,10 +123,11 @@ class DPKFAC(KroneckerOptimizer):
 
         Raises:
             TypeError: If ``ddp`` is no DistributedDataParallel.
-            ValueError: If ``ddp`` has another model, with a GradScaler, whose verdict on overflows
-                would differ between processes, or with ``gradient_exchange="all_reduce"``.
+            ValueError: If ``ddp`` wraps another model; with a GradScaler, which would find
+                overflows on some processes only; or with ``gradient_exchange="all_reduce"``.
         """
-        scaler, curvature = self.training.scaler, self._curvature
+        scaler = self.training.scaler
+        curvature = self._curvature
         if not isinstance(ddp, DistributedDataParallel):
             raise TypeError(f"{type(ddp).__name__} is not a DistributedDataParallel model")
         if ddp.module is not self.training.model:

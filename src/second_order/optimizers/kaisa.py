@@ -50,17 +50,17 @@ class KroneckerOptimizer(SecondOrderOptimizer):
     def curvature(
         self, *, dtype: torch.dtype = torch.float32, gather: bool = False
     ) -> KroneckerCurvature:
-        """The factors as a matrix to apply, solve with and sample from, once the model has trained.
+        """Return the curvature as a matrix that you can apply, invert and sample from.
 
-        They are copied, and training may go on. With several processes each keeps the copies of
-        some layers, which are fetched when they are asked for, as
-        :class:`~second_order.KroneckerCurvature` tells. A collective where other processes keep
-        some factors, as with DPKFAC and ``factor_exchange="reduce"``. DPKFAC's factors are of the
-        batches of their owner.
+        The factors are copied, so you can continue to train. With several processes, each process
+        stores the copies of some layers and sends them when another process needs them; see
+        :class:`~second_order.KroneckerCurvature`. Collective if other processes store some
+        factors, as with DPKFAC and ``factor_exchange="reduce"``. DPKFAC's factors come from the
+        batches of the layer's owner.
 
         Args:
-            dtype: Dtype of the copies, and of all that is computed with them, float32 at least.
-            gather: True to give every process all copies, so that each can ask for itself.
+            dtype: Dtype of the copies and of all results, at least float32.
+            gather: True to copy all factors to every process, so that none depends on the others.
 
         Raises:
             SecondOrderError: Before the first statistics, and on a process that does not train.

@@ -1,13 +1,13 @@
-"""Two first-order optimizers that step as one: one for hidden weights, one for the rest.
+"""Two first-order optimizers in one: the first trains hidden weights, the second all others.
 
-hidden    weights of at least two dimensions; of two exactly, where the base takes no others
-rest      embeddings, and whatever is tied to one; the output head, which is the last Linear in
-          the model's order; gains, biases, other vectors; parameters that are no module's
-          weight, as position embeddings; and modules that are named
+hidden    weights with at least two dimensions; with exactly two if the base is Muon
+rest      embeddings and weights tied to them; the output head, which is the last Linear of the
+          model; gains, biases and other vectors; parameters outside of modules' weights, such as
+          position embeddings; and the modules that the user names
 
-Both work on the very groups and state of the whole: a group's mark tells which of the two trains
-it, and each sees its own groups and their state alone. So schedulers and checkpoints see one
-optimizer.
+Both share the groups and the state of the whole optimizer, so schedulers and checkpoints see one
+optimizer. An entry of each group says which of the two trains it. Each of the two sees only its own
+groups.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ class TwoBases(torch.optim.Optimizer):
         keywords: Sequence[Mapping[str, Any]],
         layers: Sequence[str],
     ) -> None:
-        self._kinds, self._layers = kinds, layers
-        self._matrices = issubclass(kinds[0], torch.optim.Muon)  # it takes these alone
+        self._kinds = kinds
+        self._layers = layers
+        self._matrices = issubclass(kinds[0], torch.optim.Muon)  # which only trains matrices
         self.unmatched = unmatched_patterns(model, layers)
         given = groups if groups and isinstance(groups[0], dict) else [{"params": list(groups)}]
         whole = [part for group in given for part in self.divided(group, model)]
@@ -60,7 +61,9 @@ class TwoBases(torch.optim.Optimizer):
             if not isinstance(part, dict) or REST not in part:
                 raise TypeError(f"{part!r} is no parameter group; give dictionaries with 'params'")
         if not members_of(part for part in whole if not part[REST]):
-            base, rest, count = kinds[0].__name__, kinds[1].__name__, len(members_of(whole))
+            base = kinds[0].__name__
+            rest = kinds[1].__name__
+            count = len(members_of(whole))
             raise ValueError(
                 f"base={base} with rest={rest}: none of the {count} parameters is a hidden weight, "
                 f"so {base} would train nothing; use base={rest} without rest, or name fewer "
@@ -93,7 +96,8 @@ class TwoBases(torch.optim.Optimizer):
         if REST in group:
             self._check_mark(group)
             return [group]
-        params, hidden = group["params"], self._hidden(model)
+        params = group["params"]
+        hidden = self._hidden(model)
         parts = []
         for mark in (False, True):
             plain = ((p, p[1] if isinstance(p, tuple) else p) for p in params)
@@ -120,7 +124,8 @@ class TwoBases(torch.optim.Optimizer):
         weights: set[int] = set()
         apart: set[int] = set()
         for name, module in everything.items():
-            kind, own = type(module).__name__, dict(module.named_parameters(recurse=False))
+            kind = type(module).__name__
+            own = dict(module.named_parameters(recurse=False))
             embeds = isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Embedding" in kind
             normalises = "norm" in kind.lower()  # its gain may have two dimensions
             named = first_match(self._layers, everything, name)
