@@ -27,8 +27,7 @@ def mean_eigenvalue(factor: Tensor) -> Tensor:
 
 def problem(matrix: Tensor, added: Tensor | None = None) -> Problem:
     """Of a matrix, or of a diagonal ``(groups, n)``."""
-    groups, dim = matrix.shape[:2]
-    return Problem(groups, dim, matrix.dtype, matrix.device, matrix, added, matrix.dim() == 2)
+    return Problem(matrix, matrix.shape[1], matrix.dtype, added, matrix.dim() == 2)
 
 
 def damped(name: str, A: Tensor, G: Tensor, damping: Any) -> list[Problem]:

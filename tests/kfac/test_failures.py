@@ -317,7 +317,7 @@ def test_a_step_that_runs_out_of_memory_strands_no_layer(System: Any) -> None:
     options = {"max_staleness": 0} if System is DistKFAC else {}
     optimizer = make(System, model, **EACH_SECOND, **options)
     take(model, optimizer, BATCHES[0])
-    kind = type(SOLVERS[optimizer._curvature._options.solver])
+    kind = SOLVERS[optimizer._curvature._options.solver]
     optimizer.load_state_dict(without_inverses(optimizer))  # a refresh is due out of turn
     with replaced(kind, {"combine": broken}), pytest.raises(torch.OutOfMemoryError):
         take(model, optimizer, BATCHES[1])

@@ -162,7 +162,7 @@ def dense(solver: str, A: Tensor, L: Tensor, G: Tensor, gradient: Tensor, dampin
 def inverse_of(solver: str, A: Tensor, G: Tensor, L: Tensor, damping: float) -> Any:
     means = torch.stack([f.diagonal().mean()[None] for f in (A, G, L)])
     problems = [
-        Problem(1, len(f), F64, f.device, f[None], added, False)
+        Problem(f[None], len(f), F64, added)
         for f, added in zip((A, G, L), SOLVERS[solver].dampings(means, damping), strict=True)
     ]
     found = SOLVERS[solver].decompose(problems, F64).finish()

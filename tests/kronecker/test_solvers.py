@@ -22,6 +22,7 @@ from torch import Tensor
 
 from second_order.kfac.precondition import kl_change, kl_clip_coefficient
 from second_order.kronecker import solvers
+from second_order.kronecker.layers import FactorShape
 from second_order.kronecker.solvers import SOLVERS
 
 DENSE = {"eigen": damped_dense_solve, "inverse": damped_factored_solve}
@@ -96,7 +97,8 @@ def test_batched_by_shape_equals_one_at_a_time(
     with patch.object(solvers, "CPU_BATCH_BYTES", batch_bytes):
         together = decompose(name, *matrices, dtype=kept)
         alone = [decompose(name, each, dtype=kept)[0] for each in matrices]
-        shapes_kept = [SOLVERS[name].sent_shapes(*matrix.shape[:2], False) for matrix in matrices]
+    sizes = [FactorShape(matrix.shape[0], 1, matrix.shape[1]) for matrix in matrices]
+    shapes_kept = [SOLVERS[name].sent_shapes(shape, "G") for shape in sizes]
     for i, (batched, single) in enumerate(zip(together, alone, strict=True)):
         assert tuple(tuple(part.shape) for part in batched) == shapes_kept[i]
         coarser = max(kept, matrices[i].dtype, key=lambda dtype: torch.finfo(dtype).eps)
@@ -119,10 +121,10 @@ def test_an_inverse_is_sent_as_triangles_and_received_whole(
     inverse = torch.linalg.inv(factor(groups, dim) + torch.eye(dim))
     inverse = (inverse + inverse.mT) / 2
     for parts in ((inverse,), (inverse.diagonal(dim1=-2, dim2=-1).contiguous(),)):
-        diagonal = parts[0].dim() == 2
+        shape = FactorShape(groups, dim, 1, diagonal_a=parts[0].dim() == 2)
         with patch.object(solvers, "TRIANGULAR_FROM", 2):
             sent = solver.to_send(parts, dtype)
-            assert tuple(sent[0].shape) == solver.sent_shapes(groups, dim, diagonal)[0]
+            assert tuple(sent[0].shape) == solver.sent_shapes(shape, "A")[0]
         (expected,) = solver.to_send(parts, dtype)
         assert torch.equal(solver.received(sent, dim)[0], expected)
 

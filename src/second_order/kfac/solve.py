@@ -34,10 +34,9 @@ from second_order.kronecker.solvers import (
     Attempts,
     Damping,
     Decomposition,
-    EigenSolver,
     Inverse,
-    InverseSolver,
     Problem,
+    Solver,
 )
 from second_order.kronecker.storage import as_stack, numbers_of, shared_number
 from second_order.optimizers.config import KFACOptions, check_damping
@@ -63,8 +62,6 @@ __all__ = [
 MAX_CONSECUTIVE_FAILURES = 3  # refreshes in a row without an inverse of a layer
 
 NUMBERS = "numbers"  # γ and the trace of a layer, sent next to its decompositions
-
-Solver: TypeAlias = EigenSolver | InverseSolver
 
 
 class Outcome(IntEnum):
@@ -429,11 +426,9 @@ class Solves:
         problems: dict[str, Problem] = {}
         for letter in self.step.to_solve[block]:
             problems[letter] = Problem(
-                shape.groups,
+                factors.entries[letter],
                 shape.dims[letter],
                 self.options.inv_dtype,
-                block.weight.device,
-                factors.entries[letter],
                 added=damped.added[shape.letters.index(letter)],
                 is_diagonal=letter in shape.diagonals,
             )
@@ -590,8 +585,7 @@ class Solves:
             shape = block.shape
             for letter in shape.letters:
                 item = block, letter
-                sizes = shape.groups, shape.dims[letter], letter in shape.diagonals
-                shapes[item] = solver.sent_shapes(*sizes)
+                shapes[item] = solver.sent_shapes(shape, letter)
                 routes[item] = plan.to_send[item], ranks
                 if item in local:
                     local[item] = solver.to_send(local[item], plan.wire)

@@ -27,9 +27,9 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from second_order.kfac.solve import Collected, Job, Result, Solver
+from second_order.kfac.solve import Collected, Job, Result
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.solvers import Decomposition, Problem
+from second_order.kronecker.solvers import Decomposition, Problem, Solver
 from second_order.optimizers.config import DistKFACOptions, KFACOptions
 from second_order.training.context import Training
 from second_order.utils.stages import stage
@@ -255,8 +255,8 @@ def decompose_snapshot(
     for problem in problems.values():
         stored = next(tensors)
         added = None if problem.added is None else next(tensors)
-        copies.append(replace(problem, device=stored.device, stored=stored, added=added))
-    on_cuda = copies[0].device.type == "cuda"
+        copies.append(replace(problem, stored=stored, added=added))
+    on_cuda = copies[0].stored.device.type == "cuda"
     stream = streams.solves if streams is not None and on_cuda else None
     beside = nullcontext() if stream is None else torch.cuda.stream(stream)
     with torch.no_grad(), beside:

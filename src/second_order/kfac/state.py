@@ -405,4 +405,4 @@ def _read_inverse(
     for name in names:
         entries[name] = part[name].to(block.weight.device, solves.options.inv_dtype, copy=True)
     state = replace(loaded.state, damping=damping, trace=trace, option=option)
-    return LoadedInverse(state, solves.solver.inverse(entries))
+    return LoadedInverse(state, solves.solver(entries))

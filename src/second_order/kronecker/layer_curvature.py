@@ -124,11 +124,9 @@ class LayerCurvature:
             return self.basis
         problems = [
             Problem(
-                self.shape.groups,
+                kept,
                 self.shape.dims[letter],
                 torch.promote_types(kept.dtype, torch.float32),
-                kept.device,
-                kept,
                 is_diagonal=letter in self.shape.diagonals,
             )
             for letter, kept in self.stored.items()

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
-from typing import Literal, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,12 +34,10 @@ __all__ = [
     "Decompose",
     "Decomposition",
     "EigenInverse",
-    "EigenSolver",
     "FactoredInverse",
     "Inverse",
-    "InverseSolver",
     "Problem",
-    "SolverName",
+    "Solver",
     "cholesky_inverse",
     "diagonal",
     "eigh",
@@ -95,11 +93,9 @@ def ieee_matmul(
 class Problem:
     """A factor to decompose, which is copied or unpacked when its turn comes."""
 
-    groups: int
+    stored: Tensor  # (groups, n, n); (groups, n (n + 1) / 2), a triangle; (groups, n), a diagonal
     dim: int  # n
     dtype: torch.dtype  # in which it is decomposed first, float32 at least
-    device: torch.device
-    stored: Tensor  # (groups, n, n); (groups, n (n + 1) / 2), a triangle; (groups, n), a diagonal
     added: Tensor | None = None  # damping added to the diagonals, (groups,)
     is_diagonal: bool = False
 
@@ -197,9 +193,12 @@ class Attempts:
     def __init__(self, problems: Sequence[Problem], decompose: Decompose) -> None:
         self._problems = problems
         self._decompose = decompose
-        self._batches = _batches(problems)
+        self._order: list[int] = []  # of the problems in the batches
         self.parts: list[Decomposition] = [()] * len(problems)
-        errors = [self._attempt(batch) for batch in self._batches]
+        errors: list[Tensor] = []
+        for batch in _batches(problems):
+            self._order += batch
+            errors.append(self._attempt(batch))
         if not errors:
             errors.append(torch.zeros(0, device="cpu"))
         self.errors = torch.cat([each.to(errors[0].device) for each in errors])
@@ -212,7 +211,7 @@ class Attempts:
                 parts, errors = self._decompose(matrices)
         except RuntimeError:  # torch.linalg.LinAlgError, solver errors, out of memory
             return matrices.new_full((len(matrices),), torch.inf)
-        sizes = [self._problems[i].groups for i in batch]
+        sizes = [len(self._problems[i].stored) for i in batch]
         for i, *pieces in zip(batch, *(part.split(sizes) for part in parts), strict=True):
             self.parts[i] = tuple(pieces)
         return errors
@@ -224,11 +223,10 @@ class Attempts:
         """
         known = iter(self.errors.tolist() if errors is None else errors)
         found: list[Decomposition | None] = list(self.parts)
-        for batch in self._batches:
-            for i in batch:
-                of_groups = list(islice(known, self._problems[i].groups))
-                if not all(error < RESIDUAL_TOLERANCE for error in of_groups):
-                    found[i] = self._retry(self._problems[i])
+        for i in self._order:
+            problem = self._problems[i]
+            if not _are_small(list(islice(known, len(problem.stored)))):
+                found[i] = self._retry(problem)
         return found
 
     def _retry(self, problem: Problem) -> Decomposition | None:
@@ -239,9 +237,13 @@ class Attempts:
         for device in dict.fromkeys([matrices.device, torch.device("cpu")]):
             with suppress(RuntimeError):
                 parts, errors = self._decompose(matrices.to(device, torch.float64))
-                if all(error < RESIDUAL_TOLERANCE for error in errors.tolist()):
+                if _are_small(errors.tolist()):
                     return tuple(part.to(matrices.device) for part in parts)
         return None
+
+
+def _are_small(errors: Sequence[float]) -> bool:
+    return all(error < RESIDUAL_TOLERANCE for error in errors)
 
 
 def _batches(problems: Sequence[Problem]) -> list[list[int]]:
@@ -249,19 +251,19 @@ def _batches(problems: Sequence[Problem]) -> list[list[int]]:
     keys: list[object] = []
     shares: list[float] = []
     for each in problems:
-        form = each.stored.dim(), each.added is None
-        keys.append((each.dim, each.dtype, each.device, each.is_diagonal, *form))
-        most = CPU_BATCH_BYTES if each.device.type == "cpu" else BATCH_BYTES
-        shares.append(each.groups * each.dim**2 * each.dtype.itemsize / most)
+        device = each.stored.device
+        form = each.stored.dim(), each.is_diagonal, each.added is None
+        keys.append((each.dim, each.dtype, device, form))
+        most = CPU_BATCH_BYTES if device.type == "cpu" else BATCH_BYTES
+        shares.append(len(each.stored) * each.dim**2 * each.dtype.itemsize / most)
     return in_groups(keys, shares, 1)
 
 
 def _damped(problems: Sequence[Problem]) -> Tensor:
     """New damped matrices, or diagonals, of problems of one batch."""
     first = problems[0]
-    packed = first.stored.dim() == 2 and not first.is_diagonal
     batch = torch.cat([each.stored for each in problems]).to(first.dtype)
-    if packed:
+    if batch.dim() == 2 and not first.is_diagonal:
         batch = unpack_upper_triangular(batch, first.dim)
     added = [each.added for each in problems if each.added is not None]
     if added:
@@ -281,18 +283,80 @@ INVERSE_ENTRIES = (
 )
 """The names of an inverse's tensors in a checkpoint, of either solver."""
 
-SolverName: TypeAlias = Literal["eigen", "inverse"]
 Damping: TypeAlias = float | Tensor
+
+
+def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round each number to one that a narrower dtype has; the result has the dtype of ``x``."""
+    return x.to(dtype).to(x.dtype)
+
+
+def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round symmetric matrices ``(groups, n, n)`` to ones that are at least as large, M̂ ⪰ M.
+
+    Numbers off the diagonal are rounded to the nearest, which changes M by E. The diagonal grows by
+    Σ_j |E_ij|, and is rounded up: M̂ - M is then diagonally dominant, and so without negative
+    eigenvalues (Golub & Van Loan 2013, section 4.1.1).
+    """
+    rounded = round_to(matrix, dtype)
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    error = (rounded - matrix).abs_()
+    error.diagonal(dim1=-2, dim2=-1).zero_()
+    raised = diagonal + error.sum(-1)
+    narrow = raised.to(dtype)
+    infinity = torch.full_like(narrow, torch.inf)
+    above = torch.where(narrow.to(raised.dtype) < raised, narrow.nextafter(infinity), narrow)
+    rounded.diagonal(dim1=-2, dim2=-1).copy_(above)
+    return rounded
 
 
 @dataclass(frozen=True, eq=False)
 class Inverse:
-    """The damped inverse of a layer, or of a stack of equal ones.
+    """The damped inverse of a layer, or of a stack of equal ones, and how it is computed.
+
+    dampings      what each factor's diagonal gets before it is decomposed, ``(..., groups)`` or
+                  None, of the mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ...,
+                  groups)``; ``exact`` if G is the whole curvature
+    decompose     attempts at the parts of each damped factor, in the dtype in which they are kept
+    sent_shapes   the shapes of these parts as they are sent
+    to_send       the parts as they are sent; with numbers that a narrower dtype has, of which
+                  ``combine`` still makes a positive definite inverse
+    received      the parts again, from what was sent
+    combine       the inverse of a layer, or of a stack of equal ones; γ, and what the inverse is
+                  multiplied by, are scalars or ``(layers x groups,)``; parts' memory is shared
+    saved_shapes  the shapes of an inverse's tensors, by their names in a checkpoint
 
     ``entries`` are its tensors, ``(layers x groups, ...)``, by their names in a checkpoint.
     """
 
     entries: dict[str, Tensor]
+
+    routine: ClassVar[staticmethod[[Tensor], tuple[Decomposition, Tensor]]]
+
+    @staticmethod
+    def dampings(means: Tensor, damping: Damping, exact: bool = False) -> Sequence[Tensor | None]:
+        """None for each factor: γ is added later, to the products of eigenvalues."""
+        return (None,) * len(means)
+
+    @classmethod
+    def decompose(cls, problems: Sequence[Problem], dtype: torch.dtype) -> Attempts:
+        """Decompose each factor by :attr:`routine`; the parts are kept in a dtype."""
+
+        def in_dtype(matrices: Tensor) -> tuple[Decomposition, Tensor]:
+            parts, errors = cls.routine(matrices)
+            return tuple(part.to(dtype).contiguous() for part in parts), errors
+
+        return Attempts(problems, in_dtype)
+
+    @staticmethod
+    def to_send(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
+        """Round to the nearest: Q Λ Qᵀ has no sign to lose."""
+        return parts if dtype is None else tuple(round_to(part, dtype) for part in parts)
+
+    @staticmethod
+    def received(parts: Decomposition, dim: int) -> Decomposition:
+        """The parts as they were sent."""
+        return parts
 
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
@@ -329,6 +393,44 @@ class EigenInverse(Inverse):
     ``(1, out, channels, locations)``.
     """
 
+    routine = staticmethod(eigh)
+
+    @staticmethod
+    def sent_shapes(shape: FactorShape, letter: str) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the eigenvectors, if any, and of the eigenvalues."""
+        values = shape.groups, shape.dims[letter]
+        return (values,) if letter in shape.diagonals else ((*values, values[1]), values)
+
+    @staticmethod
+    def combine(
+        parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
+    ) -> Inverse:
+        """Form 1 / (v_G vᵀ + γ) once, for all steps until the next refresh."""
+        curvature = parts["A"][-1].unsqueeze(-2)
+        if "L" in parts:
+            curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
+        g = parts["G"][-1]
+        ones = [1] * (curvature.dim() - 2)
+        added = damping.view(-1, 1, *ones) if isinstance(damping, Tensor) else damping
+        # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
+        scale = (g.view(*g.shape, *ones) * curvature).add_(added).reciprocal_()
+        scale.nan_to_num_(nan=torch.nan, posinf=0.0)
+        if times is not None:
+            scale.mul_(times.view(-1, 1, *ones))
+        entries = {f"eigenvectors_{k}": v[0] for k, v in parts.items() if len(v) == 2}
+        return EigenInverse({**entries, EIGEN_SCALE: scale})
+
+    @staticmethod
+    def saved_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
+        """The shapes of the eigenvectors, and of 1 / (v_G vᵀ + γ)."""
+        found: dict[str, tuple[int, ...]] = {}
+        for letter, dim in shape.dims.items():
+            if letter not in shape.diagonals:
+                found[f"eigenvectors_{letter}"] = shape.groups, dim, dim
+        columns = (shape.dims["A"], shape.locations) if shape.locations else (shape.dims["A"],)
+        found[EIGEN_SCALE] = shape.groups, shape.dims["G"], *columns
+        return found
+
     def precondition(self, gradient: Tensor) -> Tensor:
         """The inverse applied to a gradient of shape ``(groups, out, in)``."""
         q_a = self.entries.get("eigenvectors_A")
@@ -348,128 +450,16 @@ class EigenInverse(Inverse):
 
 
 class FactoredInverse(Inverse):
-    """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3).
+    """P = (G + √γ/π I)⁻¹ ∇ (A + π √γ I)⁻¹ (Martens & Grosse 2015, section 6.3), by Cholesky.
 
     With L, the inverse on the inputs is that of A ⊗ L, each damped by itself (Ba et al. 2017,
     eq. 9). An inverse is ``(groups, n, n)``, or ``(groups, in)`` if A is diagonal.
     """
 
-    def precondition(self, gradient: Tensor) -> Tensor:
-        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
-        a = self.entries["inverse_A"]
-        locations = self.entries.get("inverse_L")
-        half = torch.bmm(self.entries["inverse_G"], gradient)
-        if locations is not None:
-            maps = half.reshape(-1, a.shape[-1], locations.shape[-1])
-            return (a[0] @ maps @ locations[0]).view_as(gradient)
-        if a.dim() == 2:
-            return half.mul_(a.unsqueeze(-2))
-        return torch.bmm(half, a)
+    routine = staticmethod(cholesky_inverse)
 
-
-def round_to(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round each number to one that a narrower dtype has; the result has the dtype of ``x``."""
-    return x.to(dtype).to(x.dtype)
-
-
-def round_definite(matrix: Tensor, dtype: torch.dtype) -> Tensor:
-    """Round symmetric matrices ``(groups, n, n)`` to ones that are at least as large, M̂ ⪰ M.
-
-    Numbers off the diagonal are rounded to the nearest, which changes M by E. The diagonal grows by
-    Σ_j |E_ij|, and is rounded up: M̂ - M is then diagonally dominant, and so without negative
-    eigenvalues (Golub & Van Loan 2013, section 4.1.1).
-    """
-    rounded = round_to(matrix, dtype)
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
-    error = (rounded - matrix).abs_()
-    error.diagonal(dim1=-2, dim2=-1).zero_()
-    raised = diagonal + error.sum(-1)
-    narrow = raised.to(dtype)
-    infinity = torch.full_like(narrow, torch.inf)
-    above = torch.where(narrow.to(raised.dtype) < raised, narrow.nextafter(infinity), narrow)
-    rounded.diagonal(dim1=-2, dim2=-1).copy_(above)
-    return rounded
-
-
-class EigenSolver:
-    """Eigendecomposition of the factors; damping enters when the two meet.
-
-    dampings      what each factor's diagonal gets before it is decomposed, ``(..., groups)`` or
-                  None, of the mean eigenvalues of A, G, and L if there is one, ``(2 or 3, ...,
-                  groups)``; ``exact`` if G is the whole curvature
-    decompose     attempts at the parts of each damped factor, in the dtype in which they are kept
-    sent_shapes   the shapes of these parts as they are sent
-    to_send       the parts as they are sent; with numbers that a narrower dtype has, of which
-                  ``combine`` still makes a positive definite inverse
-    received      the parts again, from what was sent
-    combine       the inverse of a layer, or of a stack of equal ones; γ, and what the inverse is
-                  multiplied by, are scalars or ``(layers x groups,)``; parts' memory is shared
-    saved_shapes  the shapes of an inverse's tensors, by their names in a checkpoint
-    inverse       the class of the inverses
-    """
-
-    inverse = EigenInverse
-
-    def dampings(
-        self, means: Tensor, damping: Damping, exact: bool = False
-    ) -> Sequence[Tensor | None]:
-        """None for each factor: γ is added to the products of eigenvalues, in :meth:`combine`."""
-        return (None,) * len(means)
-
-    def decompose(self, problems: Sequence[Problem], dtype: torch.dtype) -> Attempts:
-        """Decompose into ``(eigenvectors, eigenvalues)``, a diagonal into ``(eigenvalues,)``."""
-        return Attempts(problems, partial(_in_dtype, eigh, dtype))
-
-    def sent_shapes(self, groups: int, dim: int, is_diagonal: bool) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the eigenvectors, if any, and of the eigenvalues."""
-        return ((groups, dim),) if is_diagonal else ((groups, dim, dim), (groups, dim))
-
-    def to_send(self, parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
-        """Round eigenvectors and eigenvalues to the nearest: Q Λ Qᵀ has no sign to lose."""
-        return parts if dtype is None else tuple(round_to(part, dtype) for part in parts)
-
-    def received(self, parts: Decomposition, dim: int) -> Decomposition:
-        """The parts as they were sent."""
-        return parts
-
-    def combine(
-        self, parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
-    ) -> Inverse:
-        """Form 1 / (v_G vᵀ + γ) once, for all steps until the next refresh."""
-        curvature = parts["A"][-1].unsqueeze(-2)
-        if "L" in parts:
-            curvature = curvature.unsqueeze(-1) * parts["L"][-1].unsqueeze(-2).unsqueeze(-2)
-        g = parts["G"][-1]
-        ones = [1] * (curvature.dim() - 2)
-        added = damping.view(-1, 1, *ones) if isinstance(damping, Tensor) else damping
-        # Without damping the gradient has no part where the curvature is 0: the pseudo-inverse.
-        scale = (g.view(*g.shape, *ones) * curvature).add_(added).reciprocal_()
-        scale.nan_to_num_(nan=torch.nan, posinf=0.0)
-        if times is not None:
-            scale.mul_(times.view(-1, 1, *ones))
-        entries = {f"eigenvectors_{k}": v[0] for k, v in parts.items() if len(v) == 2}
-        return EigenInverse({**entries, EIGEN_SCALE: scale})
-
-    def saved_shapes(self, shape: FactorShape) -> dict[str, tuple[int, ...]]:
-        """The shapes of the eigenvectors, and of 1 / (v_G vᵀ + γ)."""
-        found: dict[str, tuple[int, ...]] = {}
-        for letter in shape.letters:
-            if letter not in shape.diagonals:
-                dim = shape.dims[letter]
-                found[f"eigenvectors_{letter}"] = shape.groups, dim, dim
-        columns = (shape.dims["A"], shape.locations) if shape.locations else (shape.dims["A"],)
-        found[EIGEN_SCALE] = shape.groups, shape.dims["G"], *columns
-        return found
-
-
-class InverseSolver:
-    """Cholesky inverses of the damped factors; its methods are those of :class:`EigenSolver`."""
-
-    inverse = FactoredInverse
-
-    def dampings(
-        self, means: Tensor, damping: Damping, exact: bool = False
-    ) -> Sequence[Tensor | None]:
+    @staticmethod
+    def dampings(means: Tensor, damping: Damping, exact: bool = False) -> Sequence[Tensor | None]:
         """Split γ over N factors: factor i gets πᵢ γ^(1/N); γ itself for an exact block.
 
         With nᵢ = tr Fᵢ / dim Fᵢ, the ``means``, πᵢ = nᵢ / (Π n)^(1/N); a zero trace gives πᵢ = 1.
@@ -484,37 +474,36 @@ class InverseSolver:
         pi = (logarithms - logarithms.mean(0)).exp()
         return (pi * damping ** (1 / len(means))).unbind()
 
-    def decompose(self, problems: Sequence[Problem], dtype: torch.dtype) -> Attempts:
-        """Decompose each factor into ``(inverse,)``."""
-        return Attempts(problems, partial(_in_dtype, cholesky_inverse, dtype))
-
-    def sent_shapes(self, groups: int, dim: int, is_diagonal: bool) -> tuple[tuple[int, ...], ...]:
+    @staticmethod
+    def sent_shapes(shape: FactorShape, letter: str) -> tuple[tuple[int, ...], ...]:
         """Shape of the inverse, alone in a tuple."""
-        if is_diagonal:
-            return ((groups, dim),)
+        dim = shape.dims[letter]
+        if letter in shape.diagonals:
+            return ((shape.groups, dim),)
         if dim >= TRIANGULAR_FROM:
-            return ((groups, packed_length(dim)),)
-        return ((groups, dim, dim),)
+            return ((shape.groups, packed_length(dim)),)
+        return ((shape.groups, dim, dim),)
 
-    def to_send(self, parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
+    @staticmethod
+    def to_send(parts: Decomposition, dtype: torch.dtype | None) -> Decomposition:
         """Round an inverse to the nearest, and its diagonal so far up that it stays definite."""
         (inverse,) = parts
-        if inverse.dim() == 2:
-            return (inverse if dtype is None else round_to(inverse, dtype),)
         if dtype is not None:
-            inverse = round_definite(inverse, dtype)
-        if inverse.shape[-1] >= TRIANGULAR_FROM:
+            inverse = (round_to if inverse.dim() == 2 else round_definite)(inverse, dtype)
+        if inverse.dim() == 3 and inverse.shape[-1] >= TRIANGULAR_FROM:
             inverse = pack_upper_triangular(inverse)
         return (inverse,)
 
-    def received(self, parts: Decomposition, dim: int) -> Decomposition:
+    @staticmethod
+    def received(parts: Decomposition, dim: int) -> Decomposition:
         """The inverse as whole matrices, or as a diagonal of the size ``dim``."""
         (inverse,) = parts
         whole = inverse.dim() == 3 or inverse.shape[-1] == dim
         return (inverse if whole else unpack_upper_triangular(inverse, dim),)
 
+    @staticmethod
     def combine(
-        self, parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
+        parts: Mapping[str, Decomposition], damping: Damping, times: Tensor | None = None
     ) -> Inverse:
         """Collect the factors' inverses."""
         inverses = {f"inverse_{letter}": part for letter, (part,) in parts.items()}
@@ -523,25 +512,28 @@ class InverseSolver:
             inverses["inverse_G"] = (g * times.view(-1, 1, 1)).to(g.dtype)
         return FactoredInverse(inverses)
 
-    def saved_shapes(self, shape: FactorShape) -> dict[str, tuple[int, ...]]:
+    @staticmethod
+    def saved_shapes(shape: FactorShape) -> dict[str, tuple[int, ...]]:
         """The shapes of the factors' inverses."""
         found: dict[str, tuple[int, ...]] = {}
-        for letter in shape.letters:
-            dim = shape.dims[letter]
+        for letter, dim in shape.dims.items():
             sides = (dim,) if letter in shape.diagonals else (dim, dim)
             found[f"inverse_{letter}"] = shape.groups, *sides
         return found
 
+    def precondition(self, gradient: Tensor) -> Tensor:
+        """The inverse applied to a gradient of shape ``(groups, out, in)``."""
+        a = self.entries["inverse_A"]
+        locations = self.entries.get("inverse_L")
+        half = torch.bmm(self.entries["inverse_G"], gradient)
+        if locations is not None:
+            maps = half.reshape(-1, a.shape[-1], locations.shape[-1])
+            return (a[0] @ maps @ locations[0]).view_as(gradient)
+        if a.dim() == 2:
+            return half.mul_(a.unsqueeze(-2))
+        return torch.bmm(half, a)
 
-def _in_dtype(
-    decompose: Decompose, dtype: torch.dtype, matrix: Tensor
-) -> tuple[Decomposition, Tensor]:
-    """The parts of a decomposition in the dtype in which they are kept, and the errors."""
-    parts, errors = decompose(matrix)
-    return tuple(part.to(dtype).contiguous() for part in parts), errors
 
+Solver: TypeAlias = type[EigenInverse] | type[FactoredInverse]
 
-SOLVERS: dict[str, EigenSolver | InverseSolver] = {
-    "eigen": EigenSolver(),
-    "inverse": InverseSolver(),
-}
+SOLVERS: dict[str, Solver] = {"eigen": EigenInverse, "inverse": FactoredInverse}

@@ -16,7 +16,7 @@ where triu(X11) is shifted one column to the right, into the room that tril(X22)
 from __future__ import annotations
 
 from collections.abc import Hashable, MutableMapping, Sequence
-from functools import lru_cache, reduce
+from functools import lru_cache
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -70,8 +70,7 @@ def numbers_of(*groups: Sequence[Tensor]) -> list[list[float]]:
     flat = [tensor.reshape(-1) for group in groups for tensor in group]
     if not flat:
         return [[] for _ in groups]
-    wide = reduce(torch.promote_types, (tensor.dtype for tensor in flat))
-    numbers = iter(torch.cat([tensor.to(flat[0].device, wide) for tensor in flat]).tolist())
+    numbers = iter(torch.cat([each.to(flat[0].device) for each in flat]).tolist())
     return [list(islice(numbers, sum(map(Tensor.numel, group)))) for group in groups]
 
 
