@@ -14,10 +14,18 @@ from reference import cross_entropy
 from torch import Tensor, nn
 
 from second_order import KAISA
-from second_order.kronecker import layers as kinds
 from second_order.kronecker import rows as pass_rows
 from second_order.kronecker.factors import KroneckerFactors
-from second_order.kronecker.layers import FactorShape, Form, LiveRows, PairStatistics
+from second_order.kronecker.kinds import match
+from second_order.kronecker.layers import (
+    FactorShape,
+    Form,
+    LayerKind,
+    LiveRows,
+    PairStatistics,
+    all_rows,
+    live_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,13 +44,21 @@ def close(actual: Any, expected: Any, rtol: float = 1e-10) -> None:
 def pair_statistics(
     module: nn.Module, x: Tensor, d: Tensor, *, dtype: torch.dtype, **form: Any
 ) -> PairStatistics:
-    kind = kinds.KINDS[kinds.key_of(module) or ""]
+    kind = kind_of(module)
+    rows = kind.rows_of(module, x, d)
+    live = all_rows(len(d)) if rows.examples else live_rows(rows.gradient)
     x = x.to(dtype) if x.is_floating_point() else x
-    return kind.statistics(module, x, d.to(dtype), Form(**form))
+    return kind.statistics(module, x, d.to(dtype), Form(**{"rows": live, **form}))
+
+
+def kind_of(module: nn.Module) -> LayerKind:
+    kind = match(module).kind
+    assert kind is not None
+    return kind
 
 
 def factor_shape(module: nn.Module, bias: bool) -> FactorShape:
-    return kinds.KINDS[kinds.key_of(module) or ""].shape(module, bias)
+    return kind_of(module).shape(module, bias)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

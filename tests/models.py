@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import second_order
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -169,7 +171,7 @@ class Checkpointed(nn.Module):
 
 
 class TransposedLinear(nn.Module):
-    """x W + b, whose sizes say that W is (in, out)."""
+    """x W + b, whose W is (in, out)."""
 
     def __init__(self, d_in: int, d_out: int, bias: bool = False) -> None:
         super().__init__()
@@ -179,6 +181,9 @@ class TransposedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + (0.0 if self.bias is None else self.bias)
+
+
+second_order.register_layer(TransposedLinear, transposed=True)
 
 
 class LoRALinear(nn.Module):

@@ -649,7 +649,7 @@ no scale of the loss  <-  invariants_factors::11_a_grad_scaler_changes_nothing
 == kronecker/convolutions.py
 a convolution's G without the number of locations
   <-  invariants_factors::6_every_convolution_has_the_factors_of_its_patches
-    g.div_(locations)  =>  pass
+    .div_(outputs.shape[-dims:].numel())  =>  .div_(1)
 padding 'same' the other way round
   <-  invariants_factors::6_weight_times_patches_is_the_convolution
     (total // 2, total - total // 2)  =>  (total - total // 2, total // 2)
@@ -669,9 +669,11 @@ negative eigenvalues  <-  solvers::negative_eigenvalues_are_clamped
 inverses of what is not definite  <-  solvers::an_indefinite_factor_fails_the_inverse
     failed = info != 0  =>  failed = info != info
 
-== kronecker/exact.py
+== kronecker/doubly_factored.py
 a best rank one of another scale  <-  doubly_factored::18_rank_one_in_float32_far_from_one
     root = (sigma * size).sqrt()  =>  root = sigma.sqrt()
+
+== kronecker/exact.py
 a LayerNorm's own eps is ignored  <-  exact_blocks::a_gain_multiplies_what_is_normalised
   - return layer_norm(x, module.normalized_shape, eps=module.eps)
   + return layer_norm(x, module.normalized_shape)
@@ -681,7 +683,7 @@ parts of one example averaged  <-  exact_blocks::expand_and_reduce_over_position
 == kronecker/experts.py
 tokens without a loss are examples of their experts
   <-  experts::tokens_without_a_loss_are_no_examples
-    mask = live_rows(d).mask  =>  mask = None
+    x.pairs(module, d, form.rows.mask)  =>  x.pairs(module, d)
 gradients of experts without the weights of their tokens
   <-  experts::the_factors_of_each_expert_are_those_written_by_hand
     (d[xs.tokens] * weights)  =>  (d[xs.tokens])
@@ -697,12 +699,12 @@ gradients of torch.autograd.grad counted as the weight's
 == kronecker/layers.py
 padding tokens count
   <-  invariants_factors::7_an_embedding_has_the_factors_of_a_linear_on_one_hot_rows
-    if padding is not None:  =>  if False:
+    ones = ones * (tokens != padding)  =>  pass
 a sum over positions for their mean  <-  invariants_factors::4_reduce_is_exact_with_pooled_positions
     return x.mean(1), d.sum(1)  =>  return x.sum(1), d.sum(1)
 padded rows in A  <-  examples::a_padded_batch_has_the_factors_of_the_unpadded_one
-  - a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
-  + a = gram(x.unsqueeze(0), form.bias, form.triangular)
+  - return live.pick(x), d, live
+  + return x, d, live
 
 == kronecker/factors.py
 sums of narrow factors that travel as they were added up

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from blocks import kind_of
 from contract import each_kronecker, make, take
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,7 +46,7 @@ def blocks_of(kind: str, layers: int, bias: bool, solver: str) -> list[Kronecker
         }[kind]()
         module.to(F64)
         own = module.bias if bias and kind not in ("embedding", "transposed") else None
-        block = KroneckerBlock([f"layer {i}"], [module], own, F64)
+        block = KroneckerBlock([f"layer {i}"], [module], own, F64, [kind_of(module)])
         for p in block.params:
             p.grad = torch.randn_like(p)
         shape = block.shape

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from second_order import KAISA, DistKFAC
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock
+from second_order.kronecker.exact import ExactBlock
 from second_order.kronecker.model_blocks import BlockRules, find_blocks
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def test_auto_factors_the_first_wide_linear_after_a_convolution() -> None:
         "0": KroneckerBlock,
         "1": ExactBlock,
         "8.bias": ExactBlock,
-        "8": DoublyFactoredBlock,
+        "8": KroneckerBlock,
         "11": KroneckerBlock,
     }
     assert [blocks["8"].shape.dims[k] for k in "AGL"] == [6, 8, 4]  # channels, out, locations
@@ -200,7 +200,7 @@ def test_auto_factors_the_first_wide_linear_after_a_convolution() -> None:
 )
 def test_auto_leaves_what_it_cannot_factor_to_the_base(model: nn.Sequential) -> None:
     blocks, left = find(model, BlockRules(23, "auto", 256))
-    assert DoublyFactoredBlock not in kinds(blocks).values()
+    assert not any(block.shape.locations for block in blocks.values())
     assert any("max_factor_dim=23" in row.reason for row in left.values())
 
 

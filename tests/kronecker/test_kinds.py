@@ -22,7 +22,8 @@ from torch import Tensor, nn
 import second_order
 from second_order import KAISA
 from second_order.kfac import plan
-from second_order.kronecker.kinds import found_kind
+from second_order.kronecker.kinds import SUPPOSED_LINEAR, match
+from second_order.kronecker.layers import LINEAR, LayerKind, Linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +63,10 @@ class Noisy(nn.Linear):
 
 
 class GraphLinear(nn.Module):
-    """A Linear of graphs, with the fields of `torch_geometric.nn.Linear`."""
+    """A Linear of graphs, named as `torch_geometric.nn.Linear`."""
+
+    __module__ = "torch_geometric.nn.dense.linear"
+    __qualname__ = "Linear"
 
     def __init__(self, d_in: int, d_out: int, bias: bool = True) -> None:
         super().__init__()
@@ -129,20 +133,20 @@ def test_a_transposed_linear_trains_as_a_linear(System: Any, options: dict[str, 
 @pytest.mark.parametrize(
     ("module", "expected"),
     [
-        (Conv1D(5, 4), "transposed linear"),
-        (Conv1D(4, 4), "transposed linear"),
-        (TransposedLinear(5, 4), "transposed linear"),
-        (TransposedLinear(4, 4), "linear"),
-        (Noisy(5, 4), "linear"),
-        (GraphLinear(5, 4), "linear"),
+        (nn.Linear(5, 4), LINEAR),
+        (Conv1D(5, 4), Linear(transposed=True)),
+        (Conv1D(4, 4), Linear(transposed=True)),
+        (TransposedLinear(5, 4), Linear(transposed=True)),
+        (Noisy(5, 4), SUPPOSED_LINEAR),
+        (GraphLinear(5, 4), LINEAR),
         (nn.Bilinear(3, 3, 4), None),
         (nn.LSTMCell(3, 4), None),
         (nn.LayerNorm(4), None),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
-def test_what_is_supposed_to_be_a_linear(module: nn.Module, expected: str | None) -> None:
-    assert found_kind(module)[0] == expected
+def test_what_is_taken_for_a_linear(module: nn.Module, expected: LayerKind | None) -> None:
+    assert match(module).kind == expected
 
 
 class GraphNetwork(nn.Module):
@@ -363,7 +367,7 @@ def test_a_scaled_embedding_has_the_factors_of_its_gradient(System: Any) -> None
     A, G = factors(optimizer)["0"]
     close(A[0], torch.bincount(x, minlength=6).double() / 8)
     close(G[0], sum((g.T @ g for g in rows), torch.zeros(4, 4, dtype=F64)) / 8)
-    assert found_kind(Positions(6, 4)) == (None, "Positions overrides Embedding.forward")
+    assert match(Positions(6, 4)) == (None, "Positions overrides Embedding.forward")
 
 
 class Tied(nn.Module):
@@ -529,4 +533,4 @@ def test_what_cannot_be_registered_is_refused() -> None:
             register(kind)
     with pytest.raises(ValueError, match="give one or the other"):
         register(Untold, gain=lambda module, x: x, transposed=True)
-    assert found_kind(Untold(3)) == (None, "Untold has no Kronecker factors here")
+    assert match(Untold(3)) == (None, "Untold has no Kronecker factors here")

@@ -22,9 +22,9 @@ from second_order.kronecker.factors import (
     sums_of,
     update_averages,
 )
-from second_order.kronecker.layers import FactorShape, all_rows, rows_in
+from second_order.kronecker.layers import FactorShape, PairRows, all_rows, rows_in
 from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
-from second_order.kronecker.rows import BackwardPass, PairRows
+from second_order.kronecker.rows import BackwardPass
 from second_order.kronecker.storage import as_stack, in_groups, own_stack
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def test_pairs_that_are_kept_make_the_sums_of_pairs_one_by_one(
         module = nn.Linear(*SIZES[layer], bias=bias)
         mask = of.of.mask(of.group)
         live = all_rows(of.group.number) if mask is None else rows_in(mask)
-        options = {"bias": bias, "approximation": approximation, "triangular": True}
+        options = {"bias": bias, "approximation": approximation}
         each = pair_statistics(module, x, d, dtype=F64, rows=live, **options)
         expected[layer].expect(pass_id)
         expected[layer].bring(each, scale, pass_id)
@@ -153,7 +153,7 @@ def averages(shapes: Sequence[FactorShape], dtype: torch.dtype) -> list[Kronecke
 
 
 def drawn_sums(shape: FactorShape, dtype: torch.dtype, examples: int) -> StatisticsSums:
-    factors = {k: torch.rand(shape.stored_shape(k, True)).to(dtype) for k in shape.letters}
+    factors = {k: torch.rand(shape.stored_shape(k)).to(dtype) for k in shape.letters}
     size = 2 + len(factors) * shape.groups
     head = torch.rand(size, dtype=torch.promote_types(dtype, torch.float32))
     head[:2] = examples

@@ -387,13 +387,11 @@ def test_what_is_asked_of_a_curvature_is_answered_with_what_to_write() -> None:
         curvature.solve({"0.bias": torch.ones(2)})
 
 
-class Halved(nn.Module):
-    """A matrix of a Linear's sizes, which multiplies something else than the input."""
+class Halved(nn.Linear):
+    """A Linear that multiplies something else than the input."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.in_features = self.out_features = 3
-        self.weight = nn.Parameter(torch.randn(3, 3))
+        super().__init__(3, 3, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return x.relu() @ self.weight.T

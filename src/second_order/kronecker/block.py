@@ -27,13 +27,12 @@ from second_order.kronecker.factors import (
     StagedStatistics,
 )
 from second_order.kronecker.layers import (
-    KINDS,
     FactorShape,
     Form,
-    Key,
+    LayerKind,
     Layout,
+    PairRows,
     PairStatistics,
-    key_of,
     layout_of,
 )
 from second_order.kronecker.solvers import Inverse
@@ -153,7 +152,7 @@ class KroneckerBlock:
     Attributes:
         names: Names of the modules that share the weight, one for most layers.
         name: The layer's name, for messages.
-        keys: The name of the kind of each of these modules; ``kinds`` has the rules.
+        kinds: The kind of each of these modules that has one.
         watched: The modules whose passes make the statistics.
         owned: The weight, and the bias in the optimizer's care, if any.
         factors: Running averages; None before the first statistic or checkpoint.
@@ -173,16 +172,14 @@ class KroneckerBlock:
         modules: Sequence[nn.Module],
         bias: nn.Parameter | None,
         factor_dtype: torch.dtype,
-        keys: Sequence[Key | None] = (),
+        kinds: Sequence[LayerKind] = (),
         owned: Sequence[nn.Parameter] = (),
     ) -> None:
         self.names = list(names)
         self.modules = list(modules)
         self.name = " = ".join(name or "(model)" for name in names)
         self.watched = self.modules
-        self.keys = list(keys) or [key_of(module) for module in modules]
-        named = zip(modules, self.keys, strict=True)
-        self.kinds = {module: KINDS[key] for module, key in named if key is not None}
+        self.kinds = dict(zip(modules, kinds, strict=False))
         self.owned = list(owned)
         if not owned:
             first = self.modules[0]
@@ -288,6 +285,10 @@ class KroneckerBlock:
     def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
         """Statistics of a captured pair of one of the modules, in the dtype of the pair."""
         return self.kinds[module].statistics(module, x, d, form)
+
+    def rows_of(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
+        """The rows of a captured pair."""
+        return self.kinds[module].rows_of(module, x, d)
 
     def fits_pair(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
         """Whether a pair's sizes can be those of the layer."""

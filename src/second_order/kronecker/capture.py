@@ -48,10 +48,9 @@ from second_order.kronecker.layers import (
     LiveRows,
     PairStatistics,
     all_rows,
-    linear_statistics,
 )
 from second_order.kronecker.queued import LinearPair, PairQueue, QueuedPair, SeenRows
-from second_order.kronecker.rows import BackwardPass, LateRows, Ledger, Terms, rows_of
+from second_order.kronecker.rows import BackwardPass, LateRows, Ledger, Terms
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.utils.stages import stage
 
@@ -593,7 +592,7 @@ class StatisticsCollector:
         if repeats and current.repeat() and not self._told:
             self._told = True
             self.warn(LOSSES_APART)
-        rows = rows_of(module, fitting[0].kinds.get(module), x, d)
+        rows = fitting[0].rows_of(module, x, d)
         group = current.group_of(rows)
         on_host = d.device.type == "cpu"
         reads = on_host or self.heard is not None
@@ -707,7 +706,7 @@ class StatisticsCollector:
         plain = type(block) is KroneckerBlock
         what: Any = form
         tensors = (x, d) if isinstance(x, Tensor) else (x.hidden, x.index, x.weights, d)
-        if plain and block.kinds[pair.module].statistics is linear_statistics:
+        if plain and block.kinds[pair.module].multiplies_rows:
             what = LinearPair(x, d, block.trains_bias, self.approximation)
         elif group.certain:
             what = form(all_rows(group.number))
@@ -725,8 +724,7 @@ class StatisticsCollector:
         if self.conv_approximation is not None and isinstance(module, CONVOLUTIONS):
             approximation = self.conv_approximation
         wide = torch.promote_types(self.factor_dtype, torch.float32)
-        packed = d.device.type == "cpu"  # else all layers' at once
-        form = Form(block.trains_bias, approximation, packed, rows)
+        form = Form(block.trains_bias, approximation, rows)
         x = x.to(wide) if isinstance(x, Tensor) and x.is_floating_point() else x
         plain = torch.autocast(d.device.type, enabled=False)
         with torch.no_grad(), plain, ieee_matmul(d.device):

@@ -23,7 +23,7 @@ This is done on CPUs, without groups and dilation; all else has its patches. Sha
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 import torch
@@ -36,13 +36,14 @@ from second_order.kronecker.layers import (
     FactorShape,
     Form,
     LayerKind,
+    PairRows,
     PairStatistics,
     gram,
+    rows_of_images,
     with_ones,
 )
-from second_order.kronecker.storage import pack_upper_triangular
 
-__all__ = ["CONV", "extract_patches", "pad_input", "patch_second_moment"]
+__all__ = ["ConvolutionKind", "extract_patches", "pad_input", "patch_second_moment"]
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -227,8 +228,9 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     if not plain or x.device.type != "cpu" or any(n > 1 for n in (*conv.stride, *conv.dilation)):
         return False
     positions = len(x)
-    windows = zip(x.shape[2:], padding_per_side(conv), conv.kernel_size, strict=True)
-    for size, sides, kernel in windows:
+    for size, sides, kernel in zip(
+        x.shape[2:], padding_per_side(conv), conv.kernel_size, strict=True
+    ):
         output = size + sum(sides) - kernel + 1
         if output <= 2 * (kernel - 1):
             return False
@@ -237,75 +239,19 @@ def _spares_patches(conv: Convolution, x: Tensor) -> bool:
     return taps > 1 and positions * min(x.shape[1] * taps, 1024) >= AUTOCORRELATION_ELEMENTS
 
 
-def _autocorrelation_gram(
-    x: Tensor, conv: Convolution, homogeneous: bool, triangular: bool, examples: int | Tensor
-) -> Tensor:
-    """:func:`gram` of the patches of the padded input ``x``, computed without patches."""
+def _gram_without_patches(x: Tensor, conv: Convolution, homogeneous: bool) -> Tensor:
+    """:func:`gram` of the patches of ``x``, computed without patches."""
+    x = pad_input(x, conv)
     if x.dim() == 3:  # of one dimension: an image of one row
         x = x.unsqueeze(2)
     k1, k2 = (1, *conv.kernel_size)[-2:]
     height = x.shape[2] - k1 + 1
     width = x.shape[3] - k2 + 1
     moment = patch_second_moment(x, (k1, k2)).unsqueeze(0)
-    if homogeneous:
-        windows = x.sum(0).unfold(1, height, 1).unfold(2, width, 1)  # (C, k₁, k₂, H, W)
-        column = windows.sum((-2, -1)).view(1, -1)
-        moment = with_ones(moment, column, examples * (height * width))
-    return pack_upper_triangular(moment) if triangular else moment
-
-
-def _live_images(
-    x: Tensor, d: Tensor, dims: int, form: Form
-) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Inputs and output gradients of images, those that do not count left out as far as that pays.
-
-    Both ``(N, C, ...)``, or of one image without the first dimension. Returns them, of one image of
-    zeros at least, and how many count.
-    """
-    if x.dim() == dims + 1:  # a single example without a batch dimension
-        x, d = x.unsqueeze(0), d.unsqueeze(0)
-    live, rows = form.live(d), len(d)
-    if live.mask is not None:
-        x = live.pick(x)
-        d = live.pick(d) if len(x) < rows else d  # d is zero where x is not left out
-    if len(d) == 0:
-        x, d = x.new_zeros(1, *x.shape[1:]), d.new_zeros(1, *d.shape[1:])
-    return x, d, live.count
-
-
-def _conv_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    """Statistics of a convolution, whose rows are patches of x, or a transposed one, those of d."""
-    conv = cast(Convolution, module)
-    dims = len(conv.kernel_size)
-    spatial = tuple(range(-dims, 0))
-    packed = form.triangular
-    x, d, examples = _live_images(x, d, dims, form)
-
-    # Gradients as maps (N, groups, *features, *locations).
-    if conv.transposed:
-        outputs = extract_patches(d, conv)
-        for dim in spatial:  # output padding can make room for more
-            outputs = outputs.narrow(dim, 0, x.shape[dim])
-    else:
-        outputs = d.unflatten(1, (conv.groups, -1))
-    locations = outputs.shape[-dims:].numel()
-    reduces = form.approximation == "reduce"
-    rows = outputs.sum(spatial).flatten(2).transpose(0, 1) if reduces else _rows(outputs, dims)
-    g = gram(rows, False, packed)
-    if not reduces:
-        g.div_(locations)
-
-    # Inputs alike.
-    if not reduces and _spares_patches(conv, x):
-        a = _autocorrelation_gram(pad_input(x, conv), conv, form.bias, packed, examples)
-        return PairStatistics({"A": a, "G": g}, examples)
-    inputs = x.unflatten(1, (conv.groups, -1)) if conv.transposed else extract_patches(x, conv)
-    if reduces:
-        means = inputs.mean(spatial).flatten(2).transpose(0, 1)
-        a = gram(means, form.bias, packed, examples)
-    else:
-        a = gram(_rows(inputs, dims), form.bias, packed, examples * locations)
-    return PairStatistics({"A": a, "G": g}, examples)
+    if not homogeneous:
+        return moment
+    windows = x.sum(0).unfold(1, height, 1).unfold(2, width, 1)  # (C, k₁, k₂, H, W)
+    return with_ones(moment, windows.sum((-2, -1)).view(1, -1), len(x) * height * width)
 
 
 def _rows(maps: Tensor, dims: int) -> Tensor:
@@ -314,48 +260,97 @@ def _rows(maps: Tensor, dims: int) -> Tensor:
     They are copied along the locations, which lie next to each other in most inputs.
     """
     columns = maps.movedim(0, -dims - 1)
-    number = columns.shape[-dims - 1 :].numel()
-    return columns.reshape(len(columns), -1, number).mT
+    return columns.reshape(len(columns), maps.shape[2:-dims].numel(), -1).mT
 
 
-def _conv_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    """The gradient of the weight of a convolution, transposed or not, of its shape."""
-    conv = cast(Convolution, module)
-    dims, transposed = len(conv.kernel_size), conv.transposed
-    if x.dim() == dims + 1:
-        x, d = x.unsqueeze(0), d.unsqueeze(0)
-    _, gradient, _ = torch.ops.aten.convolution_backward(
-        d,
-        x if transposed else pad_input(x, conv),
-        x.new_empty(conv.weight.shape),  # its values do not matter
-        None,
-        conv.stride,
-        conv.padding if transposed else [0] * dims,
-        conv.dilation,
-        transposed,
-        conv.output_padding,
-        conv.groups,
-        (False, True, False),
-    )
-    return cast(Tensor, gradient)
+@dataclass(frozen=True)
+class ConvolutionKind(LayerKind):
+    """A convolution, whose rows are patches of x, or a transposed one, those of d.
+
+    All examples take part.
+    """
+
+    transposed: bool = False
+
+    @property
+    def bias_apart(self) -> str:  # type: ignore[override]
+        """Why the bias is not the homogeneous coordinate of A; "" if it is."""
+        return "multiplied at other positions" if self.transposed else ""
+
+    def shape(self, module: nn.Module, bias: bool) -> FactorShape:
+        """Sizes of the factors, of channels and patches."""
+        conv = cast(Convolution, module)
+        first, patch = conv.weight.shape[0] // conv.groups, conv.weight.shape[1:].numel()
+        if self.transposed:
+            return FactorShape(conv.groups, first, patch, transposed=True)
+        return FactorShape(conv.groups, patch + int(bias), first)
+
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        """Statistics of a pair, ``(N, channels, *spatial)`` or one example without N."""
+        conv = cast(Convolution, module)
+        dims = len(conv.kernel_size)
+        spatial = tuple(range(-dims, 0))
+        x, d = _batched(x, d, dims)
+
+        # Maps of inputs and of gradients, (N, groups, *features, *locations).
+        if self.transposed:
+            inputs = x.unflatten(1, (conv.groups, -1))
+            outputs = extract_patches(d, conv)
+            for dim in spatial:  # output padding can make room for more
+                outputs = outputs.narrow(dim, 0, x.shape[dim])
+        else:
+            inputs = None if _spares_patches(conv, x) else extract_patches(x, conv)
+            outputs = d.unflatten(1, (conv.groups, -1))
+
+        if form.approximation == "reduce":
+            inputs = extract_patches(x, conv) if inputs is None else inputs
+            a = gram(inputs.mean(spatial).flatten(2).transpose(0, 1), form.bias)
+            g = gram(outputs.sum(spatial).flatten(2).transpose(0, 1))
+            return PairStatistics({"A": a, "G": g}, len(d))
+        if inputs is None:
+            a = _gram_without_patches(x, conv, form.bias)
+        else:
+            a = gram(_rows(inputs, dims), form.bias)
+        g = gram(_rows(outputs, dims)).div_(outputs.shape[-dims:].numel())
+        return PairStatistics({"A": a, "G": g}, len(d))
+
+    def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        """A pair's part of the gradient of the weight."""
+        conv = cast(Convolution, module)
+        dims = len(conv.kernel_size)
+        x, d = _batched(x, d, dims)
+        _, gradient, _ = torch.ops.aten.convolution_backward(
+            d,
+            x if self.transposed else pad_input(x, conv),
+            x.new_empty(conv.weight.shape),  # its values do not matter
+            None,
+            conv.stride,
+            conv.padding if self.transposed else [0] * dims,
+            conv.dilation,
+            self.transposed,
+            conv.output_padding,
+            conv.groups,
+            (False, True, False),
+        )
+        return cast(Tensor, gradient)
+
+    def fits(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
+        """Whether a pair has the channels of input and output."""
+        conv = cast(Convolution, module)
+        channels = -len(conv.kernel_size) - 1
+        if x.dim() != d.dim() or x.dim() < -channels:
+            return False
+        return x.shape[channels] == conv.in_channels and d.shape[channels] == conv.out_channels
+
+    def rows_of(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
+        """Whole images or signals."""
+        return rows_of_images(d, d.dim() > len(cast(Convolution, module).kernel_size) + 1)
 
 
-def _patches_of_output(module: nn.Module, bias: bool) -> FactorShape:
-    weight, groups = cast(Tensor, module.weight), cast(int, module.groups)
-    return FactorShape(groups, weight.shape[0] // groups, weight.shape[1:].numel(), transposed=True)
+def _batched(x: Tensor, d: Tensor, dims: int) -> tuple[Tensor, Tensor]:
+    """A pair with a batch dimension, which a single example may lack."""
+    return (x.unsqueeze(0), d.unsqueeze(0)) if x.dim() == dims + 1 else (x, d)
 
 
-def _conv_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
-    """Whether a pair has the channels of a convolution's input and output."""
-    conv = cast(Convolution, module)
-    channels = -len(conv.kernel_size) - 1
-    if x.dim() != d.dim() or x.dim() < -channels:
-        return False
-    return x.shape[channels] == conv.in_channels and d.shape[channels] == conv.out_channels
-
-
-CONV = LayerKind(_conv_statistics, gradient=_conv_gradient, fits=_conv_fits)
-KINDS.update(dict.fromkeys(CONVOLUTIONS[:3], CONV))
-KINDS.update(
-    dict.fromkeys(CONVOLUTIONS[3:], replace(CONV, shape=_patches_of_output, with_bias=False))
-)
+KINDS.update(dict.fromkeys(CONVOLUTIONS[:3], ConvolutionKind()))
+KINDS.update(dict.fromkeys(CONVOLUTIONS[3:], ConvolutionKind(transposed=True)))

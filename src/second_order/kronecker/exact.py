@@ -1,15 +1,9 @@
-"""The blocks of Ba et al. 2017 beside A ⊗ G: of gains and biases, and doubly factored Linears.
+"""Exact blocks of gains and biases (Ba et al. 2017, appendix C).
 
-Exact blocks (appendix C): with ĝ the gradient of one example's loss with respect to the gain and
+With ĝ the gradient of one example's loss with respect to the gain and
 the bias of a normalisation, or to a bias alone, the block is E[ĝ ĝᵀ], a matrix of all their
 entries; or its diagonal alone where they are many. It is kept as the G of a layer whose A is 1:
 (1, d, d), or d groups of (1, 1).
-
-Doubly factored blocks (section 4), of Linears fed by flattened feature maps: an example's input is
-a matrix, channels by locations. Its best approximation of rank one is ψ κᵀ, by the first singular
-triple, with √σ on each side: F ≈ E[ψψᵀ] ⊗ E[κκᵀ] ⊗ E[ddᵀ], kept as A, L and G. It does not reduce
-to plain K-FAC where there is one location, as inputs are not averaged over examples before they are
-squared but after.
 """
 
 from __future__ import annotations
@@ -29,16 +23,20 @@ from second_order.kronecker.layers import (
     Approximation,
     FactorShape,
     Form,
+    PairRows,
     PairStatistics,
     gram,
-    live_rows,
+    rows_by,
+    rows_of_images,
 )
 
-__all__ = ["GAINS", "NORMALISATIONS", "DoublyFactoredBlock", "ExactBlock", "Gain", "gain_of"]
+__all__ = ["GAINS", "NORMALISATIONS", "ExactBlock", "Gain", "gain_of"]
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMALISATIONS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *BATCH_NORMS, nn.SyncBatchNorm)
+CHANNELS_SECOND = (*CONVOLUTIONS, *BATCH_NORMS, nn.GroupNorm)
+"""Layers with channels in dimension 1. Their rows are whole examples."""
 
 
 @dataclass(frozen=True)
@@ -179,17 +177,19 @@ class ExactBlock(KroneckerBlock):
         """
         rows = self._example_gradients(module, x, d, form.approximation)
         # As many parts of d make an example as there are rows.
-        live = form.rows or live_rows(d.reshape(len(rows), -1))
-        examples = live.parts(len(rows)).count if d.numel() else 0
+        examples = form.rows.parts(len(rows)).count if d.numel() else 0
         if self.shape.groups > 1:
             g = rows.square().sum(0).view(-1, 1, 1)
         else:
-            g = gram(rows.unsqueeze(0), False, form.triangular)
-        if isinstance(examples, Tensor):
-            a = examples.to(d.dtype).expand(self.shape.groups, 1)
-        else:
-            a = d.new_full((self.shape.groups, 1), float(examples))
+            g = gram(rows.unsqueeze(0))
+        a = d.new_empty(self.shape.groups, 1).fill_(examples)
         return PairStatistics({"A": a, "G": g}, examples)
+
+    def rows_of(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
+        """The rows of a pair: whole examples if there are channels."""
+        if isinstance(module, CHANNELS_SECOND):
+            return rows_of_images(d, _is_batched(module, d))
+        return rows_by(d.shape[: max(d.dim() - self.owned[0].dim(), 0)], d)
 
     def _example_gradients(
         self, module: nn.Module, x: Tensor, d: Tensor, approximation: Approximation
@@ -204,8 +204,8 @@ class ExactBlock(KroneckerBlock):
                 parts.append(d)
 
         # Of maps of channels the second dimension is the bias's; of all else the last ones are.
-        if isinstance(module, (*CONVOLUTIONS, *BATCH_NORMS, nn.GroupNorm)):
-            if d.dim() == len(getattr(module, "kernel_size", ())) + 1:  # one example, not a batch
+        if isinstance(module, CHANNELS_SECOND):
+            if not _is_batched(module, d):
                 parts = [part.unsqueeze(0) for part in parts]
             # flatten also takes an empty batch, of which reshape cannot tell the locations.
             return torch.cat([part.unsqueeze(-1).flatten(2).sum(2) for part in parts], 1)
@@ -218,60 +218,6 @@ class ExactBlock(KroneckerBlock):
         return summed
 
 
-# -------------------------------------------------------------------------------- doubly factored
-
-
-def rank_one(x: Tensor) -> tuple[Tensor, Tensor]:
-    """ψ and κ of the best approximations ψ κᵀ, by eigenvectors of the smaller second moment.
-
-    Of ``(N, channels, locations)`` they are ``(N, channels)`` and ``(N, locations)``, each of norm
-    √σ, σ the largest singular value.
-    """
-    _, channels, locations = x.shape
-    if channels < locations:
-        kappa, psi = rank_one(x.mT)
-        return psi, kappa
-    # Divided by its size, so that squares stay in range.
-    size = x.abs().amax((1, 2), keepdim=True)
-    scaled = x / torch.where(size > 0, size, 1.0)
-    _, vectors = torch.linalg.eigh(scaled.mT @ scaled)
-    right = vectors[..., -1:]
-    left = scaled @ right
-    sigma = torch.linalg.vector_norm(left, dim=1, keepdim=True)
-    left = left / torch.where(sigma > 0, sigma, 1.0)
-    root = (sigma * size).sqrt()
-    return (left * root).squeeze(-1), (right * root).squeeze(-1)
-
-
-class DoublyFactoredBlock(KroneckerBlock):
-    """A Linear's weight; its bias has a block of its own.
-
-    ``locations`` is their number T; ``nn.Flatten`` makes the input of (channels, locations).
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        modules: Sequence[nn.Module],
-        locations: int,
-        factor_dtype: torch.dtype,
-    ) -> None:
-        self.locations = locations
-        super().__init__(names, modules, None, factor_dtype)
-
-    def _current_shape(self) -> FactorShape:
-        out_dim, in_dim = self.weight.shape
-        return FactorShape(1, in_dim, out_dim, locations=self.locations)
-
-    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-        """Sums of ψψᵀ, ddᵀ and κκᵀ over the rows of a pair."""
-        rows = d.reshape(-1, d.shape[-1])
-        live = form.live(rows)
-        maps = live.pick(x.reshape(-1, self.shape.dims["A"], self.locations))
-        # Inputs that are not finite fail in eigh; the statistics drop them.
-        finite = torch.isfinite(maps).flatten(1).all(1)
-        psi, kappa = rank_one(torch.where(finite[:, None, None], maps, 0.0))
-        psi = torch.where(finite[:, None], psi, torch.nan)
-        parts = {"A": psi, "G": rows, "L": kappa}
-        factors = {k: gram(part[None], False, form.triangular) for k, part in parts.items()}
-        return PairStatistics(factors, live.count)
+def _is_batched(module: nn.Module, d: Tensor) -> bool:
+    """Whether a convolution was called with a batch, and not with one example."""
+    return d.dim() > len(getattr(module, "kernel_size", ())) + 1

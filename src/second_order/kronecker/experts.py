@@ -28,14 +28,12 @@ from torch import Tensor, nn
 
 from second_order.kronecker import autograd
 from second_order.kronecker.layers import (
-    KINDS,
+    ROUTED,
     FactorShape,
     Form,
     LayerKind,
-    LiveRows,
     PairStatistics,
     gram,
-    live_rows,
 )
 
 __all__ = ["EXPERTS", "Routed", "is_experts", "is_router"]
@@ -120,16 +118,12 @@ class Routed:
         of = {first: x, second: _gated(module, u)}
         return Rows(of, token, counts), u, self.weights[token, slot].unsqueeze(1)
 
-    def pairs(
-        self, module: nn.Module, d: Tensor, live: LiveRows | None = None
-    ) -> tuple[Rows, Rows]:
+    def pairs(self, module: nn.Module, d: Tensor, mask: Tensor | None = None) -> tuple[Rows, Rows]:
         """Rows of inputs and of gradients, given that of the module's output, ``(tokens, in)``.
 
-        Only tokens that count are there; None: those with a gradient. Computed once: both
-        parameters have need of it.
+        Of the tokens of a mask, or of all. Computed once: both parameters have need of it.
         """
         if self._pairs is None:
-            mask = live_rows(d).mask if live is None else live.mask
             xs, u, weights = self.rows(module, mask)
             first, second = xs.of
             dy = (d[xs.tokens] * weights).to(xs.of[first].dtype)
@@ -171,43 +165,40 @@ def _pulled_back(function: Callable[[Tensor], Tensor], x: Tensor, d: Tensor) -> 
 # ------------------------------------------------------------------------------- kinds of layers
 
 
-def _statistics(module: nn.Module, x: Any, d: Tensor, form: Form, name: str) -> PairStatistics:
-    live = form.live(d)
-    xs, ds = x.pairs(module, d, live)
+@dataclass(frozen=True)
+class ExpertsKind(LayerKind):
+    """One of the two weights, an expert to a group."""
 
-    def grams(rows: Tensor, bias: bool) -> Tensor:
-        each = (part.to(d.dtype).unsqueeze(0) for part in rows.split(xs.counts))
-        return torch.cat([gram(part, bias, form.triangular) for part in each])
+    family: str = ROUTED
 
-    factors = {"A": grams(xs.of[name], form.bias), "G": grams(ds.of[name], False)}
-    counts = torch.tensor(xs.counts, dtype=d.dtype, device=d.device)
-    return PairStatistics(factors, live.count, routed=counts)
+    def shape(self, module: nn.Module, bias: bool) -> FactorShape:
+        transposed = bool(module.is_transposed)
+        experts, out, width = getattr(module, self.weight).shape
+        if transposed:
+            out, width = width, out
+        return FactorShape(experts, width + int(bias), out, transposed=transposed, routed=True)
+
+    def statistics(self, module: nn.Module, x: Any, d: Tensor, form: Form) -> PairStatistics:
+        inputs, gradients = x.pairs(module, d, form.rows.mask)
+        a = [gram(rows.unsqueeze(0), form.bias) for rows in self._by_expert(inputs, d)]
+        g = [gram(rows.unsqueeze(0)) for rows in self._by_expert(gradients, d)]
+        counts = torch.tensor(inputs.counts, dtype=d.dtype, device=d.device)
+        factors = {"A": torch.cat(a), "G": torch.cat(g)}
+        return PairStatistics(factors, form.rows.count, routed=counts)
+
+    def gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
+        inputs, gradients = replace(x, _pairs=None).pairs(module, d)
+        each = zip(self._by_expert(inputs, d), self._by_expert(gradients, d), strict=True)
+        found = torch.stack([of.mT @ rows for rows, of in each])
+        return found.mT if module.is_transposed else found
+
+    def fits(self, module: nn.Module, x: Any, d: Tensor) -> bool:
+        return isinstance(x, Routed) and d.shape == x.hidden.shape
+
+    def _by_expert(self, rows: Rows, d: Tensor) -> Sequence[Tensor]:
+        parts: Sequence[Tensor] = rows.of[self.weight].to(d.dtype).split(rows.counts)
+        return parts
 
 
-def _gradient(module: Any, x: Any, d: Tensor, name: str) -> Tensor:
-    xs, ds = replace(x, _pairs=None).pairs(module, d)
-    parts = (rows.of[name].to(d.dtype).split(xs.counts) for rows in (xs, ds))
-    found = torch.stack([of.mT @ rows for rows, of in zip(*parts, strict=True)])
-    return found.mT if module.is_transposed else found
-
-
-def _shape(module: Any, bias: bool, name: str) -> FactorShape:
-    experts, out, width = getattr(module, name).shape
-    if module.is_transposed:
-        out, width = width, out
-    transposed = module.is_transposed
-    return FactorShape(experts, width + int(bias), out, transposed=transposed, routed=True)
-
-
-EXPERTS = {name: f"experts: {name}" for name in WEIGHTS}
-"""The keys of their kinds, by the names of the parameters."""
-
-for _name, _key in EXPERTS.items():
-    KINDS[_key] = LayerKind(
-        partial(_statistics, name=_name),
-        partial(_shape, name=_name),
-        _name,
-        f"{_name}_bias",
-        gradient=partial(_gradient, name=_name),
-        fits=lambda module, x, d: isinstance(x, Routed) and d.shape == x.hidden.shape,
-    )
+EXPERTS = {name: ExpertsKind(name, f"{name}_bias") for name in WEIGHTS}
+"""Their kinds, by the names of the parameters."""

@@ -17,161 +17,190 @@ width. The block is the product of the two over the trace that both have.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 import second_order.kronecker.convolutions  # noqa: F401 - whose kinds come before a user's
 from second_order.kronecker.exact import GAINS, NORMALISATIONS, Gain
-from second_order.kronecker.experts import ROUTER_SIZES
+from second_order.kronecker.experts import is_router
 from second_order.kronecker.layers import (
+    ATTENTION,
+    EMBEDDING,
     KINDS,
+    LINEAR,
+    Embedding,
     FactorShape,
     Form,
-    Key,
     LayerKind,
+    Linear,
     PairStatistics,
+    Rows,
+    all_rows,
     at_least_one,
-    embedding_fits,
-    embedding_gradient,
-    embedding_statistics,
+    class_of,
     form_rows,
     gram,
-    key_of,
-    linear_fits,
-    linear_gradient,
-    linear_statistics,
-    rows_of_embedding,
+    outer_sum,
+    rows_in,
 )
 
-__all__ = ["found_kind", "register_layer", "ties_of"]
+__all__ = ["match", "register_layer", "ties_of"]
 
-TIED_EMBEDDING, TIED_OUTPUT = "tied embedding", "tied output"
-TRANSPOSED = "transposed linear"
-LIKE_LINEARS: dict[str, Key] = {"transformers.pytorch_utils.Conv1D": TRANSPOSED}
-"""Other packages' classes of Linears, by their full names."""
+OTHER_PACKAGES: dict[str, LayerKind] = {
+    "transformers.pytorch_utils.Conv1D": Linear(transposed=True),
+    "torch_geometric.nn.dense.linear.Linear": LINEAR,
+}
+"""Other packages' classes, by their full names."""
 
-SIZE_NAMES = (
-    ("out_features", "in_features"),  # torch.nn.Linear
-    ("out_channels", "in_channels"),  # torch_geometric.nn.Linear
-    ROUTER_SIZES,  # transformers' routers of experts
-)
-"""Names of the sizes of a weight, (out, in)."""
+SUPPOSED_LINEAR = Linear(supposed=True)
+"""A Linear's subclass with a forward of its own; its first statistics show whether it is one."""
 
 
 # --------------------------------------------------------------------------------------- attention
 
 
-def _attention_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    if d.shape[-1] > x.shape[-1]:  # one input: (batch, positions, E) and (batch, positions, 3 E)
-        x, d, live = form_rows(x, d, form)
-        a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
-        g = gram(d.unflatten(1, (3, -1)).transpose(0, 1), False, form.triangular)
-        a = a.expand(3, *a.shape[1:]).clone()
-        return PairStatistics({"A": a, "G": g}, live.count)
-    each: list[PairStatistics] = []
-    for third, (part, of) in enumerate(zip(x, d, strict=True)):
-        own = None if form.rows is None else form.rows.third(third)
-        each.append(linear_statistics(module, part, of, replace(form, rows=own)))
-    # The examples are the queries, which have loss terms; A is a mean over each third's own rows.
-    counts = [at_least_one(pair.examples) for pair in each]
-    more = [counts[0] / count for count in counts]
-    a = torch.cat([pair.factors["A"] * by for pair, by in zip(each, more, strict=True)])
-    g = torch.cat([pair.factors["G"] for pair in each])
-    return PairStatistics({"A": a, "G": g}, each[0].examples)
+@dataclass(frozen=True)
+class Attention(LayerKind):
+    """The in-projection of an attention: a group each for queries, keys and values."""
+
+    weight: str = "in_proj_weight"
+    bias: str = "in_proj_bias"
+    family: str = ATTENTION
+
+    def shape(self, module: nn.Module, bias: bool) -> FactorShape:
+        width = cast(nn.MultiheadAttention, module).embed_dim
+        return FactorShape(3, width + int(bias), width)
+
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        if _is_packed(x, d):
+            x, d, live = form_rows(x, d, form)
+            a = gram(x.unsqueeze(0), form.bias, live.count)
+            g = gram(d.unflatten(1, (3, -1)).transpose(0, 1))
+            return PairStatistics({"A": a.repeat(3, 1, 1), "G": g}, live.count)
+        masks = None if form.rows.mask is None else form.rows.mask.view(3, -1)
+        rows = d[0, ..., 0].numel()
+        each: list[PairStatistics] = []
+        for third in range(3):
+            live = all_rows(rows) if masks is None else rows_in(masks[third])
+            each.append(LINEAR.statistics(module, x[third], d[third], replace(form, rows=live)))
+        # The examples are the queries, which have loss terms; A is a mean over each third's own
+        # rows.
+        counts = [at_least_one(pair.examples) for pair in each]
+        more = [counts[0] / count for count in counts]
+        a = torch.cat([pair.factors["A"] * by for pair, by in zip(each, more, strict=True)])
+        g = torch.cat([pair.factors["G"] for pair in each])
+        return PairStatistics({"A": a, "G": g}, each[0].examples)
+
+    def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        if _is_packed(x, d):
+            return outer_sum(x, d)
+        return torch.cat([outer_sum(part, of) for part, of in zip(x, d, strict=True)])
 
 
-def _attention_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    if d.shape[-1] > x.shape[-1]:
-        return linear_gradient(module, x, d)
-    return torch.cat([linear_gradient(module, part, of) for part, of in zip(x, d, strict=True)])
+def _is_packed(x: Tensor, d: Tensor) -> bool:
+    """Whether queries, keys and values have one input.
+
+    Pairs are then ``(batch, positions, E)`` and ``(batch, positions, 3 E)``, else ``(3, batch,
+    positions, E)`` both.
+    """
+    return d.shape[-1] > x.shape[-1]
 
 
 # ---------------------------------------------------------------------------- tied output layers
 
 
-def _tied_output_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    x, d, live = form_rows(x, d, form)
-    squares = d.square()
-    entries = x.square().sum(1) @ squares
-    weighted = x * squares.sum(1, keepdim=True).sqrt()
-    factors = {"A": entries.unsqueeze(0), "G": gram(weighted.unsqueeze(0), False, form.triangular)}
-    return PairStatistics(factors, live.count)
+@dataclass(frozen=True)
+class TiedOutput(Linear):
+    """A Linear whose weight is an embedding's, too."""
+
+    bias_apart = "tied to an embedding"
+    multiplies_rows = False
+
+    def shape(self, module: nn.Module, bias: bool) -> FactorShape:
+        return TIED_EMBEDDING.shape(module, bias)
+
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        x, d, live = form_rows(x, d, form)
+        squares = d.square()
+        entries = x.square().sum(1) @ squares
+        weighted = x * squares.sum(1, keepdim=True).sqrt()
+        factors = {"A": entries.unsqueeze(0), "G": gram(weighted.unsqueeze(0))}
+        return PairStatistics(factors, live.count)
 
 
-def _sizes(module: nn.Module, bias: bool, *, weight: str, transposed: bool) -> FactorShape:
-    size = cast(Tensor, getattr(module, weight)).shape
-    out_dim, in_dim = (size[1], size[0]) if transposed else (size[0], size[1:].numel())
-    return FactorShape(1, in_dim + int(bias), out_dim, transposed=transposed)
+TIED_EMBEDDING = Embedding(tied=True)
+TIED_USES: dict[LayerKind | None, LayerKind] = {
+    EMBEDDING: TIED_EMBEDDING,
+    LINEAR: TiedOutput(),
+    SUPPOSED_LINEAR: TiedOutput(),
+}
 
-
-KINDS[TRANSPOSED] = LayerKind(
-    linear_statistics,
-    partial(_sizes, weight="weight", transposed=True),
-    gradient=lambda module, x, d: linear_gradient(module, d, x),
-    fits=partial(linear_fits, transposed=True),
-)
-KINDS[nn.MultiheadAttention] = LayerKind(
-    _attention_statistics,
-    lambda module, bias: FactorShape(3, module.embed_dim + int(bias), module.embed_dim),  # type: ignore[operator, arg-type]
-    "in_proj_weight",
-    "in_proj_bias",
-    gradient=_attention_gradient,
-)
-KINDS[TIED_EMBEDDING] = LayerKind(
-    partial(embedding_statistics, tied=True),
-    partial(rows_of_embedding, tied=True),
-    with_bias=False,
-    gradient=embedding_gradient,
-    fits=embedding_fits,
-)
-KINDS[TIED_OUTPUT] = LayerKind(
-    _tied_output_statistics,
-    partial(rows_of_embedding, tied=True),
-    with_bias=False,
-    fits=linear_fits,
-)
+KINDS[nn.MultiheadAttention] = Attention()
+KINDS[NonDynamicallyQuantizableLinear] = Linear(family=ATTENTION)
 
 
 # ------------------------------------------------------------------------------------ what is what
 
 
-def ties_of(kinds: Mapping[nn.Module, Key | None]) -> dict[nn.Module, Key]:
+def ties_of(kinds: Mapping[nn.Module, LayerKind | None]) -> dict[nn.Module, LayerKind]:
     """The modules that use one weight both as an embedding and as an output layer, and how."""
-    uses: dict[Key | None, Key] = {nn.Embedding: TIED_EMBEDDING}
-    uses |= dict.fromkeys((nn.Linear, "linear"), TIED_OUTPUT)
-    sharing: dict[int, dict[nn.Module, Key | None]] = {}
-    for module, key in kinds.items():
+    sharing: dict[Tensor, list[nn.Module]] = {}
+    for module in kinds:
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None:
-            sharing.setdefault(id(weight), {})[module] = uses.get(key)
-    tied = [how for how in sharing.values() if set(how.values()) == {TIED_EMBEDDING, TIED_OUTPUT}]
-    return {module: cast(Key, key) for how in tied for module, key in how.items()}
+            sharing.setdefault(weight, []).append(module)
+    ties: dict[nn.Module, LayerKind] = {}
+    for modules in sharing.values():
+        uses = {module: TIED_USES.get(kinds[module]) for module in modules}
+        if set(uses.values()) == {TIED_EMBEDDING, TIED_USES[LINEAR]}:
+            ties |= {module: use for module, use in uses.items() if use is not None}
+    return ties
 
 
-def found_kind(module: nn.Module) -> tuple[Key | None, str | None]:
-    """The key of a module's kind, or why it has none.
+class Match(NamedTuple):
+    """The kind of a module, or why it has none."""
 
-    The kind of its class, if it has the class's forward. Else that of a Linear, if the class is in
-    :data:`LIKE_LINEARS` or the weight has the sizes that the module names (:data:`SIZE_NAMES`). Its
-    first statistics then show whether it is one: see :mod:`second_order.kronecker.explanation`.
+    kind: LayerKind | None
+    reason: str | None = None
+
+
+def match(module: nn.Module) -> Match:
+    """The kind of a module's class, if the module has the class's forward.
+
+    A Linear's subclass with a forward of its own, or a router of fused experts, is taken for a
+    Linear. Its first statistics show whether it is one: see
+    :mod:`second_order.kronecker.explanation`.
     """
+    name = type(module).__name__
     if isinstance(module, torch.jit.ScriptModule):
-        return None, "torch.jit has compiled it and runs no hooks; train the plain module"
-    key, name = key_of(module), type(module).__name__
+        return Match(None, "torch.jit has compiled it and runs no hooks; train the plain module")
+    if is_router(module):
+        return Match(SUPPOSED_LINEAR)
+    known = class_of(module)
+    kind = KINDS.get(known) if known is not None else _of_other_packages(module)
+    if kind is None:
+        return Match(None, f"{name} has no Kronecker factors here")
     scaled = isinstance(module, nn.Embedding) and hasattr(module, "embed_scale")
-    if isinstance(key, type) and (scaled or type(module).forward is key.forward):
-        reason = _why_unusable(module, module._parameters.get(KINDS[key].weight))
-        return (key, None) if reason is None else (None, reason)
-    like = None if isinstance(module, nn.Embedding) else _like_linear(module)
-    if like is not None:
-        return like, None
-    if isinstance(key, type):
-        return None, f"{name} overrides {key.__name__}.forward"
-    return None, f"{name} has no Kronecker factors here"
+    if known is not None and type(module).forward is not known.forward and not scaled:
+        if known is not nn.Linear or _has_layers(module):
+            return Match(None, f"{name} overrides {known.__name__}.forward")
+        kind = SUPPOSED_LINEAR
+    reason = _why_unusable(module, module._parameters.get(kind.weight))
+    return Match(kind) if reason is None else Match(None, reason)
+
+
+def _of_other_packages(module: nn.Module) -> LayerKind | None:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in type(module).__mro__)
+    return next((OTHER_PACKAGES[name] for name in names if name in OTHER_PACKAGES), None)
+
+
+def _has_layers(module: nn.Module) -> bool:
+    """Whether a module has parameters in other modules."""
+    return any(True for child in module.children() for _ in child.parameters())
 
 
 def _why_unusable(module: nn.Module, weight: Tensor | None) -> str | None:
@@ -191,36 +220,13 @@ def _why_unusable(module: nn.Module, weight: Tensor | None) -> str | None:
     return "its weight is computed (parametrization, weight norm or pruning)"
 
 
-def _like_linear(module: nn.Module) -> Key | None:
-    """The kind of Linear that a module of another class looks like."""
-    weight, bias = (module._parameters.get(name) for name in ("weight", "bias"))
-    if weight is None or isinstance(weight, nn.parameter.UninitializedParameter):
-        return None
-    matrix = weight.dim() == 2 and min(weight.shape) > 1 and weight.is_floating_point()
-    if not matrix or (bias is not None and bias.dim() != 1):
-        return None
-    if any(True for child in module.children() for _ in child.parameters()):
-        return None
-    for base in type(module).__mro__:
-        like = LIKE_LINEARS.get(f"{base.__module__}.{base.__qualname__}")
-        if like is not None:
-            return like
-    for out_name, in_name in SIZE_NAMES:
-        sizes = (getattr(module, out_name, None), getattr(module, in_name, None))
-        if weight.shape == sizes:
-            return "linear"
-        if weight.shape == sizes[::-1]:
-            return TRANSPOSED
-    return None
-
-
 # ------------------------------------------------------------------------- users' own classes
 
 
 def register_layer(
     kind: type[nn.Module],
     *,
-    rows: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    rows: Rows | None = None,
     gain: Callable[[nn.Module, Tensor], Tensor] | None = None,
     transposed: bool = False,
     weight: str = "weight",
@@ -274,21 +280,4 @@ def register_layer(
     if gain is not None:
         GAINS[kind] = Gain(gain, weight, bias)
         return
-    rows_of: Any = (lambda module, x, d: (x, d)) if rows is None else rows
-
-    def gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-        x, d = rows_of(module, x, d)
-        return linear_gradient(module, *((d, x) if transposed else (x, d)))
-
-    def statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-        x, d = rows_of(module, x, d)
-        return linear_statistics(module, x, d, form)
-
-    KINDS[kind] = LayerKind(
-        statistics,
-        partial(_sizes, weight=weight, transposed=transposed),
-        weight,
-        "" if bias is None else bias,
-        gradient=gradient,
-        rows=rows_of,
-    )
+    KINDS[kind] = Linear(weight, bias or "", transposed=transposed, rows=rows)

@@ -16,15 +16,17 @@ are in :mod:`second_order.kronecker.convolutions`, others in :mod:`second_order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
 
-from second_order.kronecker.storage import pack_upper_triangular, packed_length
+from second_order.kronecker.storage import packed_length
 
 __all__ = [
     "CONVOLUTIONS",
@@ -85,12 +87,19 @@ class FactorShape:
         """The shape of the gradient as a matrix for each group."""
         return self.groups, self.out_dim, self.in_dim
 
-    def stored_shape(self, letter: str, triangular: bool = True) -> tuple[int, ...]:
-        """Shape of a factor as it is stored."""
+    def matrix_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the factors as matrices, or diagonals."""
+        sizes: dict[str, tuple[int, ...]] = {}
+        for letter, dim in self.dims.items():
+            sizes[letter] = (
+                (self.groups, dim) if letter in self.diagonals else (self.groups, dim, dim)
+            )
+        return sizes
+
+    def stored_shape(self, letter: str) -> tuple[int, ...]:
+        """Shape of a factor as it is stored: diagonals, or triangles."""
         dim = self.dims[letter]
-        if letter in self.diagonals:
-            return self.groups, dim
-        return (self.groups, *((packed_length(dim),) if triangular else (dim, dim)))
+        return self.groups, dim if letter in self.diagonals else packed_length(dim)
 
 
 @dataclass(frozen=True)
@@ -101,29 +110,17 @@ class LiveRows:
     count: int | Tensor  # of these; on a device a scalar tensor, which the host does not read
 
     def pick(self, rows: Tensor) -> Tensor:
-        """Those among ``(rows, ...)`` that count; on a device all rows, the others being zero.
+        """Those among ``(rows, ...)`` that count; the others are zero.
 
         One that does not count and is not finite becomes NaN, as it does in the weight's gradient.
         """
-        if self.mask is None:
-            return rows
-        if _answers_at_once(rows.device) and bool(rows[~self.mask].isfinite().all()):
-            return rows[self.mask]
-        return rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
-
-    def third(self, which: int) -> LiveRows:
-        """Those of queries, keys or values, where the rows are of all three in turn."""
-        if self.mask is None:
-            assert isinstance(self.count, int)
-            return LiveRows(None, self.count // 3)
-        return rows_in(self.mask.view(3, -1)[which])
+        return rows if self.mask is None else rows * self.mask.view(-1, *[1] * (rows.dim() - 1))
 
     def parts(self, number: int) -> LiveRows:
         """The examples that have a row that counts, where each of so many has equally many rows."""
         if self.mask is None or number == 0:
-            return LiveRows(None, number)
-        mask = self.mask.view(number, -1).any(1)
-        return LiveRows(mask, _count(mask))
+            return all_rows(number)
+        return rows_in(self.mask.view(number, -1).any(1))
 
 
 def live_rows(d: Tensor) -> LiveRows:
@@ -138,18 +135,10 @@ def all_rows(number: int) -> LiveRows:
 
 def rows_in(mask: Tensor) -> LiveRows:
     """The rows of a mask, ``(rows,)``; on the CPU None takes the place of one that has them all."""
-    count = _count(mask)
-    everything = not isinstance(count, Tensor) and count == len(mask)
-    return LiveRows(None if everything else mask, count)
-
-
-def _count(mask: Tensor) -> int | Tensor:
-    return int(mask.sum()) if _answers_at_once(mask.device) else mask.sum()
-
-
-def _answers_at_once(device: torch.device) -> bool:
-    """Whether values on a device can be read without waiting, as on the CPU."""
-    return device.type == "cpu"
+    if mask.device.type != "cpu":
+        return LiveRows(mask, mask.sum())
+    count = int(mask.sum())
+    return LiveRows(None if count == len(mask) else mask, count)
 
 
 @dataclass(frozen=True)
@@ -160,7 +149,7 @@ class PairStatistics:
     terms of the loss, which only the whole pass shows.
     """
 
-    factors: dict[str, Tensor]  # the sums by letter, (groups, n, n), triangles, or diagonals
+    factors: dict[str, Tensor]  # the sums by letter, (groups, n, n), or diagonals (groups, n)
     examples: int | Tensor  # on a device a scalar tensor, which the host does not read
     routed: Tensor | None = None  # examples of each group, if these have their own, (groups,)
 
@@ -171,12 +160,7 @@ class Form:
 
     bias: bool  # the homogeneous coordinate belongs to A
     approximation: Approximation  # of dimensions that share the weight (Eschenhagen et al. 2023)
-    triangular: bool = False  # symmetric sums are upper triangles
-    rows: LiveRows | None = None  # that A is a sum over; None for those with a gradient
-
-    def live(self, d: Tensor) -> LiveRows:
-        """The rows of gradients ``(rows, ...)`` that A is a sum over."""
-        return live_rows(d) if self.rows is None else self.rows
+    rows: LiveRows  # that A is a sum over
 
 
 CONVOLUTIONS = (
@@ -188,13 +172,11 @@ CONVOLUTIONS = (
 # --------------------------------------------------------------------------- sums of outer products
 
 
-def gram(
-    x: Tensor, homogeneous: bool, triangular: bool, ones: int | Tensor | None = None
-) -> Tensor:
+def gram(x: Tensor, homogeneous: bool = False, ones: int | Tensor | None = None) -> Tensor:
     """Sum of the outer products of the rows of ``x``, ``(groups, rows, dim)``.
 
     ``homogeneous`` appends a 1 to every row, without a copy of the rows; or to so many ``ones``, if
-    the others are zero. Of shape ``(groups, n, n)``, or those as triangles.
+    the others are zero. Of shape ``(groups, n, n)``.
     """
     groups, rows, dim = x.shape
     # On one core, 128 rows of the upper triangle at a time are wide enough to be as fast as the
@@ -212,7 +194,7 @@ def gram(
             matrix[:, stop:, start:stop] = band[..., stop - start :].mT
     if homogeneous:
         matrix = with_ones(matrix, x.sum(1), rows if ones is None else ones)
-    return pack_upper_triangular(matrix) if triangular else matrix
+    return matrix
 
 
 def with_ones(matrix: Tensor, column: Tensor, ones: int | Tensor) -> Tensor:
@@ -229,27 +211,59 @@ def with_ones(matrix: Tensor, column: Tensor, ones: int | Tensor) -> Tensor:
     return whole
 
 
-# ------------------------------------------------------------------------------------------ Linears
+def at_least_one(count: int | Tensor) -> int | Tensor:
+    """A number of examples to divide by."""
+    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
 
 
-def linear_statistics(module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
-    """Statistics of a Linear's pair, ``(..., in)`` and ``(..., out)``."""
-    x, d, live = form_rows(x, d, form)
-    g = gram(d.unsqueeze(0), False, form.triangular)
-    a = gram(live.pick(x).unsqueeze(0), form.bias, form.triangular, live.count)
-    return PairStatistics({"A": a, "G": g}, live.count)
+# ------------------------------------------------------------------------------------ rows of pairs
+
+
+ROUTED = "routed"
+ATTENTION = "attention"
+"""Families of rows: an attention's are ``(batch, positions)`` however its inputs lie."""
+
+
+class PairRows(NamedTuple):
+    """The rows of a captured pair."""
+
+    family: str
+    shape: tuple[int, ...]  # leading dimensions
+    gradient: Tensor  # (rows, out)
+    examples: bool = False  # known to be a batch's examples, whatever other layers see
+
+
+def rows_by(leading: Sequence[int], d: Tensor, family: str = "") -> PairRows:
+    """The rows of gradients with so many leading dimensions."""
+    # (B, 1, ...) has the examples of (B, ...).
+    while len(leading) > 1 and leading[-1] == 1:
+        leading = leading[:-1]
+    number = math.prod(leading)
+    flat = d.reshape(number, d.numel() // max(number, 1))
+    return PairRows(family, tuple(leading) or (1,), flat)
+
+
+def rows_of_images(d: Tensor, batched: bool = True) -> PairRows:
+    """The rows of gradients whose second dimension is that of channels: whole examples."""
+    d = d if batched else d.unsqueeze(0)
+    return PairRows("", (len(d),), d.flatten(1), examples=True)
 
 
 def form_rows(x: Tensor, d: Tensor, form: Form) -> tuple[Tensor, Tensor, LiveRows]:
     """The rows of a Linear's pair, ``(rows, in)`` and ``(rows, out)``, and those that count.
 
-    With "reduce" a row is an example's mean input and the sum of its gradients.
+    Rows of x that do not count are zero. With "reduce" a row is an example's mean input and the sum
+    of its gradients.
     """
+    live = form.rows
     if form.approximation == "reduce" and x.dim() > 2:
-        live = form.live(d.reshape(-1, d.shape[-1]))
-        return *reduced(x.flatten(1, -2), d.flatten(1, -2), live), live.parts(len(d))
-    x, d = x.reshape(d.numel() // d.shape[-1], x.shape[-1]), d.reshape(-1, d.shape[-1])
-    return x, d, form.live(d)
+        x, d = reduced(x.flatten(1, -2), d.flatten(1, -2), live)
+        live = live.parts(len(d))
+    else:
+        number = d.numel() // d.shape[-1]
+        x = x.reshape(number, x.shape[-1])
+        d = d.reshape(number, d.shape[-1])
+    return live.pick(x), d, live
 
 
 def reduced(x: Tensor, d: Tensor, live: LiveRows) -> tuple[Tensor, Tensor]:
@@ -260,54 +274,107 @@ def reduced(x: Tensor, d: Tensor, live: LiveRows) -> tuple[Tensor, Tensor]:
     return (x * mask).sum(1) / mask.sum(1).clamp_min(1), d.sum(1)
 
 
-def linear_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+def outer_sum(x: Tensor, d: Tensor) -> Tensor:
     """The sum of d xᵀ over all rows of a pair, ``(out, in)``."""
     return d.reshape(-1, d.shape[-1]).mT @ x.reshape(-1, x.shape[-1])
-
-
-def linear_fits(module: nn.Module, x: Tensor, d: Tensor, transposed: bool = False) -> bool:
-    """Whether a pair has the sizes of a Linear's weight, and as many rows of x as of d."""
-    out_dim, in_dim = cast(Tensor, module.weight).shape[:: -1 if transposed else 1]
-    sizes = (d.shape[-1], x.shape[-1]) == (out_dim, in_dim)
-    dense = x.layout is torch.strided and x.is_floating_point()
-    return sizes and dense and d.numel() * in_dim == x.numel() * out_dim
-
-
-def _rows_of_weight(module: nn.Module, bias: bool) -> FactorShape:
-    weight, groups = cast(Tensor, module.weight), cast(int, getattr(module, "groups", 1))
-    return FactorShape(groups, weight.shape[1:].numel() + int(bias), weight.shape[0] // groups)
 
 
 # -------------------------------------------------------------------------------- kinds of layers
 
 
-Key: TypeAlias = type[nn.Module] | str
-"""The name of a kind of layer: its class, or a word for what it computes."""
+Rows: TypeAlias = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class LayerKind:
-    """The rules for one kind of layer."""
+class LayerKind(ABC):
+    """The rules for one kind of layer.
 
-    statistics: Callable[[nn.Module, Tensor, Tensor, Form], PairStatistics]  # of a pair (x, d)
-    shape: Callable[[nn.Module, bool], FactorShape] = _rows_of_weight
+    Attributes:
+        weight: Name of the weight.
+        bias: Name of the bias.
+        family: Of its rows.
+        rows: The rows of an input and of an output's gradient; None: they are as they are.
+        bias_apart: Why the bias is not the homogeneous coordinate of A; "" if it is.
+        multiplies_rows: Whether it multiplies the rows of its input, as they are, by a matrix.
+    """
+
     weight: str = "weight"
     bias: str = "bias"
-    with_bias: bool = True  # the bias is the homogeneous coordinate of A
-    # A pair's part of the weight's gradient, and whether its sizes can be the layer's.
-    gradient: Callable[[nn.Module, Tensor, Tensor], Tensor] = linear_gradient
-    fits: Callable[[nn.Module, Tensor, Tensor], bool] = lambda module, x, d: True
-    # The rows of a pair where they are not its tensors' first dimensions.
-    rows: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    family: str = ""
+    rows: Rows | None = None
+    bias_apart = ""
+    multiplies_rows = False
+
+    @abstractmethod
+    def shape(self, module: nn.Module, bias: bool) -> FactorShape:
+        """Sizes of the factors; ``bias``: A has the homogeneous coordinate."""
+
+    @abstractmethod
+    def statistics(self, module: nn.Module, x: Any, d: Tensor, form: Form) -> PairStatistics:
+        """Statistics of a pair, the input x and the gradient d of the output."""
+
+    @abstractmethod
+    def gradient(self, module: nn.Module, x: Any, d: Tensor) -> Tensor:
+        """A pair's part of the gradient of the weight."""
+
+    def fits(self, module: nn.Module, x: Any, d: Tensor) -> bool:
+        """Whether a pair's sizes can be the layer's."""
+        return True
+
+    def rows_of(self, module: nn.Module, x: Any, d: Tensor) -> PairRows:
+        """The rows of a pair."""
+        return rows_by(d.shape[:-1], d, self.family)
 
 
-KINDS: dict[Key, LayerKind] = {}
-"""All kinds of layers, those of users among them."""
+@dataclass(frozen=True)
+class Linear(LayerKind):
+    """``W x`` of rows x.
 
-KINDS[nn.Linear] = KINDS["linear"] = LayerKind(linear_statistics, fits=linear_fits)
+    Attributes:
+        transposed: Whether the weight is ``(in, out)``.
+        supposed: Whether it is one is not known before the first statistics.
+    """
 
+    transposed: bool = False
+    supposed: bool = False
 
-# --------------------------------------------------------------------------------------- embeddings
+    @property
+    def multiplies_rows(self) -> bool:  # type: ignore[override]
+        return self.rows is None
+
+    def _rows(self, module: nn.Module, x: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+        return (x, d) if self.rows is None else self.rows(module, x, d)
+
+    def _size(self, module: nn.Module) -> Sequence[int]:
+        """The sizes of the weight, (out, in)."""
+        size: Sequence[int] = getattr(module, self.weight).shape
+        return size[::-1] if self.transposed else size
+
+    def shape(self, module: nn.Module, bias: bool) -> FactorShape:
+        out_dim, in_dim = self._size(module)
+        return FactorShape(1, in_dim + int(bias), out_dim, transposed=self.transposed)
+
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        x, d, live = form_rows(*self._rows(module, x, d), form)
+        a = gram(x.unsqueeze(0), form.bias, live.count)
+        return PairStatistics({"A": a, "G": gram(d.unsqueeze(0))}, live.count)
+
+    def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        x, d = self._rows(module, x, d)
+        return outer_sum(d, x) if self.transposed else outer_sum(x, d)
+
+    def fits(self, module: nn.Module, x: Any, d: Tensor) -> bool:
+        """Whether a pair has the sizes of the weight, and as many rows of x as of d."""
+        if self.rows is not None:
+            return True
+        out_dim, in_dim = self._size(module)
+        sizes = (d.shape[-1], x.shape[-1]) == (out_dim, in_dim)
+        dense = x.layout is torch.strided and x.is_floating_point()
+        return sizes and dense and d.numel() * in_dim == x.numel() * out_dim
+
+    def rows_of(self, module: nn.Module, x: Tensor, d: Tensor) -> PairRows:
+        _, d = self._rows(module, x, d)
+        return rows_by(d.shape[:-1], d, self.family)
 
 
 def _scaled(module: nn.Module, d: Tensor) -> Tensor:
@@ -319,75 +386,67 @@ def _scaled(module: nn.Module, d: Tensor) -> Tensor:
     return d * cast(float, module.embed_scale) if own else d
 
 
-def embedding_statistics(
-    module: nn.Module, x: Tensor, d: Tensor, form: Form, tied: bool = False
-) -> PairStatistics:
-    """Statistics of an embedding's pair, ``(...)`` and ``(..., width)``.
+@dataclass(frozen=True)
+class Embedding(LayerKind):
+    """Rows of the weight, by indices.
 
     ``tied`` to an output layer, A has ‖d‖² at a token in the place of a 1.
     """
-    # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the loss
-    # has a term per example, the tokens are treated as the locations of a convolution are.
-    embedding, d = cast(nn.Embedding, module), _scaled(module, d)
-    tokens, rows = x.reshape(-1), d.reshape(-1, d.shape[-1])
-    live, padding = form.live(rows), embedding.padding_idx
-    if tied:
-        rows = rows if padding is None else rows * (tokens != padding).unsqueeze(1)
-        ones = rows.square().sum(1)
-    else:
-        ones = torch.ones(tokens.shape, dtype=d.dtype, device=d.device)
-        if live.mask is not None:
-            ones.masked_fill_(~live.mask, 0.0)
-        if padding is not None:
-            ones.masked_fill_(tokens == padding, 0.0)
-    entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
-    entries.scatter_add_(0, tokens.long(), ones)
-    g = gram(rows.unsqueeze(0), False, form.triangular)
-    factors = {"A": entries.unsqueeze(0), "G": g}
-    if form.approximation == "expand" or x.dim() < 2:
-        return PairStatistics(factors, live.count)
-    examples = live.parts(len(d)).count
-    if not tied:
-        g.mul_(examples / at_least_one(live.count))
-    return PairStatistics(factors, examples)
+
+    tied: bool = False
+
+    def shape(self, module: nn.Module, bias: bool) -> FactorShape:
+        entries, width = cast(Tensor, module.weight).shape
+        return FactorShape(1, entries, width, diagonal_a=True, transposed=True, marginal=self.tied)
+
+    def statistics(self, module: nn.Module, x: Tensor, d: Tensor, form: Form) -> PairStatistics:
+        # The second moment of a mean of one-hot rows is not diagonal. So with "reduce", where the
+        # loss has a term per example, the tokens are treated as the locations of a convolution are.
+        embedding = cast(nn.Embedding, module)
+        tokens = x.reshape(-1)
+        rows = _scaled(module, d).reshape(-1, d.shape[-1])
+        live = form.rows
+        padding = embedding.padding_idx
+        if self.tied:
+            rows = rows if padding is None else rows * (tokens != padding).unsqueeze(1)
+            ones = rows.square().sum(1)
+        else:
+            ones = live.pick(torch.ones(tokens.shape, dtype=d.dtype, device=d.device))
+            if padding is not None:
+                ones = ones * (tokens != padding)
+        entries = torch.zeros(embedding.num_embeddings, dtype=d.dtype, device=d.device)
+        entries.scatter_add_(0, tokens.long(), ones)
+        g = gram(rows.unsqueeze(0))
+        if form.approximation == "reduce" and x.dim() > 1:
+            examples = live.parts(len(d)).count
+            if not self.tied:
+                g.mul_(examples / at_least_one(live.count))
+        else:
+            examples = live.count
+        return PairStatistics({"A": entries.unsqueeze(0), "G": g}, examples)
+
+    def gradient(self, module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
+        embedding = cast(nn.Embedding, module)
+        rows = _scaled(module, d).flatten(0, -2)
+        found = rows.new_zeros(embedding.weight.shape).index_add_(0, x.reshape(-1), rows)
+        if embedding.padding_idx is not None:
+            found[embedding.padding_idx] = 0.0
+        return found
+
+    def fits(self, module: nn.Module, x: Tensor, d: Tensor) -> bool:
+        width = cast(Tensor, module.weight).shape[1]
+        return not x.is_floating_point() and d.shape == (*x.shape, width)
 
 
-def at_least_one(count: int | Tensor) -> int | Tensor:
-    """A number of examples to divide by."""
-    return count.clamp_min(1) if isinstance(count, Tensor) else max(count, 1)
+LINEAR = Linear()
+EMBEDDING = Embedding()
+
+KINDS: dict[type[nn.Module], LayerKind] = {nn.Linear: LINEAR, nn.Embedding: EMBEDDING}
+"""The kinds of layers by their classes, those of users among them."""
 
 
-def embedding_gradient(module: nn.Module, x: Tensor, d: Tensor) -> Tensor:
-    """The sum of d at the entries looked up, ``(entries, width)``."""
-    embedding, rows = cast(nn.Embedding, module), _scaled(module, d).flatten(0, -2)
-    found = rows.new_zeros(embedding.weight.shape).index_add_(0, x.reshape(-1), rows)
-    if embedding.padding_idx is not None:
-        found[embedding.padding_idx] = 0.0
-    return found
-
-
-def rows_of_embedding(module: nn.Module, bias: bool, tied: bool = False) -> FactorShape:
-    """Sizes of an embedding's factors."""
-    entries, width = cast(Tensor, module.weight).shape
-    return FactorShape(1, entries, width, diagonal_a=True, transposed=True, marginal=tied)
-
-
-def embedding_fits(module: nn.Module, x: Tensor, d: Tensor) -> bool:
-    """Whether a pair has a row for each index."""
-    width = cast(Tensor, module.weight).shape[1]
-    return not x.is_floating_point() and d.shape == (*x.shape, width)
-
-
-KINDS[nn.Embedding] = LayerKind(
-    embedding_statistics, rows_of_embedding, gradient=embedding_gradient, fits=embedding_fits
-)
-
-
-# ---------------------------------------------------------------------------------------- any layer
-
-
-def key_of(module: nn.Module) -> Key | None:
-    """The key of a module's kind by its class, or the nearest class that it is made from."""
+def class_of(module: nn.Module) -> type[nn.Module] | None:
+    """The class of a module, or the nearest one that it is made from, that has a kind."""
     return next((kind for kind in type(module).__mro__ if kind in KINDS), None)
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from second_order.kronecker.autograd import is_attention
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.exact import DoublyFactoredBlock, ExactBlock, gain_of
+from second_order.kronecker.doubly_factored import DoublyFactored
+from second_order.kronecker.exact import ExactBlock, gain_of
 from second_order.kronecker.experts import EXPERTS, is_experts
 from second_order.kronecker.gradient import GradientBlock, folded
-from second_order.kronecker.kinds import found_kind, ties_of
-from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Approximation, FactorShape, Key
+from second_order.kronecker.kinds import match, ties_of
+from second_order.kronecker.layers import CONVOLUTIONS, Approximation, FactorShape, LayerKind
 from second_order.utils.modules import first_match, plain_type
 
 __all__ = ["BlockRules", "LeftToBase", "find_blocks"]
@@ -186,19 +187,17 @@ class _Search:
         self._rows: list[tuple[LeftToBase, list[int]]] = []  # and the parameters each may have
         self._left: set[nn.Module] = set()
         self._barred = set(excluded)  # parameters that are the base's, whatever the rules
-        self._locations: dict[nn.Module, int] = {}
-        self._keys: dict[nn.Module, Key | None] = {}
-        self._reasons: dict[nn.Module, str | None] = {}
-        for module in model.modules():
-            self._keys[module], self._reasons[module] = found_kind(module)
-        self._ties = ties_of(self._keys)
-        self._keys.update(self._ties)
+        self._matches = {module: match(module) for module in model.modules()}
+        self._kinds: dict[nn.Module, LayerKind] = {}
+        for module, found in self._matches.items():
+            if found.kind is not None:
+                self._kinds[module] = found.kind
+        self._ties = ties_of(self._kinds)
+        self._kinds.update(self._ties)
         self._layers_own: set[int] = set()
-        for module, key in self._keys.items():
-            if key is not None:
-                kind = KINDS[key]
-                params = (module._parameters.get(name) for name in (kind.weight, kind.bias))
-                self._layers_own.update(id(p) for p in params if p is not None)
+        for module, kind in self._kinds.items():
+            params = (module._parameters.get(name) for name in (kind.weight, kind.bias))
+            self._layers_own.update(id(p) for p in params if p is not None)
 
     # -------------------------------------------------------------------------- module by module
 
@@ -220,11 +219,11 @@ class _Search:
         """Leave a module to the base, as the user asks for."""
         self._barred.update(id(p) for p in module.parameters(recurse=False))
         self.leave(name, module, reason)
-        key = self._keys[module]
-        self._join(name, module, "weight" if key is None else KINDS[key].weight)
+        self._join(name, module)
 
-    def _join(self, name: str, module: nn.Module, letter: str) -> None:
+    def _join(self, name: str, module: nn.Module) -> None:
         """Put a module in the place of its weight, if it is the optimizer's."""
+        letter = self._kinds[module].weight if module in self._kinds else "weight"
         weight = dict(module.named_parameters(recurse=False)).get(letter)  # TorchScript's, too
         if weight is not None and id(weight) in self._owned:
             place = self._places.setdefault(id(weight), [])
@@ -234,49 +233,49 @@ class _Search:
     def sort(self, name: str, module: nn.Module, fed_by: int | None) -> None:
         """Find out what a module is: a layer, the place of an exact block, or the base's."""
         own = dict(module.named_parameters(recurse=False))
-        key, gain = self._keys[module], gain_of(module)
+        kind = self._kinds.get(module)
+        gain = gain_of(module)
         if is_experts(module):
             self._add_experts(name, module)
             return
-        if key is None and all(id(p) in self._layers_own for p in own.values()):
+        if kind is None and all(id(p) in self._layers_own for p in own.values()):
             return  # another name of a layer's bias, as BERT's head has it
         if gain is not None and id(own.get(gain.weight)) not in self._in_exact:
             block = self._exact_block(name, module, [gain.weight, gain.bias or ""])
             if block is not None:
                 self._places.setdefault(id(block.weight), block)
                 return
-        reason = self._reasons[module]
+        reason = self._matches[module].reason
         unexpected = isinstance(module, torch.jit.ScriptModule)
-        if key is not None:
-            kind = KINDS[key]
+        if kind is not None:
             weight = own.get(kind.weight)
             if weight is None or id(weight) not in self._owned:
                 reason = "its weight is not in the optimizer's groups"
             else:
                 locations = self._rules.locations(name, module, fed_by)
-                wider = kind.with_bias and own.get(kind.bias) is not None and not locations
-                shape = replace(kind.shape(module, wider), locations=locations)
-                reason = self._rules.too_large(shape)
+                if locations:
+                    kind = self._kinds[module] = DoublyFactored(locations=locations)
+                wider = not kind.bias_apart and own.get(kind.bias) is not None
+                reason = self._rules.too_large(kind.shape(module, wider))
                 unexpected = reason is not None
-                self._locations[module] = locations
         if getattr(module, "sparse", False):
             self._barred.update(map(id, own.values()))
-        if reason is not None and key is None and _has_lone(module):
+        if reason is not None and kind is None and _has_lone(module):
             for letter, p in own.items():
                 self.leave_alone(f"{name}.{letter}", [p], reason)
             self._left.add(module)
         elif reason is not None:
             self.leave(name, module, reason, unexpected=unexpected)
-        self._join(name, module, "weight" if key is None else KINDS[key].weight)
+        self._join(name, module)
 
     def _add_experts(self, name: str, module: nn.Module) -> None:
         """Add the blocks of fused experts, one for each of their weights."""
         own = module._parameters
-        for letter, key in EXPERTS.items():
+        for letter, kind in EXPERTS.items():
             weight, bias = own.get(letter), own.get(f"{letter}_bias")
             if weight is None:
                 continue
-            full, kind = f"{name}.{letter}".lstrip("."), KINDS[key]
+            full = f"{name}.{letter}".lstrip(".")
             reason = self._rules.too_large(kind.shape(module, bias is not None))
             if self._rules.approximation == "reduce":
                 reason = UNTOLD
@@ -287,8 +286,8 @@ class _Search:
             elif id(weight) in self._owned:
                 bias = bias if id(bias) in self._owned else None
                 block = self._known.get(id(weight))
-                if block is None or block.keys != [key] or block.bias is not bias:
-                    block = KroneckerBlock([full], [module], bias, self._factor_dtype, [key])
+                if block is None or block.bias is not bias:
+                    block = KroneckerBlock([full], [module], bias, self._factor_dtype, [kind])
                 self._places[id(weight)] = block
 
     def _exact_block(
@@ -321,51 +320,44 @@ class _Search:
     def _blocks_of(self, key: int, members: Sequence[_Member]) -> list[KroneckerBlock]:
         """The blocks of a weight and its bias."""
         names, modules = [m.name for m in members], [m.module for m in members]
-        tied = all(module in self._ties for module in modules)
         reason = None if self._left.isdisjoint(modules) else TIED
-        if reason is None and not tied and not self._alike(modules):
+        if reason is None and not self._alike(modules):
             reason = "tied weights with separate biases or types"
         if reason is not None:
             for name, module in members:
                 if module not in self._left:
                     self.leave(name, module, reason)
             return []
-        first, keys = modules[0], [self._keys[module] for module in modules]
-        kind, locations = KINDS[cast(Key, keys[0])], self._locations[modules[0]]
+        kinds = [self._kinds[module] for module in modules]
         blocks: list[KroneckerBlock] = []
         bias: nn.Parameter | None = None
-        apart = ""
-        if locations:
-            apart = "doubly factored"
-        elif tied:
-            apart = "tied to an embedding"
-        elif not kind.with_bias:
-            apart = "multiplied at other positions"
-        if apart:
+        for (name, module), kind in zip(members, kinds, strict=True):
+            own = module._parameters.get(kind.bias)
+            if not kind.bias_apart:
+                bias = own if id(own) in self._owned else None
+                continue
             # Their biases have blocks of their own.
-            for name, module in members if tied else members[:1]:
-                exact = self._exact_block(name, module, [kind.bias])
-                own = module._parameters.get(kind.bias)
-                if exact is not None:
-                    blocks.append(exact)
-                elif id(own) in self._owned.keys() - self._in_exact:
-                    reason = f"its weight is {apart}, and there are no exact blocks"
-                    self.leave_alone(f"{name}.{kind.bias}", [own], reason)
-        elif id(first._parameters.get(kind.bias)) in self._owned:
-            bias = first._parameters[kind.bias]
+            exact = self._exact_block(name, module, [kind.bias])
+            if exact is not None:
+                blocks.append(exact)
+            elif id(own) in self._owned.keys() - self._in_exact:
+                reason = f"its weight is {kind.bias_apart}, and there are no exact blocks"
+                self.leave_alone(f"{name}.{kind.bias}", [own], reason)
         block = self._known.get(key)
         if block is not None and (block.modules != modules or block.bias is not bias):
             block = None
-        if locations:
-            if not isinstance(block, DoublyFactoredBlock):
-                block = DoublyFactoredBlock(names, modules, locations, self._factor_dtype)
-        elif block is None or block.keys != keys:
-            block = KroneckerBlock(names, modules, bias, self._factor_dtype, keys)
+        if block is None or [*block.kinds.values()] != kinds:
+            block = KroneckerBlock(names, modules, bias, self._factor_dtype, kinds)
         return [*blocks, block]
 
     def _alike(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether modules that share a weight are of one class, and share their bias, too."""
-        biases = {id(m._parameters.get(KINDS[cast(Key, self._keys[m])].bias)) for m in modules}
+        """Whether modules that share a weight are of one class, and share their bias, too.
+
+        Or if they are an embedding and an output layer.
+        """
+        if self._ties.keys() >= {*modules}:
+            return True
+        biases = {id(module._parameters.get(self._kinds[module].bias)) for module in modules}
         return len(biases) == len({plain_type(module) for module in modules}) == 1
 
     def others(self, blocks: Sequence[KroneckerBlock]) -> list[KroneckerBlock]:

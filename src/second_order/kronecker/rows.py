@@ -30,18 +30,16 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from second_order.kronecker.autograd import is_attention
-from second_order.kronecker.experts import Routed
 from second_order.kronecker.layers import (
-    CONVOLUTIONS,
-    LayerKind,
+    ATTENTION,
+    ROUTED,
     LiveRows,
+    PairRows,
     all_rows,
     live_rows,
     rows_in,
@@ -51,58 +49,10 @@ __all__ = [
     "BackwardPass",
     "LateRows",
     "Ledger",
-    "PairRows",
     "RowGroup",
     "Terms",
     "next_serial",
-    "rows_of",
 ]
-
-CHANNELS_SECOND = (
-    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
-    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.GroupNorm),
-)
-"""Norms with channels in dimension 1. Their rows are whole examples."""
-
-PLAIN, ROUTED, ATTENTION = "", "routed", "attention"
-"""Families of rows: an attention's are ``(batch, positions)`` however its inputs lie."""
-
-
-class PairRows(NamedTuple):
-    """The rows of a captured pair."""
-
-    family: str
-    shape: tuple[int, ...]  # leading dimensions
-    gradient: Tensor  # (rows, out)
-    examples: bool = False  # known to be a batch's examples, whatever other layers see
-
-
-def rows_of(module: nn.Module, kind: LayerKind | None, x: Any, d: Tensor) -> PairRows:
-    """The rows of a module's pair (x, d). The ``kind`` of a norm is None."""
-    if isinstance(x, Routed):
-        return PairRows(ROUTED, (len(d),), d)
-    if isinstance(module, CONVOLUTIONS):
-        batched = d.dim() > len(module.kernel_size) + 1
-        whole = d if batched else d.unsqueeze(0)
-        return PairRows(PLAIN, (len(whole),), whole.flatten(1), True)
-    if isinstance(module, CHANNELS_SECOND):
-        return PairRows(PLAIN, (len(d),), d.flatten(1), True)
-    if kind is not None and kind.rows is not None:
-        _, d = kind.rows(module, x, d)
-    family = PLAIN
-    leading = d.shape[:-1]
-    if is_attention(module) or isinstance(module, NonDynamicallyQuantizableLinear):
-        family = ATTENTION
-    elif kind is None:  # of a norm: its gain may have several dimensions
-        gain = cast(Tensor, next(iter(module._parameters.values())))
-        leading = d.shape[: max(d.dim() - gain.dim(), 0)]
-    # (B, 1, ...) has the examples of (B, ...).
-    while len(leading) > 1 and leading[-1] == 1:
-        leading = leading[:-1]
-    number = math.prod(leading)
-    # -1 is ambiguous if a rank has an empty batch.
-    flat = d.reshape(number, -1) if number > 0 else d.reshape(0, d.shape[-1])
-    return PairRows(family, tuple(leading) or (1,), flat)
 
 
 @dataclass

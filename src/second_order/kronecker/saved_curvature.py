@@ -58,7 +58,7 @@ def read_layer(
             f"{path} is not there, which {INDEX} has for the factors of layer {layer.name!r}; copy "
             f"the whole folder, or save the curvature again"
         ) from error
-    expected = {k: layer.shape.stored_shape(k, False) for k in layer.shape.letters}
+    expected = layer.shape.matrix_shapes()
     expected["corrected"] = layer.shape.gradient_size
     found = {name: tuple(tensors[name].shape) for name in expected if name in tensors}
     wrong = {name: shape for name, shape in found.items() if shape != tuple(expected[name])}

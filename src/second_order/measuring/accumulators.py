@@ -25,7 +25,7 @@ from second_order.kronecker.autograd import as_used
 from second_order.kronecker.block import as_matrices
 from second_order.kronecker.experts import Routed
 from second_order.kronecker.layer_curvature import Eigen
-from second_order.kronecker.layers import CONVOLUTIONS, KINDS, Form, gram, layout_of
+from second_order.kronecker.layers import CONVOLUTIONS, Form, gram, layout_of, live_rows
 from second_order.kronecker.solvers import ieee_matmul
 from second_order.measuring.batches import Batch
 from second_order.measuring.hooks import capturing_inputs, capturing_pairs
@@ -103,7 +103,7 @@ class Inputs(Accumulator):
                 rows = routed.of[layer.weight_name].to(self.sums.dtype)
                 by_expert = rows.unsqueeze(0).split(routed.counts, dim=1)
                 with full_precision(rows.device):
-                    a = torch.cat([gram(each, False, False) for each in by_expert])
+                    a = torch.cat([gram(each) for each in by_expert])
                 self.rows[layer.name] += torch.tensor(routed.counts, device=a.device)
                 self.sums.add((layer.name, "A"), a)
             return
@@ -164,9 +164,11 @@ class Pairs(Accumulator):
             self.sums.add_gram((layer.name, "G"), d.reshape(-1, d.shape[-1]))
             return
         pair = Pair.widened(module, x, d)
-        form = Form(bias=layer.has_bias, approximation="expand")
+        kind = layer.kind(module)
+        live = live_rows(kind.rows_of(module, pair.x, pair.d).gradient)
+        form = Form(bias=layer.has_bias, approximation="expand", rows=live)
         with ieee_matmul(d.device):
-            found = layer.kind(module).statistics(module, pair.x, pair.d, form)
+            found = kind.statistics(module, pair.x, pair.d, form)
         self.rows[layer.name] += found.examples if found.routed is None else found.routed.long()
         for name, factor in found.factors.items():
             self.sums.add((layer.name, name), factor)
@@ -256,7 +258,7 @@ class Eigenvalues(Pairs):
 
 def _batch_dim(layer: Layer, pair: Pair) -> int:
     """The dimension of the examples of a pair that is no matrix's."""
-    is_attention = layer.kind(pair.module) is KINDS[nn.MultiheadAttention]
+    is_attention = isinstance(pair.module, nn.MultiheadAttention)
     return int(is_attention and pair.d.dim() > 3)  # 1 if q, k and v come first
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from second_order.distributed.assignment import spread_costs
 from second_order.kronecker.autograd import is_attention
 from second_order.kronecker.block import KroneckerBlock
-from second_order.kronecker.layers import KINDS, FactorShape, LayerKind, linear_statistics
+from second_order.kronecker.layers import FactorShape, LayerKind, Linear
 from second_order.kronecker.model_blocks import LeftToBase, find_blocks
 from second_order.measuring.hooks import requires_grad
 from second_order.utils.modules import first_match, unmatched_patterns
@@ -54,17 +54,15 @@ class Layer:
 
     def stored_shapes(self) -> dict[str, torch.Size]:
         """The shapes of the factors as their owner stores them: triangles, or diagonals."""
-        return {name: torch.Size(self.shape.stored_shape(name, True)) for name in self.factors}
+        return {name: torch.Size(self.shape.stored_shape(name)) for name in self.factors}
 
     def kind(self, module: nn.Module) -> LayerKind:
         """The rules for one of its modules."""
-        key = self.block.keys[self.block.modules.index(module)]
-        assert key is not None
-        return KINDS[key]
+        return self.block.kinds[module]
 
     def is_linear(self, module: nn.Module) -> bool:
         """Whether one of its modules multiplies rows by a matrix."""
-        return self.kind(module).statistics is linear_statistics
+        return self.kind(module).multiplies_rows
 
     @property
     def weight_name(self) -> str:
@@ -97,14 +95,14 @@ def find_layers(
         # Leave out what was not asked for, and what cannot be measured.
         for block in blocks:
             module = block.modules[0]
-            key = block.keys[0]
+            kind = block.kinds.get(module)
             params = block.params[:1] if inputs_only else block.params
             reason = ""
             if not any(patterns is None or first_match(patterns, modules, n) for n in block.names):
                 reason = NOT_ASKED
-            elif block.shape.marginal or key is None:
+            elif block.shape.marginal or kind is None:
                 reason = TIED
-            elif key == "linear":
+            elif isinstance(kind, Linear) and kind.supposed:
                 reason = LIKE_LINEAR
             elif inputs_only and (module in never_called or not _has_rows(block)):
                 reason = INPUTS
@@ -112,11 +110,11 @@ def find_layers(
                 count = sum(p.numel() for p in params)
                 left.append(LeftToBase(block.name, type(module).__name__, reason, count))
                 continue
-            assert key is not None
+            assert kind is not None
             found.append(
                 Layer(
                     block=block,
-                    shape=KINDS[key].shape(module, False) if inputs_only else block.shape,
+                    shape=kind.shape(module, False) if inputs_only else block.shape,
                     shapes={names[id(p)]: p.shape for p in params},
                     factors="A" if inputs_only else block.shape.letters,
                     owner=0,
@@ -134,6 +132,4 @@ def find_layers(
 
 def _has_rows(block: KroneckerBlock) -> bool:
     """Whether a layer multiplies rows by matrices."""
-    key = block.keys[0]
-    assert key is not None
-    return block.shape.routed or KINDS[key].statistics is linear_statistics
+    return block.shape.routed or block.kinds[block.modules[0]].multiplies_rows

@@ -85,7 +85,7 @@ class Sums:
             if widens:
                 self.add(key, torch.mm(rows.mT, rows, out_dtype=self.dtype).unsqueeze(0))
             elif self._packed:
-                self.add(key, gram(rows.unsqueeze(0), False, triangular=True))
+                self.add(key, gram(rows.unsqueeze(0)))
             elif key in self._local:
                 self._local[key][0].addmm_(rows.mT, rows)
             else:
