@@ -120,7 +120,7 @@ def test_flattened_parameters_are_refused_with_the_remedy(world: World) -> None:
             "flatten.*FullyShardedDataParallel|FullyShardedDataParallel.*flatten", message
         )
         assert (
-            "by torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
+            "with torch.distributed.fsdp.fully_shard (FSDP2), or use DistributedDataParallel"
             in message
         )
 
